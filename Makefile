@@ -1,0 +1,48 @@
+# make demo   train on scikit-learn's digits, then with every policy and backend
+# make test   run the tests
+# make lint   ruff and mypy
+# make clean  remove the virtual environment and all caches
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+
+# The constraints hold the tested versions.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.stamp-examples
+	$(PY) examples/digits.py
+	$(PY) examples/digits.py --all
+
+test: $(VENV)/.stamp-test
+	$(PY) -m pytest
+
+lint: $(VENV)/.stamp-test
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+format: $(VENV)/.stamp-test
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is touched last, so that an interrupted step is done again.
+$(VENV)/.stamp-venv:
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-examples: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing the package and its examples into $(VENV)"
+	$(INSTALL) -e '.[examples]'
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing the package, its tests and its examples into $(VENV)"
+	$(INSTALL) -e '.[test,examples]'
+	@touch $(VENV)/.stamp-examples $@

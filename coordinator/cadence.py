@@ -1,0 +1,306 @@
+"""How many batches each rank trains between two averagings.
+
+The rule is that of "El Che" in flodl: a column marches at the pace of its slowest, and
+the others carry more. The slowest rank trains ``anchor`` batches between two
+averagings, every other rank as many as it can in that time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_WEIGHT = 0.5
+"""Weight of a new measurement in the moving average."""
+_SUSPECT = 2.0
+"""A measurement that is off by more than this factor is an outlier or a real change."""
+_OUTLIER = 1.5
+"""An outlier counts as if it were off by this factor."""
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+
+
+class ElChe:
+    """Batch counts in proportion to measured speeds, and how far averagings lie apart.
+
+    The anchor grows while averaging costs more than ``overhead_target`` of the slowest
+    rank's computing time, at most twofold in a round, and comes back slowly towards its
+    initial value once averaging costs less than half of the target.
+
+    Usable in a loop of your own::
+
+        cadence = ElChe(world_size=2, anchor=10)
+        while training:
+            counts = cadence.batch_counts           # for instance (10, 10), later (10, 30)
+            times = [train(rank, counts[rank]) for rank in (0, 1)]   # seconds
+            sync_s = average(weights=counts)
+            cadence.report_timing(times, counts, sync_s)
+
+    Deterministic and not thread-safe: no clock and no thread of its own.
+
+    Args:
+        world_size: Number of ranks.
+        anchor: Batches of the slowest rank between two averagings, at the start.
+        max_anchor: The anchor never grows beyond this.
+        overhead_target: Part of the computing time that averaging may cost, 0.01 to 0.50.
+        speed_hint: ``(slow rank, ratio)``: the others are ``ratio`` times faster. Holds
+            until every live rank was measured.
+
+    Raises:
+        ValueError: A value out of range; the message says what to give.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        anchor: int = 10,
+        *,
+        max_anchor: int = 200,
+        overhead_target: float = 0.10,
+        speed_hint: tuple[int, float] | None = None,
+    ) -> None:
+        _check(world_size, anchor, max_anchor, overhead_target, speed_hint)
+        self._anchor = anchor
+        self._floor = anchor
+        self._max_anchor = max_anchor
+        self._overhead_target = overhead_target
+        self._hint = speed_hint
+        self._growth_held = False
+        self._live = [True] * world_size
+        self._speeds = [_Speed() for _ in range(world_size)]
+        self._observed: set[int] = set()
+
+    @property
+    def anchor(self) -> int:
+        """Batches of the slowest rank between two averagings."""
+        return self._anchor
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """Batches of each rank between two averagings: at least 1, 0 for a dead rank."""
+        return tuple(
+            max(1, round(self._anchor * pace)) if pace else 0 for pace in self._relative_paces()
+        )
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each rank's part of the throughput; they sum to 1 while a rank lives."""
+        paces = self._relative_paces()
+        total = sum(paces)
+        return tuple(pace / total if total else 0.0 for pace in paces)
+
+    @property
+    def seconds_per_batch(self) -> tuple[float, ...] | None:
+        """Estimated computing time of a batch; ``None`` until every live rank was measured.
+
+        0.0 for a dead rank.
+        """
+        live = [speed for speed, alive in zip(self._speeds, self._live, strict=True) if alive]
+        if not live or any(not speed.seconds for speed in live):
+            return None
+        return tuple(
+            speed.seconds if alive else 0.0
+            for speed, alive in zip(self._speeds, self._live, strict=True)
+        )
+
+    @property
+    def slowest(self) -> int | None:
+        """The live rank with the longest batches, the lowest such rank; ``None`` as above."""
+        seconds = self.seconds_per_batch
+        if seconds is None:
+            return None
+        return max(
+            (rank for rank, alive in enumerate(self._live) if alive),
+            key=lambda rank: (seconds[rank], -rank),
+        )
+
+    def observe(self, rank: int, compute_s: float, num_batches: int) -> None:
+        """Take in the timing of one rank between two rounds.
+
+        The first measurement counts whole, later ones half. One that is off by more than
+        a factor of 2 counts little, unless the next one confirms it: then the rank has
+        really changed and the estimate follows at once.
+
+        Args:
+            rank: The rank that was timed.
+            compute_s: Seconds it computed; a time that is not finite and positive is
+                ignored.
+            num_batches: Batches in that time; 0 keeps the estimate.
+        """
+        if num_batches > 0 and _is_time(compute_s):
+            self._speeds[rank].add(compute_s / num_batches)
+            self._observed.add(rank)
+
+    def report_timing(
+        self, compute_s: Sequence[float], num_batches: Sequence[int], sync_s: float
+    ) -> None:
+        """Take in a round: update the speeds, then fit the anchor to the overhead.
+
+        A rank whose batches were already told to :meth:`observe` since the last round
+        is not measured a second time.
+
+        Args:
+            compute_s: Seconds that each rank computed since the last round.
+            num_batches: Batches that each rank trained in that time.
+            sync_s: What the averaging cost, in seconds.
+
+        Raises:
+            ValueError: The sequences do not have one entry for each rank.
+        """
+        if not len(compute_s) == len(num_batches) == len(self._live):
+            raise ValueError(
+                f"report_timing needs one time and one count for each of {len(self._live)} ranks, "
+                f"got {len(compute_s)} and {len(num_batches)}"
+            )
+        for rank in range(len(self._live)):
+            if rank not in self._observed:
+                self.observe(rank, compute_s[rank], num_batches[rank])
+        self._observed.clear()
+        slowest = max(
+            (
+                compute_s[rank] / num_batches[rank]
+                for rank, alive in enumerate(self._live)
+                if alive and num_batches[rank] > 0 and _is_time(compute_s[rank])
+            ),
+            default=0.0,
+        )
+        if slowest and math.isfinite(sync_s) and sync_s >= 0:
+            self._fit_anchor(sync_s / slowest)
+
+    def nudge_down(self, factor: float = 0.5) -> None:
+        """Lower the anchor, and with it the value towards which it comes back.
+
+        Args:
+            factor: The new anchor is this part of the old one, at least 1.
+
+        Raises:
+            ValueError: ``factor`` is not between 0 and 1.
+        """
+        if not 0 < factor < 1:
+            raise ValueError(f"nudge_down needs a factor between 0 and 1, got {factor!r}")
+        self._anchor = max(1, int(self._anchor * factor))
+        self._floor = min(self._floor, self._anchor)
+
+    def hold_growth(self, flag: bool) -> None:
+        """Forbid (``True``) or allow (``False``) the anchor to grow, until called again."""
+        self._growth_held = flag
+
+    def drop(self, rank: int) -> None:
+        """Take a dead rank out: its count and share are 0, the others share the rest."""
+        self._live[rank] = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchor and speeds as plain numbers and lists; 0.0 is a rank not measured."""
+        return {
+            "anchor": self._anchor,
+            "floor": self._floor,
+            "growth_held": self._growth_held,
+            "seconds": [speed.seconds for speed in self._speeds],
+            "suspects": [speed.suspect for speed in self._speeds],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Limits, hint and the set of live ranks stay as they are here. A state of another
+        world size gives its anchor, but not its speeds.
+        """
+        self._anchor = min(int(state["anchor"]), self._max_anchor)
+        self._floor = min(int(state["floor"]), self._anchor)
+        self._growth_held = bool(state["growth_held"])
+        self._observed.clear()
+        self._speeds = [_Speed() for _ in self._live]
+        if len(state["seconds"]) == len(self._live):
+            for speed, seconds, suspect in zip(
+                self._speeds, state["seconds"], state["suspects"], strict=True
+            ):
+                speed.seconds, speed.suspect = float(seconds), int(suspect)
+
+    def _relative_paces(self) -> list[float]:
+        """Speed of each rank as a multiple of the slowest live one's; 0.0 if dead."""
+        seconds, slowest = self.seconds_per_batch, self.slowest
+        if seconds is not None and slowest is not None:
+            paces = [seconds[slowest] / s if s else 0.0 for s in seconds]
+        else:
+            paces = [1.0] * len(self._live)
+            if self._hint is not None and self._live[self._hint[0]]:
+                paces = [float(self._hint[1])] * len(self._live)
+                paces[self._hint[0]] = 1.0
+        return [pace if alive else 0.0 for pace, alive in zip(paces, self._live, strict=True)]
+
+    def _fit_anchor(self, sync_in_batches: float) -> None:
+        """Fit the anchor to the cost of a round, in batches of the slowest rank.
+
+        The cost is held against a full round of ``anchor`` batches, so that a round cut
+        short by the end of an epoch does not look expensive.
+        """
+        overhead = sync_in_batches / self._anchor
+        if overhead > self._overhead_target:
+            if not self._growth_held:
+                # The margin is for quotients that rounding lifts above a whole number.
+                wanted = min(sync_in_batches / self._overhead_target, 2.0 * self._anchor)
+                self._anchor = min(math.ceil(wanted * (1 - 1e-9)), self._max_anchor)
+        elif overhead < self._overhead_target / 2:
+            self._anchor = max(self._floor, self._anchor - max(1, self._anchor // 10))
+
+
+class _Speed:
+    """Moving average of a rank's seconds for each batch; 0.0 before the first."""
+
+    __slots__ = ("seconds", "suspect")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.suspect = 0
+        """1 or -1 if the last measurement was far above or below, else 0."""
+
+    def add(self, seconds: float) -> None:
+        seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
+        if not self.seconds:
+            self.seconds = seconds
+            return
+        off = seconds / self.seconds
+        suspect = 1 if off > _SUSPECT else -1 if off < 1 / _SUSPECT else 0
+        if suspect and suspect == self.suspect:
+            self.seconds, self.suspect = seconds, 0
+            return
+        if suspect:
+            seconds = self.seconds * _OUTLIER**suspect
+        self.seconds += _WEIGHT * (seconds - self.seconds)
+        self.suspect = suspect
+
+
+def _is_time(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds > 0
+
+
+def _check(
+    world_size: int,
+    anchor: int,
+    max_anchor: int,
+    overhead_target: float,
+    speed_hint: tuple[int, float] | None,
+) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not 1 <= anchor <= max_anchor:
+        raise ValueError(
+            f"anchor must lie in 1..max_anchor, got anchor {anchor} and max_anchor {max_anchor}; "
+            "lower the one or raise the other"
+        )
+    if not 0.01 <= overhead_target <= 0.50:
+        raise ValueError(
+            f"overhead_target must lie in 0.01 to 0.50, got {overhead_target}; 0.10 lets "
+            "averaging cost a tenth of the computing time"
+        )
+    if speed_hint is None:
+        return
+    rank, ratio = speed_hint
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"speed_hint names rank {rank}: give the slow one of the ranks 0 to {world_size - 1}"
+        )
+    if not (math.isfinite(ratio) and ratio >= 1):
+        raise ValueError(
+            f"speed_hint needs a ratio of at least 1 (how much faster the others are), got {ratio}"
+        )

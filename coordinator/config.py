@@ -1,0 +1,68 @@
+"""What the coordinator needs to know about a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.policy import ApplyPolicy, AverageBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """Settings of the machine; validated by the builder that fills them.
+
+    Attributes:
+        devices: Device of each rank, by name; their number is the world size.
+        num_samples: Length of the data set.
+        batch_size: Samples in a batch of one rank.
+        num_epochs: Epochs in the run.
+        policy: When replicas average.
+        backend: The resolved transport, never ``AUTO``.
+        drop_last: Leave an epoch's short batch out.
+        accumulate: Micro-batches in an optimizer step.
+        anchor: Batches of the slowest rank between two averagings, at first.
+        max_anchor: Upper limit of the anchor.
+        overhead_target: Share of the time that averaging may cost.
+        speed_hint: ``(slow rank, ratio)``, or ``None``.
+        max_batch_diff: Limit on the lead of the fastest rank, in batches.
+        max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;
+            ``None``: a quarter of the count, at least 2.
+        divergence_threshold: ``None``: no guard.
+        partition_ratios: Fixed share of each rank.
+        progressive: Chunks on demand rather than one partition an epoch.
+        max_steps: End after this many batches over all ranks.
+        evaluate: Whether there is an evaluation function.
+        checkpoint_every: Epochs between two calls of the checkpoint function.
+        snapshot_timeout_s: Seconds after which a round on the CPU is given up.
+        max_failed_rounds: Failed rounds in a row that end the run.
+        grace_s: Seconds that the workers have to leave after a failure.
+    """
+
+    devices: tuple[str, ...]
+    num_samples: int
+    batch_size: int
+    num_epochs: int
+    policy: ApplyPolicy = ApplyPolicy.CADENCE
+    backend: AverageBackend = AverageBackend.CPU
+    drop_last: bool = False
+    accumulate: int = 1
+    anchor: int = 10
+    max_anchor: int = 200
+    overhead_target: float = 0.10
+    speed_hint: tuple[int, float] | None = None
+    max_batch_diff: int | None = None
+    max_overshoot: int | None = None
+    divergence_threshold: float | None = 0.05
+    partition_ratios: tuple[float, ...] | None = None
+    progressive: bool = True
+    max_steps: int | None = None
+    evaluate: bool = False
+    checkpoint_every: int | None = None
+    snapshot_timeout_s: float = 5.0
+    max_failed_rounds: int = 5
+    grace_s: float = 5.0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks at the start."""
+        return len(self.devices)

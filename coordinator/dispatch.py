@@ -1,0 +1,100 @@
+"""Who trains which samples: the permutation of an epoch and how it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def permutation(num_samples: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
+    """The order in which an epoch visits the data set, from ``(seed, epoch)`` alone.
+
+    Args:
+        num_samples: Length of the data set.
+        epoch: Epoch, counted from 0.
+        seed: Seed of the run, not negative.
+
+    Returns:
+        An int64 array of shape ``(num_samples,)``.
+    """
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+def count_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Number of batches in an epoch; at most one of them is short."""
+    whole, rest = divmod(num_samples, batch_size)
+    return whole if drop_last or not rest else whole + 1
+
+
+def batch_bounds(batch: int, num_samples: int, batch_size: int) -> tuple[int, int]:
+    """Positions ``[start, stop)`` of a batch within the epoch's permutation."""
+    start = batch * batch_size
+    return start, min(start + batch_size, num_samples)
+
+
+def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Cut ``total`` into whole parts proportional to ``ratios`` that sum to ``total``.
+
+    The largest remainders get what rounding down leaves, the lower rank first.
+    """
+    scale = total / sum(ratios)
+    exact = [ratio * scale for ratio in ratios]
+    parts = [int(x) for x in exact]
+    by_remainder = sorted(range(len(ratios)), key=lambda i: (parts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(parts)]:
+        parts[i] += 1
+    return tuple(parts)
+
+
+class BatchSet:
+    """Disjoint ranges of batch positions, taken from the front in rising order."""
+
+    def __init__(self, spans: Iterable[range] = ()) -> None:
+        self._spans: list[range] = []
+        self.put_back(spans)
+
+    def __len__(self) -> int:
+        return sum(len(span) for span in self._spans)
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """What is left, as ranges in rising order."""
+        return tuple(self._spans)
+
+    def take(self, count: int) -> tuple[range, ...]:
+        """Remove and return the first ``count`` batches (fewer if fewer are left)."""
+        taken: list[range] = []
+        while count > 0 and self._spans:
+            head = self._spans[0]
+            taken.append(head[:count])
+            if len(head) > count:
+                self._spans[0] = head[count:]
+            else:
+                self._spans.pop(0)
+            count -= len(taken[-1])
+        return tuple(taken)
+
+    def put_back(self, spans: Iterable[range]) -> None:
+        """Return batches, for instance those that died with a rank."""
+        positions = sorted(b for span in (*self._spans, *spans) for b in span)
+        self._spans = list(compress(positions))
+
+
+def compress(positions: Iterable[int]) -> Iterable[range]:
+    """Rising positions as maximal ranges of step 1."""
+    start = stop = None
+    for b in positions:
+        if start is None or stop is None:
+            start, stop = b, b + 1
+        elif b == stop:
+            stop += 1
+        else:
+            yield range(start, stop)
+            start, stop = b, b + 1
+    if start is not None and stop is not None:
+        yield range(start, stop)

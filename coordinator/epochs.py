@@ -1,0 +1,168 @@
+"""Dealing epochs out and closing them in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from coordinator import messages as m
+from coordinator.commands import PublishEpoch
+from coordinator.core import Core
+from coordinator.pool import Epoch
+from coordinator.world import Rank
+
+
+@dataclass(slots=True)
+class _Closing:
+    """A closed epoch that waits for its evaluation or for the checkpoint function."""
+
+    epoch: Epoch
+    epoch_s: float
+
+
+class Epochs:
+    """Sends plans, closes epochs whose every batch is settled, publishes their metrics."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._closing: deque[_Closing] = deque()
+        self._last_close = 0.0
+
+    def begin(self, now: float) -> None:
+        """The run starts."""
+        self._last_close = now
+
+    @property
+    def all_published(self) -> bool:
+        """Whether no closed epoch waits for what the lead does with its average."""
+        return not self._closing
+
+    def _find(self, number: int) -> Epoch | None:
+        """An epoch that is open or waits to be published."""
+        for closing in self._closing:
+            if closing.epoch.epoch == number:
+                return closing.epoch
+        return self._core.pool.find(number)
+
+    def on_evaluated(self, event: m.EvalReport) -> None:
+        """The lead has evaluated an epoch."""
+        epoch = self._find(event.epoch)
+        if epoch is not None:
+            epoch.evaluation = dict(event.values)
+
+    def on_saved(self, event: m.CheckpointDone) -> None:
+        """The lead's checkpoint function has returned."""
+        epoch = self._find(event.version - 1)
+        if epoch is not None:
+            epoch.saved = True
+
+    def _done_with(self, epoch: Epoch) -> bool:
+        """Whether the lead has done everything with the epoch's average."""
+        evaluate, checkpoint = self.per_epoch(epoch)
+        return (evaluate is None or epoch.evaluation is not None) and (
+            checkpoint is None or epoch.saved
+        )
+
+    def deal(self, now: float) -> None:
+        """Keep two plans with every rank: one in progress, one behind it."""
+        for rank in self._core.live:
+            while rank.num_queued < 2:
+                chunk = self._core.pool.deal_chunk(
+                    rank.rank,
+                    now,
+                    shares=self._core.elche.shares,
+                    seconds_per_batch=self._core.elche.seconds_per_batch,
+                )
+                if chunk is None:
+                    break
+                self._tell_older(rank, chunk[0])
+                self._start(rank, m.EpochPlan(epoch=chunk[0], batches=chunk[1]))
+
+    def _tell_older(self, rank: Rank, before: int) -> None:
+        """A rank without a batch in an epoch still hears of it, before the next one."""
+        for epoch in self._core.pool.epochs:
+            if epoch.epoch < before and rank.rank not in epoch.told:
+                epoch.told.add(rank.rank)
+                self._start(rank, m.EpochPlan(epoch=epoch.epoch))
+
+    def _start(self, rank: Rank, plan: m.EpochPlan) -> None:
+        rank.num_queued += 1
+        self._core.send(rank.rank, m.StartEpoch(plan=plan))
+
+    def deal_lockstep(self, now: float) -> None:
+        """Deal the next epoch to all ranks once they are through with the last."""
+        live = self._core.live
+        if any(r.num_queued for r in live) or not self.all_published:
+            # Peers of a lead that evaluates wait here, where no timeout runs.
+            return
+        dealt = self._core.pool.deal_epoch(now, [r.rank for r in live], self._core.elche.shares)
+        if dealt is None:
+            return
+        number, parts = dealt
+        shares = [0] * len(self._core.ranks)
+        for rank, spans in parts.items():
+            shares[rank] = sum(len(span) for span in spans)
+        epoch = self._core.pool.find(number)
+        if epoch is not None and not self._core.alone:
+            steps = -(-max(shares) // self._core.config.accumulate)
+            epoch.num_averagings += steps
+            self._core.num_averagings += steps
+        for info in live:
+            plan = m.EpochPlan(
+                epoch=number,
+                batches=parts[info.rank],
+                shares=tuple(shares),
+                first_step=self._core.global_step,
+            )
+            self._start(info, plan)
+
+    def has_work(self, epoch: int) -> bool:
+        """Whether the average that closes the epoch is evaluated or handed over."""
+        every = self._core.config.checkpoint_every
+        return self._core.config.evaluate or (every is not None and (epoch + 1) % every == 0)
+
+    def per_epoch(self, epoch: Epoch) -> tuple[int | None, int | None]:
+        """What the lead shall do with the average that closes the epoch."""
+        every = self._core.config.checkpoint_every
+        version = epoch.epoch + 1
+        checkpoint = version if every is not None and version % every == 0 else None
+        return epoch.epoch if self._core.config.evaluate else None, checkpoint
+
+    def close(self, now: float) -> None:
+        """Close epochs whose every batch is settled, in order."""
+        while (epoch := self._core.pool.oldest) is not None and epoch.settled:
+            work = self.has_work(epoch.epoch)
+            if self._core.lockstep or self._core.alone:
+                if self._core.lockstep and any(r.num_queued for r in self._core.live):
+                    return
+                if work:
+                    evaluate, checkpoint = self.per_epoch(epoch)
+                    lead = self._core.live[0].rank
+                    if evaluate is not None:
+                        self._core.send(lead, m.Evaluate(epoch=evaluate))
+                    if checkpoint is not None:
+                        self._core.send(lead, m.Checkpoint(version=checkpoint))
+            elif work and not epoch.worked:
+                return
+            for rank in self._core.live:
+                self._tell_older(rank, epoch.epoch + 1)
+            self._core.pool.pop_oldest()
+            self._closing.append(_Closing(epoch=epoch, epoch_s=now - self._last_close))
+            self._last_close = now
+
+    def publish(self) -> None:
+        """Publish closed epochs, in order, once the lead is done with them."""
+        while self._closing and self._done_with(self._closing[0].epoch):
+            head = self._closing.popleft()
+            metrics = head.epoch.tally.close(
+                epoch=head.epoch.epoch,
+                epoch_s=head.epoch_s,
+                num_samples=head.epoch.num_samples,
+                num_retrained=head.epoch.num_retrained,
+                num_skipped=0,
+                num_averagings=head.epoch.num_averagings,
+                devices=self._core.config.devices,
+                extra_scalars={f"eval/{k}": v for k, v in (head.epoch.evaluation or {}).items()},
+            )
+            self._core.outcome.metrics.append(metrics)
+            self._core.out.append(PublishEpoch(metrics=metrics))

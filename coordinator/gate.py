@@ -1,0 +1,92 @@
+"""When a round is due, and how far each rank may run before it.
+
+Every rule is a function of the present state, evaluated after each event, so that no
+wake-up can be lost: what was due stays due until it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.cadence import ElChe
+from coordinator.config import CoordinatorConfig
+from coordinator.messages import Allowance
+from coordinator.policy import ApplyPolicy
+from coordinator.pool import ChunkPool
+from coordinator.world import Rank
+
+
+class Gate:
+    """The rules of cadence, overshoot and lead.
+
+    Args:
+        config: Settings of the run.
+        elche: How many batches each rank runs between two rounds.
+        pool: Who has which batches.
+    """
+
+    def __init__(self, config: CoordinatorConfig, elche: ElChe, pool: ChunkPool) -> None:
+        self._config = config
+        self._elche = elche
+        self._pool = pool
+
+    def allowance(self, rank: int) -> Allowance:
+        """What a rank is told at the start and with each round."""
+        count = self._elche.batch_counts[rank]
+        limit = self._overshoot_limit(rank)
+        lead = self._config.max_batch_diff
+        if lead is not None:
+            limit = lead + 1 if limit is None else min(limit, lead + 1)
+        return Allowance(limit=limit, report_after=self._report_after(count))
+
+    def _report_after(self, count: int) -> int:
+        return count if self._config.max_batch_diff is None else 1
+
+    def _overshoot_limit(self, rank: int) -> int | None:
+        if self._config.policy is not ApplyPolicy.ASYNC:
+            return None
+        count = self._elche.batch_counts[rank]
+        overshoot = self._config.max_overshoot
+        return count + (max(2, count // 4) if overshoot is None else overshoot)
+
+    def limit(self, rank: Rank, live: Sequence[Rank]) -> int | None:
+        """The limit that holds for a rank now, in batches since its last round.
+
+        A rank without work cannot catch up, so it holds nobody back.
+        """
+        limit = self._overshoot_limit(rank.rank)
+        lead = self._config.max_batch_diff
+        if lead is None:
+            return limit
+        others = [r.since_round for r in live if r is not rank and self._has_work(r)]
+        if not others:
+            return limit
+        behind = min(others) + lead + 1
+        return behind if limit is None else min(limit, behind)
+
+    def relimit(self, rank: Rank, limit: int | None) -> Allowance:
+        """The allowance that carries a changed limit."""
+        return Allowance(
+            limit=limit, report_after=self._report_after(self._elche.batch_counts[rank.rank])
+        )
+
+    def _has_work(self, rank: Rank) -> bool:
+        return bool(self._pool.ledgers[rank.rank].assigned)
+
+    def due(self, live: Sequence[Rank]) -> bool:
+        """Whether the cadence asks for an averaging round."""
+        if not any(r.since_round for r in live):
+            return False
+        busy = [r for r in live if self._has_work(r) and not r.parked]
+        if not busy:
+            return True
+        counts = self._elche.batch_counts
+        if self._config.policy is ApplyPolicy.CADENCE:
+            seconds = self._elche.seconds_per_batch
+            if seconds is not None:
+                slow = max(busy, key=lambda r: seconds[r.rank])
+                if slow.since_round >= counts[slow.rank]:
+                    return True
+                reached = counts[slow.rank] * seconds[slow.rank]
+                return slow.since_round > 0 and slow.compute_since_round >= reached
+        return all(r.since_round >= counts[r.rank] for r in busy)

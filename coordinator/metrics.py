@@ -1,0 +1,214 @@
+"""From the reports of the ranks to the metrics of an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.messages import Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMetrics:
+    """What one rank did in an epoch.
+
+    Attributes:
+        rank: The rank.
+        num_batches: Batches it trained.
+        num_samples: Samples in them.
+        compute_s: Seconds in training steps, waits excluded.
+        avg_loss: Mean loss over its samples; NaN if there is none.
+        throughput: Samples for each second of ``compute_s``; 0.0 without any.
+    """
+
+    rank: int
+    num_batches: int
+    num_samples: int
+    compute_s: float
+    avg_loss: float
+    throughput: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochMetrics:
+    """What an epoch gave.
+
+    Attributes:
+        epoch: Epoch, counted from 0.
+        avg_loss: Mean loss over all samples trained; NaN if there is none, and NaN or
+            infinite where a loss was.
+        scalars: Recorded scalars, each the mean weighted by samples, and the values of
+            the evaluation under ``eval/``.
+        per_rank: One entry for each rank.
+        epoch_s: Duration in seconds.
+        num_samples: Distinct samples trained.
+        num_retrained: Samples that were trained again after the death of a rank.
+        num_skipped: Samples dropped because of a loss or gradient that is not finite.
+        num_averagings: Averagings completed in the epoch.
+        per_rank_throughput: Samples for each second of computing.
+        per_rank_batch_share: Each rank's part of the batches; they sum to 1 unless
+            there was no batch.
+        devices: Device of each rank.
+    """
+
+    epoch: int
+    avg_loss: float
+    scalars: dict[str, float]
+    per_rank: tuple[RankMetrics, ...]
+    epoch_s: float
+    num_samples: int
+    num_retrained: int
+    num_skipped: int
+    num_averagings: int
+    per_rank_throughput: tuple[float, ...]
+    per_rank_batch_share: tuple[float, ...]
+    devices: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankSums:
+    num_batches: int = 0
+    num_samples: int = 0
+    compute_s: float = 0.0
+    loss_sum: float = 0.0
+    loss_samples: int = 0
+    scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, other: Tally | _RankSums, scalars: Iterable[tuple[str, float, int]]) -> None:
+        self.num_batches += other.num_batches
+        self.num_samples += other.num_samples
+        self.compute_s += other.compute_s
+        self.loss_sum += other.loss_sum
+        self.loss_samples += other.loss_samples
+        for name, total, count in scalars:
+            _accumulate(self.scalars, name, total, count)
+
+    def metrics(self, rank: int) -> RankMetrics:
+        return RankMetrics(
+            rank=rank,
+            num_batches=self.num_batches,
+            num_samples=self.num_samples,
+            compute_s=self.compute_s,
+            avg_loss=_mean(self.loss_sum, self.loss_samples),
+            throughput=self.num_samples / self.compute_s if self.compute_s > 0 else 0.0,
+        )
+
+
+class EpochTally:
+    """Sums up what the ranks report of one epoch.
+
+    Sums are kept for each rank in the order of its reports and added in rank order: the
+    same reports of each rank give the same bits, however the ranks interleave.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._ranks = [_RankSums() for _ in range(world_size)]
+
+    def add(self, rank: int, tally: Tally) -> None:
+        """Add a report; those of one rank in the order in which it sent them."""
+        self._ranks[rank].add(tally, tally.scalars)
+
+    def close(
+        self,
+        *,
+        epoch: int,
+        epoch_s: float,
+        num_samples: int,
+        devices: Sequence[str],
+        num_averagings: int = 0,
+        num_retrained: int = 0,
+        num_skipped: int = 0,
+        extra_scalars: Mapping[str, float] | None = None,
+    ) -> EpochMetrics:
+        """Make the metrics of the epoch; changes nothing, so it can be called again.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            epoch_s: Its duration in seconds.
+            num_samples: Distinct samples trained; the sums here hold repeats as well.
+            devices: Device of each rank.
+            num_averagings: Averagings completed in the epoch.
+            num_retrained: Samples trained again because a rank died.
+            num_skipped: Samples dropped for a loss or gradient that is not finite.
+            extra_scalars: Values that no rank recorded, as those of the evaluation.
+
+        Returns:
+            The metrics, losses that are not finite included.
+        """
+        loss_sum, loss_samples = 0.0, 0
+        scalars: dict[str, tuple[float, int]] = {}
+        for sums in self._ranks:
+            loss_sum += sums.loss_sum
+            loss_samples += sums.loss_samples
+            for name, (total, count) in sums.scalars.items():
+                _accumulate(scalars, name, total, count)
+        means = {name: _mean(*pair) for name, pair in scalars.items()}
+        means.update(extra_scalars or {})
+        per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
+        num_batches = sum(r.num_batches for r in per_rank)
+        return EpochMetrics(
+            epoch=epoch,
+            avg_loss=_mean(loss_sum, loss_samples),
+            scalars=means,
+            per_rank=per_rank,
+            epoch_s=epoch_s,
+            num_samples=num_samples,
+            num_retrained=num_retrained,
+            num_skipped=num_skipped,
+            num_averagings=num_averagings,
+            per_rank_throughput=tuple(r.throughput for r in per_rank),
+            per_rank_batch_share=tuple(
+                r.num_batches / num_batches if num_batches else 0.0 for r in per_rank
+            ),
+            devices=tuple(devices),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The partial sums as plain numbers, lists and dictionaries."""
+        return {
+            "ranks": [
+                {
+                    "num_batches": sums.num_batches,
+                    "num_samples": sums.num_samples,
+                    "compute_s": sums.compute_s,
+                    "loss_sum": sums.loss_sum,
+                    "loss_samples": sums.loss_samples,
+                    "scalars": {name: list(pair) for name, pair in sums.scalars.items()},
+                }
+                for sums in self._ranks
+            ]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the sums by those of :meth:`state_dict`.
+
+        At another world size the sums of saved rank ``r`` go to rank
+        ``r mod world_size``, so that the totals of the epoch stay whole.
+        """
+        self._ranks = [_RankSums() for _ in self._ranks]
+        for rank, saved in enumerate(state["ranks"]):
+            sums = _RankSums(
+                num_batches=int(saved["num_batches"]),
+                num_samples=int(saved["num_samples"]),
+                compute_s=float(saved["compute_s"]),
+                loss_sum=float(saved["loss_sum"]),
+                loss_samples=int(saved["loss_samples"]),
+            )
+            scalars = [
+                (n, float(total), int(count)) for n, (total, count) in saved["scalars"].items()
+            ]
+            self._ranks[rank % len(self._ranks)].add(sums, scalars)
+
+
+def _accumulate(scalars: dict[str, tuple[float, int]], name: str, total: float, count: int) -> None:
+    before = scalars.get(name)
+    scalars[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+
+
+def _mean(total: float, count: int) -> float:
+    return total / count if count else math.nan

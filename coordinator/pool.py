@@ -1,0 +1,360 @@
+"""The chunk pool: which batches are open, assigned, trained or settled, and who has them.
+
+A batch goes through four states. *Open*: nobody has it. *Assigned*: in a plan sent to
+a rank. *Trained*: the rank reported it, but its effect is in that rank's replica
+alone. *Settled*: an averaging round has put its effect into the result. Only a settled
+batch survives the death of the rank that trained it, so an epoch closes when all of its
+batches are settled, and a death takes assigned and trained batches back to open.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.dispatch import (
+    BatchSet,
+    batch_bounds,
+    count_batches,
+    split_by_ratio,
+)
+from coordinator.metrics import EpochTally
+
+CHUNK_S = 0.1
+"""Time a chunk shall take on its rank, where the epoch has that much left."""
+MAX_UNMEASURED_CHUNK = 1
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One open epoch.
+
+    ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
+    its evaluation and checkpoint, ``evaluation`` is what came back, ``saved`` says that the
+    checkpoint function has returned.
+    """
+
+    epoch: int
+    num_batches: int
+    started_at: float
+    tally: EpochTally
+    open: BatchSet
+    quotas: list[int] | None = None
+    num_settled: int = 0
+    num_samples: int = 0
+    num_retrained: int = 0
+    num_averagings: int = 0
+    told: set[int] = field(default_factory=set)
+    worked: bool = False
+    evaluation: dict[str, float] | None = None
+    saved: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the effect of every batch is in the result."""
+        return self.num_settled == self.num_batches
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What one rank holds, oldest first, as ``(epoch, ranges of batches)``."""
+
+    assigned: deque[tuple[int, range]] = field(default_factory=deque)
+    trained: list[tuple[int, range]] = field(default_factory=list)
+    in_round: list[tuple[int, range]] = field(default_factory=list)
+
+    @property
+    def num_assigned(self) -> int:
+        return sum(len(span) for _, span in self.assigned)
+
+
+class ChunkPool:
+    """Deals the batches of up to two epochs at a time and follows each to its end.
+
+    Args:
+        num_samples: Length of the data set.
+        batch_size: Samples in a batch.
+        num_epochs: Epochs in the run.
+        world_size: Ranks at the start.
+        drop_last: Leave the short batch of an epoch out.
+        ratios: Fixed share of each rank, or ``None`` to follow measured speed.
+        progressive: Deal chunks as ranks ask; otherwise whole partitions.
+        granularity: Chunks are multiples of this many batches (an accumulation window).
+        max_batches: Deal no more than this many batches in the whole run.
+        look_ahead: Whether a rank may start on the next epoch before this one closes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        batch_size: int,
+        num_epochs: int,
+        world_size: int,
+        drop_last: bool = False,
+        ratios: Sequence[float] | None = None,
+        progressive: bool = True,
+        granularity: int = 1,
+        max_batches: int | None = None,
+        look_ahead: bool = True,
+        first_epoch: int = 0,
+    ) -> None:
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._num_epochs = num_epochs
+        self._ratios = None if ratios is None else tuple(ratios)
+        self._progressive = progressive
+        self._granularity = granularity
+        self._budget = max_batches
+        self._look_ahead = look_ahead
+        self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
+        self.ledgers = [Ledger() for _ in range(world_size)]
+        self.epochs: deque[Epoch] = deque()
+        self._next_epoch = first_epoch
+
+    # -- epochs ------------------------------------------------------------
+
+    def open_epoch(self, now: float, shares: Sequence[float]) -> Epoch | None:
+        """Open the next epoch, if there is one left."""
+        if self._next_epoch >= self._num_epochs or self._budget == 0:
+            return None
+        total = self.batches_per_epoch
+        epoch = Epoch(
+            epoch=self._next_epoch,
+            num_batches=total,
+            started_at=now,
+            tally=EpochTally(len(self.ledgers)),
+            open=BatchSet([range(total)]),
+        )
+        if self._ratios is not None:
+            epoch.quotas = list(split_by_ratio(total, self._masked(self._ratios, shares)))
+        elif not self._progressive:
+            epoch.quotas = list(split_by_ratio(total, shares))
+        self._next_epoch += 1
+        self.epochs.append(epoch)
+        return epoch
+
+    @staticmethod
+    def _masked(ratios: Sequence[float], shares: Sequence[float]) -> list[float]:
+        """The user's ratios, without the ranks that are gone (share 0)."""
+        kept = [r if s > 0 else 0.0 for r, s in zip(ratios, shares, strict=True)]
+        return kept if sum(kept) > 0 else list(shares)
+
+    def find(self, epoch: int) -> Epoch | None:
+        """The open epoch of that number."""
+        return next((e for e in self.epochs if e.epoch == epoch), None)
+
+    @property
+    def oldest(self) -> Epoch | None:
+        """The epoch that closes next."""
+        return self.epochs[0] if self.epochs else None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing is left to deal now or later, short of a death."""
+        if any(epoch.open for epoch in self.epochs) and self._budget != 0:
+            return False
+        return self._next_epoch >= self._num_epochs or self._budget == 0
+
+    def fully_trained(self, epoch: Epoch) -> bool:
+        """Whether every batch of the epoch is trained, settled or not."""
+        if epoch.open:
+            return False
+        return not any(e == epoch.epoch for led in self.ledgers for e, _ in led.assigned)
+
+    def pop_oldest(self) -> Epoch:
+        """Close the oldest epoch."""
+        return self.epochs.popleft()
+
+    # -- dealing -----------------------------------------------------------
+
+    def deal_chunk(
+        self,
+        rank: int,
+        now: float,
+        *,
+        shares: Sequence[float],
+        seconds_per_batch: Sequence[float] | None,
+    ) -> tuple[int, tuple[range, ...]] | None:
+        """Next chunk for a rank as ``(epoch, ranges)``, or ``None``: nothing for it now.
+
+        Chunks take about ``CHUNK_S`` and shrink towards the end of an epoch, so that
+        ranks of any speed finish it together (guided self-scheduling). Near the end a
+        rank gets nothing if the others would be done with the rest before it had
+        trained one more batch; it then starts on the next epoch.
+        """
+        if self._budget == 0:
+            return None
+        older = 0  # Open batches of older epochs: what is left of the run is theirs first.
+        for epoch in self._dealable(now, shares):
+            count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
+            if count > 0:
+                return epoch.epoch, self._assign(epoch, rank, count)
+            older += len(epoch.open)
+        return None
+
+    def _dealable(self, now: float, shares: Sequence[float]) -> Iterable[Epoch]:
+        if not self.epochs and self.open_epoch(now, shares) is None:
+            return
+        yield self.epochs[0]
+        if not self._look_ahead:
+            return
+        if len(self.epochs) == 1 and self.open_epoch(now, shares) is None:
+            return
+        yield self.epochs[1]
+
+    def _chunk_size(
+        self,
+        epoch: Epoch,
+        rank: int,
+        shares: Sequence[float],
+        seconds: Sequence[float] | None,
+        older: int,
+    ) -> int:
+        left = len(epoch.open)
+        if self._budget is not None:
+            left = min(left, max(0, self._budget - older))
+        if epoch.quotas is not None:
+            left = min(left, epoch.quotas[rank])
+            if not self._progressive:
+                return left
+        if left == 0:
+            return 0
+        if seconds is None or seconds[rank] <= 0:
+            count = MAX_UNMEASURED_CHUNK
+        else:
+            if epoch.quotas is None and self._others_are_faster(left, rank, seconds):
+                return 0
+            guided = left * shares[rank] / 4 if epoch.quotas is None else left / 4
+            count = int(min(CHUNK_S / seconds[rank], guided)) or 1
+        step = self._granularity
+        return min(left, -(-count // step) * step)
+
+    def _others_are_faster(self, left: int, rank: int, seconds: Sequence[float]) -> bool:
+        """Whether the others finish ``left`` batches before this rank one more."""
+        mine = (self.ledgers[rank].num_assigned + 1) * seconds[rank]
+        capacity = sum(
+            max(0, int(mine / s) - self.ledgers[r].num_assigned)
+            for r, s in enumerate(seconds)
+            if r != rank and s > 0
+        )
+        return capacity >= left
+
+    def deal_epoch(
+        self, now: float, ranks: Sequence[int], shares: Sequence[float]
+    ) -> tuple[int, dict[int, tuple[range, ...]]] | None:
+        """Deal everything open in the oldest epoch at once, for lockstep training.
+
+        Equal shares interleave: global step ``s`` trains the open batches
+        ``s * W`` to ``s * W + W - 1``, so that what is consumed is always a prefix. Fixed
+        ratios deal contiguous ranges.
+
+        Returns:
+            The epoch and the ranges of each rank, or ``None`` at the end of the run.
+        """
+        if not self.epochs and self.open_epoch(now, shares) is None:
+            return None
+        epoch = self.epochs[0]
+        left = len(epoch.open) if self._budget is None else min(len(epoch.open), self._budget)
+        if left == 0:
+            return None
+        spans = epoch.open.take(left)
+        dealt: dict[int, tuple[range, ...]] = {}
+        if self._ratios is None:
+            for i, rank in enumerate(ranks):
+                dealt[rank] = _every(spans, i, len(ranks))
+        else:
+            rest = BatchSet(spans)
+            parts = split_by_ratio(left, [self._ratios[r] for r in ranks])
+            for rank, count in zip(ranks, parts, strict=True):
+                dealt[rank] = rest.take(count)
+        for rank, part in dealt.items():
+            self._note(epoch, rank, part)
+        return epoch.epoch, dealt
+
+    def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
+        spans = epoch.open.take(count)
+        if epoch.quotas is not None:
+            epoch.quotas[rank] -= count
+        self._note(epoch, rank, spans)
+        return spans
+
+    def _note(self, epoch: Epoch, rank: int, spans: tuple[range, ...]) -> None:
+        epoch.told.add(rank)
+        for span in spans:
+            if span:
+                self.ledgers[rank].assigned.append((epoch.epoch, span))
+        if self._budget is not None:
+            self._budget -= sum(len(span) for span in spans)
+
+    # -- following ---------------------------------------------------------
+
+    def trained(self, rank: int, count: int) -> None:
+        """The rank trained its next ``count`` assigned batches."""
+        ledger = self.ledgers[rank]
+        while count > 0:
+            epoch, span = ledger.assigned.popleft()
+            done, rest = span[:count], span[count:]
+            ledger.trained.append((epoch, done))
+            if rest:
+                ledger.assigned.appendleft((epoch, rest))
+            count -= len(done)
+
+    def freeze(self, rank: int) -> None:
+        """What the rank trained so far is in its snapshot for the round."""
+        ledger = self.ledgers[rank]
+        ledger.in_round.extend(ledger.trained)
+        ledger.trained.clear()
+
+    def thaw(self) -> None:
+        """The round was given up: what was in it waits for the next."""
+        for ledger in self.ledgers:
+            ledger.trained[:0] = ledger.in_round
+            ledger.in_round.clear()
+
+    def settle(self, rank: int) -> None:
+        """The effect of the rank's frozen batches is in the result."""
+        ledger = self.ledgers[rank]
+        for number, span in ledger.in_round:
+            epoch = self.find(number)
+            assert epoch is not None, "a batch outlived its epoch"
+            epoch.num_settled += len(span)
+            epoch.num_samples += self._samples(span)
+        ledger.in_round.clear()
+
+    def _samples(self, span: range) -> int:
+        total = 0
+        for b in (span[0], span[-1]) if len(span) > 1 else (span[0],):
+            start, stop = batch_bounds(b, self._num_samples, self._batch_size)
+            total += stop - start
+        return total + max(0, len(span) - 2) * self._batch_size
+
+    def take_back(self, rank: int) -> None:
+        """The rank is dead: its unsettled batches are open again."""
+        ledger = self.ledgers[rank]
+        lost = [*ledger.assigned, *ledger.trained, *ledger.in_round]
+        for number, span in (*ledger.trained, *ledger.in_round):
+            epoch = self.find(number)
+            assert epoch is not None
+            epoch.num_retrained += self._samples(span)
+        for number, span in lost:
+            epoch = self.find(number)
+            assert epoch is not None
+            epoch.open.put_back([span])
+            epoch.quotas = None
+            if self._budget is not None:
+                self._budget += len(span)
+        self.ledgers[rank] = Ledger()
+
+
+def _every(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:
+    """Every ``step``-th batch of the ranges laid end to end, from ``first`` on."""
+    picked: list[range] = []
+    skip = first
+    for span in spans:
+        part = span[skip::step]
+        if part:
+            picked.append(part)
+        skip = (skip - len(span)) % step
+    return tuple(picked)

@@ -1,0 +1,186 @@
+"""Carrying averaging rounds out: who is asked, what is averaged, what is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator import messages as m
+from coordinator.commands import AbortCollective, Average
+from coordinator.convergence import Verdict
+from coordinator.core import Core
+from coordinator.policy import AverageBackend
+from coordinator.rounds import Round, RoundState
+
+
+class RoundKeeper:
+    """Runs one averaging round at a time.
+
+    Attributes:
+        round: The round in progress, or the last one.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.round = Round()
+
+    def start(self, now: float, work: tuple[int | None, int | None], *, closing: bool) -> None:
+        """Ask every live rank for its part.
+
+        Args:
+            now: The time.
+            work: Epoch to evaluate and version to hand over on the average.
+            closing: Whether the round closes an epoch.
+        """
+        evaluate, checkpoint = work
+        ranks = tuple(r.rank for r in self._core.live)
+        on_cpu = self._core.config.backend is AverageBackend.CPU
+        deadline = None
+        if on_cpu:
+            slowest = (
+                max(self._core.elche.seconds_per_batch or (0.0,)) * self._core.config.accumulate
+            )
+            deadline = now + max(self._core.config.snapshot_timeout_s, 3 * slowest)
+        self.round.begin(
+            RoundState.COLLECTING if on_cpu else RoundState.SYNCING,
+            ranks,
+            closing=closing,
+            evaluate=evaluate,
+            checkpoint=checkpoint,
+            deadline=deadline,
+        )
+        for rank in ranks:
+            if on_cpu:
+                self._core.send(rank, m.RequestParams(round=self.round.id))
+                continue
+            allowance, lead = self._core.gate.allowance(rank), rank == ranks[0]
+            self.round.limits[rank] = allowance.limit
+            self._core.send(
+                rank,
+                m.SyncNow(
+                    round=self.round.id,
+                    allowance=allowance,
+                    evaluate=evaluate if lead else None,
+                    checkpoint=checkpoint if lead else None,
+                ),
+            )
+
+    def on_snapshot(self, event: m.ParamSnapshot) -> None:
+        """A rank's state has come; with the last of them the average is computed."""
+        if not self.round.accepts(event, RoundState.COLLECTING):
+            return
+        self.round.snapshots[event.rank] = event
+        self._core.ranks[event.rank].freeze()
+        self._core.pool.freeze(event.rank)
+        if self.round.all_snapshots:
+            self.round.move(RoundState.COMPUTING)
+            self.round.deadline = None
+            order = [self.round.snapshots[r] for r in self.round.ranks]
+            self._core.out.append(
+                Average(
+                    round=self.round.id,
+                    ranks=self.round.ranks,
+                    payloads=tuple(s.payload for s in order),
+                    weights=tuple(s.num_samples for s in order),
+                )
+            )
+
+    def on_averaged(self, event: m.Averaged) -> bool:
+        """The average is there, or could not be computed; returns whether the round goes on."""
+        if event.round != self.round.id or self.round.state is not RoundState.COMPUTING:
+            return True
+        self.round.forget_tensors()
+        if event.average is None:
+            return False
+        self.round.move(RoundState.DELIVERING)
+        self.round.divergences = dict(event.divergences)
+        self.round.average_s = event.compute_s
+        self._commit(self.round.ranks)
+        for i, rank in enumerate(self.round.ranks):
+            info = self._core.ranks[rank]
+            info.commit_freeze()
+            allowance = self._core.gate.allowance(rank)
+            info.set_limit(allowance.limit)
+            self._core.send(
+                rank,
+                m.Update(
+                    round=event.round,
+                    average=event.average,
+                    num_samples=event.num_samples,
+                    allowance=allowance,
+                    evaluate=self.round.evaluate if i == 0 else None,
+                    checkpoint=self.round.checkpoint if i == 0 else None,
+                ),
+            )
+            self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
+        return True
+
+    def on_ack(self, event: m.SyncAck) -> bool:
+        """A rank has done its part; returns False if the round must be given up."""
+        if self.round.accepts(event, RoundState.SYNCING):
+            # The worker reported all it had trained before it joined.
+            self._core.ranks[event.rank].enter_round()
+            self._core.ranks[event.rank].set_limit(self.round.limits[event.rank])
+            self._core.pool.freeze(event.rank)
+            self.round.acks[event.rank] = event
+            if not self.round.all_acks:
+                return True
+            if not all(ack.ok for ack in self.round.acks.values()):
+                return False
+            self._commit(self.round.ranks)
+            for rank in self.round.ranks:
+                self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
+            self._end_round()
+        elif self.round.accepts(event, RoundState.DELIVERING):
+            self.round.acks[event.rank] = event
+            if self.round.all_acks:
+                self._end_round()
+        return True
+
+    def _commit(self, ranks: Sequence[int]) -> None:
+        """The average exists: what was in it is settled."""
+        self._core.num_averagings += 1
+        oldest = self._core.pool.oldest
+        if oldest is not None:
+            oldest.num_averagings += 1
+            oldest.worked |= self.round.closing
+        for rank in ranks:
+            self._core.pool.settle(rank)
+            self._core.global_step += self._core.ranks[rank].round_batches
+
+    def _end_round(self) -> None:
+        """Every rank has acknowledged: learn from the round."""
+        rnd = self.round
+        rnd.move(RoundState.NONE)
+        rnd.num_failed = 0
+        for rank, ack in rnd.acks.items():
+            self._core.ranks[rank].sync_s += ack.sync_s
+            if ack.divergence is not None:
+                rnd.divergences[rank] = ack.divergence
+        sync_s = max(ack.sync_s for ack in rnd.acks.values())
+        # The background computation takes its time from the ranks' cores.
+        sync_s += rnd.average_s / len(rnd.ranks)
+        times = [(0.0, 0)] * len(self._core.ranks)
+        for rank in rnd.ranks:
+            info = self._core.ranks[rank]
+            times[rank] = (info.round_compute_s, info.round_batches)
+        verdict = self._core.guard.report(list(rnd.divergences.values()))
+        self._core.elche.hold_growth(verdict is not Verdict.STABLE)
+        self._core.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
+        if verdict is Verdict.NUDGE_DOWN:
+            self._core.elche.nudge_down()
+
+    def give_up(self) -> None:
+        """The round failed: every rank keeps its own weights and what it trained waits."""
+        rnd = self.round
+        if rnd.state is RoundState.SYNCING:
+            self._core.out.append(AbortCollective())
+            for rank in rnd.acks:
+                info = self._core.ranks[rank]
+                info.since_round += info.round_batches
+                info.compute_since_round += info.round_compute_s
+        rnd.move(RoundState.NONE)
+        rnd.deadline = None
+        rnd.forget_tensors()
+        rnd.num_failed += 1
+        self._core.num_failed_rounds += 1
+        self._core.pool.thaw()

@@ -1,0 +1,166 @@
+"""The thread that joins the machine to its inbox, the workers' inboxes and a clock.
+
+It blocks on its inbox: no polling, since each wake-up takes the interpreter from a
+worker. Averages are computed on a second thread, so that dispatch and throttling go on
+meanwhile; user callbacks run on neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from coordinator import messages as m
+from coordinator.averaging import Averager
+from coordinator.commands import AbortCollective, Average, Command, PublishEpoch, Send
+from coordinator.machine import Coordinator
+from coordinator.metrics import EpochMetrics
+from coordinator.outcome import Failure
+from coordinator.world import Statistics
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """Runs a :class:`~coordinator.machine.Coordinator` on a thread of its own.
+
+    Args:
+        machine: The machine.
+        inbox: Where events arrive, from any thread.
+        outboxes: The inbox of each worker.
+        abort_collective: Wakes all ranks that wait in a collective.
+        on_epoch: Called with each closed epoch, on the coordinator's thread: it must
+            only hand the value on.
+        on_end: Called once, when the outcome is final, on the coordinator's thread.
+        averaging_threads: Intra-op threads of the averaging thread.
+    """
+
+    def __init__(
+        self,
+        machine: Coordinator,
+        inbox: queue.SimpleQueue[m.Event],
+        outboxes: Sequence[queue.SimpleQueue[m.ToWorker]],
+        *,
+        abort_collective: Callable[[], None],
+        on_epoch: Callable[[EpochMetrics], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._machine = machine
+        self._inbox = inbox
+        self._outboxes = outboxes
+        self._abort_collective = abort_collective
+        self._on_epoch = on_epoch
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Average | None] = queue.SimpleQueue()
+        self._averager = threading.Thread(target=self._average_loop, name="averager", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self.cpu_s = 0.0
+
+    def start(self) -> None:
+        """Start both threads."""
+        self._averager.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._jobs.put(None)
+            raise
+
+    @property
+    def started(self) -> bool:
+        """Whether the threads were started."""
+        return self._thread.ident is not None
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the coordinator's thread; returns whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def statistics(self) -> Statistics:
+        """A snapshot of the machine's counters; from any thread."""
+        with self._lock:
+            return self._machine.statistics()
+
+    # -- the coordinator's thread -------------------------------------------
+
+    def _run(self) -> None:
+        machine = self._machine
+        try:
+            while not machine.done:
+                self._turn()
+        except BaseException as error:
+            # Python's queues never disconnect: whoever waits must be told.
+            logger.exception("the coordinator's thread died")
+            with self._lock:
+                machine.outcome.failure = Failure(error=error)
+            self._abort_collective()
+            for outbox in self._outboxes:
+                outbox.put(m.Shutdown(snapshot=False))
+        finally:
+            self._jobs.put(None)
+            self._averager.join()
+            self.cpu_s = time.thread_time()
+            self._on_end()
+
+    def _turn(self) -> None:
+        """Wait for an event or the deadline, then handle all that has arrived."""
+        machine = self._machine
+        deadline = machine.deadline
+        event: m.Event
+        if deadline is None:
+            event = self._inbox.get()
+        else:
+            try:
+                event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                event = m.Tick()
+        while True:
+            with self._lock:
+                commands = machine.handle(event, time.monotonic())
+            for command in commands:
+                self._execute(command)
+            try:
+                event = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Send():
+                self._outboxes[command.rank].put(command.message)
+            case Average():
+                self._jobs.put(command)
+            case AbortCollective():
+                self._abort_collective()
+            case PublishEpoch():
+                self._on_epoch(command.metrics)
+            case _:
+                assert_never(command)
+
+    # -- the averaging thread -----------------------------------------------
+
+    def _average_loop(self) -> None:
+        averager = Averager()
+        while (job := self._jobs.get()) is not None:
+            self._inbox.put(self._average(averager, job))
+            del job
+
+    @staticmethod
+    def _average(averager: Averager, job: Average) -> m.Averaged:
+        start = time.monotonic()
+        try:
+            result = averager.average(job.payloads, job.weights)
+        except BaseException as error:
+            logger.exception("averaging round %d failed", job.round)
+            return m.Averaged(round=job.round, average=None, error=error)
+        return m.Averaged(
+            round=job.round,
+            average=result.average,
+            num_samples=result.num_samples,
+            divergences=tuple(zip(job.ranks, result.divergences, strict=True)),
+            compute_s=time.monotonic() - start,
+        )

@@ -1,0 +1,99 @@
+"""Train scikit-learn's handwritten digits with several workers on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from slow import Slowdown
+from torch import nn
+
+from runtime import ApplyPolicy, AverageBackend, Trainer, device_summary, record_scalar
+
+POLICIES, BACKENDS = ["sync", "cadence", "async"], ["cpu", "thread", "gloo"]
+REQUIRED_ACCURACY = 0.96
+
+
+def load_data():
+    """1,797 images of 8 x 8 pixels; a fixed fifth of them is held out for the test."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return (images[order[359:]], labels[order[359:]]), (images[order[:359]], labels[order[:359]])
+
+
+def build_model():
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
+    head = [nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)]
+    return nn.Sequential(*convolutions, nn.ReLU(), nn.MaxPool2d(2), *head)
+
+
+def start(args, policy, backend, train_set):
+    slowdown = Slowdown(int(args.slow[0]), args.slow[1]) if args.slow else lambda: None
+
+    def train_fn(model, batch):
+        slowdown()
+        images, labels = batch
+        logits = model(images)
+        record_scalar("accuracy", (logits.argmax(1) == labels).float().mean())
+        return nn.functional.cross_entropy(logits, labels)
+
+    builder = Trainer.builder(
+        lambda device: build_model().to(device),
+        lambda params: torch.optim.AdamW(params, lr=3e-3),
+        train_fn,
+    ).dataset(train_set)
+    builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
+    builder.policy(ApplyPolicy(policy)).backend(AverageBackend(backend)).seed(args.seed)
+    return builder.progress(False).run()
+
+
+def train(args, policy, backend):
+    """Train once, print what happened and return the accuracy on the test images."""
+    train_set, (images, labels) = load_data()
+    handle = start(args, policy, backend, train_set)
+    for m in handle.metrics():
+        if not args.all:
+            rate, accuracy = m.num_samples / m.epoch_s, m.scalars["accuracy"]
+            print(f"epoch {m.epoch:2}  loss {m.avg_loss:.4f}  accuracy {accuracy:6.1%}", end="  ")
+            print(f"{rate:6,.0f} samples/s", flush=True)
+    state = handle.join()
+    model = build_model()
+    model.load_state_dict(state.state_dict())
+    accuracy = (model(images).argmax(1) == labels).float().mean().item()
+    averagings = sum(m.num_averagings for m in state.metrics)
+    total = sum(m.num_samples for m in state.metrics)
+    print(f"{policy:7} over {handle.backend.value:6}: test accuracy {accuracy:.1%}", end=", ")
+    print(f"{averagings:4} averagings; samples by rank:", end="")
+    for rank in zip(*(m.per_rank for m in state.metrics), strict=True):
+        samples, compute_s = sum(e.num_samples for e in rank), sum(e.compute_s for e in rank)
+        print(f" {samples / total:4.0%} at {samples / max(compute_s, 1e-9):6,.0f}/s", end="")
+    print(flush=True)
+    return accuracy
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policy", choices=POLICIES, default="cadence")
+    parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--slow", type=float, nargs=2, metavar=("RANK", "FACTOR"))
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="every policy over every backend")
+    args = parser.parse_args()
+    print(device_summary([torch.device("cpu")] * args.workers))
+    if not args.all:
+        train(args, args.policy, args.backend)
+        return
+    lowest = min(train(args, policy, backend) for policy in POLICIES for backend in BACKENDS)
+    print(f"lowest test accuracy {lowest:.1%}, required {REQUIRED_ACCURACY:.0%}")
+    sys.exit(lowest < REQUIRED_ACCURACY)
+
+
+if __name__ == "__main__":
+    main()

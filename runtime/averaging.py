@@ -1,0 +1,165 @@
+"""One replica's side of an averaging: snapshots, updates and collectives.
+
+All copies run under the device's comm context, which orders them after the last
+optimizer step and before the next forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from coordinator.messages import Payload
+from runtime.collective import Collective
+from runtime.device import DeviceContext
+from runtime.flat import FlatState, norm
+
+TINY_NORM = 1e-10
+
+
+class ReplicaAverager:
+    """Averages a replica's flat state with its peers'.
+
+    Holds one snapshot of the replica, reused from round to round: over the CPU path it
+    is what the coordinator averages, over a collective what divergence is measured
+    against and what comes back if the collective is aborted.
+
+    Attributes:
+        version: Averages taken.
+    """
+
+    def __init__(
+        self, state: FlatState, device: DeviceContext, collective: Collective | None
+    ) -> None:
+        self._state = state
+        self._device = device
+        self._collective = collective
+        self._snapshot: Payload | None = None
+        self._before: list[Tensor] | None = None
+        self.version = 0
+
+    # -- the CPU path ------------------------------------------------------------
+
+    def snapshot(self, *, reuse: bool) -> Payload:
+        """Copy the live state to CPU memory.
+
+        Args:
+            reuse: Use this replica's one snapshot buffer, which stays valid until the
+                next call; otherwise memory of its own.
+        """
+        if not reuse:
+            payload = self._state.new_payload()
+        else:
+            if self._snapshot is None:
+                self._snapshot = self._state.new_payload()
+            payload = self._snapshot
+        with self._device.comm():
+            self._state.snapshot_into(payload)
+        return payload
+
+    def take(self, average: Payload, meanwhile: Callable[[], None] | None = None) -> None:
+        """Add ``average - snapshot`` to the live state, losing nothing trained since.
+
+        Args:
+            average: The average that the last snapshot went into.
+            meanwhile: Called while the live state is exactly the average.
+        """
+        base = self._snapshot
+        assert base is not None, "an update follows a snapshot"
+        floats, others = self._state.buffers.empty()
+        scratch = Payload(params=(), buffers=floats, taken=others)
+        with self._device.comm():
+            # live + (average - base), grouped so that the result is exact where nothing
+            # was trained, and the average itself can be held in between.
+            self._state.keep_progress(base, scratch)
+        if meanwhile is not None:
+            with self._device.comm():
+                self._state.load(average)
+            meanwhile()
+        with self._device.comm():
+            self._state.load_plus(average, base, scratch)
+        self.version += 1
+
+    def replace(self, average: Payload) -> None:
+        """Replace the live state, whatever was trained."""
+        self._state.check_payload(average)
+        with self._device.comm():
+            self._state.load(average)
+        self.version += 1
+
+    # -- collectives ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def all_reduce(self, num_samples: int) -> tuple[float, float]:
+        """Average the live state over all ranks, weighted by samples.
+
+        Blocks until every rank has joined. If the collective is aborted the live state
+        is the one before the call.
+
+        Returns:
+            The divergence ``||pre - post|| / ||post||`` and the seconds spent waiting
+            for the others.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: The round failed.
+        """
+        collective = self._collective
+        assert collective is not None, "SyncNow needs a collective"
+        params = self._state.params
+        params.check()
+        if self._before is None:
+            self._before = params.like()
+        floats, others = self._state.buffers.empty()
+        with self._device.comm():
+            for old, flat in zip(self._before, params.flats, strict=True):
+                old.copy_(flat)
+            self._state.buffers.read_into(floats, others)
+            try:
+                start = time.perf_counter()
+                collective.barrier()
+                waited = time.perf_counter() - start
+                total = collective.weighted_mean_([*params.flats, *floats], num_samples)
+                if others and total > 0:
+                    self._take_from_heaviest(others, num_samples)
+                collective.check()
+            except BaseException:
+                for old, flat in zip(self._before, params.flats, strict=True):
+                    flat.copy_(old)
+                raise
+            if total > 0:
+                self._state.buffers.write_from(floats, others)
+            for old, flat in zip(self._before, params.flats, strict=True):
+                old.sub_(flat)
+            post = float(norm(params.flats))
+            divergence = float(norm(self._before)) / post if post > TINY_NORM else 0.0
+        self.version += 1
+        return divergence, waited
+
+    def sync_buffers(self, num_samples: int) -> None:
+        """Average buffers alone, under lockstep at the end of a plan."""
+        collective = self._collective
+        if collective is None or not self._state.buffers:
+            return
+        floats, others = self._state.buffers.empty()
+        with torch.no_grad(), self._device.comm():
+            self._state.buffers.read_into(floats, others)
+            total = float(num_samples)
+            if floats:
+                total = collective.weighted_mean_(list(floats), num_samples)
+            if others:
+                self._take_from_heaviest(others, num_samples)
+            if total > 0:
+                self._state.buffers.write_from(floats, others)
+
+    def _take_from_heaviest(self, others: tuple[Tensor, ...], num_samples: int) -> None:
+        """Integer buffers come from the rank with the most samples, the lowest on ties."""
+        collective = self._collective
+        assert collective is not None
+        weights = torch.zeros(collective.world_size, dtype=torch.int64)
+        collective.all_gather_into(weights, torch.tensor([num_samples], dtype=torch.int64))
+        heaviest = int(weights.argmax())
+        for flat in others:
+            collective.broadcast_(flat, src=heaviest)

@@ -1,0 +1,264 @@
+"""The fluent way to a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from coordinator.metrics import EpochMetrics
+from coordinator.policy import ApplyPolicy, AverageBackend
+from runtime.config import (
+    MAX_SEED,
+    PRECISIONS,
+    TrainConfig,
+    check_callable,
+    check_devices,
+    check_flag,
+    check_float,
+    check_int,
+)
+from runtime.handle import TrainerHandle
+from runtime.replica import ModelFactory, OptimFactory, ParamGroups
+from runtime.run import start_run
+from runtime.schedule import SchedulerFactory
+from runtime.step import TrainFn
+from runtime.worker_types import EvalFn
+
+
+class TrainerBuilder:
+    """Collects the settings of a run; every method returns the builder.
+
+    A wrong type raises ``TypeError``, a number out of range ``ValueError``, at once.
+    """
+
+    def __init__(
+        self, model_factory: ModelFactory, optim_factory: OptimFactory, train_fn: TrainFn
+    ) -> None:
+        check_callable("model_factory", model_factory, "(device) -> nn.Module")
+        check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
+        check_callable("train_fn", train_fn, "(model, batch) -> loss tensor")
+        self._config = TrainConfig(
+            model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
+        )
+
+    def _set(self, **values: Any) -> TrainerBuilder:
+        self._config = replace(self._config, **values)
+        return self
+
+    # -- data ----------------------------------------------------------------
+
+    def dataset(self, ds: Any) -> TrainerBuilder:
+        """What to train on: a map-style data set, a ``TensorDataset``, a tuple of tensors
+        or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
+        threads and read from several of them; see :meth:`dataset_lock`."""
+        return self._set(dataset=ds)
+
+    def batch_size(self, n: int) -> TrainerBuilder:
+        """Samples in a batch of one worker."""
+        return self._set(batch_size=check_int("batch_size", n, 1))
+
+    def num_epochs(self, n: int) -> TrainerBuilder:
+        """How often each sample is trained."""
+        return self._set(num_epochs=check_int("num_epochs", n, 1))
+
+    def seed(self, n: int) -> TrainerBuilder:
+        """Seed of permutations and of each worker's generator (default 0). Setting it
+        also seeds the process generator around rank 0's model factory."""
+        return self._set(seed=check_int("seed", n, 0, MAX_SEED))
+
+    def drop_last(self, flag: bool) -> TrainerBuilder:
+        """Leave the short batch of each epoch out (default: train it)."""
+        return self._set(drop_last=check_flag("drop_last", flag))
+
+    def collate_fn(self, f: Callable[[list[Any]], Any]) -> TrainerBuilder:
+        """Makes a batch from a list of samples (default: PyTorch's)."""
+        check_callable("collate_fn", f, "(list of samples) -> batch")
+        return self._set(collate_fn=f)
+
+    def loader_workers(self, n: int) -> TrainerBuilder:
+        """Processes for each worker that load batches, for data sets with heavy Python
+        (default 0: a thread)."""
+        return self._set(loader_workers=check_int("loader_workers", n, 0))
+
+    def dataset_lock(self, flag: bool) -> TrainerBuilder:
+        """Let one thread at a time read the data set (default off)."""
+        return self._set(dataset_lock=check_flag("dataset_lock", flag))
+
+    # -- devices and averaging -------------------------------------------------
+
+    def devices(self, devices: Sequence[str | torch.device]) -> TrainerBuilder:
+        """One worker for each entry; a device may stand more than once (default: every
+        visible CUDA device, else one ``"cpu"``)."""
+        return self._set(devices=check_devices(devices))
+
+    def policy(self, p: ApplyPolicy) -> TrainerBuilder:
+        """When replicas average (default ``CADENCE``)."""
+        if not isinstance(p, ApplyPolicy):
+            raise TypeError(f"policy({p!r}): pass ApplyPolicy.SYNC, CADENCE or ASYNC")
+        return self._set(policy=p)
+
+    def backend(self, b: AverageBackend) -> TrainerBuilder:
+        """Over what they average (default ``AUTO``: chosen, with the reason)."""
+        if not isinstance(b, AverageBackend):
+            raise TypeError(f"backend({b!r}): pass AverageBackend.AUTO, CPU, THREAD, GLOO or NCCL")
+        return self._set(backend=b)
+
+    def anchor(self, n: int) -> TrainerBuilder:
+        """Batches of the slowest rank between two averagings, at first (default 10)."""
+        return self._set(anchor=check_int("anchor", n, 1))
+
+    def max_anchor(self, n: int) -> TrainerBuilder:
+        """Upper limit of the anchor, which grows while averaging costs too much
+        (default 200)."""
+        return self._set(max_anchor=check_int("max_anchor", n, 1))
+
+    def overhead_target(self, f: float) -> TrainerBuilder:
+        """Share of the time that averaging may cost, 0.01 to 0.50 (default 0.10)."""
+        return self._set(overhead_target=check_float("overhead_target", f, 0.01, 0.50))
+
+    def speed_hint(self, rank: int, ratio: float) -> TrainerBuilder:
+        """First guess: the others are ``ratio`` times as fast as ``rank``."""
+        hint = (check_int("speed_hint", rank, 0), check_float("speed_hint", ratio, 1.0))
+        return self._set(speed_hint=hint)
+
+    def max_batch_diff(self, n: int) -> TrainerBuilder:
+        """Limit on the lead of the fastest rank in batches; 0 is lockstep. Without
+        meaning under ``SYNC``."""
+        return self._set(max_batch_diff=check_int("max_batch_diff", n, 0))
+
+    def max_overshoot(self, n: int) -> TrainerBuilder:
+        """Batches that a rank may train beyond its count under ``ASYNC`` (default: a
+        quarter of the count, at least 2)."""
+        return self._set(max_overshoot=check_int("max_overshoot", n, 0))
+
+    def divergence_threshold(self, f: float) -> TrainerBuilder:
+        """Relative distance of replicas from their average above which the guard slows
+        the cadence's growth and at last lowers the anchor (default 0.05)."""
+        number = check_float("divergence_threshold", f, 0.0, above=True)
+        return self._set(divergence_threshold=number)
+
+    def no_divergence_guard(self) -> TrainerBuilder:
+        """Let the cadence follow overhead alone."""
+        return self._set(divergence_threshold=None)
+
+    def partition_ratios(self, ratios: Sequence[float]) -> TrainerBuilder:
+        """Fixed share of each rank (default: by measured throughput; equal under SYNC)."""
+        if isinstance(ratios, str) or not isinstance(ratios, Iterable):
+            raise TypeError(f"partition_ratios({ratios!r}): pass a list, one number a device")
+        numbers = tuple(check_float("partition_ratios", r, 0.0) for r in ratios)
+        if not numbers or sum(numbers) <= 0:
+            raise ValueError("partition_ratios: give each device a number, one of them above 0")
+        return self._set(partition_ratios=numbers)
+
+    def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
+        """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""
+        return self._set(progressive_dispatch=check_flag("progressive_dispatch", flag))
+
+    # -- steps -------------------------------------------------------------------
+
+    def max_grad_norm(self, f: float) -> TrainerBuilder:
+        """Clip the gradients' norm: after the reduction under ``SYNC``, else locally."""
+        return self._set(max_grad_norm=check_float("max_grad_norm", f, 0.0, above=True))
+
+    def accumulate(self, n: int) -> TrainerBuilder:
+        """Micro-batches for each optimizer step (default 1)."""
+        return self._set(accumulate=check_int("accumulate", n, 1))
+
+    def precision(self, name: str) -> TrainerBuilder:
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
+        gradient scaler for each worker."""
+        if name not in PRECISIONS:
+            raise ValueError(f"precision({name!r}): pass one of {', '.join(PRECISIONS)}")
+        return self._set(precision=name)
+
+    def scheduler(self, f: SchedulerFactory) -> TrainerBuilder:
+        """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by
+        any rank."""
+        check_callable("scheduler", f, "(optimizer) -> LRScheduler")
+        return self._set(scheduler=f)
+
+    def lr_scale_ratio(self, f: float) -> TrainerBuilder:
+        """Multiply the learning rate by ``1 + (world_size - 1) * f`` (Goyal et al., 2017:
+        1.0 is the linear scaling rule; default 0.0)."""
+        return self._set(lr_scale_ratio=check_float("lr_scale_ratio", f, 0.0))
+
+    def param_groups(self, f: ParamGroups) -> TrainerBuilder:
+        """``f(model)`` gives the parameter groups that the optimizer factory gets."""
+        check_callable("param_groups", f, "(model) -> list of parameter groups")
+        return self._set(param_groups=f)
+
+    def max_steps(self, n: int) -> TrainerBuilder:
+        """End after ``n`` batches over all ranks."""
+        return self._set(max_steps=check_int("max_steps", n, 1))
+
+    # -- callbacks ----------------------------------------------------------------
+
+    def eval_fn(self, f: EvalFn) -> TrainerBuilder:
+        """``f(model, epoch)`` gives a dict of floats, on the averaged weights, in eval
+        mode; in ``EpochMetrics.scalars`` under ``eval/``."""
+        check_callable("eval_fn", f, "(model, epoch) -> dict of floats")
+        return self._set(eval_fn=f)
+
+    def epoch_fn(self, f: Callable[[int, Any], object]) -> TrainerBuilder:
+        """``f(epoch, worker)`` in each worker's thread, once an epoch, before its first
+        batch."""
+        check_callable("epoch_fn", f, "(epoch, worker)")
+        return self._set(epoch_fn=f)
+
+    def metrics_fn(self, f: Callable[[EpochMetrics], object]) -> TrainerBuilder:
+        """``f(EpochMetrics)`` once an epoch, on a thread of its own; returning ``False``
+        ends the run."""
+        check_callable("metrics_fn", f, "(EpochMetrics)")
+        return self._set(metrics_fn=f)
+
+    def checkpoint_every(self, n: int) -> TrainerBuilder:
+        """Call :meth:`checkpoint_fn` every ``n`` epochs."""
+        return self._set(checkpoint_every=check_int("checkpoint_every", n, 1))
+
+    def checkpoint_fn(self, f: Callable[[int, nn.Module], object]) -> TrainerBuilder:
+        """``f(version, model)`` with a model that holds the average; ``version`` is the
+        number of closed epochs. Its failure is logged and stops nothing."""
+        check_callable("checkpoint_fn", f, "(version, model)")
+        return self._set(checkpoint_fn=f)
+
+    # -- limits ---------------------------------------------------------------------
+
+    def snapshot_timeout(self, s: float) -> TrainerBuilder:
+        """Seconds after which a round on the CPU path is given up (default 5, at least
+        three measured steps)."""
+        return self._set(snapshot_timeout=check_float("snapshot_timeout", s, 0.0, above=True))
+
+    def collective_timeout(self, s: float) -> TrainerBuilder:
+        """Seconds that a rank waits for its peers in a collective (default 60)."""
+        return self._set(collective_timeout=check_float("collective_timeout", s, 0.0, above=True))
+
+    def max_failed_rounds(self, n: int) -> TrainerBuilder:
+        """Averaging rounds that may fail in a row before the run ends (default 5)."""
+        return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
+
+    def tune_allocator(self, flag: bool) -> TrainerBuilder:
+        """Keep freed memory in the process while CPU workers train (default on). It acts on
+        the whole process and cannot be undone."""
+        return self._set(tune_allocator=check_flag("tune_allocator", flag))
+
+    def progress(self, flag: bool) -> TrainerBuilder:
+        """A progress bar, or one line an epoch off a terminal (default: a bar on a
+        terminal, else nothing)."""
+        return self._set(progress=check_flag("progress", flag))
+
+    # -- the run ----------------------------------------------------------------------
+
+    def run(self) -> TrainerHandle:
+        """Check all settings, start the threads and return without waiting.
+
+        Raises:
+            ValueError, TypeError: A setting is missing or wrong; no thread was started.
+        """
+        config = self._config
+        if config.checkpoint_fn is not None and config.checkpoint_every is None:
+            config = replace(config, checkpoint_every=1)
+        return start_run(config)

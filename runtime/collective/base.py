@@ -1,0 +1,302 @@
+"""The interface of a group of ranks, and what every implementation checks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, unique
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.collective.barrier import Rendezvous
+
+LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+# Sums of any number of ranks stay finite.
+_MAX_WEIGHT = 1e300
+
+
+@unique
+class ReduceOp(Enum):
+    """How values of different ranks become one. ``AVG`` is for floating point alone."""
+
+    SUM = "sum"
+    AVG = "avg"
+    MAX = "max"
+    MIN = "min"
+
+
+class Request(NamedTuple):
+    """What one rank asks of one collective.
+
+    Attributes:
+        name: The method called.
+        tensors: Tensors to reduce, or ``(output, input)``.
+        detail: The reduction, or the source rank.
+        weight: Weight of this rank's tensors.
+    """
+
+    name: str
+    tensors: Sequence[Tensor] = ()
+    detail: ReduceOp | int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the last rank to arrive made of all requests; the same for all ranks.
+
+    Attributes:
+        fault: Why the collective cannot take place.
+        done: Whether nothing is left to do.
+        total: Sum of the weights.
+        factors: Each rank's part in it; ``None``: a plain reduction.
+    """
+
+    fault: str | None = None
+    done: bool = True
+    total: float = 0.0
+    factors: tuple[float, ...] | None = None
+
+
+Group = Rendezvous[Request, Plan]
+
+
+class Collective(ABC):
+    """One rank's end of a group whose ranks are threads of one process.
+
+    Each rank has its own object and calls it from its own thread; :meth:`abort` and
+    :meth:`check` may be called from any thread. Every rank must call the same methods in
+    the same order. All of them block until the result is there (at most ``timeout_s`` for
+    peers to arrive, and for a process group as long again for the exchange).
+
+    Tensors are contiguous (``ValueError`` otherwise), and no two ranks' tensors may share
+    memory. Results have the same bits on every rank where the result is the same. float16
+    and bfloat16 are summed in float32, float64 in float64; NaN wins in ``MAX`` and ``MIN``.
+
+    Arguments are judged when all ranks have met: if one rank's are wrong or do not fit
+    the others', *every* rank raises ``ValueError``, nothing was written, and the group
+    stays usable. :class:`~runtime.errors.CollectiveAborted`,
+    :class:`~runtime.errors.CollectiveTimeout` and any other exception leave the tensors
+    written to with undefined values, and the group aborted for good; nobody writes to
+    them any more when the exception comes out.
+
+    Attributes:
+        rank: This rank.
+        world_size: How many ranks there are.
+        kind: ``"thread"`` or ``"gloo"``.
+    """
+
+    kind: str
+
+    def __init__(self, rank: int, world_size: int, group: Group) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+        self._closed = False
+
+    def all_reduce_(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Reduces a tensor over all ranks, in place; integers (no bool) or floats."""
+        self._run(Request("all_reduce_", (tensor,), op))
+
+    def weighted_mean_(self, tensors: Sequence[Tensor], weight: float) -> float:
+        """Replaces floating-point tensors by their weighted mean over all ranks.
+
+        Args:
+            tensors: A list or tuple, of the same shapes and dtypes on every rank.
+            weight: This rank's weight, finite and not negative. The values of a rank with
+                weight 0 are never used, NaN included; it takes the mean as the others do.
+
+        Returns:
+            The sum of the weights. If it is 0 all tensors stay exactly as they were.
+        """
+        return self._run(Request("weighted_mean_", tensors, None, weight))
+
+    def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
+        """Copies rank ``src``'s tensor of any dtype to every rank, in place."""
+        self._run(Request("broadcast_", (tensor,), src))
+
+    def all_gather_into(self, output: Tensor, input: Tensor) -> None:
+        """Writes every rank's ``input``, in order of rank, to ``output``.
+
+        Args:
+            output: ``world_size * input.numel()`` elements.
+            input: Any dtype, the same size on every rank. It may be this rank's part of
+                ``output``, and may not overlap it otherwise.
+        """
+        self._run(Request("all_gather_into", (output, input)))
+
+    def reduce_scatter_into(
+        self, output: Tensor, input: Tensor, op: ReduceOp = ReduceOp.SUM
+    ) -> None:
+        """Reduces ``input`` over all ranks and writes this rank's part to ``output``.
+
+        Args:
+            output: ``input.numel() / world_size`` elements. It may be this rank's part of
+                ``input``, and may not overlap it otherwise.
+            input: Unchanged; integers (no bool) or floats.
+            op: The reduction.
+        """
+        self._run(Request("reduce_scatter_into", (output, input), op))
+
+    def barrier(self) -> None:
+        """Blocks until every rank has called it."""
+        self._run(Request("barrier"))
+
+    def abort(self) -> None:
+        """Breaks the group for good: ranks in a collective raise ``CollectiveAborted``.
+
+        Idempotent. Ranks that wait for a peer wake at once; ranks inside the exchange of a
+        process group end within ``timeout_s``.
+        """
+        self._group.barrier.abort(f"the group was aborted through rank {self.rank}")
+
+    def check(self) -> None:
+        """Raises ``CollectiveAborted`` if the group was aborted; a peer's close is none."""
+        self._group.go_on()
+
+    def close(self) -> None:
+        """Leaves the group and frees what this rank holds of it. Idempotent.
+
+        Called by the rank's own thread, or when that thread uses the group no more. Peers
+        that start a collective later, or wait in one for this rank, raise
+        ``CollectiveAborted``; collectives that every rank has joined are not disturbed.
+        """
+        if not self._closed:
+            self._closed = True
+            self._group.barrier.leave(self.rank)
+            self._release()
+
+    def _run(self, request: Request) -> float:
+        """Carries a collective out. Returns the sum of the weights."""
+        group = self._group
+        try:
+            plan = group.meet(self.rank, request, self._plan)
+            if plan.fault is None and not plan.done:
+                self._take_part(request, plan)
+        except BaseException as error:
+            group.fail(error)
+            raise
+        finally:
+            group.slots[self.rank] = None  # keep no tensor alive
+        if plan.fault is not None:
+            raise ValueError(plan.fault)
+        return plan.total
+
+    def _plan(self, requests: Sequence[Request]) -> Plan:
+        """Runs in the last rank to arrive, while all others wait."""
+        first = requests[0]
+        fault = find_fault(requests, self._placement_fault)
+        if fault is not None:
+            return Plan(fault=fault)
+        num_elements = max(sum(t.numel() for t in request.tensors) for request in requests)
+        if first.name != "weighted_mean_":
+            return Plan(done=num_elements == 0)
+        weights = [request.weight for request in requests]
+        total = float(sum(weights))
+        if total == 0 or num_elements == 0:
+            return Plan(total=total)
+        factors = tuple(weight / total for weight in weights)
+        return Plan(done=False, total=total, factors=factors)
+
+    @abstractmethod
+    def _placement_fault(self, tensor: Tensor) -> str | None:
+        """Says why a tensor's device does not serve this kind of group."""
+
+    @abstractmethod
+    def _take_part(self, request: Request, plan: Plan) -> None:
+        """Does this rank's work. If it raises, the group is aborted."""
+
+    def _release(self) -> None:
+        """Frees what :meth:`close` shall free."""
+        return
+
+
+def find_fault(
+    requests: Sequence[Request], placement_fault: Callable[[Tensor], str | None]
+) -> str | None:
+    """Says what is wrong with the ranks' requests, naming the rank; ``None`` if nothing is.
+
+    Args:
+        requests: One for each rank, in order.
+        placement_fault: Says why a tensor's device does not serve.
+    """
+    first = requests[0]
+    for rank, request in enumerate(requests):
+        if request.name != first.name:
+            return f"rank {rank} called {request.name}, rank 0 called {first.name}"
+        fault = _own_fault(request, len(requests), placement_fault)
+        if fault is None and rank > 0:
+            fault = _difference(request, first)
+        if fault is not None:
+            return f"{request.name}: rank {rank} {fault}"
+    return None
+
+
+def _own_fault(
+    request: Request, world_size: int, placement_fault: Callable[[Tensor], str | None]
+) -> str | None:
+    name, tensors, detail, weight = request
+    if not isinstance(tensors, (tuple, list)):
+        return f"passed a {type(tensors).__name__}; pass a list of tensors"
+    allowed = _allowed_dtypes(name, detail)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            return f"passed a {type(tensor).__name__} where a tensor is due"
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            return "passed a tensor that is not contiguous; pass tensor.contiguous() or a flat view"
+        if (fault := placement_fault(tensor)) is not None:
+            return fault
+        if allowed is not None and tensor.dtype not in allowed:
+            return f"passed a {tensor.dtype} tensor, which {_describe(detail)} does not support"
+    if name == "broadcast_" and not (isinstance(detail, int) and 0 <= detail < world_size):
+        return f"passed src={detail!r}; pass a rank from 0 to {world_size - 1}"
+    if name in ("all_reduce_", "reduce_scatter_into") and not isinstance(detail, ReduceOp):
+        return f"passed op={detail!r}; pass a ReduceOp"
+    if not isinstance(weight, (int, float)) or not 0 <= weight < _MAX_WEIGHT:
+        return f"passed the weight {weight!r}; pass a finite number, not negative"
+    if name in ("all_gather_into", "reduce_scatter_into"):
+        return _size_fault(name, tensors, world_size)
+    return None
+
+
+def _allowed_dtypes(name: str, detail: object) -> frozenset[torch.dtype] | None:
+    if name == "weighted_mean_" or detail is ReduceOp.AVG:
+        return FLOATS
+    return FLOATS | INTEGERS if isinstance(detail, ReduceOp) else None
+
+
+def _describe(detail: object) -> str:
+    return f"ReduceOp.{detail.name}" if isinstance(detail, ReduceOp) else "a weighted mean"
+
+
+def _size_fault(name: str, tensors: Sequence[Tensor], world_size: int) -> str | None:
+    output, input = tensors
+    if output.dtype != input.dtype:
+        return f"passed a {output.dtype} output for a {input.dtype} input; pass one dtype"
+    whole, part = (output, input) if name == "all_gather_into" else (input, output)
+    if whole.numel() != world_size * part.numel():
+        return (
+            f"passed an output of {output.numel()} and an input of {input.numel()} elements; "
+            f"the {'output' if whole is output else 'input'} must hold {world_size} times as many"
+        )
+    return None
+
+
+def _difference(request: Request, first: Request) -> str | None:
+    if request.detail != first.detail:
+        return f"passed {request.detail!r}, rank 0 passed {first.detail!r}"
+    if len(request.tensors) != len(first.tensors):
+        return f"passed {len(request.tensors)} tensors, rank 0 passed {len(first.tensors)}"
+    for index, (mine, theirs) in enumerate(zip(request.tensors, first.tensors, strict=True)):
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            return (
+                f"passed shape {tuple(mine.shape)} {mine.dtype} as tensor {index}, "
+                f"rank 0 passed shape {tuple(theirs.shape)} {theirs.dtype}"
+            )
+    return None

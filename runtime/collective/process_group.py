@@ -1,0 +1,219 @@
+"""Collectives over a PyTorch process group, one for each thread and none global."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
+from runtime.errors import CollectiveAborted, CollectiveTimeout
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# Any: the type stubs leave out most of the names below.
+_c10d: Any = torch.distributed
+
+
+class ProcessGroupCollective(Collective):
+    """One rank of a process group whose ranks are threads of this process.
+
+    Before every exchange the ranks meet at ``gate``, which an abort breaks at once. A rank
+    that dies inside the exchange holds its peers up for at most ``timeout_s``.
+
+    The constructor blocks until every rank has connected; use
+    :func:`create_process_groups`.
+
+    Args:
+        kind: ``"gloo"``.
+        rank: This rank.
+        world_size: How many ranks there are.
+        store: Shared by the ranks; the connection is set up through it.
+        prefix: Name of the group in the store; fresh for every group.
+        timeout_s: Limit of one exchange, and of the connection.
+        gate: Shared by the ranks.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        world_size: int,
+        store: Store,
+        prefix: str,
+        timeout_s: float,
+        gate: Group,
+    ) -> None:
+        super().__init__(rank, world_size, gate)
+        self.kind = kind
+        self._timeout_s = timeout_s
+        self._backend: Any = _connect_gloo(
+            rank, world_size, _c10d.PrefixStore(prefix, store), timeout_s
+        )
+
+    def _release(self) -> None:
+        self._backend = None  # its destructor closes sockets and joins its threads
+
+    def _placement_fault(self, tensor: Tensor) -> str | None:
+        if tensor.device.type == "cpu":
+            return None
+        return f"passed a tensor on {tensor.device}; GLOO takes CPU tensors, pass tensor.cpu()"
+
+    def _take_part(self, request: Request, plan: Plan) -> None:
+        start = time.monotonic()
+        try:
+            with torch.no_grad():
+                self._exchange(request, plan)
+        except RuntimeError as error:
+            elapsed_s = time.monotonic() - start
+            if not self._group.barrier.aborted and elapsed_s >= 0.95 * self._timeout_s:
+                raise CollectiveTimeout(
+                    f"rank {self.rank}: {request.name} did not end within "
+                    f"{self._timeout_s:g} s; the group is aborted"
+                ) from error
+            self.abort()
+            raise CollectiveAborted(f"rank {self.rank}: {request.name} failed") from error
+
+    def _exchange(self, request: Request, plan: Plan) -> None:
+        op = request.detail
+        match request.name:
+            case "weighted_mean_":
+                assert plan.factors is not None
+                for tensor in request.tensors:
+                    self._weighted_sum_(tensor.view(-1), plan.factors[self.rank])
+            case "all_reduce_":
+                assert isinstance(op, ReduceOp)
+                self._all_reduce_(request.tensors[0].view(-1), op)
+            case "reduce_scatter_into":
+                assert isinstance(op, ReduceOp)
+                output, input = request.tensors
+                whole = input.view(-1).clone()
+                self._all_reduce_(whole, op)
+                output.view(-1).copy_(whole.view(self.world_size, -1)[self.rank])
+            case "all_gather_into":
+                output, input = request.tensors
+                if input.numel():
+                    self._all_gather(output.view(-1), input.view(-1))
+            case "broadcast_":
+                assert isinstance(op, int)
+                options = _c10d.BroadcastOptions()
+                options.rootRank = op
+                self._connected().broadcast([_as_bytes(request.tensors[0])], options).wait()
+
+    def _connected(self) -> Any:
+        if self._backend is None:
+            raise CollectiveAborted(f"rank {self.rank} has left the group")
+        return self._backend
+
+    def _weighted_sum_(self, flat: Tensor, factor: float) -> None:
+        """Scales locally and sums: the divisor is in the factor, the same everywhere."""
+        if flat.numel() == 0:
+            return
+        wire = flat.float() if flat.dtype in LOW_PRECISION else flat
+        # A factor of 0 must not turn NaN and infinity into NaN.
+        _ = wire.mul_(factor) if factor else wire.zero_()
+        self._sum_(wire)
+        if wire is not flat:
+            flat.copy_(wire)
+
+    def _all_reduce_(self, flat: Tensor, op: ReduceOp) -> None:
+        if op in (ReduceOp.MAX, ReduceOp.MIN):
+            # Backends may drop a NaN; torch.amax and torch.amin keep it.
+            gathered = flat.new_empty(self.world_size * flat.numel())
+            self._all_gather(gathered, flat)
+            reduce = torch.amax if op is ReduceOp.MAX else torch.amin
+            reduce(gathered.view(self.world_size, -1), dim=0, out=flat)
+            return
+        wire = flat
+        if flat.dtype in LOW_PRECISION:
+            wire = flat.float()
+        elif flat.dtype is torch.int16:  # unknown to Gloo
+            wire = flat.to(torch.int32)
+        self._sum_(wire)
+        if op is ReduceOp.AVG:
+            wire.div_(self.world_size)
+        if wire is not flat:
+            flat.copy_(wire)
+
+    def _sum_(self, flat: Tensor) -> None:
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = _c10d.ReduceOp.SUM
+        self._connected().allreduce([flat], options).wait()
+
+    def _all_gather(self, output: Tensor, input: Tensor) -> None:
+        self._connected()._allgather_base(_as_bytes(output), _as_bytes(input)).wait()
+
+
+def create_process_groups(
+    kind: str, world_size: int, timeout_s: float
+) -> list[ProcessGroupCollective]:
+    """Connects the ranks of one group, each in a thread that ends with this call.
+
+    Blocks until all have connected, or failed.
+
+    Raises:
+        CollectiveAborted: A rank could not connect; the cause is the original exception.
+        CollectiveTimeout: A rank did not connect within ``timeout_s`` seconds.
+    """
+    gate = Group(world_size, timeout_s)
+    store = _c10d.HashStore()
+    ends: list[ProcessGroupCollective | None] = [None] * world_size
+    errors: list[tuple[int, BaseException]] = []
+
+    def connect(rank: int) -> None:
+        try:
+            ends[rank] = ProcessGroupCollective(
+                kind, rank, world_size, store, "collective", timeout_s, gate
+            )
+        except BaseException as error:
+            errors.append((rank, error))
+
+    threads = [
+        threading.Thread(
+            target=connect, args=(rank,), name=f"collective-connect-{rank}", daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    # The backend's own timeout ends the threads; the margin is for the case it does not.
+    deadline = time.monotonic() + timeout_s + 5.0
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    connected = [end for end in ends if end is not None]
+    if len(connected) == world_size:
+        return connected
+    _close_all(connected)
+    if not errors:
+        missing = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        raise CollectiveTimeout(f"ranks {missing} did not connect within {timeout_s:g} s")
+    # The first to fail; the others failed because it did not come.
+    rank, error = errors[0]
+    raise CollectiveAborted(f"rank {rank} could not connect to its peers: {error}") from error
+
+
+def _close_all(ends: Sequence[ProcessGroupCollective]) -> None:
+    for end in ends:
+        end.close()
+
+
+def _connect_gloo(rank: int, world_size: int, store: Store, timeout_s: float) -> Any:
+    """Gloo over the loopback interface; needs no host name and no network."""
+    backend = _c10d.ProcessGroupGloo
+    options = backend._Options()
+    options._devices = [backend.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1  # one exchange at a time
+    return backend(store, rank, world_size, options)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Every dtype travels as bytes where nothing is computed."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,212 @@
+"""Collectives between threads, in the memory they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.collective.base import LOW_PRECISION, Collective, Plan, ReduceOp, Request
+
+# Elements. A block stays in cache while it is reduced and copied back; smaller ones cost
+# more in calls, each of which may have to wait for the interpreter, than they gain.
+_BLOCK = 1 << 19
+# Elements of all ranks together. Up to here the last to arrive does all the work: one
+# meeting, not two.
+_SMALL = 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Views of the ranks' tensors: the sources are reduced, the result is copied to targets.
+
+    Sources that are also the targets hold the result at once; others are not changed.
+    """
+
+    sources: Sequence[Tensor]
+    targets: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadPlan(Plan):
+    """A plan with the work of each rank."""
+
+    op: ReduceOp | None = None
+    shares: Sequence[Sequence[Step]] = ()
+
+
+class ThreadCollective(Collective):
+    """Ranks reduce CPU tensors in place, each its own share of the elements.
+
+    Every rank publishes its tensors and meets the others; each then reduces its share
+    over all ranks' tensors, in order of rank, and writes the result to all of them; a
+    second meeting ends the call (a reduce-scatter and an all-gather without a transfer).
+    No buffer is allocated but one block in float32 for float16 and bfloat16, or for
+    ``reduce_scatter_into``. Small tensors are reduced by the rank that arrives last while
+    the others wait. The order of summation depends on sizes alone, so the same input
+    gives the same bits whoever comes first.
+    """
+
+    kind = "thread"
+
+    def _placement_fault(self, tensor: Tensor) -> str | None:
+        if tensor.device.type == "cpu":
+            return None
+        return f"passed a tensor on {tensor.device}; THREAD reduces CPU tensors, pass tensor.cpu()"
+
+    def _plan(self, requests: Sequence[Request]) -> Plan:
+        # The views are made here, while all others sleep: every call into PyTorch gives
+        # up the interpreter, and ranks that run would take it from each other.
+        plan = super()._plan(requests)
+        if plan.done:
+            return plan
+        first = requests[0]
+        op = first.detail if isinstance(first.detail, ReduceOp) else None
+        num_elements = sum(tensor.numel() for tensor in first.tensors)
+        small = num_elements * self.world_size <= _SMALL or self.world_size == 1
+        shares = _shares(requests, 1 if small else self.world_size)
+        if not small:
+            return ThreadPlan(None, False, plan.total, plan.factors, op, shares)
+        for steps in shares:
+            self._carry_out(steps, op, plan.factors)
+        return Plan(total=plan.total)
+
+    def _take_part(self, request: Request, plan: Plan) -> None:
+        assert isinstance(plan, ThreadPlan)
+        self._carry_out(plan.shares[self.rank], plan.op, plan.factors)
+        self._group.part(self.rank)
+
+    def _carry_out(
+        self, steps: Sequence[Step], op: ReduceOp | None, factors: Sequence[float] | None
+    ) -> None:
+        # A rank that leaves by an abort waits for this lock, so that nobody writes to
+        # its tensors any more; whoever takes it later finds the group aborted.
+        with self._group.writing[self.rank], torch.no_grad():
+            for step in steps:
+                self._group.go_on()
+                result = _reduce(step, op, factors)
+                for target in step.targets:
+                    if target is not result:
+                        target.copy_(result)
+
+
+def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) -> Tensor:
+    """Reduces the sources in order of rank.
+
+    Returns:
+        The first source that counts, or a new tensor (in float32 for low precision).
+    """
+    values = step.sources
+    if factors is not None:
+        return _weighted_sum(values, factors)
+    result = values[0]
+    if len(values) == 1:
+        return result
+    if result.dtype in LOW_PRECISION:
+        result = result.float()
+    elif step.targets is not values:
+        result = result.clone()  # the target may be this rank's part of its own source
+    for value in values[1:]:
+        if op is ReduceOp.MAX:
+            torch.maximum(result, value.to(result.dtype), out=result)
+        elif op is ReduceOp.MIN:
+            torch.minimum(result, value.to(result.dtype), out=result)
+        else:
+            result.add_(value)
+    if op is ReduceOp.AVG:
+        result.div_(len(values))
+    return result
+
+
+def _weighted_sum(values: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    # What has the factor 0 is left out, for it may be NaN.
+    live = [rank for rank, factor in enumerate(factors) if factor]
+    result = values[live[0]]
+    if len(live) == 1:
+        return result
+    if result.dtype in LOW_PRECISION:
+        result = result.float()
+    # Scaled before the sum, so that huge values (masks) do not overflow.
+    result.mul_(factors[live[0]])
+    for rank in live[1:]:
+        result.add_(values[rank], alpha=factors[rank])
+    return result
+
+
+def _shares(requests: Sequence[Request], num_shares: int) -> Sequence[Sequence[Step]]:
+    """The work, cut for ``num_shares`` ranks; not cut by rank where each has its own output."""
+    first = requests[0]
+    world_size = len(requests)
+    if first.name in ("all_reduce_", "weighted_mean_"):
+        return [_reduction(requests, share, num_shares) for share in range(num_shares)]
+    if first.name == "broadcast_":
+        assert isinstance(first.detail, int)
+        source = requests[first.detail].tensors[0]
+        return [
+            list(_steps([source], [request.tensors[0]])) if rank != first.detail else []
+            for rank, request in enumerate(requests)
+        ]
+    if first.name == "all_gather_into":
+        inputs = [request.tensors[1] for request in requests]
+        return [
+            [
+                step
+                for rank, input in enumerate(inputs)
+                for step in _steps([input], [_part(request.tensors[0], rank, world_size)])
+            ]
+            for request in requests
+        ]
+    return [
+        list(
+            _steps(
+                [_part(request.tensors[1], rank, world_size) for request in requests],
+                [requests[rank].tensors[0]],
+            )
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _reduction(requests: Sequence[Request], share: int, num_shares: int) -> list[Step]:
+    """One of equal shares of all tensors, laid end to end."""
+    sizes = [tensor.numel() for tensor in requests[0].tensors]
+    # Whole cache lines, so that two ranks do not write to the same one.
+    size = -(-sum(sizes) // (num_shares * 64)) * 64
+    low, high = share * size, (share + 1) * size
+    steps: list[Step] = []
+    offset = 0
+    for index, num_elements in enumerate(sizes):
+        start, stop = max(low - offset, 0), min(high - offset, num_elements)
+        offset += num_elements
+        if start < stop:
+            tensors = [request.tensors[index] for request in requests]
+            if stop - start < num_elements:
+                tensors = [tensor.view(-1)[start:stop] for tensor in tensors]
+            steps.extend(_steps(tensors, tensors))
+    return steps
+
+
+def _steps(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[Step]:
+    """Cuts tensors of the same size into blocks."""
+    if sources[0].numel() <= _BLOCK:
+        # Shapes differ only where outputs and inputs do: views keep copies elementwise.
+        if targets is not sources:
+            sources, targets = [t.view(-1) for t in sources], [t.view(-1) for t in targets]
+        yield Step(sources, targets)
+        return
+    source_blocks = _cut(sources)
+    target_blocks = source_blocks if targets is sources else _cut(targets)
+    for block, target_block in zip(source_blocks, target_blocks, strict=True):
+        yield Step(block, target_block)
+
+
+def _cut(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    cut = [tensor.view(-1).split(_BLOCK) for tensor in tensors]  # type: ignore[no-untyped-call]
+    return list(zip(*cut, strict=True))
+
+
+def _part(tensor: Tensor, rank: int, num_parts: int) -> Tensor:
+    size = tensor.numel() // num_parts
+    return tensor.view(-1)[rank * size : (rank + 1) * size]

@@ -1,0 +1,179 @@
+"""The settings of a run, checked as they are set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from coordinator.metrics import EpochMetrics
+from coordinator.policy import ApplyPolicy, AverageBackend
+from runtime.replica import ModelFactory, OptimFactory, ParamGroups
+from runtime.schedule import SchedulerFactory
+from runtime.step import TrainFn
+from runtime.worker_types import EvalFn
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+MAX_SEED = 2**63 - 1
+"""The largest seed that every generator takes."""
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """A whole number within bounds, or an error that says which."""
+    if isinstance(value, bool) or not isinstance(value, Integral):  # NumPy's count
+        raise TypeError(f"{name}({value!r}): pass a whole number")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name}({value}): must be {bound}")
+    return number
+
+
+def check_float(
+    name: str, value: object, low: float, high: float = math.inf, *, above: bool = False
+) -> float:
+    """A finite number within bounds (above ``low`` where ``above``), or an error."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}({value!r}): pass a number")
+    number = float(value)
+    inside = (low < number if above else low <= number) and number <= high
+    if not math.isfinite(number) or not inside:
+        bound = f"above {low:g}" if above else f"at least {low:g}"
+        if high != math.inf:
+            bound += f" and at most {high:g}"
+        raise ValueError(f"{name}({value}): must be {bound}")
+    return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False, or an error."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}({value!r}): pass True or False")
+    return value
+
+
+def check_callable(name: str, value: object, signature: str) -> None:
+    """Something that can be called, or an error that shows how it will be."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function {signature}, got {type(value).__name__}")
+
+
+def check_devices(devices: object) -> tuple[torch.device, ...]:
+    """Devices by name or object, not empty, each usable here."""
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices({devices!r}): pass a list, for instance ['cpu', 'cpu']")
+    found = []
+    for item in devices:
+        if not isinstance(item, (str, torch.device)):
+            raise TypeError(f"devices: {item!r} is not a device; pass names such as 'cpu'")
+        try:
+            device = torch.device(item)
+        except RuntimeError as error:
+            raise ValueError(f"devices: {item!r} is no device; pass 'cpu' or 'cuda:0'") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"devices: {item!r} is not supported; pass 'cpu' or 'cuda:N'")
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            index = device.index or 0
+            if index >= count:
+                raise ValueError(f"devices: there is no {item}; {count} CUDA devices are visible")
+            device = torch.device("cuda", index)
+        found.append(torch.device("cpu") if device.type == "cpu" else device)
+    if not found:
+        raise ValueError("devices([]): name at least one device, or leave the call out")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything a run is made from; :class:`~runtime.builder.TrainerBuilder` fills it.
+
+    The attributes carry the names of the builder's methods, which say what they mean.
+    """
+
+    model_factory: ModelFactory
+    optim_factory: OptimFactory
+    train_fn: TrainFn
+    dataset: Any = None
+    batch_size: int | None = None
+    num_epochs: int | None = None
+    devices: tuple[torch.device, ...] | None = None
+    policy: ApplyPolicy = ApplyPolicy.CADENCE
+    backend: AverageBackend = AverageBackend.AUTO
+    seed: int | None = None
+    drop_last: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    loader_workers: int = 0
+    anchor: int = 10
+    max_anchor: int = 200
+    overhead_target: float = 0.10
+    speed_hint: tuple[int, float] | None = None
+    max_batch_diff: int | None = None
+    max_overshoot: int | None = None
+    divergence_threshold: float | None = 0.05
+    partition_ratios: tuple[float, ...] | None = None
+    progressive_dispatch: bool | None = None
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    precision: str = "fp32"
+    scheduler: SchedulerFactory | None = None
+    lr_scale_ratio: float = 0.0
+    param_groups: ParamGroups | None = None
+    max_steps: int | None = None
+    dataset_lock: bool = False
+    eval_fn: EvalFn | None = None
+    epoch_fn: Callable[[int, Any], object] | None = None
+    metrics_fn: Callable[[EpochMetrics], object] | None = None
+    checkpoint_every: int | None = None
+    checkpoint_fn: Callable[[int, nn.Module], object] | None = None
+    snapshot_timeout: float = 5.0
+    collective_timeout: float = 60.0
+    max_failed_rounds: int = 5
+    tune_allocator: bool = True
+    progress: bool | None = None
+
+    def resolved_devices(self) -> tuple[torch.device, ...]:
+        """The devices asked for, else every visible CUDA device, else one CPU."""
+        if self.devices is not None:
+            return self.devices
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
+
+    def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
+        """What can only be judged with all settings at hand.
+
+        Raises:
+            ValueError: A required value is missing, or values do not fit together.
+        """
+        for name in ("batch_size", "num_epochs"):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} is not set: call .{name}(n) before .run()")
+        assert self.batch_size is not None
+        world = len(devices)
+        if self.drop_last and num_samples < self.batch_size:
+            raise ValueError(
+                f"drop_last(True) drops everything: {num_samples} samples make no batch of "
+                f"{self.batch_size}; use a smaller batch_size or keep the short batch"
+            )
+        if self.partition_ratios is not None and len(self.partition_ratios) != world:
+            raise ValueError(
+                f"partition_ratios has {len(self.partition_ratios)} entries for {world} devices"
+            )
+        if self.speed_hint is not None and self.speed_hint[0] >= world:
+            raise ValueError(f"speed_hint: there is no rank {self.speed_hint[0]} of {world}")
+        if self.anchor > self.max_anchor:
+            raise ValueError(
+                f"anchor({self.anchor}) is above max_anchor({self.max_anchor}); raise max_anchor"
+            )
+        if self.checkpoint_every is not None and self.checkpoint_fn is None:
+            raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
+        if self.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
+            raise ValueError(
+                "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
+                "out beforehand; leave it out"
+            )

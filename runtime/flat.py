@@ -1,0 +1,287 @@
+"""Trainable parameters as views of one flat tensor for each dtype.
+
+A snapshot is then one copy, an averaging one all-reduce, a divergence one norm. Frozen
+parameters stay where they are and never travel. Tied parameters are one parameter and
+stay tied; views keep each parameter's strides, so ``channels_last`` stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from coordinator.messages import Payload
+
+ALIGNMENT_BYTES = 64
+"""Every parameter starts at a multiple of this within its flat tensor."""
+
+
+class _Layout:
+    """Where tensors of one dtype lie in a flat tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.dtype = tensors[0].dtype
+        unit = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
+        self.offsets: list[int] = []
+        end = 0
+        for t in tensors:
+            self.offsets.append(end)
+            end += -(-t.numel() // unit) * unit
+        self.numel = end
+
+    def views(self, flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Views of ``flat`` with the shapes and, where dense, the strides of ``like``."""
+        return [
+            torch.as_strided(flat, t.size(), _dense_stride(t), flat.storage_offset() + offset)
+            for t, offset in zip(like, self.offsets, strict=True)
+        ]
+
+
+def _dense_stride(t: Tensor) -> tuple[int, ...]:
+    """The strides of ``t`` if it fills its memory without gaps, else contiguous ones."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))
+    if t.numel() == extent or t.numel() == 0:
+        return t.stride()
+    return torch.empty(t.size(), device="meta").stride()
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault(t.dtype, []).append(i)
+    return list(groups.values())
+
+
+class FlatParams:
+    """The trainable parameters of a module, moved into flat tensors.
+
+    Args:
+        module: Its trainable parameters become views; the objects stay the same.
+
+    Attributes:
+        names: Names in ``named_parameters`` order.
+        params: The parameters in that order.
+        flats: One tensor for each dtype, of shape ``(numel,)``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self.names = [n for n, _ in named]
+        self.params = [p for _, p in named]
+        self._groups = _by_dtype(self.params)
+        self._layouts = [_Layout([self.params[i] for i in g]) for g in self._groups]
+        self.flats: list[Tensor] = []
+        self._pointers: list[int] = [0] * len(self.params)
+        for group, layout in zip(self._groups, self._layouts, strict=True):
+            old = [self.params[i].data for i in group]
+            flat = torch.zeros(layout.numel, dtype=layout.dtype, device=old[0].device)
+            for i, view, source in zip(group, layout.views(flat, old), old, strict=True):
+                view.copy_(source)
+                self.params[i].data = view
+                self._pointers[i] = view.data_ptr()
+            self.flats.append(flat)
+
+    def like(self) -> list[Tensor]:
+        """New flat tensors of the same shapes, zero."""
+        return [torch.zeros_like(flat) for flat in self.flats]
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """``flats`` as one tensor for each parameter, in order."""
+        out: list[Tensor] = [torch.empty(0)] * len(self.params)
+        for group, layout, flat in zip(self._groups, self._layouts, flats, strict=True):
+            like = [self.params[i].data for i in group]
+            for i, view in zip(group, layout.views(flat, like), strict=True):
+                out[i] = view
+        return out
+
+    def check(self) -> None:
+        """Make sure that no parameter was moved out of its flat tensor.
+
+        Raises:
+            RuntimeError: A parameter's memory was replaced, as by ``model.to(...)``.
+        """
+        for name, p, pointer in zip(self.names, self.params, self._pointers, strict=True):
+            if p.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"parameter {name!r} was moved to other memory during training: assign to it "
+                    "in place (p.copy_(...)), and call .to(device) in the model factory only"
+                )
+
+
+class FlatBuffers:
+    """The buffers of a module, read where they are now and written in place.
+
+    A module may replace a buffer's tensor, so buffers are looked up each time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners: list[tuple[nn.Module, str, str]] = []
+        seen: set[int] = set()
+        for prefix, sub in module.named_modules():
+            for key, buffer in sub._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    owners.append((sub, key, f"{prefix}.{key}" if prefix else key))
+        self.names = [name for _, _, name in owners]
+        self._owners = [(sub, key) for sub, key, _ in owners]
+        self._shapes = [b.size() for b in self.tensors()]
+        floats = [b.is_floating_point() or b.is_complex() for b in self.tensors()]
+        self._float_groups = self._pick(floats)
+        self._other_groups = self._pick([not f for f in floats])
+
+    def _pick(self, mask: Sequence[bool]) -> list[list[int]]:
+        chosen = [i for i, m in enumerate(mask) if m]
+        tensors = self.tensors()
+        return [[chosen[j] for j in g] for g in _by_dtype(tensors[i] for i in chosen)]
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers as they are now, in order."""
+        found = [sub._buffers[key] for sub, key in self._owners]
+        return [b if b is not None else torch.empty(0) for b in found]
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether any buffer is averaged."""
+        return bool(self._float_groups)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any buffer is taken rather than averaged."""
+        return bool(self._other_groups)
+
+    def empty(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """New CPU tensors for :meth:`read_into`."""
+        return self._alloc(self._float_groups), self._alloc(self._other_groups)
+
+    def _alloc(self, groups: list[list[int]]) -> tuple[Tensor, ...]:
+        tensors = self.tensors()
+        return tuple(
+            torch.empty(sum(tensors[i].numel() for i in g), dtype=tensors[g[0]].dtype)
+            for g in groups
+        )
+
+    def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Copy all buffers into flat tensors."""
+        self._each(floats, others, lambda buffer, flat: flat.copy_(buffer))
+
+    def write_from(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Copy flat tensors into the buffers."""
+        self._each(floats, others, lambda buffer, flat: buffer.copy_(flat))
+
+    def _each(
+        self,
+        floats: Sequence[Tensor],
+        others: Sequence[Tensor],
+        move: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        tensors = self.tensors()
+        groups = [*self._float_groups, *self._other_groups]
+        for group, flat in zip(groups, (*floats, *others), strict=True):
+            offset = 0
+            for i in group:
+                buffer = tensors[i]
+                if buffer.size() != self._shapes[i]:
+                    raise RuntimeError(
+                        f"buffer {self.names[i]!r} changed its shape from "
+                        f"{tuple(self._shapes[i])} to {tuple(buffer.size())}: buffers that are "
+                        "averaged must keep their shape"
+                    )
+                move(buffer, flat[offset : offset + buffer.numel()].view(buffer.size()))
+                offset += buffer.numel()
+
+
+class FlatState:
+    """A replica's averaged state: flat parameters and buffers.
+
+    Every method runs in the worker's thread, on the stream that is current there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.params = FlatParams(module)
+        self.buffers = FlatBuffers(module)
+
+    def new_payload(self) -> Payload:
+        """CPU memory for a snapshot."""
+        floats, others = self.buffers.empty()
+        return Payload(
+            params=tuple(torch.empty_like(f, device="cpu") for f in self.params.flats),
+            buffers=floats,
+            taken=others,
+        )
+
+    @torch.no_grad()
+    def snapshot_into(self, payload: Payload) -> None:
+        """Copy the live state; the payload aliases nothing afterwards."""
+        self.params.check()
+        for out, flat in zip(payload.params, self.params.flats, strict=True):
+            out.copy_(flat)
+        self.buffers.read_into(payload.buffers, payload.taken)
+
+    def check_payload(self, payload: Payload) -> None:
+        """Raise ``ValueError`` unless the payload has this replica's layout."""
+        floats, others = self.buffers.empty()
+        for what, ours, theirs in (
+            ("parameter", self.params.flats, payload.params),
+            ("buffer", floats, payload.buffers),
+            ("integer buffer", others, payload.taken),
+        ):
+            mine = [(t.numel(), t.dtype) for t in ours]
+            given = [(t.numel(), t.dtype) for t in theirs]
+            if mine != given:
+                raise ValueError(
+                    f"the averaged state does not fit this model: {what} tensors are {mine} here "
+                    f"and {given} there"
+                )
+
+    @torch.no_grad()
+    def load(self, average: Payload) -> None:
+        """Replace the live state."""
+        for flat, mean in zip(self.params.flats, average.params, strict=True):
+            flat.copy_(mean)
+        self.buffers.write_from(average.buffers, average.taken)
+
+    @torch.no_grad()
+    def keep_progress(self, base: Payload, scratch: Payload) -> None:
+        """Turn ``base``, an earlier snapshot, into what was trained since: ``live - base``."""
+        for flat, old in zip(self.params.flats, base.params, strict=True):
+            torch.sub(flat, old, out=old)
+        if self.buffers:
+            self.buffers.read_into(scratch.buffers, scratch.taken)
+            for live, old in _pairs(scratch, base):
+                if old.dtype is torch.bool:
+                    old.copy_(live)
+                else:
+                    torch.sub(live, old, out=old)
+
+    @torch.no_grad()
+    def load_plus(self, average: Payload, progress: Payload, scratch: Payload) -> None:
+        """The live state becomes ``average + progress``; exact where progress is zero."""
+        for flat, mean, delta in zip(
+            self.params.flats, average.params, progress.params, strict=True
+        ):
+            torch.add(mean, delta, out=flat)
+        if self.buffers:
+            for live, (mean, delta) in zip(
+                (*scratch.buffers, *scratch.taken), _pairs(average, progress), strict=True
+            ):
+                if live.dtype is torch.bool:
+                    live.copy_(delta)
+                else:
+                    torch.add(mean, delta, out=live)
+            self.buffers.write_from(scratch.buffers, scratch.taken)
+
+
+def _pairs(a: Payload, b: Payload) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip((*a.buffers, *a.taken), (*b.buffers, *b.taken), strict=True)
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all tensors together, a scalar on their device."""
+    parts = [torch.linalg.vector_norm(t) for t in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([p.double() for p in parts]))
+    return total

@@ -1,0 +1,165 @@
+"""What the caller of ``run()`` holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from coordinator.metrics import EpochMetrics
+from coordinator.policy import AverageBackend
+from coordinator.world import Statistics
+from runtime.state import TrainedState
+
+if TYPE_CHECKING:
+    from runtime.run import Run
+
+
+class TrainerHandle:
+    """A run in progress. Every method may be called from any thread.
+
+    As a context manager it stops the run when the block is left on an exception, and
+    waits for it in any case.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._condition = threading.Condition()
+        self._unread: deque[EpochMetrics] = deque()
+        self._ended = False
+        self._state: TrainedState | None = None
+        self._error: BaseException | None = None
+        self.world_size = len(run.devices)
+        self.devices: tuple[torch.device, ...] = run.devices
+        self.backend: AverageBackend = run.backend
+        self.backend_reason = run.backend_reason
+
+    # -- the run's side ------------------------------------------------------------
+
+    def publish(self, metrics: EpochMetrics) -> None:
+        """An epoch has closed; called by the run."""
+        with self._condition:
+            self._unread.append(metrics)
+            self._condition.notify_all()
+
+    def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
+        """The run is over; called by the run."""
+        with self._condition:
+            self._state, self._error, self._ended = state, error, True
+            self._condition.notify_all()
+
+    # -- the caller's side -----------------------------------------------------------
+
+    @property
+    def state(self) -> TrainedState | None:
+        """The trained state once the run is over, else ``None``."""
+        return self._state
+
+    def stop(self) -> None:
+        """End the run at a step boundary and keep its state. Returns at once; idempotent."""
+        if not self._ended:
+            self._run.stop()
+
+    def statistics(self) -> Statistics:
+        """A frozen snapshot of the coordinator's counters."""
+        return self._run.statistics()
+
+    def join(self, timeout: float | None = None) -> TrainedState:
+        """Wait for the end of the run.
+
+        Ctrl-C stops the run at a step boundary and raises ``KeyboardInterrupt`` with the
+        state kept on the handle; a second one no longer waits.
+
+        Args:
+            timeout: Seconds to wait; ``None``: as long as it takes.
+
+        Returns:
+            The trained state; the same again when called again.
+
+        Raises:
+            TimeoutError: The run goes on.
+            WorkerFailed: A worker died of the exception in ``__cause__``.
+            ValueError: The model factory gave ranks different models.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            if not self._wait(lambda: self._ended, deadline):
+                raise TimeoutError(f"the run is not over after {timeout} s; it goes on")
+            self._run.wait_threads()
+        except KeyboardInterrupt:
+            self.stop()
+            self._wait(lambda: self._ended, None)
+            raise
+        if self._error is not None:
+            raise self._error
+        assert self._state is not None
+        return self._state
+
+    def _wait(self, ready: object, deadline: float | None) -> bool:
+        assert callable(ready)
+        with self._condition:
+            while not ready():
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._condition.wait(left)
+        return True
+
+    def metrics(self) -> Iterator[EpochMetrics]:
+        """Closed epochs that nobody has read yet, until the run is over.
+
+        Raises:
+            WorkerFailed: What :meth:`join` would raise, after the last epoch.
+        """
+        while (metrics := self.next_metrics()) is not None:
+            yield metrics
+
+    def next_metrics(self, timeout: float | None = None) -> EpochMetrics | None:
+        """Wait for the next closed epoch; ``None`` after the last.
+
+        Raises:
+            TimeoutError: None closed in time; the run goes on.
+            WorkerFailed: What :meth:`join` would raise.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            if not self._wait(lambda: self._unread or self._ended, deadline):
+                raise TimeoutError(f"no epoch closed within {timeout} s; the run goes on")
+        except KeyboardInterrupt:
+            self.stop()
+            self._wait(lambda: self._ended, None)
+            raise
+        with self._condition:
+            if self._unread:
+                return self._unread.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def poll_metrics(self) -> list[EpochMetrics]:
+        """Closed epochs that nobody has read yet, without waiting."""
+        with self._condition:
+            found = list(self._unread)
+            self._unread.clear()
+        return found
+
+    def __enter__(self) -> TrainerHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.join()
+            return
+        self.stop()
+        self._wait(lambda: self._ended, None)
+        self._run.wait_threads()

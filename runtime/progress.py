@@ -1,0 +1,119 @@
+"""The thread that runs the metrics function and shows progress.
+
+It is neither the coordinator's thread nor a worker's: a slow or failing callback holds
+up nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from coordinator.metrics import EpochMetrics
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 0.2
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # no monitor thread
+
+
+class MetricsThread:
+    """Hands closed epochs to the user.
+
+    Args:
+        metrics_fn: ``f(EpochMetrics)``; ``False`` asks for a stop.
+        on_stop: Called when it returned ``False``.
+        progress: ``True``: a bar on a terminal, else a log line an epoch; ``None``: a bar
+            on a terminal, else nothing.
+        total_batches: Batches in the whole run.
+        trained: Gives the batches trained so far, from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        metrics_fn: Callable[[EpochMetrics], object] | None,
+        on_stop: Callable[[], None],
+        progress: bool | None,
+        total_batches: int,
+        trained: Callable[[], int],
+    ) -> None:
+        self._metrics_fn = metrics_fn
+        self._on_stop = on_stop
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._with_bar = terminal and progress is not False
+        self._with_lines = progress is True and not terminal
+        self._total = total_batches
+        self._trained = trained
+        self._queue: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, if there is anything for it to do."""
+        if self._metrics_fn is not None or self._with_bar or self._with_lines:
+            self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+            self._thread.start()
+
+    def put(self, metrics: EpochMetrics) -> None:
+        """Hand an epoch on; returns at once."""
+        if self._thread is not None:
+            self._queue.put(metrics)
+
+    def close(self) -> None:
+        """Wait until every epoch was handed to the user, then end."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        bar: Any = _Bar(total=self._total, unit="batch", leave=True) if self._with_bar else None
+        try:
+            while True:
+                try:
+                    metrics = self._queue.get(timeout=REFRESH_S if bar is not None else None)
+                except queue.Empty:
+                    self._refresh(bar)
+                    continue
+                if metrics is None:
+                    return
+                self._show(bar, metrics)
+                self._call(metrics)
+        finally:
+            if bar is not None:
+                self._refresh(bar)
+                bar.close()
+
+    def _refresh(self, bar: Any) -> None:
+        bar.update(self._trained() - bar.n)
+
+    def _show(self, bar: Any, metrics: EpochMetrics) -> None:
+        if bar is not None:
+            bar.set_postfix(epoch=metrics.epoch, loss=f"{metrics.avg_loss:.4g}", refresh=False)
+            self._refresh(bar)
+        elif self._with_lines:
+            logger.info(
+                "epoch %d: loss %.4g, %d samples in %.2f s",
+                metrics.epoch,
+                metrics.avg_loss,
+                metrics.num_samples,
+                metrics.epoch_s,
+            )
+
+    def _call(self, metrics: EpochMetrics) -> None:
+        if self._metrics_fn is None:
+            return
+        try:
+            if self._metrics_fn(metrics) is False:
+                self._on_stop()
+        except Exception:
+            logger.exception("metrics_fn failed for epoch %d; training goes on", metrics.epoch)

@@ -1,0 +1,399 @@
+"""Putting a run together, and taking it apart when it is over."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+
+from coordinator import messages as m
+from coordinator.config import CoordinatorConfig
+from coordinator.dispatch import count_batches
+from coordinator.machine import Coordinator
+from coordinator.metrics import EpochMetrics
+from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.service import Service
+from coordinator.world import Statistics
+from runtime import allocator
+from runtime.agreement import StopAgreement
+from runtime.collective import Collective, create_collectives
+from runtime.config import TrainConfig
+from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
+from runtime.device import IntraOpThreads, open_device
+from runtime.errors import CollectiveAborted, GpuWorkerError, ReplicaMismatch, WorkerFailed
+from runtime.handle import TrainerHandle
+from runtime.loader import InlineLoader, Loader, ThreadLoader
+from runtime.loader_process import ProcessLoader
+from runtime.progress import MetricsThread
+from runtime.replica import BuildOrder
+from runtime.state import TrainedState, assemble
+from runtime.summary import device_summary
+from runtime.worker import GpuWorker
+from runtime.worker_types import WAKE, UserFunctions, WorkerConfig, WorkerEndpoints
+
+logger = logging.getLogger(__name__)
+
+WORKER_GRACE_S = 5.0
+_KINDS = {
+    AverageBackend.CPU: "thread",
+    AverageBackend.THREAD: "thread",
+    AverageBackend.GLOO: "gloo",
+    AverageBackend.NCCL: "nccl",
+}
+
+
+def start_run(config: TrainConfig) -> TrainerHandle:
+    """Check the settings, start every thread and return a handle."""
+    if config.dataset is None:
+        raise ValueError("dataset is not set: call .dataset(ds) before .run()")
+    adapter = adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
+    run = Run(config, adapter)
+    handle = TrainerHandle(run)
+    run.start(handle)
+    return handle
+
+
+class Run:
+    """The parts of one run: queues, coordinator, collectives, workers.
+
+    Args:
+        config: All settings.
+        adapter: The data set.
+
+    Raises:
+        ValueError: Settings that do not fit together.
+    """
+
+    def __init__(self, config: TrainConfig, adapter: DatasetAdapter) -> None:
+        self.config = config
+        self.devices = config.resolved_devices()
+        config.check(adapter.num_samples, self.devices)
+        assert config.batch_size is not None
+        assert config.num_epochs is not None
+        self.batch_size, self.num_epochs = config.batch_size, config.num_epochs
+        names = tuple(str(d) for d in self.devices)
+        self.backend, self.backend_reason = choose_backend(
+            config.backend,
+            config.policy,
+            names,
+            nccl_available=torch.distributed.is_available()
+            and torch.distributed.is_nccl_available(),
+        )
+        self._cpu_workers = sum(d.type == "cpu" for d in self.devices)
+        # Fails here, before any thread, for a device that cannot be trained on.
+        self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
+        self._adapter = adapter
+        self._index = EpochIndex(adapter.num_samples, self.batch_size, config.seed or 0)
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
+        self._workers: list[GpuWorker | None] = [None] * len(names)
+        self._threads: list[threading.Thread] = []
+        self._collectives: list[Collective] = []
+        self._loaders: dict[int, ProcessLoader] = {}
+        self._order = BuildOrder(config.seed)
+        self._agreement = StopAgreement()
+        self._machine = Coordinator(self._coordinator_config(names))
+        self._service = Service(
+            self._machine,
+            self._inbox,
+            self._outboxes,
+            abort_collective=self._abort,
+            on_epoch=self._on_epoch,
+            on_end=self._on_end,
+        )
+        self._metrics = MetricsThread(
+            metrics_fn=config.metrics_fn,
+            on_stop=self.stop,
+            progress=config.progress,
+            total_batches=self._total_batches(),
+            trained=lambda: sum(r.num_batches for r in self.statistics().ranks),
+        )
+        self._handle: TrainerHandle | None = None
+        self._holds_threads = False
+
+    def _total_batches(self) -> int:
+        per_epoch = count_batches(
+            self._adapter.num_samples, self.batch_size, drop_last=self.config.drop_last
+        )
+        total = per_epoch * self.num_epochs
+        return total if self.config.max_steps is None else min(total, self.config.max_steps)
+
+    def _coordinator_config(self, names: tuple[str, ...]) -> CoordinatorConfig:
+        c = self.config
+        progressive = c.progressive_dispatch
+        return CoordinatorConfig(
+            devices=names,
+            num_samples=self._adapter.num_samples,
+            batch_size=self.batch_size,
+            num_epochs=self.num_epochs,
+            policy=c.policy,
+            backend=self.backend,
+            drop_last=c.drop_last,
+            accumulate=c.accumulate,
+            anchor=c.anchor,
+            max_anchor=c.max_anchor,
+            overhead_target=c.overhead_target,
+            speed_hint=c.speed_hint,
+            max_batch_diff=c.max_batch_diff,
+            max_overshoot=c.max_overshoot,
+            divergence_threshold=c.divergence_threshold,
+            partition_ratios=c.partition_ratios,
+            progressive=c.policy is not ApplyPolicy.SYNC if progressive is None else progressive,
+            max_steps=c.max_steps,
+            evaluate=c.eval_fn is not None,
+            checkpoint_every=c.checkpoint_every,
+            snapshot_timeout_s=c.snapshot_timeout,
+            max_failed_rounds=c.max_failed_rounds,
+            grace_s=WORKER_GRACE_S,
+        )
+
+    # -- start ---------------------------------------------------------------
+
+    def start(self, handle: TrainerHandle) -> None:
+        """Start everything; on failure, end what was started and raise."""
+        self._handle = handle
+        c = self.config
+        logger.info("%s", device_summary(self.devices))
+        logger.info("policy %s over %s: %s", c.policy.name, self.backend.name, self.backend_reason)
+        if c.tune_allocator and self._cpu_workers:
+            allocator.tune()
+        started = False
+        try:
+            self._start_loader_processes()
+            if len(self.devices) > 1 and self._needs_collectives():
+                self._collectives = create_collectives(
+                    len(self.devices), _KINDS[self.backend], self.devices, c.collective_timeout
+                )
+            IntraOpThreads.acquire()
+            self._holds_threads = True
+            self._metrics.start()
+            self._service.start()
+            started = True
+            self._start_workers()
+        except BaseException:
+            if started:
+                # A thread could not be started: the run ends as if that worker had died.
+                self._end_missing_workers()
+            else:
+                self._take_down()
+            raise
+
+    def _needs_collectives(self) -> bool:
+        return self.config.policy is ApplyPolicy.SYNC or self.backend is not AverageBackend.CPU
+
+    def _start_loader_processes(self) -> None:
+        if self.config.loader_workers == 0:
+            return
+        for rank, device in enumerate(self.devices):
+            loader = ProcessLoader(
+                self._adapter,
+                self._index,
+                device=device,
+                seed=self.config.seed or 0,
+                rank=rank,
+                on_ready=partial(self._outboxes[rank].put, WAKE),
+                num_processes=self.config.loader_workers,
+            )
+            self._loaders[rank] = loader
+            loader.start()
+
+    def _start_workers(self) -> None:
+        self._threads = [
+            threading.Thread(
+                target=self._worker_main, args=(rank,), name=f"gpu-worker-{rank}", daemon=True
+            )
+            for rank in range(len(self.devices))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _end_missing_workers(self) -> None:
+        self._order.fail()
+        for rank, thread in enumerate(self._threads):
+            if thread.ident is None:
+                self._inbox.put(m.ThreadEnded(rank=rank))
+        self._service.join()
+
+    # -- the workers' threads --------------------------------------------------
+
+    def _worker_main(self, rank: int) -> None:
+        worker: GpuWorker | None = None
+        try:
+            with self._contexts[rank].activate():
+                worker = self._build_worker(rank)
+                self._workers[rank] = worker
+                worker.run()
+        except CollectiveAborted:
+            # Rank 0 could not build, which it tells itself.
+            while not isinstance(self._outboxes[rank].get(), m.Shutdown):
+                pass
+            self._inbox.put(m.Exiting(rank=rank))
+        except BaseException as error:
+            self._inbox.put(
+                m.Failed(
+                    rank=rank,
+                    epoch=worker.current_epoch if worker else 0,
+                    step=worker.local_step if worker else 0,
+                    error=error,
+                )
+            )
+        finally:
+            if worker is not None:
+                worker.close()
+            self._inbox.put(m.ThreadEnded(rank=rank))
+
+    def _build_worker(self, rank: int) -> GpuWorker:
+        c = self.config
+        return GpuWorker(
+            WorkerConfig(
+                rank=rank,
+                world_size=len(self.devices),
+                device=self.devices[rank],
+                num_samples=self._adapter.num_samples,
+                batch_size=self.batch_size,
+                policy=c.policy,
+                seed=c.seed or 0,
+                accumulate=c.accumulate,
+                max_grad_norm=c.max_grad_norm,
+                precision=c.precision,
+                lr_scale=1.0 + (len(self.devices) - 1) * c.lr_scale_ratio,
+                total_steps=self.num_epochs
+                * count_batches(self._adapter.num_samples, self.batch_size, drop_last=c.drop_last),
+                num_cpu_workers=self._cpu_workers,
+            ),
+            UserFunctions(
+                model_factory=c.model_factory,
+                optim_factory=c.optim_factory,
+                train_fn=c.train_fn,
+                param_groups=c.param_groups,
+                scheduler=c.scheduler,
+                eval_fn=c.eval_fn,
+                epoch_fn=c.epoch_fn,
+                checkpoint_fn=c.checkpoint_fn,
+            ),
+            WorkerEndpoints(self._outboxes[rank], self._inbox),
+            make_loader=self._make_loader,
+            collective=self._collectives[rank] if self._collectives else None,
+            build_order=self._order,
+            agreement=self._agreement,
+            device=self._contexts[rank],
+        )
+
+    def _make_loader(self, worker: GpuWorker, wake: Callable[[], None]) -> Loader:
+        if worker.rank in self._loaders:
+            return self._loaders[worker.rank]
+        if self._adapter.in_memory:
+            return InlineLoader(
+                self._adapter,
+                self._index,
+                device=worker.device,
+                seed=self.config.seed or 0,
+                rank=worker.rank,
+                worker=worker,
+            )
+        return ThreadLoader(
+            self._adapter,
+            self._index,
+            device=worker.device,
+            seed=self.config.seed or 0,
+            rank=worker.rank,
+            worker=worker,
+            on_ready=wake,
+        )
+
+    # -- while it runs -----------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask the coordinator to end the run at a step boundary."""
+        self._inbox.put(m.StopRequested())
+
+    def wait_threads(self) -> None:
+        """Wait until the coordinator's thread has ended, after the handle was told."""
+        self._service.join()
+
+    def statistics(self) -> Statistics:
+        """A snapshot of the coordinator's counters."""
+        return self._service.statistics()
+
+    def _on_epoch(self, metrics: EpochMetrics) -> None:
+        assert self._handle is not None
+        self._handle.publish(metrics)
+        self._metrics.put(metrics)
+
+    def _abort(self) -> None:
+        for collective in self._collectives:
+            collective.abort()
+
+    # -- the end -------------------------------------------------------------------
+
+    def _on_end(self) -> None:
+        """On the coordinator's thread, when the outcome is final."""
+        assert self._handle is not None
+        state: TrainedState | None = None
+        error: BaseException | None = None
+        try:
+            stuck = self._join_workers()
+            error = self._error(stuck)
+            if error is None:
+                state = self._state()
+        except BaseException as caught:
+            error = caught
+        finally:
+            self._take_down()
+            self._handle.finish(state, error)
+
+    def _join_workers(self) -> list[str]:
+        """Wait for the workers' threads; one stuck in the user's code is named."""
+        stuck = []
+        self._order.fail()
+        for rank, thread in enumerate(self._threads):
+            if thread.ident is not None:
+                patient = rank not in self._machine.outcome.missing
+                thread.join(WORKER_GRACE_S if patient else 0.1)
+                if thread.is_alive():
+                    stuck.append(thread.name)
+        return stuck
+
+    def _error(self, stuck: list[str]) -> BaseException | None:
+        failure = self._machine.outcome.failure
+        named = f"; threads stuck in user code: {', '.join(stuck)}" if stuck else ""
+        if failure is None:
+            return GpuWorkerError(f"the run is over{named}") if stuck else None
+        if isinstance(failure.error, ReplicaMismatch) or failure.rank < 0:
+            return failure.error
+        error = WorkerFailed(failure.rank, failure.epoch, failure.step, failure.error)
+        if named:
+            error.add_note(named.lstrip("; "))
+        error.__cause__ = failure.error
+        return error
+
+    def _state(self) -> TrainedState:
+        outcome = self._machine.outcome
+        lead = next(w for w in self._workers if w is not None)
+        assert outcome.payload is not None, "a run without a failure leaves a state"
+        return assemble(
+            lead.model,
+            lead.flat_state,
+            outcome.payload,
+            metrics=tuple(outcome.metrics),
+            stopped=outcome.stopped,
+        )
+
+    def _take_down(self) -> None:
+        """Free what the run holds; whoever is stuck keeps only what it has in its hands."""
+        self._order.forget()
+        self._metrics.close()
+        for collective in self._collectives:
+            collective.close()
+        for loader in self._loaders.values():
+            loader.close()
+        self._workers = []
+        if self._holds_threads:
+            self._holds_threads = False
+            IntraOpThreads.release()

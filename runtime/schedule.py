@@ -1,0 +1,96 @@
+"""The learning rate: a torch scheduler driven by the global step, and a scale on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class Schedule:
+    """Keeps an optimizer's learning rates at a position of the run.
+
+    Args:
+        optimizer: The worker's optimizer.
+        factory: Makes the scheduler, or ``None``.
+        total: Positions past this one count as this one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        factory: SchedulerFactory | None = None,
+        total: int | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._total = total
+        self._position = 0
+        self._scale = 1.0
+        self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._base: list[float] = []
+        if factory is not None:
+            self.attach(factory)
+
+    def attach(self, factory: SchedulerFactory) -> None:
+        """Drive the learning rate by ``factory(optimizer)`` from here on."""
+        scheduler = factory(self._optimizer)
+        if not hasattr(scheduler, "step"):
+            raise TypeError(
+                f"scheduler(f): f(optimizer) returned {type(scheduler).__name__}, "
+                "not a torch.optim.lr_scheduler.LRScheduler"
+            )
+        # A rank may have to catch up with the others before its own first step, which
+        # torch would take for a mistake.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._scheduler = scheduler
+        self._position = 0
+        self._base = self._read()
+
+    def _read(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _write(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    @property
+    def current(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set every group's rate; a scheduler overwrites it with its next step."""
+        self._write([lr] * len(self._optimizer.param_groups))
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply every group's rate once; a scheduler overwrites it."""
+        self._write([rate * factor for rate in self._read()])
+
+    def set_scale(self, scale: float) -> None:
+        """Multiply what the scheduler gives, at every step from here on."""
+        self._scale = scale
+        if self._scheduler is not None:
+            self._write([rate * scale for rate in self._base])
+
+    def advance(self, position: int) -> None:
+        """Bring the rate to a position: batches trained by all ranks before this step."""
+        if self._scheduler is None:
+            return
+        if self._total is not None:
+            position = min(position, self._total)
+        if position <= self._position:
+            return
+        if self._scale != 1.0:
+            self._write(self._base)
+        while self._position < position:
+            self._scheduler.step()
+            self._position += 1
+        if self._scale != 1.0:
+            # Chainable schedulers compute from the rate they find: never the scaled one.
+            self._base = self._read()
+            self._write([rate * self._scale for rate in self._base])

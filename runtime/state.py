@@ -1,0 +1,98 @@
+"""What a run leaves."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from coordinator.messages import Payload
+from coordinator.metrics import EpochMetrics
+from runtime.flat import FlatState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailure:
+    """A worker that died.
+
+    Attributes:
+        rank: Its rank.
+        epoch: Epoch it was in.
+        step: Batches it had trained.
+        error: What it died of.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedState:
+    """The averaged model at the end of a run.
+
+    Attributes:
+        params: Every parameter, trained or frozen, on the CPU, under the bare module's
+            names and in its order.
+        buffers: Every persistent or other buffer, likewise.
+        metrics: One entry for each closed epoch.
+        failures: Workers that died on the way.
+        stopped: Whether the run was ended before its time.
+    """
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    metrics: tuple[EpochMetrics, ...] = ()
+    failures: tuple[WorkerFailure, ...] = ()
+    stopped: bool = False
+    _keys: tuple[str, ...] = field(default=(), repr=False)
+
+    def state_dict(self) -> OrderedDict[str, Tensor]:
+        """Plain keys in the module's order: ``Net().load_state_dict(...)`` takes them."""
+        every = {**self.params, **self.buffers}
+        return OrderedDict((key, every[key]) for key in self._keys)
+
+
+def assemble(
+    model: nn.Module,
+    flat: FlatState,
+    payload: Payload,
+    *,
+    metrics: tuple[EpochMetrics, ...],
+    stopped: bool,
+) -> TrainedState:
+    """Put the final average into the model and copy everything to the CPU.
+
+    Args:
+        model: A replica whose worker has left.
+        flat: Its flat state.
+        payload: The final average.
+        metrics: One entry for each closed epoch.
+        stopped: Whether the run was ended before its time.
+    """
+    with torch.no_grad():
+        flat.load(payload)
+        copies: dict[int, Tensor] = {}
+
+        def copy(t: Tensor) -> Tensor:
+            if id(t) not in copies:
+                copies[id(t)] = t.detach().to("cpu", copy=True)
+            return copies[id(t)]
+
+        params = {n: copy(p) for n, p in model.named_parameters()}
+        buffers = {n: copy(b) for n, b in model.named_buffers()}
+        state = model.state_dict(keep_vars=True)
+        keys = []
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            keys.append(key)
+            if key not in params and key not in buffers:
+                # A tied tensor's second name: the same values under both.
+                (params if isinstance(value, nn.Parameter) else buffers)[key] = copy(value)
+    return TrainedState(
+        params=params, buffers=buffers, metrics=metrics, stopped=stopped, _keys=tuple(keys)
+    )

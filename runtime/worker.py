@@ -1,0 +1,345 @@
+"""GpuWorker: the training loop of one device, in one thread.
+
+The worker blocks on nothing but its inbox, where the coordinator's messages and the
+loader's wake-ups arrive, and on the collectives that it is told to join. Between two
+steps it answers every message; inside a step it answers none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from coordinator import messages as m
+from runtime.agreement import StopAgreement
+from runtime.collective import Collective
+from runtime.context import worker_context
+from runtime.device import DeviceContext, open_device
+from runtime.errors import CollectiveAborted
+from runtime.loader import Loader
+from runtime.replica import BuildOrder
+from runtime.replica_worker import ReplicaWorker
+from runtime.step import TrainFn
+from runtime.windows import Windows, count_samples
+from runtime.worker_types import (
+    WAKE,
+    StepResult,
+    UserFunctions,
+    Wake,
+    WorkerConfig,
+    WorkerEndpoints,
+)
+
+
+class GpuWorker(ReplicaWorker):
+    """Trains one replica on one device. Build and use it in one thread.
+
+    Args:
+        config: Settings.
+        functions: The user's functions.
+        endpoints: Queues from :meth:`channels`.
+        make_loader: Gives the worker's loader; it is told the worker and a function
+            that wakes the worker. ``None``: for tools that only call :meth:`train_step`.
+        collective: Under ``SYNC`` reduces gradients, else serves ``SyncNow``.
+        build_order: Shared by all workers of a run; ``None``: a worker on its own.
+        agreement: Shared by all workers of a lockstep run.
+
+    Raises:
+        TypeError, ValueError: What a factory gives cannot be trained.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        functions: UserFunctions,
+        endpoints: WorkerEndpoints,
+        *,
+        make_loader: Callable[[GpuWorker, Callable[[], None]], Loader] | None = None,
+        collective: Collective | None = None,
+        build_order: BuildOrder | None = None,
+        agreement: StopAgreement | None = None,
+        device: DeviceContext | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            functions,
+            endpoints,
+            collective,
+            build_order or BuildOrder(),
+            device or open_device(config.device, config.num_cpu_workers),
+        )
+        self._inbox = endpoints.inbox
+        self._deferred: deque[Any] = deque()
+        self._agreement = agreement or StopAgreement()
+        self._submitted: list[m.EpochPlan] = []
+        self._begun_epoch = -1
+        self._lockstep_index = 0
+        self._buffer_samples = 0
+        self._loader = make_loader(self, lambda: self._inbox.put(WAKE)) if make_loader else None
+        self._protocol.built()
+
+    # -- steps -------------------------------------------------------------------
+
+    def train_step(self, batch: Any, train_fn: TrainFn | None = None) -> StepResult:
+        """One optimizer step on one batch, in the calling thread.
+
+        Args:
+            batch: A tuple, list or dict of tensors on the worker's device.
+            train_fn: Instead of the worker's own.
+
+        Returns:
+            Device-side handles; nothing is synchronised.
+        """
+        samples = count_samples(batch)
+        self._advance_schedule()
+        start = self._context.now()
+        self._stepper.begin()
+        with worker_context(self):
+            loss = self._micro_step(train_fn or self._functions.train_fn, batch, samples, 1.0)
+        waited = self._stepper.finish(samples)
+        elapsed = self._context.now() - start - waited
+        self._count(1, samples, elapsed)
+        return StepResult(loss, elapsed)
+
+    def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
+        self._batch_samples = samples
+        loss = self._stepper.micro_step(train_fn, batch, fraction)
+        self._reporter.meter.log.push_loss(loss, samples)
+        return loss
+
+    def _count(self, batches: int, samples: int, elapsed: float) -> None:
+        self.local_step += batches
+        self._reporter.meter.add(batches, samples, elapsed)
+        if self._lockstep:
+            self._buffer_samples += samples
+            self._protocol.lockstep(batches)
+        else:
+            self._protocol.trained(batches, samples)
+
+    def _advance_schedule(self, position: int | None = None) -> None:
+        if position is None:
+            position = self._protocol.global_step + self._protocol.batches
+        self._schedule.advance(position)
+
+    # -- plans -------------------------------------------------------------------
+
+    def wait_for_epoch_plan(self) -> m.EpochPlan | None:
+        """Block until there is a plan; answer everything else meanwhile.
+
+        Returns:
+            The next plan, or ``None`` once ``Shutdown`` came.
+        """
+        while True:
+            leaving = self.handle_control()
+            # Under lockstep a peer may have begun a plan that came before an orderly end:
+            # every rank then begins it, and all of them stop after its first step.
+            together = self._lockstep and self._wants_snapshot() and not self._stop_reached()
+            plan = self._protocol.begin_plan(leaving_too=together)
+            if plan is not None:
+                return plan
+            if leaving:
+                return None
+            self._receive(self._inbox.get())
+
+    def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFn | None = None) -> bool:
+        """Train a plan to its end, answering messages between steps.
+
+        Args:
+            plan: From :meth:`wait_for_epoch_plan`, or one of your own.
+            train_fn: Instead of the worker's own.
+
+        Returns:
+            Whether ``Shutdown`` came before the end.
+        """
+        fn = train_fn or self._functions.train_fn
+        if self._protocol.plan is not plan:
+            self._protocol.plans.appendleft(plan)
+            self._protocol.begin_plan()
+        with worker_context(self):
+            self._begin_epoch(plan.epoch)
+            self._submit(plan)
+            self._submitted.remove(plan)
+            windows = Windows(plan, self.config)
+            for index in range(windows.count):
+                if not self._may_step():
+                    self._abandon(plan)
+                    return self._protocol.leaving
+                if not self._run_window(windows, index, fn):
+                    self._abandon(plan)
+                    return True
+                self._reporter.report_if_due()
+            self._sync_buffers()
+        self._protocol.end_plan()
+        self.report_epoch(plan.epoch)
+        return False
+
+    def _may_step(self) -> bool:
+        """Answer messages; whether the next step may begin."""
+        if self.handle_control() and not self._finish_together():
+            return False
+        return not (self._lockstep and self._stop_reached())
+
+    def _stop_reached(self) -> bool:
+        """Whether lockstep ranks have agreed to stop before this step."""
+        return self._agreement.reached(self._lockstep_index)
+
+    def _finish_together(self) -> bool:
+        """Under lockstep a stop is agreed: this step is still made, by all ranks."""
+        if self._lockstep and self._wants_snapshot():
+            self._agreement.propose(self._lockstep_index + 1)
+            return True
+        return False
+
+    def _wants_snapshot(self) -> bool:
+        shutdown = self._protocol.shutdown
+        return shutdown is not None and shutdown.snapshot
+
+    def _run_window(self, windows: Windows, index: int, train_fn: TrainFn) -> bool:
+        """One optimizer step; returns False if ``Shutdown`` came while data was awaited."""
+        sizes = windows.sizes(index)
+        batches: deque[Any] = deque()
+        if sizes:
+            first = self._await_batch(answer=not self._protocol.leaving)
+            if first is None:
+                return False
+            batches.append(first)
+        self._advance_schedule(windows.position(index) if self._lockstep else None)
+        total = sum(sizes)
+        start, idle = self._context.now(), 0.0
+        self._stepper.begin()
+        for i, size in enumerate(sizes):
+            if i:
+                before = self._context.now()
+                batches.append(self._await_batch(answer=False))
+                idle += self._context.now() - before
+            self._micro_step(train_fn, batches.popleft(), size, size / total)
+        idle += self._stepper.finish(total)
+        self._lockstep_index += 1
+        self._count(len(sizes), total, self._context.now() - start - idle)
+        return True
+
+    def _await_batch(self, *, answer: bool) -> Any:
+        """The next batch; while it is being loaded, messages are answered or put aside.
+
+        Between steps a stalled loader must not delay an acknowledgement (D8); inside a
+        step the replica is in no state to answer.
+        """
+        assert self._loader is not None, "a worker without a loader has no plans"
+        while (loaded := self._loader.try_next()) is None:
+            message = self._inbox.get()
+            if isinstance(message, Wake):
+                continue
+            if not answer:
+                self._deferred.append(message)
+                continue
+            self._receive(message)
+            if self.handle_control():
+                if not self._finish_together():
+                    return None
+                answer = False
+        return loaded.data
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.current_epoch = self._reporter.epoch = epoch
+        if epoch > self._begun_epoch:
+            self._begun_epoch = epoch
+            self._key_generator(epoch)
+            if self._functions.epoch_fn is not None:
+                self._functions.epoch_fn(epoch, self)
+
+    def _submit(self, plan: m.EpochPlan) -> None:
+        """Start loading a plan, unless it was when it arrived."""
+        if not any(p is plan for p in self._submitted):
+            self._submitted.append(plan)
+            if self._loader is not None:
+                self._loader.submit(plan)
+
+    def _abandon(self, plan: m.EpochPlan) -> None:
+        if self._loader is not None:
+            self._loader.cancel()
+        self._submitted.clear()
+        if self._stop_reached():
+            self._sync_buffers()
+        self._protocol.end_plan()
+        self.report_epoch(plan.epoch)
+
+    def _sync_buffers(self) -> None:
+        """Under lockstep, average the buffers: every rank is between the same two steps."""
+        if self._lockstep:
+            self._averager.sync_buffers(self._buffer_samples)
+            self._buffer_samples = 0
+
+    # -- messages ------------------------------------------------------------------
+
+    def handle_control(self) -> bool:
+        """Answer every message that has arrived; while parked, wait for the release.
+
+        Returns:
+            Whether ``Shutdown`` came.
+        """
+        while True:
+            while self._deferred:
+                self._receive(self._deferred.popleft())
+            if not self._inbox.empty():
+                # This thread is the only reader.
+                self._receive(self._inbox.get_nowait())
+                continue
+            if self._protocol.leaving:
+                return True
+            if not self._protocol.parked:
+                return False
+            if self._protocol.report_due:
+                self.report_timing()
+            self._receive(self._inbox.get())
+
+    def _receive(self, message: m.ToWorker | Wake) -> None:
+        if isinstance(message, Wake):
+            return
+        if isinstance(message, m.StartEpoch) and not self._protocol.leaving:
+            self._submit(message.plan)
+        work = self._protocol.receive(message)
+        if work is not None:
+            self._answers.answer(work)
+
+    # -- the thread's life ---------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train plan after plan until ``Shutdown``, then leave."""
+        self._reporter.put(m.Ready(rank=self.rank))
+        try:
+            while (plan := self.wait_for_epoch_plan()) is not None:
+                if self.run_epoch_plan(plan):
+                    break
+        except CollectiveAborted:
+            # Another rank failed, which is told by that rank: wait for the end.
+            self.drain_until_shutdown()
+        if self._wants_snapshot():
+            self.send_final_snapshot()
+        self.report_exiting()
+
+    def send_final_snapshot(self) -> None:
+        """Send the last state, with the samples trained since the last round."""
+        payload = self._averager.snapshot(reuse=True)
+        self._reporter.put(
+            m.FinalSnapshot(rank=self.rank, payload=payload, num_samples=self._protocol.samples)
+        )
+
+    def report_exiting(self) -> None:
+        """Tell the coordinator that nothing more will come."""
+        self._protocol.gone()
+        self._reporter.put(m.Exiting(rank=self.rank))
+
+    def drain_until_shutdown(self) -> None:
+        """Take messages, joining no round and training nothing, until ``Shutdown`` (D2)."""
+        self._protocol.leave()
+        while self._protocol.shutdown is None:
+            message = self._deferred.popleft() if self._deferred else self._inbox.get()
+            if not isinstance(message, Wake):
+                self._protocol.receive(message)
+
+    def close(self) -> bool:
+        """End the loader; returns whether its thread has ended. Idempotent."""
+        return True if self._loader is None else bool(self._loader.close())

@@ -1,0 +1,88 @@
+"""What holds for every test: no thread left, intra-op threads as found, known seeds."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import tqdm
+
+GRACE_S = 5.0
+"""How long a thread may take to end once its test has ended, for all of them together."""
+
+POOLS = ("pytest_timeout", "tqdm_monitor")
+"""Threads of the tools that run the tests, known by the start of their names."""
+
+# tqdm's monitor is one daemon thread for the process; no test needs it.
+tqdm.tqdm.monitor_interval = 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more CUDA devices than there are."""
+    found = torch.cuda.device_count()
+    for item in items:
+        needed = 2 if item.get_closest_marker("two_gpus") else 1
+        if (needed == 2 or item.get_closest_marker("gpu")) and found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), has {found}"))
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread which was not there before it.
+
+    A test of threads that are stuck in user code names them with the marker
+    ``leaks_thread("gpu-worker-1")``; without a name it excuses every daemon thread.
+    """
+    before = set(threading.enumerate())
+    yield
+    marker = request.node.get_closest_marker("leaks_thread")
+    left = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before
+        and not thread.name.startswith(POOLS)
+        and not (marker and thread.daemon and (not marker.args or thread.name in marker.args))
+    ]
+    deadline = time.monotonic() + GRACE_S
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    names = sorted(thread.name for thread in left if thread.is_alive())
+    if names:
+        pytest.fail(f"threads left behind after {GRACE_S:g} s: {', '.join(names)}")
+
+
+def _num_threads_of_a_new_thread() -> int:
+    """The number of intra-op threads that a thread gets which never set it."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.fixture(autouse=True)
+def _num_threads_is_as_found() -> Iterator[None]:
+    """Fail a test that changes the intra-op threads of this thread or of later ones."""
+    before = torch.get_num_threads()
+    yield
+    now, later = torch.get_num_threads(), _num_threads_of_a_new_thread()
+    if (now, later) != (before, before):
+        torch.set_num_threads(before)
+        pytest.fail(
+            f"torch.get_num_threads() was {before} and is {now} in this thread, {later} in new ones"
+        )
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed every process-wide generator with the number it gives."""
+    value = 20_240_229
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    return value

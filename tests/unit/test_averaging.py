@@ -1,0 +1,308 @@
+"""The weighted average of the replicas and the distances to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator import averaging
+from coordinator.averaging import Averager, payload_like
+from coordinator.messages import Payload
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+TOLERANCES = {
+    torch.float16: 1e-3,
+    torch.bfloat16: 1e-2,
+    torch.float32: 1e-6,
+    torch.float64: 1e-14,
+    torch.complex64: 1e-6,
+}
+weight_lists = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a few elements, so that small tensors are cut as large ones are."""
+    monkeypatch.setattr(averaging, "_BLOCK_BYTES", 64)
+
+
+def params(*tensors):
+    return Payload(params=tensors)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8).tolist()
+
+
+def wide(tensor):
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def reference(tensors, weights):
+    return sum(wide(t) * w for t, w in zip(tensors, weights, strict=True)) / sum(weights)
+
+
+def distances(tensors, average):
+    norm = wide(average).norm()
+    return [float((wide(t) - wide(average)).norm() / norm) for t in tensors]
+
+
+# -- values ----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("weights", [[3], [3, 5], [1, 1], [1, 0], [0, 2], [5, 1, 7], [0, 3, 0, 4]])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 16, 103])
+def test_average_and_divergences_are_those_of_the_definition(dtype, weights, numel):
+    tensors = [torch.randn(numel).to(dtype) + 1 for _ in weights]
+    result = Averager().average([params(t) for t in tensors], weights)
+    (average,) = result.average.params
+    assert average.dtype == dtype
+    assert result.num_samples == sum(weights)
+    torch.testing.assert_close(
+        wide(average), reference(tensors, weights), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype]
+    )
+    expected = distances(tensors, average) if numel else [0.0] * len(weights)
+    assert result.divergences == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_tensor_of_several_blocks_is_averaged_to_its_end():
+    numel = 2 * averaging._BLOCK_BYTES // 4 + 17
+    tensors = [torch.randn(numel) for _ in range(3)]
+    result = Averager().average([params(t) for t in tensors], [1, 2, 3])
+    (average,) = result.average.params
+    torch.testing.assert_close(wide(average), reference(tensors, [1, 2, 3]), rtol=1e-5, atol=1e-6)
+    assert result.divergences == pytest.approx(distances(tensors, average), rel=1e-4)
+
+
+def test_divergence_spans_all_parameters_and_no_buffer():
+    payloads = [
+        Payload(
+            params=(torch.full((4,), 1.0 + r), torch.full((2,), 2.0 - r, dtype=torch.float64)),
+            buffers=(torch.full((3,), 100.0 * r),),
+        )
+        for r in (0, 1)
+    ]
+    result = Averager().average(payloads, [1, 1])
+    average = [1.5] * 4 + [1.5] * 2
+    expected = math.sqrt(6 * 0.5**2) / math.sqrt(sum(x * x for x in average))
+    assert result.divergences == pytest.approx((expected, expected))
+    assert result.average.buffers[0].tolist() == [50.0] * 3
+
+
+def test_a_vanishing_average_has_no_divergence():
+    one, other = torch.full((5,), 2.0), torch.full((5,), -2.0)
+    result = Averager().average([params(one), params(other)], [1, 1])
+    assert result.average.params[0].tolist() == [0.0] * 5
+    assert result.divergences == (0.0, 0.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40),
+    weight_lists,
+    st.sampled_from(DTYPES),
+)
+def test_what_is_equal_on_all_ranks_averages_to_exactly_itself(values, weights, dtype):
+    tensor = torch.tensor(values).to(dtype)
+    payload = Payload(params=(tensor,), buffers=(tensor,))
+    result = Averager().average([payload] * len(weights), weights)
+    for average in (*result.average.params, *result.average.buffers):
+        assert bits(average) == bits(tensor)
+    if tensor.isfinite().all():
+        assert result.divergences == (0.0,) * len(weights)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32)), min_size=1),
+    st.integers(0, 100),
+    st.integers(1, 100),
+)
+def test_the_average_lies_between_the_ranks(pairs, left, right):
+    one, other = (torch.tensor(side) for side in zip(*pairs, strict=True))
+    result = Averager().average([params(one), params(other)], [left, right])
+    (average,) = result.average.params
+    margin = 1e-6 * torch.maximum(one.abs(), other.abs())
+    assert (average >= torch.minimum(one, other) - margin).all()
+    assert (average <= torch.maximum(one, other) + margin).all()
+
+
+# -- values that are not finite ---------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("weights", [[0, 2], [2, 0], [1, 0, 3]])
+def test_a_rank_of_weight_zero_cannot_spread_its_values(bad, weights):
+    tensors = [torch.ones(40) if w else torch.full((40,), bad) for w in weights]
+    payloads = [Payload(params=(t,), buffers=(t,)) for t in tensors]
+    result = Averager().average(payloads, weights)
+    for average in (*result.average.params, *result.average.buffers):
+        assert average.tolist() == [1.0] * 40
+    for divergence, weight in zip(result.divergences, weights, strict=True):
+        assert divergence == 0.0 if weight else not math.isfinite(divergence)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_stays_visible(bad):
+    one, other = torch.ones(40), torch.ones(40)
+    other[7] = bad
+    result = Averager().average([params(one), params(other)], [3, 1])
+    (average,) = result.average.params
+    assert average[7].item() == pytest.approx(bad, nan_ok=True)
+    assert average[torch.arange(40) != 7].tolist() == [1.0] * 39
+    assert not any(math.isfinite(d) for d in result.divergences)
+
+
+def test_opposite_infinities_are_nan():
+    one, other = torch.tensor([math.inf]), torch.tensor([-math.inf])
+    (average,) = Averager().average([params(one), params(other)], [1, 1]).average.params
+    assert average.isnan().all()
+
+
+@pytest.mark.parametrize("weights", [[4], [1, 0, 0], [1, 2, 3]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_mask_of_infinities_kept_as_a_buffer_survives(dtype, weights):
+    mask = torch.full((6, 6), -math.inf).triu(1).flatten().to(dtype)
+    payload = Payload(params=(torch.ones(3),), buffers=(mask,))
+    result = Averager().average([payload] * len(weights), weights)
+    assert torch.equal(result.average.buffers[0], mask)
+    assert result.divergences == (0.0,) * len(weights)
+
+
+def test_a_difference_that_overflows_does_not_lose_the_mean():
+    one, other = torch.full((5,), 3e38), torch.full((5,), -3e38)
+    result = Averager().average([params(one), params(other)], [3, 1])
+    assert result.average.params[0].tolist() == pytest.approx([1.5e38] * 5)
+
+
+def test_squares_that_overflow_float64_leave_the_average_alone():
+    tensor = torch.full((5,), -1e200, dtype=torch.float64)
+    for weights in ([1], [1, 2]):
+        result = Averager().average([params(tensor)] * len(weights), weights)
+        assert torch.equal(result.average.params[0], tensor)
+
+
+def test_squares_that_overflow_float32_do_not_lose_the_divergence():
+    one, other = torch.full((5,), 1e30), torch.full((5,), 3e30)
+    result = Averager().average([params(one), params(other)], [1, 1])
+    assert result.divergences == pytest.approx((0.5, 0.5))
+
+
+# -- weights -----------------------------------------------------------------
+
+
+def test_without_samples_the_first_payload_is_copied():
+    payloads = [
+        Payload(params=(torch.full((3,), float(r)),), taken=(torch.tensor([r]),)) for r in (4, 5)
+    ]
+    result = Averager().average(payloads, [0, 0])
+    assert result.num_samples == 0
+    assert result.average.params[0].tolist() == [4.0] * 3
+    assert result.average.taken[0].tolist() == [4]
+    assert result.average.params[0] is not payloads[0].params[0]
+    assert result.divergences == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("weights", "rank"), [([1, 5, 2], 1), ([4, 1, 4], 0), ([0, 3, 3], 1)])
+def test_other_buffers_come_from_the_largest_weight_and_the_lowest_rank(weights, rank):
+    payloads = [
+        Payload(params=(), taken=(torch.tensor([r, 2**40 + r]), torch.tensor([r == rank])))
+        for r in range(3)
+    ]
+    result = Averager().average(payloads, weights)
+    assert result.average.taken[0].tolist() == [rank, 2**40 + rank]
+    assert result.average.taken[1].tolist() == [True]
+
+
+# -- memory ------------------------------------------------------------------
+
+
+def pointer(result):
+    return result.average.params[0].data_ptr()
+
+
+def test_a_result_stays_until_the_call_after_the_next():
+    averager = Averager()
+    first = averager.average([params(torch.full((9,), 1.0))], [1])
+    second = averager.average([params(torch.full((9,), 2.0))], [1])
+    assert first.average.params[0].tolist() == [1.0] * 9
+    third = averager.average([params(torch.full((9,), 3.0))], [1])
+    assert second.average.params[0].tolist() == [2.0] * 9
+    fourth = averager.average([params(torch.full((9,), 4.0))], [1])
+    assert third.average.params[0].tolist() == [3.0] * 9
+    assert pointer(first) == pointer(third) != pointer(second) == pointer(fourth)
+
+
+def test_payloads_are_only_read():
+    one, other = torch.full((9,), 1.0), torch.full((9,), 3.0)
+    result = Averager().average([params(one), params(other)], [1, 1])
+    assert (one.tolist(), other.tolist()) == ([1.0] * 9, [3.0] * 9)
+    assert pointer(result) not in (one.data_ptr(), other.data_ptr())
+
+
+def test_another_model_gets_buffers_of_its_own():
+    averager = Averager()
+    first = averager.average([params(torch.ones(9))], [1])
+    averager.average([params(torch.zeros(4, dtype=torch.float64))], [1])
+    averager.average([params(torch.zeros(4, dtype=torch.float64))], [1])
+    assert first.average.params[0].tolist() == [1.0] * 9
+
+
+def test_a_payload_alike_has_the_shapes_and_dtypes():
+    payload = Payload(
+        params=(torch.zeros(3, dtype=torch.bfloat16),),
+        buffers=(torch.zeros(2, requires_grad=True),),
+        taken=(torch.zeros(4, dtype=torch.int32),),
+    )
+    alike = payload_like(payload)
+    assert alike.num_bytes == payload.num_bytes
+    assert alike.params[0].dtype == torch.bfloat16
+    assert alike.taken[0].dtype == torch.int32
+    assert not alike.buffers[0].requires_grad
+    assert alike.params[0].data_ptr() != payload.params[0].data_ptr()
+
+
+# -- bad input ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (params(torch.ones(4)), "shape or dtype"),
+        (params(torch.ones(3, dtype=torch.float64)), "shape or dtype"),
+        (params(torch.ones(3), torch.ones(3)), "shape or dtype"),
+        (Payload(params=(), buffers=(torch.ones(3),)), "shape or dtype"),
+    ],
+)
+def test_payloads_that_differ_are_refused_and_nothing_is_touched(other, message):
+    averager = Averager()
+    before = averager.average([params(torch.ones(3))], [1])
+    averager.average([params(torch.ones(3))], [1])
+    with pytest.raises(ValueError, match=message):
+        averager.average([params(torch.zeros(3)), other], [1, 1])
+    assert before.average.params[0].tolist() == [1.0] * 3
+
+
+def test_tensors_off_the_cpu_are_refused():
+    payload = params(torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match="send CPU tensors"):
+        Averager().average([payload], [1])
+
+
+@pytest.mark.parametrize(
+    ("payloads", "weights", "message"),
+    [
+        ([], [], "at least one"),
+        ([params(torch.ones(3))], [1, 2], "1 payloads but 2 weights"),
+        ([params(torch.ones(3))], [-1], "cannot be negative"),
+    ],
+)
+def test_payloads_and_weights_that_do_not_fit_are_refused(payloads, weights, message):
+    with pytest.raises(ValueError, match=message):
+        Averager().average(payloads, weights)

@@ -1,0 +1,90 @@
+"""Columns: arrays of every layout in memory, and memory maps that stay on disk."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.columns import MappedArray
+from runtime.data import adapt_dataset
+
+N = 11
+INDICES = torch.tensor([7, 0, 10, 3])
+
+
+def test_arrays_are_wrapped_without_a_copy():
+    array = np.zeros((N, 2))
+    adapter = adapt_dataset((array,))
+    array[7] = 5
+    assert adapter.load(INDICES)[0][0].tolist() == [5, 5]
+
+
+def test_a_read_only_array_is_wrapped_without_a_warning():
+    array = np.arange(N)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapter = adapt_dataset((array,))
+    assert adapter.load(INDICES)[0].tolist() == INDICES.tolist()
+    assert not array.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(N)[::-1],
+        np.arange(2 * N)[::2],
+        np.arange(N, dtype=">i8"),
+        np.arange(N, dtype=">f4"),
+    ],
+    ids=["reversed", "strided", "big-endian", "big-endian-float"],
+)
+def test_unusual_arrays_give_their_values(array):
+    (batch,) = adapt_dataset((array,)).load(INDICES)
+    assert batch.tolist() == [array[i] for i in INDICES]
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    array = np.arange(N * 4, dtype=np.float32).reshape(N, 4)
+    np.save(tmp_path / "x.npy", array)
+    return np.load(tmp_path / "x.npy", mmap_mode="r")
+
+
+VIEWS = {
+    "whole": lambda a: a,
+    "asarray": np.asarray,
+    "rows": lambda a: a[2:],
+    "strided": lambda a: a[::2, 1:3],
+    "reversed": lambda a: a[::-1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_memory_map_is_read_from_disk_also_after_pickling(mapped, view):
+    array = view(mapped)
+    indices = torch.tensor([3, 0, 5])
+    adapter = adapt_dataset((array, torch.arange(len(array))))
+    assert not adapter.in_memory
+    sent = pickle.dumps(adapter._columns[0])
+    assert b"_reopen" in sent
+    again = pickle.loads(sent).index_select(0, indices)
+    for batch in (adapter.load(indices)[0], again):
+        assert batch.tolist() == array[indices.numpy()].tolist()
+
+
+def test_a_copy_on_write_map_is_sent_by_value(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros(N, dtype=">i4"))
+    array = np.load(tmp_path / "x.npy", mmap_mode="c")
+    array[3] = 9
+    column = pickle.loads(pickle.dumps(MappedArray(array)))
+    assert column.index_select(0, torch.tensor([3, 4])).tolist() == [9, 0]
+
+
+def test_memory_maps_with_a_collate_fn_are_fetched_by_item(mapped):
+    adapter = adapt_dataset((mapped,), collate_fn=lambda s: [x.sum() for (x,) in s])
+    assert [x.item() for x in adapter.load(INDICES)] == mapped[INDICES.numpy()].sum(1).tolist()

@@ -1,0 +1,136 @@
+"""Permutations, cuts and sets of batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.dispatch import (
+    BatchSet,
+    batch_bounds,
+    compress,
+    count_batches,
+    permutation,
+    split_by_ratio,
+)
+
+seeds = st.integers(0, 2**63)
+epochs = st.integers(0, 10_000)
+ratios = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 500), epochs, seeds)
+def test_a_permutation_visits_every_sample_once(num_samples, epoch, seed):
+    order = permutation(num_samples, epoch, seed)
+    assert order.dtype == np.int64
+    assert sorted(order) == list(range(num_samples))
+
+
+@given(st.integers(0, 500), epochs, seeds)
+def test_a_permutation_depends_on_seed_and_epoch_alone(num_samples, epoch, seed):
+    first = permutation(num_samples, epoch, seed)
+    np.random.seed(seed % 2**32)
+    permutation(num_samples, epoch + 1, seed)
+    assert np.array_equal(first, permutation(num_samples, epoch, seed))
+
+
+def test_permutations_of_other_epochs_and_seeds_differ():
+    orders = [tuple(permutation(100, epoch, seed)) for epoch in range(10) for seed in range(10)]
+    assert len(set(orders)) == 100
+
+
+def test_the_permutation_is_the_same_in_every_release():
+    assert permutation(8, 3, 7).tolist() == [3, 5, 0, 4, 2, 7, 1, 6]
+
+
+@given(st.integers(1, 300), st.integers(1, 50))
+def test_batches_cover_the_samples_without_a_gap(num_samples, batch_size):
+    num_batches = count_batches(num_samples, batch_size, drop_last=False)
+    bounds = [batch_bounds(b, num_samples, batch_size) for b in range(num_batches)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == num_samples
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
+    assert sum(stop - start < batch_size for start, stop in bounds) <= 1
+    assert all(stop > start for start, stop in bounds)
+
+
+@given(st.integers(0, 300), st.integers(1, 50))
+def test_drop_last_drops_the_short_batch_alone(num_samples, batch_size):
+    whole = count_batches(num_samples, batch_size, drop_last=True)
+    assert whole * batch_size <= num_samples < (whole + 1) * batch_size
+
+
+@given(st.integers(0, 10_000), ratios)
+def test_parts_sum_to_the_total_and_are_proportional(total, ratios):
+    parts = split_by_ratio(total, ratios)
+    assert sum(parts) == total
+    assert len(parts) == len(ratios)
+    for part, ratio in zip(parts, ratios, strict=True):
+        assert part >= 0
+        assert part == pytest.approx(total * ratio / sum(ratios), abs=1 + 1e-6)
+
+
+@given(st.integers(0, 1000), ratios, st.data())
+def test_a_part_of_ratio_zero_is_empty(total, ratios, data):
+    where = data.draw(st.integers(0, len(ratios)))
+    parts = split_by_ratio(total, [*ratios[:where], 0.0, *ratios[where:]])
+    assert parts[where] == 0
+    assert sum(parts) == total
+
+
+def test_equal_ratios_give_the_remainder_to_the_lower_ranks():
+    assert split_by_ratio(11, [1, 1, 1]) == (4, 4, 3)
+
+
+@given(st.sets(st.integers(0, 200)))
+def test_compressed_positions_are_maximal_ranges(positions):
+    spans = list(compress(sorted(positions)))
+    assert [b for span in spans for b in span] == sorted(positions)
+    assert all(left.stop < right.start for left, right in itertools.pairwise(spans))
+
+
+def flatten(spans):
+    return [b for span in spans for b in span]
+
+
+@given(
+    st.integers(0, 120),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
+)
+def test_a_batch_set_neither_loses_nor_doubles_a_batch(num_batches, moves):
+    batches = BatchSet([range(num_batches)])
+    held: list[tuple[range, ...]] = []
+    for take, number in moves:
+        if take:
+            front = flatten(batches.spans)[:number]
+            held.append(batches.take(number))
+            assert flatten(held[-1]) == front
+        elif held:
+            batches.put_back(held.pop(number % len(held)))
+        everywhere = flatten(batches.spans) + [b for spans in held for b in flatten(spans)]
+        assert sorted(everywhere) == list(range(num_batches))
+        assert len(batches) == len(flatten(batches.spans))
+        assert bool(batches) == bool(len(batches))
+        assert flatten(batches.spans) == sorted(flatten(batches.spans))
+
+
+@given(st.integers(1, 60), st.integers(2, 5), st.integers(0, 20))
+def test_ranges_with_a_step_come_back_as_well(num_batches, step, count):
+    batches = BatchSet(range(first, num_batches, step) for first in range(step))
+    assert flatten(batches.spans) == list(range(num_batches))
+    taken = batches.take(count)
+    batches.put_back([range(0)])
+    assert flatten(taken) + flatten(batches.spans) == list(range(num_batches))
+
+
+def test_an_empty_batch_set_gives_nothing():
+    batches = BatchSet()
+    assert not batches
+    assert batches.take(3) == ()
+    batches.put_back([range(0)])
+    assert not batches
+    assert batches.spans == ()

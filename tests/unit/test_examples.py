@@ -1,0 +1,134 @@
+"""Each example, run as a user runs it, with small settings."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TIMEOUT_S = 50
+
+
+def run_example(name, *arguments):
+    """Run an example and give the finished process; it may end with an error."""
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::ResourceWarning"},
+        check=False,
+    )
+
+
+def output_of(name, *arguments):
+    """Run an example that has to succeed in silence on stderr, and give what it printed."""
+    done = run_example(name, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def accuracy_in(output):
+    return float(re.search(r"accuracy ([\d.]+)%", output.splitlines()[-1])[1]) / 100
+
+
+@pytest.mark.parametrize(("policy", "backend"), [("sync", "thread"), ("cadence", "cpu")])
+def test_digits_are_learned_in_a_few_epochs(policy, backend):
+    output = output_of("digits.py", "--policy", policy, "--backend", backend, "--epochs", 5)
+    assert len(re.findall(r"^epoch +\d+ .*samples/s$", output, re.MULTILINE)) == 5
+    last = output.splitlines()[-1]
+    assert last.startswith(f"{policy} ")
+    assert re.search(rf" over {backend} *:", last)
+    assert accuracy_in(output) >= 0.9
+    assert int(re.search(r"(\d+) averagings", last)[1]) > 0
+    shares = [int(share) for share in re.findall(r"(\d+)% at +[\d,]+/s", last)]
+    assert len(shares) == 2
+    assert 99 <= sum(shares) <= 101
+
+
+def test_digits_give_a_slow_rank_less_work():
+    output = output_of("digits.py", "--slow", 1, 4, "--epochs", 6)
+    shares = [int(share) for share in re.findall(r"(\d+)% at +[\d,]+/s", output)]
+    assert shares[1] < shares[0]
+
+
+def test_mnist_trains_on_one_set_of_files(tmp_path):
+    write_mnist(tmp_path, "small-10k", count=200)
+    output = output_of("mnist.py", "--data", tmp_path, "--epochs", 3, "--batch-size", 8)
+    assert "on 40 test images" in output
+    assert accuracy_in(output) >= 0.9
+
+
+def test_mnist_tests_on_the_test_files_if_there_are_any(tmp_path):
+    write_mnist(tmp_path, "train", count=200, pack=False)
+    write_mnist(tmp_path, "t10k", count=30)
+    assert "on 30 test images" in output_of("mnist.py", "--data", tmp_path, "--epochs", 1)
+
+
+def test_mnist_names_a_directory_without_images(tmp_path):
+    done = run_example("mnist.py", "--data", tmp_path)
+    assert done.returncode == 2
+    assert f"{tmp_path} holds no file" in done.stderr
+
+
+@pytest.mark.parametrize("kept", [3, 10, 500])
+def test_mnist_names_a_file_that_is_cut_short(tmp_path, kept):
+    write_mnist(tmp_path, "train", count=20, pack=False)
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:kept])
+    done = run_example("mnist.py", "--data", tmp_path)
+    assert done.returncode == 2
+    assert f"--data: {path} is not a whole idx file" in done.stderr
+
+
+def test_char_lm_learns_a_text_and_writes_some(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 200, encoding="utf-8")
+    output = output_of("char_lm.py", "--data", path, "--epochs", 2)
+    losses = [float(loss) for loss in re.findall(r"validation ([\d.]+)", output)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 3.5
+    assert len(output.splitlines()[-1]) == 301
+
+
+def test_char_lm_names_a_file_that_is_missing(tmp_path):
+    done = run_example("char_lm.py", "--data", tmp_path / "absent.txt")
+    assert done.returncode == 2
+    assert "--data" in done.stderr
+    assert "absent.txt" in done.stderr
+
+
+def test_char_lm_names_a_text_that_is_too_short(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("short", encoding="utf-8")
+    done = run_example("char_lm.py", "--data", path)
+    assert done.returncode == 2
+    assert "fewer than 1280 characters" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_example_has_under_100_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
+
+
+def write_mnist(directory, prefix, count, pack=True):
+    """Write images whose label is the position of their one bright stripe."""
+    labels = np.random.default_rng(0).integers(10, size=count, dtype=np.uint8)
+    images = np.zeros((count, 28, 28), np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[2 * label + 2 : 2 * label + 6] = 255
+    for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+        header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+        content = header + array.tobytes()
+        path = directory / f"{prefix}-{kind}-ubyte{'.gz' if pack else ''}"
+        path.write_bytes(gzip.compress(content) if pack else content)

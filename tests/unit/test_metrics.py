@@ -1,0 +1,180 @@
+"""Reports of the ranks become the metrics of an epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.messages import Tally
+from coordinator.metrics import EpochTally
+
+
+def close(tally, **changes):
+    given = {
+        "epoch": 0,
+        "epoch_s": 1.0,
+        "num_samples": 0,
+        "devices": ("cpu",) * 2,
+    }
+    return tally.close(**(given | changes))
+
+
+def report(num_samples, loss, compute_s=1.0, num_batches=1, **scalars):
+    return Tally(
+        num_batches=num_batches,
+        num_samples=num_samples,
+        compute_s=compute_s,
+        loss_sum=loss * num_samples,
+        loss_samples=num_samples,
+        scalars=tuple((name, mean * n, n) for name, (mean, n) in scalars.items()),
+    )
+
+
+reports = st.builds(
+    Tally,
+    num_batches=st.integers(0, 5),
+    num_samples=st.integers(0, 50),
+    compute_s=st.floats(0, 10),
+    loss_sum=st.floats(-1e3, 1e3),
+    loss_samples=st.integers(0, 50),
+    scalars=st.lists(
+        st.tuples(st.sampled_from("abc"), st.floats(-1e3, 1e3), st.integers(1, 50)), max_size=3
+    ).map(tuple),
+)
+reports_by_rank = st.lists(st.lists(reports, max_size=6), min_size=1, max_size=4)
+
+
+def test_the_loss_is_weighted_by_samples():
+    tally = EpochTally(2)
+    tally.add(0, report(30, 1.0))
+    tally.add(1, report(10, 5.0))
+    metrics = close(tally)
+    assert metrics.avg_loss == 2.0
+    assert [rank.avg_loss for rank in metrics.per_rank] == [1.0, 5.0]
+
+
+def test_late_losses_are_weighted_by_their_own_samples():
+    tally = EpochTally(2)
+    tally.add(0, Tally(num_batches=2, num_samples=20, loss_sum=10.0, loss_samples=10))
+    assert close(tally).avg_loss == 1.0
+    tally.add(0, Tally(loss_sum=30.0, loss_samples=10))
+    assert close(tally).avg_loss == 2.0
+
+
+def test_scalars_are_weighted_by_the_samples_that_recorded_them():
+    tally = EpochTally(2)
+    tally.add(0, report(30, 1.0, accuracy=(0.5, 30)))
+    tally.add(1, report(10, 1.0, accuracy=(0.9, 10), extra=(7.0, 2)))
+    assert close(tally).scalars == pytest.approx({"accuracy": 0.6, "extra": 7.0})
+
+
+def test_throughput_divides_by_the_sum_of_compute_time():
+    tally = EpochTally(2)
+    for compute_s in (1.0, 3.0):
+        tally.add(0, report(100, 1.0, compute_s=compute_s))
+    metrics = close(tally)
+    assert metrics.per_rank_throughput == (50.0, 0.0)
+    assert metrics.per_rank[0].compute_s == 4.0
+
+
+def test_batch_shares_sum_to_one():
+    tally = EpochTally(2)
+    tally.add(0, report(30, 1.0, num_batches=3))
+    tally.add(1, report(10, 1.0, num_batches=1))
+    assert close(tally).per_rank_batch_share == (0.75, 0.25)
+
+
+def test_an_epoch_without_a_batch_has_no_loss():
+    metrics = close(EpochTally(2))
+    assert math.isnan(metrics.avg_loss)
+    assert math.isnan(metrics.per_rank[1].avg_loss)
+    assert metrics.scalars == {}
+    assert metrics.per_rank_throughput == (0.0, 0.0)
+    assert metrics.per_rank_batch_share == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_stays_visible(loss):
+    tally = EpochTally(2)
+    tally.add(0, report(10, 1.0))
+    tally.add(1, report(10, loss, bad=(loss, 10)))
+    tally.add(1, report(10, 1.0, bad=(1.0, 10)))
+    metrics = close(tally)
+    assert metrics.avg_loss == pytest.approx(loss, nan_ok=True)
+    assert metrics.per_rank[1].avg_loss == pytest.approx(loss, nan_ok=True)
+    assert metrics.scalars["bad"] == pytest.approx(loss, nan_ok=True)
+    assert metrics.per_rank[0].avg_loss == 1.0
+
+
+def test_what_the_caller_knows_is_passed_on():
+    tally = EpochTally(2)
+    tally.add(0, report(110, 1.0))
+    metrics = close(
+        tally,
+        epoch=3,
+        epoch_s=2.5,
+        num_samples=100,
+        num_averagings=7,
+        num_retrained=10,
+        num_skipped=4,
+        devices=["cpu", "cuda:0"],
+        extra_scalars={"eval/accuracy": 0.5},
+    )
+    assert (metrics.epoch, metrics.epoch_s) == (3, 2.5)
+    assert (metrics.num_samples, metrics.num_retrained, metrics.num_skipped) == (100, 10, 4)
+    assert metrics.num_averagings == 7
+    assert metrics.devices == ("cpu", "cuda:0")
+    assert metrics.scalars == {"eval/accuracy": 0.5}
+    assert metrics.per_rank[0].num_samples == 110
+
+
+@given(reports_by_rank, st.randoms(use_true_random=False))
+def test_metrics_have_the_same_bits_however_the_ranks_interleave(by_rank, random):
+    in_rank_order, mixed = EpochTally(len(by_rank)), EpochTally(len(by_rank))
+    for rank, tallies in enumerate(by_rank):
+        for tally in tallies:
+            in_rank_order.add(rank, tally)
+    queues = [list(tallies) for tallies in by_rank]
+    while any(queues):
+        rank = random.choice([r for r, queue in enumerate(queues) if queue])
+        mixed.add(rank, queues[rank].pop(0))
+    assert repr(close(mixed)) == repr(close(in_rank_order))
+
+
+@given(reports_by_rank, reports_by_rank)
+def test_a_tally_goes_on_from_its_saved_state(before, after):
+    size = max(len(before), len(after))
+    whole, first, second = (EpochTally(size) for _ in range(3))
+    for rank, tallies in enumerate(before):
+        for tally in tallies:
+            whole.add(rank, tally)
+            first.add(rank, tally)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for rank, tallies in enumerate(after):
+        for tally in tallies:
+            whole.add(rank, tally)
+            second.add(rank, tally)
+    assert repr(close(second)) == repr(close(whole))
+
+
+@pytest.mark.parametrize(("size", "samples"), [(1, [100]), (2, [40, 60]), (5, [10, 20, 30, 40, 0])])
+def test_another_world_size_keeps_the_totals(size, samples):
+    saved, loaded = EpochTally(4), EpochTally(size)
+    for rank in range(4):
+        saved.add(rank, report(10 * (rank + 1), float(rank), accuracy=(rank / 2, 10)))
+    loaded.add(0, report(999, 9.0))
+    loaded.load_state_dict(saved.state_dict())
+    before, after = close(saved), close(loaded)
+    assert after.avg_loss == pytest.approx(before.avg_loss)
+    assert after.scalars == pytest.approx(before.scalars)
+    assert [rank.num_samples for rank in after.per_rank] == samples
+
+
+def test_closing_twice_gives_the_same():
+    tally = EpochTally(2)
+    tally.add(0, report(10, 1.0, accuracy=(0.5, 10)))
+    assert repr(close(tally)) == repr(close(tally))
