@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _WEIGHT = 0.5
@@ -69,6 +70,7 @@ class ElChe:
         self._live = [True] * world_size
         self._speeds = [_Speed() for _ in range(world_size)]
         self._observed: set[int] = set()
+        self._figures: _Figures | None = None
 
     @property
     def anchor(self) -> int:
@@ -78,16 +80,12 @@ class ElChe:
     @property
     def batch_counts(self) -> tuple[int, ...]:
         """Batches of each rank between two averagings: at least 1, 0 for a dead rank."""
-        return tuple(
-            max(1, round(self._anchor * pace)) if pace else 0 for pace in self._relative_paces()
-        )
+        return self._now().batch_counts
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Each rank's part of the throughput; they sum to 1 while a rank lives."""
-        paces = self._relative_paces()
-        total = sum(paces)
-        return tuple(pace / total if total else 0.0 for pace in paces)
+        return self._now().shares
 
     @property
     def seconds_per_batch(self) -> tuple[float, ...] | None:
@@ -95,13 +93,7 @@ class ElChe:
 
         0.0 for a dead rank.
         """
-        live = [speed for speed, alive in zip(self._speeds, self._live, strict=True) if alive]
-        if not live or any(not speed.seconds for speed in live):
-            return None
-        return tuple(
-            speed.seconds if alive else 0.0
-            for speed, alive in zip(self._speeds, self._live, strict=True)
-        )
+        return self._now().seconds_per_batch
 
     @property
     def slowest(self) -> int | None:
@@ -129,6 +121,7 @@ class ElChe:
         """
         if num_batches > 0 and _is_time(compute_s):
             self._speeds[rank].add(compute_s / num_batches)
+            self._figures = None
             self._observed.add(rank)
 
     def report_timing(
@@ -180,6 +173,7 @@ class ElChe:
             raise ValueError(f"nudge_down needs a factor between 0 and 1, got {factor!r}")
         self._anchor = max(1, int(self._anchor * factor))
         self._floor = min(self._floor, self._anchor)
+        self._figures = None
 
     def hold_growth(self, flag: bool) -> None:
         """Forbid (``True``) or allow (``False``) the anchor to grow, until called again."""
@@ -188,6 +182,7 @@ class ElChe:
     def drop(self, rank: int) -> None:
         """Take a dead rank out: its count and share are 0, the others share the rest."""
         self._live[rank] = False
+        self._figures = None
 
     def state_dict(self) -> dict[str, Any]:
         """Anchor and speeds as plain numbers and lists; 0.0 is a rank not measured."""
@@ -209,6 +204,7 @@ class ElChe:
         self._floor = min(int(state["floor"]), self._anchor)
         self._growth_held = bool(state["growth_held"])
         self._observed.clear()
+        self._figures = None
         self._speeds = [_Speed() for _ in self._live]
         if len(state["seconds"]) == len(self._live):
             for speed, seconds, suspect in zip(
@@ -216,16 +212,37 @@ class ElChe:
             ):
                 speed.seconds, speed.suspect = float(seconds), int(suspect)
 
-    def _relative_paces(self) -> list[float]:
+    def _now(self) -> _Figures:
+        """What follows from anchor and speeds, kept until one of them changes."""
+        if self._figures is None:
+            seconds = self._seconds()
+            paces = self._paces(seconds)
+            total = sum(paces)
+            self._figures = _Figures(
+                seconds_per_batch=seconds,
+                batch_counts=tuple(max(1, round(self._anchor * p)) if p else 0 for p in paces),
+                shares=tuple(p / total if total else 0.0 for p in paces),
+            )
+        return self._figures
+
+    def _seconds(self) -> tuple[float, ...] | None:
+        live = [speed for speed, alive in zip(self._speeds, self._live, strict=True) if alive]
+        if not live or any(not speed.seconds for speed in live):
+            return None
+        return tuple(
+            speed.seconds if alive else 0.0
+            for speed, alive in zip(self._speeds, self._live, strict=True)
+        )
+
+    def _paces(self, seconds: tuple[float, ...] | None) -> list[float]:
         """Speed of each rank as a multiple of the slowest live one's; 0.0 if dead."""
-        seconds, slowest = self.seconds_per_batch, self.slowest
-        if seconds is not None and slowest is not None:
-            paces = [seconds[slowest] / s if s else 0.0 for s in seconds]
-        else:
-            paces = [1.0] * len(self._live)
-            if self._hint is not None and self._live[self._hint[0]]:
-                paces = [float(self._hint[1])] * len(self._live)
-                paces[self._hint[0]] = 1.0
+        if seconds is not None:
+            slowest = max(seconds)
+            return [slowest / s if s else 0.0 for s in seconds]
+        paces = [1.0] * len(self._live)
+        if self._hint is not None and self._live[self._hint[0]]:
+            paces = [float(self._hint[1])] * len(self._live)
+            paces[self._hint[0]] = 1.0
         return [pace if alive else 0.0 for pace, alive in zip(paces, self._live, strict=True)]
 
     def _fit_anchor(self, sync_in_batches: float) -> None:
@@ -234,6 +251,7 @@ class ElChe:
         The cost is held against a full round of ``anchor`` batches, so that a round cut
         short by the end of an epoch does not look expensive.
         """
+        self._figures = None
         overhead = sync_in_batches / self._anchor
         if overhead > self._overhead_target:
             if not self._growth_held:
@@ -242,6 +260,15 @@ class ElChe:
                 self._anchor = min(math.ceil(wanted * (1 - 1e-9)), self._max_anchor)
         elif overhead < self._overhead_target / 2:
             self._anchor = max(self._floor, self._anchor - max(1, self._anchor // 10))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """What follows from the anchor and the speeds."""
+
+    seconds_per_batch: tuple[float, ...] | None
+    batch_counts: tuple[int, ...]
+    shares: tuple[float, ...]
 
 
 class _Speed:

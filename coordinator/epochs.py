@@ -64,19 +64,23 @@ class Epochs:
         )
 
     def deal(self, now: float) -> None:
-        """Keep two plans with every rank: one in progress, one behind it."""
-        for rank in self._core.live:
-            while rank.num_queued < 2:
+        """Keep two plans with every rank: one in progress, one behind it.
+
+        Everyone gets a first plan before anyone gets a second one.
+        """
+        for depth in (1, 2):
+            for rank in self._core.live:
+                if rank.num_queued >= depth:
+                    continue
                 chunk = self._core.pool.deal_chunk(
                     rank.rank,
                     now,
                     shares=self._core.elche.shares,
                     seconds_per_batch=self._core.elche.seconds_per_batch,
                 )
-                if chunk is None:
-                    break
-                self._tell_older(rank, chunk[0])
-                self._start(rank, m.EpochPlan(epoch=chunk[0], batches=chunk[1]))
+                if chunk is not None:
+                    self._tell_older(rank, chunk[0])
+                    self._start(rank, m.EpochPlan(epoch=chunk[0], batches=chunk[1]))
 
     def _tell_older(self, rank: Rank, before: int) -> None:
         """A rank without a batch in an epoch still hears of it, before the next one."""

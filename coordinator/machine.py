@@ -312,7 +312,8 @@ class Coordinator:
             return
         self._phase = Phase.FAILING
         self._deadline = now + self._core.config.grace_s
-        self._rounds.round.deadline = None
+        if self._rounds.round.in_flight:
+            self._rounds.give_up()
         self._core.out.append(AbortCollective())
         for rank in self._core.ranks:
             if rank.present:

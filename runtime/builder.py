@@ -81,7 +81,7 @@ class TrainerBuilder:
 
     def loader_workers(self, n: int) -> TrainerBuilder:
         """Processes for each worker that load batches, for data sets with heavy Python
-        (default 0: a thread)."""
+        (default 0: a thread). Tensors in memory need none and get none."""
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> TrainerBuilder:
@@ -147,7 +147,7 @@ class TrainerBuilder:
 
     def partition_ratios(self, ratios: Sequence[float]) -> TrainerBuilder:
         """Fixed share of each rank (default: by measured throughput; equal under SYNC)."""
-        if isinstance(ratios, str) or not isinstance(ratios, Iterable):
+        if not isinstance(ratios, Iterable):
             raise TypeError(f"partition_ratios({ratios!r}): pass a list, one number a device")
         numbers = tuple(check_float("partition_ratios", r, 0.0) for r in ratios)
         if not numbers or sum(numbers) <= 0:

@@ -92,13 +92,17 @@ class TrainerHandle:
                 raise TimeoutError(f"the run is not over after {timeout} s; it goes on")
             self._run.wait_threads()
         except KeyboardInterrupt:
-            self.stop()
-            self._wait(lambda: self._ended, None)
+            self._stop_and_wait()
             raise
         if self._error is not None:
             raise self._error
         assert self._state is not None
         return self._state
+
+    def _stop_and_wait(self) -> None:
+        self.stop()
+        self._wait(lambda: self._ended, None)
+        self._run.wait_threads()
 
     def _wait(self, ready: object, deadline: float | None) -> bool:
         assert callable(ready)
@@ -131,8 +135,7 @@ class TrainerHandle:
             if not self._wait(lambda: self._unread or self._ended, deadline):
                 raise TimeoutError(f"no epoch closed within {timeout} s; the run goes on")
         except KeyboardInterrupt:
-            self.stop()
-            self._wait(lambda: self._ended, None)
+            self._stop_and_wait()
             raise
         with self._condition:
             if self._unread:
@@ -160,6 +163,4 @@ class TrainerHandle:
         if error is None:
             self.join()
             return
-        self.stop()
-        self._wait(lambda: self._ended, None)
-        self._run.wait_threads()
+        self._stop_and_wait()

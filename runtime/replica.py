@@ -61,10 +61,12 @@ class BuildOrder:
 
     Args:
         seed: Seeds the process generator around rank 0's factory; ``None``: leave it.
+        alone: One worker of any rank builds here, and waits for no other.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, alone: bool = False) -> None:
         self._seed = seed
+        self._alone = alone
         self._condition = threading.Condition()
         self._template: Template | None = None
         self._failed = False
@@ -77,7 +79,7 @@ class BuildOrder:
         Raises:
             CollectiveAborted: Rank 0 failed to build.
         """
-        if rank != 0:
+        if rank != 0 and not self._alone:
             with self._condition:
                 self._condition.wait_for(lambda: self._template is not None or self._failed)
                 if self._failed:

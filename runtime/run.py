@@ -13,7 +13,6 @@ import torch
 import torch.distributed
 
 from coordinator import messages as m
-from coordinator.config import CoordinatorConfig
 from coordinator.dispatch import count_batches
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
@@ -22,6 +21,7 @@ from coordinator.service import Service
 from coordinator.world import Statistics
 from runtime import allocator
 from runtime.agreement import StopAgreement
+from runtime.assembly import coordinator_config, user_functions, worker_config
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
@@ -35,7 +35,7 @@ from runtime.replica import BuildOrder
 from runtime.state import TrainedState, assemble
 from runtime.summary import device_summary
 from runtime.worker import GpuWorker
-from runtime.worker_types import WAKE, UserFunctions, WorkerConfig, WorkerEndpoints
+from runtime.worker_types import WAKE, WorkerEndpoints
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,15 @@ class Run:
         self._loaders: dict[int, ProcessLoader] = {}
         self._order = BuildOrder(config.seed)
         self._agreement = StopAgreement()
-        self._machine = Coordinator(self._coordinator_config(names))
+        self._machine = Coordinator(
+            coordinator_config(
+                config,
+                devices=names,
+                num_samples=adapter.num_samples,
+                backend=self.backend,
+                grace_s=WORKER_GRACE_S,
+            )
+        )
         self._service = Service(
             self._machine,
             self._inbox,
@@ -124,35 +132,6 @@ class Run:
         total = per_epoch * self.num_epochs
         return total if self.config.max_steps is None else min(total, self.config.max_steps)
 
-    def _coordinator_config(self, names: tuple[str, ...]) -> CoordinatorConfig:
-        c = self.config
-        progressive = c.progressive_dispatch
-        return CoordinatorConfig(
-            devices=names,
-            num_samples=self._adapter.num_samples,
-            batch_size=self.batch_size,
-            num_epochs=self.num_epochs,
-            policy=c.policy,
-            backend=self.backend,
-            drop_last=c.drop_last,
-            accumulate=c.accumulate,
-            anchor=c.anchor,
-            max_anchor=c.max_anchor,
-            overhead_target=c.overhead_target,
-            speed_hint=c.speed_hint,
-            max_batch_diff=c.max_batch_diff,
-            max_overshoot=c.max_overshoot,
-            divergence_threshold=c.divergence_threshold,
-            partition_ratios=c.partition_ratios,
-            progressive=c.policy is not ApplyPolicy.SYNC if progressive is None else progressive,
-            max_steps=c.max_steps,
-            evaluate=c.eval_fn is not None,
-            checkpoint_every=c.checkpoint_every,
-            snapshot_timeout_s=c.snapshot_timeout,
-            max_failed_rounds=c.max_failed_rounds,
-            grace_s=WORKER_GRACE_S,
-        )
-
     # -- start ---------------------------------------------------------------
 
     def start(self, handle: TrainerHandle) -> None:
@@ -161,6 +140,9 @@ class Run:
         c = self.config
         logger.info("%s", device_summary(self.devices))
         logger.info("policy %s over %s: %s", c.policy.name, self.backend.name, self.backend_reason)
+        dropped = self._adapter.num_samples % self.batch_size if c.drop_last else 0
+        if dropped:
+            logger.info("drop_last leaves %d samples out of each epoch", dropped)
         if c.tune_allocator and self._cpu_workers:
             allocator.tune()
         started = False
@@ -188,8 +170,8 @@ class Run:
         return self.config.policy is ApplyPolicy.SYNC or self.backend is not AverageBackend.CPU
 
     def _start_loader_processes(self) -> None:
-        if self.config.loader_workers == 0:
-            return
+        if self.config.loader_workers == 0 or self._adapter.in_memory:
+            return  # a gather from memory is faster than any process
         for rank, device in enumerate(self.devices):
             loader = ProcessLoader(
                 self._adapter,
@@ -244,39 +226,19 @@ class Run:
                 )
             )
         finally:
-            if worker is not None:
-                worker.close()
-            self._inbox.put(m.ThreadEnded(rank=rank))
+            try:
+                if worker is not None:
+                    worker.close()
+            finally:
+                self._inbox.put(m.ThreadEnded(rank=rank))
 
     def _build_worker(self, rank: int) -> GpuWorker:
         c = self.config
         return GpuWorker(
-            WorkerConfig(
-                rank=rank,
-                world_size=len(self.devices),
-                device=self.devices[rank],
-                num_samples=self._adapter.num_samples,
-                batch_size=self.batch_size,
-                policy=c.policy,
-                seed=c.seed or 0,
-                accumulate=c.accumulate,
-                max_grad_norm=c.max_grad_norm,
-                precision=c.precision,
-                lr_scale=1.0 + (len(self.devices) - 1) * c.lr_scale_ratio,
-                total_steps=self.num_epochs
-                * count_batches(self._adapter.num_samples, self.batch_size, drop_last=c.drop_last),
-                num_cpu_workers=self._cpu_workers,
+            worker_config(
+                c, rank=rank, devices=self.devices, num_samples=self._adapter.num_samples
             ),
-            UserFunctions(
-                model_factory=c.model_factory,
-                optim_factory=c.optim_factory,
-                train_fn=c.train_fn,
-                param_groups=c.param_groups,
-                scheduler=c.scheduler,
-                eval_fn=c.eval_fn,
-                epoch_fn=c.epoch_fn,
-                checkpoint_fn=c.checkpoint_fn,
-            ),
+            user_functions(c),
             WorkerEndpoints(self._outboxes[rank], self._inbox),
             make_loader=self._make_loader,
             collective=self._collectives[rank] if self._collectives else None,

@@ -68,7 +68,7 @@ class GpuWorker(ReplicaWorker):
             functions,
             endpoints,
             collective,
-            build_order or BuildOrder(),
+            build_order or BuildOrder(alone=True),
             device or open_device(config.device, config.num_cpu_workers),
         )
         self._inbox = endpoints.inbox

@@ -192,20 +192,22 @@ def test_a_batch_that_is_ready_is_forgotten_by_cancel():
 
 
 def test_a_plan_submitted_after_a_cancel_loses_no_batch_to_the_old_one():
-    class Raced(ThreadLoader):
-        """Cancelled between the thread's wake-up and its first step."""
+    awake, go_on = threading.Event(), threading.Event()
 
-        raced = False
+    class Raced(ThreadLoader):
+        """Stops between the thread's wake-up and its first step."""
 
         def _load_next(self, generation):
-            if not self.raced:
-                self.raced = True
-                self.cancel()
-                self.submit(PLANS[1])
+            awake.set()
+            assert go_on.wait(30)
             return super()._load_next(generation)
 
     with Consumer(Raced, Noisy()) as consumer:
         consumer.loader.submit(ALL)
+        assert awake.wait(30)
+        consumer.loader.cancel()
+        consumer.loader.submit(PLANS[1])
+        go_on.set()
         taken = [consumer.next() for _ in range(PLANS[1].num_batches)]
         assert_is_plan(taken, PLANS[1])
 

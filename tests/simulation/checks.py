@@ -1,0 +1,210 @@
+"""The invariants that a simulated run must hold after every event."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from coordinator import messages as m
+from coordinator.commands import Average, Command, PublishEpoch, Send
+from coordinator.dispatch import count_batches
+from coordinator.errors import AveragingFailed
+from coordinator.policy import ApplyPolicy
+from coordinator.world import RankState
+from tests.simulation.effects import Batch, Traced, Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.harness import Simulation
+
+
+class Checks:
+    """Watches one run; every method raises :class:`Violation`.
+
+    Attributes:
+        longest_answer_s: Longest time between a request of a round and its answer.
+    """
+
+    def __init__(self, sim: Simulation) -> None:
+        c = sim.schedule.config
+        self._sim = sim
+        self._config = c
+        self._per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
+        self._trained: dict[Batch, int] = {}
+        self._num_trained: Counter[int] = Counter()
+        self._begun: defaultdict[int, list[int]] = defaultdict(list)
+        self._asked = 0
+        self._unanswered: set[int] = set()
+        self._asked_at: dict[int, float] = {}
+        self.longest_answer_s = 0.0
+        self._num_failed_rounds = 0
+        self._dismissed: set[int] = set()
+        self._closed: list[int] = []
+        self._done_per_epoch: list[tuple[str, int]] = []
+
+    # -- the coordinator ---------------------------------------------------------------
+
+    def on_command(self, command: Command) -> None:
+        """The machine decided something."""
+        match command:
+            case Send():
+                self._on_send(command.rank, command.message)
+            case Average():
+                if self._sim.average_pending:
+                    raise Violation("two averages are computed at a time")
+            case PublishEpoch():
+                self._on_publish(command)
+
+    def _on_send(self, rank: int, message: m.ToWorker) -> None:
+        if isinstance(message, m.Shutdown):
+            self._dismissed.add(rank)
+            return
+        state = self._sim.machine.core.ranks[rank].state
+        if state in (RankState.GONE, RankState.DEAD):
+            raise Violation(f"a message to rank {rank}, which is {state.value}: {message}")
+        if rank in self._dismissed:
+            raise Violation(f"a message to rank {rank} after its Shutdown: {message}")
+        if isinstance(message, m.SyncNow | m.RequestParams | m.Update):
+            self._asked_at[rank] = self._sim.now
+        if isinstance(message, m.SyncNow | m.RequestParams):
+            self._on_request(rank, message.round)
+        elif isinstance(message, m.SetGlobalStep) and message.step != len(self._sim.result.base):
+            raise Violation(f"{message}, but the average holds {len(self._sim.result.base)}")
+
+    def _on_request(self, rank: int, round_id: int) -> None:
+        if round_id == self._asked:
+            self._unanswered.add(rank)
+            return
+        given_up = self._sim.machine.core.num_failed_rounds
+        if self._unanswered and given_up == self._num_failed_rounds:
+            raise Violation(
+                f"round {round_id} begins before the ranks {sorted(self._unanswered)} "
+                f"acknowledged round {self._asked}"
+            )
+        if round_id < self._asked:
+            raise Violation(f"round {round_id} comes after round {self._asked}")
+        self._num_failed_rounds = given_up
+        self._asked, self._unanswered = round_id, {rank}
+
+    def on_event(self, event: m.Event) -> None:
+        """The machine is about to hear of this."""
+        if isinstance(event, m.SyncAck | m.ParamSnapshot):
+            took_s = self._sim.now - self._asked_at[event.rank]
+            self.longest_answer_s = max(self.longest_answer_s, took_s)
+        if isinstance(event, m.SyncAck) and event.round == self._asked:
+            self._unanswered.discard(event.rank)
+
+    def _on_publish(self, command: PublishEpoch) -> None:
+        metrics, c = command.metrics, self._config
+        if metrics.epoch != len(self._closed):
+            raise Violation(f"epoch {metrics.epoch} closes after {self._closed}")
+        self._closed.append(metrics.epoch)
+        samples = sum(map(self._sim.samples_of, self._batches_of(metrics.epoch)))
+        by_rank = sum(r.num_samples for r in metrics.per_rank)
+        if metrics.num_samples != samples or by_rank - metrics.num_retrained != samples:
+            raise Violation(f"{samples} samples are trained in an epoch, told: {metrics}")
+        self._must_hold(metrics.epoch, self._sim.settled(), "closed")
+        if c.evaluate and ("evaluated", metrics.epoch) not in self._done_per_epoch:
+            raise Violation(f"epoch {metrics.epoch} is published before it was evaluated")
+
+    def _batches_of(self, epoch: int) -> list[Batch]:
+        return [(epoch, b) for b in range(self._per_epoch)]
+
+    def _must_hold(self, epoch: int, effects: frozenset[Batch], what: str) -> None:
+        missing = [b for b in self._batches_of(epoch) if b not in effects]
+        if missing:
+            raise Violation(f"epoch {epoch} is {what} without the effect of {missing}")
+
+    # -- the workers ---------------------------------------------------------------------
+
+    def on_begin_epoch(self, rank: int, epoch: int) -> None:
+        """The rank trains the first plan of an epoch."""
+        self._begun[rank].append(epoch)
+
+    def on_lockstep_plan(self, rank: int, plan: m.EpochPlan, num_held: int) -> None:
+        """The rank begins a plan of ``SYNC``."""
+        if plan.first_step != num_held:
+            raise Violation(f"rank {rank} holds {num_held} batches, told: {plan.first_step}")
+
+    def on_trained(self, rank: int, batch: Batch, size: int) -> None:
+        """The rank trained a batch."""
+        before = self._trained.get(batch)
+        if before is not None and before not in self._sim.dead:
+            raise Violation(f"rank {rank} trains {batch}, which rank {before} trained")
+        if not 0 <= batch[1] < self._per_epoch or size != self._sim.samples_of(batch):
+            raise Violation(f"rank {rank} trains {batch} with {size} samples")
+        self._trained[batch] = rank
+        self._num_trained[rank] += size
+
+    def on_per_epoch(self, rank: int, what: str, epoch: int, held: frozenset[Batch]) -> None:
+        """The rank evaluates or hands over what must be the average that closes an epoch."""
+        if (what, epoch) in self._done_per_epoch:
+            raise Violation(f"epoch {epoch} is {what} twice")
+        self._done_per_epoch.append((what, epoch))
+        self._must_hold(epoch, held, what)
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def at_end(self) -> None:
+        """The run is over: nothing is lost and nobody is left."""
+        machine = self._sim.machine
+        left = [w.rank for w in self._sim.workers if not self._sim.ended(w)]
+        if left:
+            raise Violation(f"the run is done and the ranks {left} still run")
+        outcome = machine.outcome
+        if outcome.failure is not None:
+            expected = isinstance(outcome.failure.error, AveragingFailed)
+            if not (self._sim.dead or (expected and self._sim.schedule.late_chance)):
+                raise Violation("the run failed for no reason") from outcome.failure.error
+            return
+        if self._sim.dead:
+            raise Violation(f"the ranks {sorted(self._sim.dead)} died and nobody was told")
+        payload = outcome.payload
+        if not isinstance(payload, Traced):
+            assert payload is None
+            if not outcome.stopped:
+                raise Violation("a run without a result")
+            return
+        effects = payload.base.union(payload.local)
+        if len(effects) != len(payload.base) + len(payload.local):
+            raise Violation("a batch is in the result twice")
+        if effects != self._trained.keys():
+            raise Violation(f"trained, not in the result: {sorted(self._trained.keys() - effects)}")
+        self._all_was_done(outcome.stopped)
+
+    def _all_was_done(self, stopped: bool) -> None:
+        c = self._config
+        total = self._per_epoch * c.num_epochs
+        wanted = total if c.max_steps is None else min(total, c.max_steps)
+        if len(self._trained) > wanted or (not stopped and len(self._trained) != wanted):
+            raise Violation(f"{len(self._trained)} batches of {wanted} are trained")
+        if stopped:
+            return
+        if len(self._closed) != wanted // self._per_epoch:
+            raise Violation(f"only the epochs {self._closed} have closed")
+        if c.max_steps is None:
+            for rank in range(c.world_size):
+                if self._begun[rank] != list(range(c.num_epochs)):
+                    raise Violation(f"rank {rank} began the epochs {self._begun[rank]}")
+        self._shares()
+
+    def _shares(self) -> None:
+        """Fixed ratios hold in every epoch to a batch."""
+        c = self._config
+        if c.partition_ratios is None or c.max_steps is not None:
+            return
+        scale = self._per_epoch / sum(c.partition_ratios)
+        for epoch in range(c.num_epochs):
+            trained = Counter(rank for (e, _), rank in self._trained.items() if e == epoch)
+            for rank, ratio in enumerate(c.partition_ratios):
+                if abs(trained[rank] - ratio * scale) >= 1:
+                    raise Violation(f"rank {rank} trained {trained[rank]} of {self._per_epoch}")
+
+    @property
+    def samples_by_rank(self) -> list[int]:
+        """Samples that each rank trained."""
+        return [self._num_trained[w.rank] for w in self._sim.workers]
+
+    @property
+    def needs_rounds(self) -> bool:
+        """Whether replicas are averaged by rounds."""
+        return self._config.world_size > 1 and self._config.policy is not ApplyPolicy.SYNC

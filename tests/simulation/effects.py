@@ -1,0 +1,64 @@
+"""What stands for tensors in the simulation: whose training is in which state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coordinator import messages as m
+
+Batch = tuple[int, int]
+"""(epoch, position in the epoch)"""
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced(m.Payload):
+    """A payload that knows which batches have shaped it.
+
+    Attributes:
+        base: The batches in the average that the replica started from.
+        local: The batches that it trained since, in order.
+    """
+
+    base: frozenset[Batch] = frozenset()
+    local: tuple[Batch, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<{len(self.base)} averaged, since {list(self.local)}>"
+
+
+def replica(base: frozenset[Batch], local: Iterable[Batch]) -> Traced:
+    """The state of a replica."""
+    return Traced(params=(), base=base, local=tuple(local))
+
+
+def average(parts: Sequence[Traced], weights: Sequence[int], samples_of: SamplesOf) -> Traced:
+    """The weighted average of replicas, every batch in it once."""
+    base = parts[0].base
+    effects = set(base)
+    for part, weight in zip(parts, weights, strict=True):
+        if part.base is not base and part.base != base:
+            odd = sorted(part.base ^ base)
+            raise Violation(f"replicas that start from different averages are averaged: {odd}")
+        if sum(map(samples_of, part.local)) != weight:
+            raise Violation(f"weight {weight} for the batches {list(part.local)}")
+        for batch in part.local:
+            if batch in effects:
+                raise Violation(f"batch {batch} is in the average twice")
+            effects.add(batch)
+    return replica(frozenset(effects) if len(effects) > len(base) else base, ())
+
+
+class SamplesOf:
+    """Samples in a batch."""
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+
+    def __call__(self, batch: Batch) -> int:
+        return min(self._batch_size, self._num_samples - batch[1] * self._batch_size)

@@ -1,0 +1,355 @@
+"""The simulator: the real coordinator and real worker protocols under a virtual clock.
+
+Everything happens in one thread, in an order that the schedule's seed decides: there is
+one heap of events, and nothing reads a real clock. A run either ends, with every
+invariant of :mod:`tests.simulation.checks` held, or raises :class:`SimulationFailed`
+with its history.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from coordinator import messages as m
+from coordinator.commands import AbortCollective, Average, Command, Send
+from coordinator.machine import Coordinator
+from coordinator.policy import AverageBackend
+from runtime.agreement import StopAgreement
+from runtime.errors import CollectiveAborted
+from runtime.worker_types import WAKE
+from tests.simulation.checks import Checks
+from tests.simulation.effects import SamplesOf, Traced, Violation, average, replica
+from tests.simulation.schedule import Schedule, draw_schedule
+from tests.simulation.sim_worker import GET, Join, Op, SimWorker
+
+MAX_EVENTS = 50_000
+TRACE_LINES = 400
+
+
+class SimulationFailed(AssertionError):
+    """A run broke an invariant or got stuck; the message holds its history."""
+
+
+class Vanish(BaseException):
+    """Raised by a hook: the worker's thread ends without a word."""
+
+
+class Hooks:
+    """Where faults are put in. These do nothing; a subclass overrides what it needs."""
+
+    def before_step(self, worker: SimWorker) -> None:
+        """Called before a step; may raise: any exception kills the worker, as in a thread."""
+
+    def extra_delay_s(self, sim: Simulation, rank: int, message: object) -> float:
+        """Time that a message travels beyond the schedule's own delay."""
+        return 0.0
+
+
+class _Clock:
+    """What a reporter asks for the time."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+
+    def now(self) -> float:
+        return self._sim.now
+
+
+class _Outbox:
+    """A worker's way to the coordinator."""
+
+    def __init__(self, sim: Simulation, rank: int) -> None:
+        self._sim = sim
+        self._rank = rank
+
+    def put(self, message: m.Event) -> None:
+        self._sim.send_to_coordinator(self._rank, message)
+
+
+class Simulation:
+    """One run.
+
+    Attributes:
+        now: The virtual time.
+        machine: The real coordinator.
+        workers: One for each rank.
+        dead: Ranks that died.
+        result: The last average.
+        average_pending: Whether an average is being computed.
+    """
+
+    def __init__(self, schedule: Schedule, hooks: Hooks | None = None) -> None:
+        c = schedule.config
+        self.schedule = schedule
+        self.hooks = hooks or Hooks()
+        self.now = 0.0
+        self.rng = random.Random(schedule.seed)
+        self.clock = _Clock(self)
+        self.samples_of = SamplesOf(c.num_samples, c.batch_size)
+        self.agreement = StopAgreement()
+        self.machine = Coordinator(c)
+        self.result: Traced = replica(frozenset(), ())
+        self.dead: set[int] = set()
+        self.average_pending = False
+        self.checks = Checks(self)
+        self.trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_LINES)
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._channel_ends: dict[tuple[str, int], float] = {}
+        self._waiting: set[int] = set()
+        self._ended: set[int] = set()
+        self._joined: dict[int, Join] = {}
+        self._aborted = False
+        self.workers = [SimWorker(self, rank) for rank in range(c.world_size)]
+
+    # -- for the workers ---------------------------------------------------------------
+
+    def draw(self, longest: float) -> float:
+        """A number from 0 up to ``longest``."""
+        return self.rng.random() * longest
+
+    def step_s(self, rank: int, size: int) -> float:
+        """Seconds of a micro-batch that begins now."""
+        full = self.schedule.batch_s(rank, self.now)
+        return full * size / self.schedule.config.batch_size + self.draw(
+            full * self.schedule.jitter
+        )
+
+    def load_s(self) -> float:
+        """Seconds until the batch asked for is loaded."""
+        chance = self.schedule.load_chance
+        return self.draw(self.schedule.load_s) if chance and self.rng.random() < chance else 0.0
+
+    def outbox(self, rank: int) -> _Outbox:
+        """The worker's way to the coordinator."""
+        return _Outbox(self, rank)
+
+    def wake_at(self, worker: SimWorker, time: float) -> None:
+        """Put a loader's wake-up into the worker's inbox."""
+        self._at(time, lambda: self._deliver(worker, WAKE))
+
+    def ended(self, worker: SimWorker) -> bool:
+        """Whether the worker's thread has ended."""
+        return worker.rank in self._ended
+
+    def settled(self) -> frozenset[tuple[int, int]]:
+        """What is in the result whoever dies now."""
+        if self.checks.needs_rounds:
+            return self.result.base
+        lead = self.workers[0]
+        return lead.base.union(lead.local)
+
+    # -- channels --------------------------------------------------------------------
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (time, next(self._order), action))
+
+    def _arrival(self, way: str, rank: int, message: object) -> float:
+        """When a message arrives: after a delay, never before the one sent before it."""
+        delay = self.draw(self.schedule.delay_s) + self.hooks.extra_delay_s(self, rank, message)
+        time = max(self.now + delay, self._channel_ends.get((way, rank), 0.0))
+        self._channel_ends[way, rank] = time
+        return time
+
+    def send_to_coordinator(self, rank: int, message: m.Event) -> None:
+        """Put a message on its way."""
+        if rank in self._ended:
+            return
+        self.trace.append((self.now, f"rank {rank} sends", message))
+        time = self._arrival("up", rank, message)
+        s = self.schedule
+        if s.late_chance and isinstance(message, m.ParamSnapshot) and self._lot(s.late_chance):
+            time += self.draw(s.late_s)
+            self._channel_ends["up", rank] = time
+        self._at(time, lambda: self._handle(message))
+
+    def _lot(self, chance: float) -> bool:
+        return self.rng.random() < chance
+
+    def _send_to_worker(self, rank: int, message: m.ToWorker) -> None:
+        worker = self.workers[rank]
+        self._at(self._arrival("down", rank, message), lambda: self._deliver(worker, message))
+
+    def _deliver(self, worker: SimWorker, message: Any) -> None:
+        if worker.rank in self._ended:
+            return
+        worker.inbox.append(message)
+        if worker.rank in self._waiting:
+            # A thread takes its time to wake up, and finds what has come meanwhile.
+            self._waiting.remove(worker.rank)
+            wake_s = self.draw(self.schedule.wake_s)
+            self._at(self.now + wake_s, lambda: self._resume(worker, worker.inbox.popleft()))
+
+    # -- the coordinator ----------------------------------------------------------------
+
+    def _handle(self, event: m.Event) -> None:
+        self.trace.append((self.now, "coordinator <-", event))
+        self.checks.on_event(event)
+        for command in self.machine.handle(event, self.now):
+            self.trace.append((self.now, "coordinator ->", command))
+            self.checks.on_command(command)
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Send():
+                self._send_to_worker(command.rank, command.message)
+            case Average():
+                self.average_pending = True
+                self._at(self.now + self.draw(self.schedule.average_s), self._averager(command))
+            case AbortCollective():
+                self._abort()
+
+    def _averager(self, job: Average) -> Callable[[], None]:
+        def finish() -> None:
+            parts = [p for p in job.payloads if isinstance(p, Traced)]
+            self.average_pending = False
+            self.result = average(parts, job.weights, self.samples_of)
+            divergences = tuple((r, self.draw(self.schedule.divergence)) for r in job.ranks)
+            self._handle(
+                m.Averaged(
+                    round=job.round,
+                    average=self.result,
+                    num_samples=sum(job.weights),
+                    divergences=divergences,
+                    compute_s=self.schedule.average_s,
+                )
+            )
+
+        return finish
+
+    # -- the workers' threads --------------------------------------------------------------
+
+    def _resume(
+        self, worker: SimWorker, value: object = None, error: BaseException | None = None
+    ) -> None:
+        """Let a worker run until it blocks."""
+        if worker.rank in self._ended:
+            return
+        try:
+            op: Op = worker.steps.throw(error) if error else worker.steps.send(value)
+            while op is GET and worker.inbox:
+                op = worker.steps.send(worker.inbox.popleft())
+        except StopIteration:
+            self._end(worker)
+            return
+        except Violation:
+            raise
+        except Vanish:
+            self.dead.add(worker.rank)
+            self._end(worker)
+            return
+        except Exception as died:
+            self.dead.add(worker.rank)
+            step, epoch = worker.num_steps, 0
+            self.send_to_coordinator(
+                worker.rank, m.Failed(rank=worker.rank, epoch=epoch, step=step, error=died)
+            )
+            self._end(worker)
+            return
+        if isinstance(op, Join):
+            self._join(worker, op)
+        elif op is GET:
+            self._waiting.add(worker.rank)
+        else:
+            assert isinstance(op, float | int)
+            self._at(self.now + op, lambda: self._resume(worker))
+
+    def _end(self, worker: SimWorker) -> None:
+        self.send_to_coordinator(worker.rank, m.ThreadEnded(rank=worker.rank))
+        self._ended.add(worker.rank)
+
+    # -- collectives ---------------------------------------------------------------------
+
+    def _join(self, worker: SimWorker, join: Join) -> None:
+        self.trace.append((self.now, f"rank {worker.rank} joins", join.key))
+        if self._aborted:
+            self._at(self.now, lambda: self._resume(worker, error=CollectiveAborted("aborted")))
+            return
+        if any(other.key != join.key for other in self._joined.values()):
+            peers = {rank: other.key for rank, other in self._joined.items()}
+            raise Violation(f"rank {worker.rank} joins {join.key}, its peers {peers}")
+        self._joined[worker.rank] = join
+        if len(self._joined) == len(self.workers):
+            self._reduce()
+
+    def _reduce(self) -> None:
+        joined = sorted(self._joined.items())
+        self._joined = {}
+        state = average(
+            [j.state for _, j in joined],
+            [j.weight if j.key[0] != "buffers" else 0 for _, j in joined],
+            self.samples_of,
+        )
+        self.result = state
+        time = self.now + self.draw(self.schedule.sync_s)
+        for rank, _ in joined:
+            # The ranks leave one after the other, in any order.
+            later = time + self.draw(self.schedule.delay_s)
+            worker = self.workers[rank]
+            self._at(later, lambda w=worker: self._resume(w, state))  # type: ignore[misc]
+
+    def _abort(self) -> None:
+        self._aborted = True
+        joined, self._joined = self._joined, {}
+        for rank in sorted(joined):
+            self._resume(self.workers[rank], error=CollectiveAborted("aborted"))
+
+    # -- the run -----------------------------------------------------------------------
+
+    def run(self) -> Simulation:
+        """Run to the end.
+
+        Raises:
+            SimulationFailed: An invariant broke, or nothing can happen any more.
+        """
+        try:
+            self._run()
+        except Exception as error:
+            raise SimulationFailed(self._report(error)) from error
+        return self
+
+    def _run(self) -> None:
+        assert self.schedule.config.backend is not AverageBackend.AUTO
+        for worker in self.workers:
+            self._resume(worker)
+        if self.schedule.stop_at_s is not None:
+            self._at(self.schedule.stop_at_s, lambda: self._handle(m.StopRequested()))
+        while not (self.machine.done and len(self._ended) == len(self.workers)):
+            deadline = self.machine.deadline
+            if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
+                self.now = max(self.now, deadline)
+                self._handle(m.Tick())
+            elif self._heap:
+                self.now, _, action = heapq.heappop(self._heap)
+                action()
+            else:
+                raise Violation("nothing can happen any more and the run is not done")
+            self.num_events += 1
+            if self.num_events > MAX_EVENTS:
+                raise Violation(f"{MAX_EVENTS} events and no end")
+        self.checks.at_end()
+
+    def _report(self, error: BaseException) -> str:
+        history = "\n".join(f"{t:10.6f}  {who:<16} {what}" for t, who, what in self.trace)
+        states = "\n".join(
+            f"rank {w.rank}: {w.protocol.state.value}, {w.protocol.batches} since the round, "
+            f"{len(w.protocol.plans)} plans wait, {self.machine.core.ranks[w.rank]}"
+            for w in self.workers
+        )
+        return (
+            f"seed {self.schedule.seed}: {type(error).__name__}: {error}\n\n{history}\n\n"
+            f"{self.schedule}\n\n{self.machine.phase} {self.machine.rounds.round.state}\n{states}\n"
+            f"replay: python -m tests.simulation.replay --seed {self.schedule.seed}"
+        )
+
+
+def simulate(seed: int, hooks: Hooks | None = None) -> Simulation:
+    """Run the schedule of a seed to its end."""
+    return Simulation(draw_schedule(seed), hooks).run()

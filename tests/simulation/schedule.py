@@ -1,0 +1,152 @@
+"""A schedule: everything that a seed decides about a simulated run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from coordinator.config import CoordinatorConfig
+from coordinator.policy import ApplyPolicy, AverageBackend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast a rank trains: seconds for a full batch, from a time on."""
+
+    start_s: float
+    batch_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One simulated run.
+
+    Attributes:
+        seed: Of the draws made while it runs: delays, jitter, faults.
+        config: Settings of the coordinator.
+        paces: For each rank its speeds, in order of time.
+        jitter: Each step takes up to this part more.
+        build_s: Longest time that a replica takes to build.
+        delay_s: Longest time that a message travels, in either direction.
+        late_chance: Chance that an answer to the coordinator takes ``late_s`` more.
+        load_chance: Chance that a batch is loaded only ``load_s`` after it is asked for.
+        wake_s: Longest time until a thread that waits for a message goes on.
+        average_s: Longest time that an average takes to compute.
+        sync_s: Longest time that a collective takes after the last rank joined.
+        evaluate_s: Time of an evaluation.
+        report_interval_s: See ``WorkerConfig``.
+        stop_at_s: When ``stop()`` is called, if at all.
+        divergence: Largest divergence that a round shows.
+    """
+
+    seed: int = 0
+    config: CoordinatorConfig
+    paces: tuple[tuple[Pace, ...], ...]
+    jitter: float = 0.0
+    build_s: float = 0.0
+    delay_s: float = 0.0
+    late_chance: float = 0.0
+    late_s: float = 0.0
+    load_chance: float = 0.0
+    load_s: float = 0.0
+    wake_s: float = 0.0
+    average_s: float = 0.0
+    sync_s: float = 0.0
+    evaluate_s: float = 0.0
+    report_interval_s: float = 0.05
+    stop_at_s: float | None = None
+    divergence: float = 0.0
+
+    def batch_s(self, rank: int, now: float) -> float:
+        """Seconds of a full batch on a rank at a time."""
+        return [p.batch_s for p in self.paces[rank] if p.start_s <= now][-1]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Draws a schedule from a seed."""
+
+    seed: int
+    rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rng", random.Random(self.seed))
+
+    def maybe(self, chance: float) -> bool:
+        """True with this chance."""
+        return self.rng.random() < chance
+
+    def schedule(self) -> Schedule:
+        """The schedule of the seed."""
+        rng = self.rng
+        world = rng.choice((1, 2, 2, 2, 3, 3, 4, 5, 8))
+        config = self._config(world)
+        step_s = 10 ** rng.uniform(-3.5, -1.5)
+        timeouts = config.snapshot_timeout_s < 1
+        total_s = config.num_epochs * config.num_samples / config.batch_size * step_s
+        return Schedule(
+            seed=self.seed,
+            config=config,
+            paces=tuple(self._paces(step_s, total_s) for _ in range(world)),
+            jitter=rng.choice((0.0, 0.1, 1.0)),
+            build_s=rng.choice((0.0, 10 * step_s)),
+            delay_s=rng.choice((0.0, 0.01, 0.5, 3.0)) * step_s,
+            late_chance=rng.choice((0.1, 0.3)) if timeouts else 0.0,
+            late_s=5 * max(config.snapshot_timeout_s, 3 * step_s) if timeouts else 0.0,
+            load_chance=0.2 if self.maybe(0.2) else 0.0,
+            load_s=rng.uniform(0.5, 20.0) * step_s,
+            wake_s=rng.choice((0.0, 0.1, 1.0)) * step_s,
+            average_s=rng.choice((0.0, 0.5, 4.0)) * step_s,
+            sync_s=rng.choice((0.0, 0.1, 2.0)) * step_s,
+            evaluate_s=rng.choice((0.0, 3.0)) * step_s,
+            report_interval_s=rng.choice((0.0, 0.01, 0.05, 0.05, 10.0)),
+            stop_at_s=rng.uniform(0.0, 1.2) * total_s / world if self.maybe(0.2) else None,
+            divergence=rng.choice((0.0, 0.2)),
+        )
+
+    def _config(self, world: int) -> CoordinatorConfig:
+        rng = self.rng
+        batch_size = rng.randint(1, 8)
+        num_samples = rng.choice(
+            (rng.randint(1, world), rng.randint(1, 40), batch_size * rng.randint(1, 30))
+        )
+        whole = num_samples >= batch_size
+        anchor = rng.choice((1, 2, 3, 5, 10))
+        ratios = [rng.choice((0.0, 0.2, 1.0, 1.0, 3.0)) for _ in range(world)]
+        return CoordinatorConfig(
+            devices=("cpu",) * world,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            num_epochs=rng.randint(1, 3),
+            policy=rng.choice(tuple(ApplyPolicy)),
+            backend=rng.choice((AverageBackend.CPU, AverageBackend.THREAD)),
+            drop_last=whole and self.maybe(0.2),
+            accumulate=rng.choice((1, 1, 1, 2, 3)),
+            anchor=anchor,
+            max_anchor=rng.choice((anchor, 200)),
+            overhead_target=rng.choice((0.01, 0.1, 0.5)),
+            speed_hint=(rng.randrange(world), rng.uniform(1, 4)) if self.maybe(0.2) else None,
+            max_batch_diff=rng.choice((None, None, 0, 1, 2, 5)),
+            max_overshoot=rng.choice((None, None, 0, 1, 3)),
+            divergence_threshold=rng.choice((None, 0.05)),
+            partition_ratios=tuple(ratios) if any(ratios) and self.maybe(0.2) else None,
+            progressive=self.maybe(0.8),
+            max_steps=rng.randint(1, 60) if self.maybe(0.15) else None,
+            evaluate=self.maybe(0.4),
+            checkpoint_every=rng.choice((None, None, 1, 2)),
+            snapshot_timeout_s=rng.choice((5.0, 5.0, 0.001)),
+            max_failed_rounds=rng.choice((5, 1000)),
+        )
+
+    def _paces(self, step_s: float, total_s: float) -> tuple[Pace, ...]:
+        rng = self.rng
+        first = Pace(start_s=0.0, batch_s=step_s * rng.uniform(1.0, 3.0))
+        if self.maybe(0.7):
+            return (first,)
+        start_s = rng.uniform(0.0, total_s)
+        return first, Pace(start_s=start_s, batch_s=first.batch_s * 10 ** rng.uniform(-1, 1))
+
+
+def draw_schedule(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    return Draw(seed).schedule()

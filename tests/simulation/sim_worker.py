@@ -1,0 +1,325 @@
+"""A worker whose tensors are faked: the protocol, the reports and the loop are not.
+
+It follows :class:`runtime.worker.GpuWorker` message for message, as a generator: what
+blocks there is yielded here. A ``float`` is time that passes, :data:`GET` waits for a
+message, :class:`Join` enters a collective.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from coordinator import messages as m
+from coordinator.policy import ApplyPolicy
+from runtime.errors import CollectiveAborted
+from runtime.protocol import WorkerProtocol
+from runtime.reporter import Reporter
+from runtime.windows import Windows
+from runtime.worker_types import WAKE, Wake, WorkerConfig
+from tests.simulation.effects import Batch, Traced, Violation, replica
+
+if TYPE_CHECKING:
+    from tests.simulation.harness import Simulation
+
+
+class Get:
+    """Wait for a message."""
+
+
+GET: Final = Get()
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Enter a collective; ``key`` says which, and every rank must enter the same."""
+
+    key: tuple[str, int]
+    state: Traced
+    weight: int
+
+
+Op = float | Get | Join
+Steps = Generator[Op, Any, Any]
+
+
+class SimWorker:
+    """One rank.
+
+    Attributes:
+        protocol: The real protocol.
+        base: The average that the replica holds.
+        local: Batches trained since.
+    """
+
+    def __init__(self, sim: Simulation, rank: int) -> None:
+        schedule, c = sim.schedule, sim.schedule.config
+        self.rank = rank
+        self.protocol = WorkerProtocol(rank)
+        self.base: frozenset[Batch] = frozenset()
+        self.local: list[Batch] = []
+        self.inbox: deque[Any] = deque()
+        self.num_steps = 0
+        self._sim = sim
+        self._lockstep = c.world_size > 1 and c.policy is ApplyPolicy.SYNC
+        self._config = WorkerConfig(
+            rank=rank,
+            world_size=c.world_size,
+            num_samples=c.num_samples,
+            batch_size=c.batch_size,
+            policy=c.policy,
+            accumulate=c.accumulate,
+        )
+        self._reporter = Reporter(
+            self.protocol,
+            sim.outbox(rank),  # type: ignore[arg-type]
+            sim.clock,  # type: ignore[arg-type]
+            schedule.report_interval_s,
+        )
+        self._deferred: deque[Any] = deque()
+        self._begun_epoch = -1
+        self._lockstep_index = 0
+        self._snapshot: tuple[Batch, ...] = ()
+        self.steps = self._run()
+
+    @property
+    def state(self) -> Traced:
+        """The replica now."""
+        return replica(self.base, self.local)
+
+    # -- the thread's life -----------------------------------------------------------
+
+    def _run(self) -> Steps:
+        yield self._sim.draw(self._sim.schedule.build_s)
+        self.protocol.built()
+        self._reporter.put(m.Ready(rank=self.rank))
+        try:
+            while (plan := (yield from self._wait_for_plan())) is not None:
+                if (yield from self._run_plan(plan)):
+                    break
+        except CollectiveAborted:
+            yield from self._drain_until_shutdown()
+        if self._wants_snapshot():
+            self._reporter.put(
+                m.FinalSnapshot(
+                    rank=self.rank, payload=self.state, num_samples=self.protocol.samples
+                )
+            )
+        self.protocol.gone()
+        self._reporter.put(m.Exiting(rank=self.rank))
+
+    def _drain_until_shutdown(self) -> Steps:
+        self.protocol.leave()
+        while self.protocol.shutdown is None:
+            message = self._deferred.popleft() if self._deferred else (yield GET)
+            if not isinstance(message, Wake):
+                self.protocol.receive(message)
+
+    def _wants_snapshot(self) -> bool:
+        shutdown = self.protocol.shutdown
+        return shutdown is not None and shutdown.snapshot
+
+    # -- plans -----------------------------------------------------------------------
+
+    def _wait_for_plan(self) -> Steps:
+        while True:
+            leaving = yield from self._handle_control()
+            together = self._lockstep and self._wants_snapshot() and not self._stop_reached()
+            plan = self.protocol.begin_plan(leaving_too=together)
+            if plan is not None:
+                return plan
+            if leaving:
+                return None
+            yield from self._receive((yield GET))
+
+    def _run_plan(self, plan: m.EpochPlan) -> Steps:
+        self._reporter.epoch = plan.epoch
+        if plan.epoch > self._begun_epoch:
+            self._begun_epoch = plan.epoch
+            self._sim.checks.on_begin_epoch(self.rank, plan.epoch)
+        if self._lockstep:
+            self._sim.checks.on_lockstep_plan(self.rank, plan, len(self.base))
+        windows = Windows(plan, self._config)
+        batches = deque((plan.epoch, b) for span in plan.batches for b in span)
+        for index in range(windows.count):
+            if not (yield from self._may_step()):
+                yield from self._abandon(plan)
+                return self.protocol.leaving
+            if not (yield from self._run_window(windows.sizes(index), batches)):
+                yield from self._abandon(plan)
+                return True
+            self._reporter.report_if_due()
+        yield from self._sync_buffers()
+        self.protocol.end_plan()
+        self._reporter.report_epoch(plan.epoch)
+        return False
+
+    def _may_step(self) -> Steps:
+        if (yield from self._handle_control()) and not self._finish_together():
+            return False
+        return not (self._lockstep and self._stop_reached())
+
+    def _stop_reached(self) -> bool:
+        return self._sim.agreement.reached(self._lockstep_index)
+
+    def _finish_together(self) -> bool:
+        if self._lockstep and self._wants_snapshot():
+            self._sim.agreement.propose(self._lockstep_index + 1)
+            return True
+        return False
+
+    def _abandon(self, plan: m.EpochPlan) -> Steps:
+        if self._stop_reached():
+            yield from self._sync_buffers()
+        self.protocol.end_plan()
+        self._reporter.report_epoch(plan.epoch)
+
+    def _sync_buffers(self) -> Steps:
+        if self._lockstep:
+            yield Join(("buffers", self._lockstep_index), self.state, 0)
+
+    def _run_window(self, sizes: Any, batches: deque[Batch]) -> Steps:
+        if sizes and not (yield from self._await_batch(answer=not self.protocol.leaving)):
+            return False
+        self._sim.hooks.before_step(self)
+        elapsed = 0.0
+        for i, size in enumerate(sizes):
+            if i:
+                yield from self._await_batch(answer=False)
+            step_s = self._sim.step_s(self.rank, size)
+            yield step_s
+            elapsed += step_s
+            batch = batches.popleft()
+            self._sim.checks.on_trained(self.rank, batch, size)
+            self.local.append(batch)
+        if self._lockstep:
+            key = ("step", self._lockstep_index)
+            self.base = (yield Join(key, self.state, sum(sizes))).base
+            self.local.clear()
+        self._lockstep_index += 1
+        self.num_steps += 1
+        self._reporter.meter.add(len(sizes), sum(sizes), elapsed)
+        if self._lockstep:
+            self.protocol.lockstep(len(sizes))
+        else:
+            self.protocol.trained(len(sizes), sum(sizes))
+        return True
+
+    def _await_batch(self, *, answer: bool) -> Steps:
+        load_s = self._sim.load_s()
+        if load_s:
+            ready = self._sim.now + load_s
+            self._sim.wake_at(self, ready)
+            while self._sim.now < ready:
+                message = yield GET
+                if isinstance(message, Wake):
+                    continue
+                if not answer:
+                    self._deferred.append(message)
+                    continue
+                yield from self._receive(message)
+                if (yield from self._handle_control()):
+                    if not self._finish_together():
+                        return False
+                    answer = False
+        return True
+
+    # -- messages ----------------------------------------------------------------------
+
+    def _handle_control(self) -> Steps:
+        while True:
+            while self._deferred:
+                yield from self._receive(self._deferred.popleft())
+            if self.inbox:
+                yield from self._receive((yield GET))
+                continue
+            if self.protocol.leaving:
+                return True
+            if not self.protocol.parked:
+                return False
+            if self.protocol.report_due:
+                self._reporter.report_timing()
+            yield from self._receive((yield GET))
+
+    def _receive(self, message: m.ToWorker | Wake) -> Steps:
+        if message is WAKE:
+            return
+        assert not isinstance(message, Wake)
+        work = self.protocol.receive(message)
+        match work:
+            case None:
+                pass
+            case m.SyncNow():
+                yield from self._sync_now(work)
+            case m.RequestParams():
+                self._send_snapshot(work)
+            case m.Update():
+                yield from self._take_update(work)
+            case m.Evaluate():
+                yield from self._per_epoch(work.epoch, None)
+            case m.Checkpoint():
+                yield from self._per_epoch(None, work.version)
+            case _:
+                raise Violation(f"the protocol leaves {work} to the worker")
+
+    def _sync_now(self, message: m.SyncNow) -> Steps:
+        self._reporter.flush()
+        ok = False
+        try:
+            join = Join(("round", message.round), self.state, self.protocol.samples)
+            self.base = (yield join).base
+            self.local.clear()
+            ok = True
+        finally:
+            self.protocol.synced(message, ok=ok)
+            divergence = self._sim.draw(self._sim.schedule.divergence) if ok else None
+            self._reporter.put(
+                m.SyncAck(
+                    rank=self.rank,
+                    round=message.round,
+                    divergence=divergence,
+                    sync_s=self._sim.schedule.sync_s if ok else 0.0,
+                    ok=ok,
+                )
+            )
+        yield from self._per_epoch(message.evaluate, message.checkpoint)
+
+    def _send_snapshot(self, message: m.RequestParams) -> None:
+        self._reporter.flush()
+        self._snapshot = tuple(self.local)
+        self.protocol.snapshot_taken(message.round)
+        self._reporter.put(
+            m.ParamSnapshot(
+                rank=self.rank,
+                round=message.round,
+                payload=self.state,
+                num_samples=self.protocol.samples,
+                num_batches=self.protocol.batches,
+            )
+        )
+
+    def _take_update(self, message: m.Update) -> Steps:
+        if not self.protocol.updated(message):
+            return
+        average = message.average
+        assert isinstance(average, Traced)
+        if message.num_samples > 0:
+            # live + (average - snapshot)
+            self.local = [b for b in self.local if b not in self._snapshot]
+            self.base = average.base
+        evaluated, checkpoint = message.evaluate, message.checkpoint
+        yield from self._per_epoch(evaluated, checkpoint)
+        self._reporter.put(m.SyncAck(rank=self.rank, round=message.round))
+
+    def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> Steps:
+        c = self._sim.schedule.config
+        held = self.base if c.world_size > 1 else self.base.union(self.local)
+        if evaluate is not None and c.evaluate:
+            self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)
+            yield self._sim.schedule.evaluate_s
+            self._reporter.put(m.EvalReport(rank=self.rank, epoch=evaluate, values=(("e", 0.0),)))
+        if checkpoint is not None and c.checkpoint_every is not None:
+            self._sim.checks.on_per_epoch(self.rank, "checkpointed", checkpoint - 1, held)
+            self._reporter.put(m.CheckpointDone(rank=self.rank, version=checkpoint))

@@ -1,0 +1,172 @@
+"""Ranks of unequal speed, on the virtual clock: shares, total time and the lead."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.policy import ApplyPolicy, AverageBackend
+from tests.simulation.harness import Hooks, Simulation
+from tests.simulation.schedule import Pace, Schedule
+
+FAST_S = 0.004
+"""Seconds of a batch on the fast rank."""
+
+WAYS = [
+    (policy, backend)
+    for policy in (ApplyPolicy.CADENCE, ApplyPolicy.ASYNC)
+    for backend in (AverageBackend.CPU, AverageBackend.THREAD)
+]
+every_way = pytest.mark.parametrize(
+    ("policy", "backend"), WAYS, ids=[f"{p.value}-{b.value}" for p, b in WAYS]
+)
+
+
+def schedule_of(policy, backend, *, slowness=(1.0, 3.0), jitter=0.1, **settings):
+    """Ranks whose batches take ``slowness * FAST_S``, with small costs for all else."""
+    config = CoordinatorConfig(
+        devices=("cpu",) * len(slowness),
+        batch_size=10,
+        policy=policy,
+        backend=backend,
+        divergence_threshold=None,
+        **settings,
+    )
+    return Schedule(
+        config=config,
+        paces=tuple((Pace(start_s=0.0, batch_s=FAST_S * s),) for s in slowness),
+        jitter=jitter,
+        delay_s=FAST_S / 100,
+        average_s=FAST_S / 4,
+        sync_s=FAST_S / 20,
+    )
+
+
+def shares_of(run):
+    samples = run.checks.samples_by_rank
+    return [n / sum(samples) for n in samples]
+
+
+@pytest.mark.parametrize(("num_epochs", "num_batches"), [(1, 400), (4, 100), (10, 37), (3, 1000)])
+@every_way
+def test_a_rank_three_times_slower_gets_a_quarter_and_no_time_is_lost(
+    policy, backend, num_epochs, num_batches
+):
+    schedule = schedule_of(policy, backend, num_samples=num_batches * 10 - 7, num_epochs=num_epochs)
+    run = Simulation(schedule).run()
+    assert 0.20 <= shares_of(run)[1] <= 0.30
+    # Both together train 4 batches in the time in which the slow one trains one.
+    mean_s = FAST_S * (1 + schedule.jitter / 2)
+    possible_s = num_epochs * num_batches * mean_s * 3 / 4
+    assert run.now <= 1.10 * possible_s
+
+
+@every_way
+def test_a_rank_that_slows_down_hands_its_share_over(policy, backend):
+    schedule = schedule_of(
+        policy, backend, slowness=(1.0, 1.0), jitter=0.0, num_samples=4000, num_epochs=5
+    )
+    slower = Pace(start_s=2 * 400 / 2 * FAST_S, batch_s=3 * FAST_S)
+    paces = (schedule.paces[0], (*schedule.paces[1], slower))
+    run = Simulation(Schedule(config=schedule.config, paces=paces)).run()
+    by_epoch = [e.per_rank_batch_share[1] for e in run.machine.outcome.metrics]
+    assert by_epoch[0] == pytest.approx(0.5, abs=0.03)
+    assert by_epoch[-1] == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.9, 0.1), (1.0, 0.0)])
+@pytest.mark.parametrize("progressive", [True, False])
+@every_way
+def test_fixed_ratios_hold_whatever_the_speeds(policy, backend, progressive, ratios):
+    run = Simulation(
+        schedule_of(
+            policy,
+            backend,
+            num_samples=1000,
+            num_epochs=3,
+            partition_ratios=ratios,
+            progressive=progressive,
+        )
+    ).run()
+    for epoch in run.machine.outcome.metrics:
+        assert epoch.per_rank_batch_share == pytest.approx(ratios)
+
+
+class Lead(Hooks):
+    """Measures how far a rank is ahead of the other in a round, while both have work.
+
+    Attributes:
+        largest: The largest lead seen, in batches.
+    """
+
+    def __init__(self):
+        self.largest = 0
+
+    def before_step(self, worker):
+        other = worker._sim.workers[1 - worker.rank]
+        if worker.base is other.base and other.protocol.plans:
+            self.largest = max(self.largest, worker.protocol.batches - other.protocol.batches)
+
+
+@pytest.mark.parametrize("max_batch_diff", [0, 1, 2, 5])
+@every_way
+def test_no_rank_leads_by_more_than_max_batch_diff(policy, backend, max_batch_diff):
+    """S1: a limit below the anchor, or 0 on equal devices, neither hangs nor is passed."""
+    for slowness in ((1.0, 3.0), (1.0, 1.0)):
+        lead = Lead()
+        schedule = schedule_of(
+            policy,
+            backend,
+            slowness=slowness,
+            num_samples=2000,
+            num_epochs=1,
+            max_batch_diff=max_batch_diff,
+        )
+        run = Simulation(schedule, lead).run()
+        assert lead.largest <= max_batch_diff
+        if slowness == (1.0, 3.0):
+            assert lead.largest == max_batch_diff
+            assert run.machine.core.ranks[0].num_throttles > 0
+
+
+@pytest.mark.parametrize("max_overshoot", [0, 1, 3])
+@pytest.mark.parametrize("backend", [AverageBackend.CPU, AverageBackend.THREAD])
+def test_a_fast_rank_overshoots_its_count_by_max_overshoot_at_most(backend, max_overshoot):
+    class Overshoot(Hooks):
+        largest = 0
+
+        def before_step(self, worker):
+            count = worker._sim.machine.core.elche.batch_counts[worker.rank]
+            self.largest = max(self.largest, worker.protocol.batches + 1 - count)
+
+    hooks = Overshoot()
+    schedule = schedule_of(
+        ApplyPolicy.ASYNC,
+        backend,
+        slowness=(1.0, 1.0, 1.0),
+        jitter=0.0,
+        num_samples=2000,
+        num_epochs=2,
+        max_overshoot=max_overshoot,
+    )
+    Simulation(schedule, hooks).run()
+    assert hooks.largest <= max_overshoot
+
+
+@pytest.mark.parametrize("policy", list(ApplyPolicy))
+def test_sync_deals_equal_shares_whatever_the_speeds(policy):
+    schedule = schedule_of(policy, AverageBackend.THREAD, num_samples=1000, num_epochs=2)
+    shares = shares_of(Simulation(schedule).run())
+    assert (shares == [0.5, 0.5]) == (policy is ApplyPolicy.SYNC)
+
+
+@every_way
+def test_a_stalled_loader_delays_no_acknowledgement(policy, backend):
+    """D8: less than 100 ms pass between a request and its answer while a batch is loaded."""
+    schedule = schedule_of(policy, backend, slowness=(1.0, 1.0), num_samples=600, num_epochs=2)
+    stalled = Schedule(
+        config=schedule.config, paces=schedule.paces, load_chance=0.1, load_s=60.0, seed=3
+    )
+    run = Simulation(stalled).run()
+    assert run.now > 60.0
+    assert run.checks.longest_answer_s < 0.1

@@ -1,0 +1,119 @@
+"""What the tests of whole runs share: small models whose arithmetic can be followed."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
+
+CPU = torch.device("cpu")
+WAIT_S = 20.0
+"""Bound of every wait: reached only by a test that fails."""
+
+SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
+OVER_CPU, THREAD, GLOO = AverageBackend.CPU, AverageBackend.THREAD, AverageBackend.GLOO
+WAYS = [(policy, backend) for policy in ApplyPolicy for backend in (OVER_CPU, THREAD, GLOO)]
+LOCAL_WAYS = [(policy, backend) for policy, backend in WAYS if backend is not GLOO]
+
+
+class Counter(nn.Module):
+    """One number, to which :func:`count_up` under :func:`plain_sgd` adds 1 a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+def counter(device):
+    return Counter().to(device)
+
+
+def count_up(model, batch):
+    return -model.w.sum()
+
+
+def plain_sgd(params, lr=1.0):
+    return torch.optim.SGD(params, lr)
+
+
+def numbers(n):
+    """A data set whose sample ``i`` is ``i``."""
+    return (torch.arange(n),)
+
+
+def builder(
+    *,
+    model=counter,
+    optim=plain_sgd,
+    train=count_up,
+    dataset=20,
+    batch_size=2,
+    epochs=1,
+    ranks=2,
+    way=(CADENCE, OVER_CPU),
+):
+    """A builder with everything that a run needs; ``dataset`` may be a length."""
+    return (
+        Trainer.builder(model, optim, train)
+        .dataset(numbers(dataset) if isinstance(dataset, int) else dataset)
+        .batch_size(batch_size)
+        .num_epochs(epochs)
+        .devices(["cpu"] * ranks)
+        .policy(way[0])
+        .backend(way[1])
+        .collective_timeout(WAIT_S)
+    )
+
+
+def train(**kwargs):
+    """Run to the end; gives the state."""
+    return builder(**kwargs).run().join(WAIT_S)
+
+
+class Trace:
+    """A ``train_fn`` that notes what each rank trained, and when."""
+
+    def __init__(self, inner=count_up):
+        self._inner = inner
+        self._changed = threading.Condition()
+        self.batches = []  # (epoch, rank, indices)
+        self.steps = defaultdict(int)
+
+    def __call__(self, model, batch):
+        worker = current_worker()
+        indices = batch[-1] if isinstance(batch, (tuple, list)) else batch
+        with self._changed:
+            self.batches.append((worker.current_epoch, worker.rank, tuple(indices.tolist())))
+            self.steps[worker.rank] += 1
+            self._changed.notify_all()
+        return self._inner(model, batch)
+
+    def wait_for(self, ready):
+        with self._changed:
+            assert self._changed.wait_for(ready, WAIT_S), "the run did not get that far"
+
+    def of_epoch(self, epoch):
+        return [(rank, indices) for e, rank, indices in self.batches if e == epoch]
+
+
+class Gate:
+    """A ``train_fn`` that waits at its first call until the test opens it."""
+
+    def __init__(self, inner=count_up, rank=None):
+        self._inner = inner
+        self._rank = rank
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, model, batch):
+        if self._rank in (None, current_worker().rank):
+            self.entered.set()
+            assert self.opened.wait(WAIT_S), "the gate was never opened"
+        return self._inner(model, batch)
+
+    def await_entry(self):
+        assert self.entered.wait(WAIT_S), "no step began"

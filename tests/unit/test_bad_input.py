@@ -1,0 +1,557 @@
+"""Bad values and failing user code: a clear error, in bounded time, and no thread left."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from runtime import (
+    ApplyPolicy,
+    AverageBackend,
+    ReplicaMismatch,
+    Trainer,
+    WorkerFailed,
+    record_scalar,
+)
+from runtime.context import current_worker
+from tests.unit.running import (
+    ASYNC,
+    CADENCE,
+    GLOO,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    WAYS,
+    Counter,
+    builder,
+    count_up,
+    counter,
+    numbers,
+    plain_sgd,
+)
+
+BOUND_S = 5.0
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+class Planted(Exception):
+    """What the user's code raises in these tests."""
+
+
+def boom(*args):
+    raise Planted("planted")
+
+
+def failure_of(b):
+    """The error of a run, which every way of waiting must raise."""
+    start = time.monotonic()
+    handle = b.run()
+    with pytest.raises((WorkerFailed, ValueError)) as caught:
+        handle.join(WAIT_S)
+    assert time.monotonic() - start < BOUND_S
+    with pytest.raises(type(caught.value)) as again:
+        list(handle.metrics())
+    with pytest.raises(type(caught.value)) as once_more:
+        handle.next_metrics(WAIT_S)
+    assert again.value is once_more.value is caught.value
+    assert handle.state is None
+    return caught.value
+
+
+# -- the builder's calls -------------------------------------------------------
+
+nan, inf = float("nan"), float("inf")
+WRONG = [
+    ("batch_size", (0,), ValueError, "at least 1"),
+    ("batch_size", (-3,), ValueError, "at least 1"),
+    ("batch_size", (2.0,), TypeError, "whole number"),
+    ("batch_size", (True,), TypeError, "whole number"),
+    ("batch_size", ("8",), TypeError, "whole number"),
+    ("batch_size", (None,), TypeError, "whole number"),
+    ("num_epochs", (0,), ValueError, "at least 1"),
+    ("num_epochs", (1.5,), TypeError, "whole number"),
+    ("seed", (-1,), ValueError, "between 0"),
+    ("seed", (2**64,), ValueError, "between 0"),
+    ("seed", ("a",), TypeError, "whole number"),
+    ("drop_last", (1,), TypeError, "True or False"),
+    ("collate_fn", (3,), TypeError, "list of samples"),
+    ("loader_workers", (-1,), ValueError, "at least 0"),
+    ("loader_workers", (0.5,), TypeError, "whole number"),
+    ("dataset_lock", ("yes",), TypeError, "True or False"),
+    ("devices", ("cpu",), TypeError, r"\['cpu', 'cpu'\]"),
+    ("devices", (2,), TypeError, "list"),
+    ("devices", ([],), ValueError, "at least one"),
+    ("devices", ([0],), TypeError, "names such as"),
+    ("devices", (["gpu0"],), ValueError, "is no device"),
+    ("devices", (["meta"],), ValueError, "not supported"),
+    ("devices", (["cuda:77"],), ValueError, "there is no"),
+    ("policy", ("SYNC",), TypeError, "ApplyPolicy.SYNC"),
+    ("backend", ("cpu",), TypeError, "AverageBackend.AUTO"),
+    ("backend", (ApplyPolicy.SYNC,), TypeError, "AverageBackend.AUTO"),
+    ("anchor", (0,), ValueError, "at least 1"),
+    ("max_anchor", (0,), ValueError, "at least 1"),
+    ("overhead_target", (0.0,), ValueError, "0.01"),
+    ("overhead_target", (0.6,), ValueError, "0.5"),
+    ("overhead_target", (nan,), ValueError, "0.01"),
+    ("overhead_target", ("10%",), TypeError, "number"),
+    ("speed_hint", (-1, 2.0), ValueError, "at least 0"),
+    ("speed_hint", (0, 0.5), ValueError, "at least 1"),
+    ("speed_hint", (0, inf), ValueError, "at least 1"),
+    ("speed_hint", (0.0, 2), TypeError, "whole number"),
+    ("max_batch_diff", (-1,), ValueError, "at least 0"),
+    ("max_batch_diff", (None,), TypeError, "whole number"),
+    ("max_overshoot", (-1,), ValueError, "at least 0"),
+    ("divergence_threshold", (0,), ValueError, "above 0"),
+    ("divergence_threshold", (nan,), ValueError, "above 0"),
+    ("partition_ratios", ([],), ValueError, "each device"),
+    ("partition_ratios", ([0, 0.0],), ValueError, "above 0"),
+    ("partition_ratios", ([1, -1],), ValueError, "at least 0"),
+    ("partition_ratios", (["a"],), TypeError, "number"),
+    ("partition_ratios", (0.5,), TypeError, "list"),
+    ("progressive_dispatch", (None,), TypeError, "True or False"),
+    ("max_grad_norm", (0.0,), ValueError, "above 0"),
+    ("max_grad_norm", (inf,), ValueError, "above 0"),
+    ("max_grad_norm", (None,), TypeError, "number"),
+    ("accumulate", (0,), ValueError, "at least 1"),
+    ("precision", ("fp64",), ValueError, "fp32, bf16, fp16"),
+    ("precision", (torch.float16,), (TypeError, ValueError), "fp32, bf16, fp16"),
+    ("scheduler", (torch.optim.SGD([torch.zeros(1)], 1.0),), TypeError, "LRScheduler"),
+    ("lr_scale_ratio", (-0.1,), ValueError, "at least 0"),
+    ("param_groups", ([{}],), TypeError, "parameter groups"),
+    ("max_steps", (0,), ValueError, "at least 1"),
+    ("eval_fn", (None,), TypeError, "dict of floats"),
+    ("epoch_fn", (1,), TypeError, "worker"),
+    ("metrics_fn", ("f",), TypeError, "EpochMetrics"),
+    ("checkpoint_every", (0,), ValueError, "at least 1"),
+    ("checkpoint_fn", ("path",), TypeError, "version, model"),
+    ("snapshot_timeout", (0,), ValueError, "above 0"),
+    ("collective_timeout", (-1,), ValueError, "above 0"),
+    ("collective_timeout", (inf,), ValueError, "above 0"),
+    ("max_failed_rounds", (0,), ValueError, "at least 1"),
+    ("tune_allocator", (1,), TypeError, "True or False"),
+    ("progress", (0,), TypeError, "True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "remedy"),
+    WRONG,
+    ids=[f"{method}-{arguments}" for method, arguments, _, _ in WRONG],
+)
+def test_a_wrong_value_is_refused_when_it_is_set(method, arguments, error, remedy):
+    b = builder()
+    with pytest.raises(error, match=remedy) as caught:
+        getattr(b, method)(*arguments)
+    named = str(caught.value)
+    assert method in named or "device" in named
+
+
+def test_every_method_returns_the_builder_and_the_defaults_run():
+    b = Trainer.builder(counter, plain_sgd, count_up)
+    values = {
+        "dataset": (numbers(12),),
+        "batch_size": (2,),
+        "num_epochs": (1,),
+        "devices": (["cpu", torch.device("cpu")],),
+        "policy": (CADENCE,),
+        "backend": (AverageBackend.AUTO,),
+        "seed": (3,),
+        "drop_last": (False,),
+        "loader_workers": (0,),
+        "dataset_lock": (True,),
+        "anchor": (2,),
+        "max_anchor": (9,),
+        "overhead_target": (0.1,),
+        "speed_hint": (1, 2),
+        "max_batch_diff": (5,),
+        "max_overshoot": (2,),
+        "divergence_threshold": (0.1,),
+        "no_divergence_guard": (),
+        "partition_ratios": ((1, 2),),
+        "progressive_dispatch": (True,),
+        "max_grad_norm": (5,),
+        "accumulate": (2,),
+        "precision": ("fp32",),
+        "scheduler": (lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0),),
+        "lr_scale_ratio": (0.5,),
+        "param_groups": (lambda m: [{"params": list(m.parameters())}],),
+        "max_steps": (100,),
+        "eval_fn": (lambda m, e: {},),
+        "epoch_fn": (lambda e, w: None,),
+        "metrics_fn": (lambda m: None,),
+        "checkpoint_every": (1,),
+        "checkpoint_fn": (lambda v, m: None,),
+        "snapshot_timeout": (5,),
+        "collective_timeout": (20,),
+        "max_failed_rounds": (5,),
+        "tune_allocator": (False,),
+        "progress": (False,),
+    }
+    for method, arguments in values.items():
+        assert getattr(b, method)(*arguments) is b, method
+    public = {name for name in dir(b) if not name.startswith("_")}
+    assert public == {*values, "collate_fn", "run"}
+    assert b.run().join(WAIT_S).metrics[0].num_samples == 12
+
+
+def test_whole_numbers_and_floats_of_numpy_are_taken():
+    b = builder(dataset=8).batch_size(np.int64(4)).overhead_target(np.float32(0.25))
+    assert b.run().join(WAIT_S).metrics[0].num_samples == 8
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_factory_that_is_no_function_is_refused(position):
+    arguments = [counter, plain_sgd, count_up]
+    arguments[position] = 5
+    with pytest.raises(TypeError, match="must be a function"):
+        Trainer.builder(*arguments)
+
+
+# -- run() ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["dataset", "batch_size", "num_epochs"])
+def test_run_names_what_is_not_set(missing):
+    b = Trainer.builder(counter, plain_sgd, count_up)
+    for name, value in (("dataset", numbers(4)), ("batch_size", 2), ("num_epochs", 1)):
+        if name != missing:
+            getattr(b, name)(value)
+    with pytest.raises(ValueError, match=rf"{missing} is not set: call \.{missing}\("):
+        b.run()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "remedy"),
+    [
+        ((torch.zeros(0, 3),), ValueError, "empty"),
+        ([], ValueError, "without a tensor"),
+        ((), ValueError, "without a tensor"),
+        (TensorDataset(torch.zeros(0)), ValueError, "empty"),
+        ((torch.zeros(4), torch.zeros(5)), ValueError, r"unequal lengths: \[4, 5\]"),
+        ((torch.zeros(4), [1, 2, 3, 4]), TypeError, "make it a tensor"),
+        (Stream(), TypeError, "map-style"),
+        (Unsized(), TypeError, "__len__"),
+        (DataLoader([1, 2]), TypeError, "pass its .dataset"),
+        ({"x": torch.zeros(3)}, TypeError, "tuple of its tensors"),
+        ("data.csv", TypeError, "no data set"),
+        (7.5, TypeError, "no data set"),
+        (object(), TypeError, "neither"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else None,
+)
+def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
+    with pytest.raises(error, match=remedy):
+        builder(dataset=dataset).run()
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda b: b.drop_last(True).batch_size(30), "smaller batch_size"),
+        (lambda b: b.partition_ratios([1, 1, 1]), "3 entries for 2 devices"),
+        (lambda b: b.speed_hint(2, 2.0), "no rank 2 of 2"),
+        (lambda b: b.anchor(9).max_anchor(8), "raise max_anchor"),
+        (lambda b: b.checkpoint_every(2), "needs checkpoint_fn"),
+        (lambda b: b.policy(SYNC).progressive_dispatch(True), "leave it out"),
+        (lambda b: b.backend(AverageBackend.NCCL), "use THREAD, CPU or AUTO"),
+    ],
+)
+def test_run_refuses_values_that_do_not_fit_together(change, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        change(builder(dataset=20)).run()
+
+
+# -- factories -----------------------------------------------------------------
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.lazy = nn.LazyLinear(3)
+
+
+class Frozen(Counter):
+    def __init__(self):
+        super().__init__()
+        self.w.requires_grad_(False)
+
+
+def foreign(params):
+    return torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], 1.0)
+
+
+def lbfgs(params):
+    return torch.optim.LBFGS(params)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    ("values", "cause", "remedy"),
+    [
+        ({"model": boom}, Planted, "planted"),
+        ({"model": lambda d: None}, TypeError, "return a torch.nn.Module"),
+        ({"model": lambda d: Lazy()}, ValueError, "lazy"),
+        ({"model": lambda d: Frozen()}, ValueError, "nothing can be trained"),
+        ({"model": lambda d: Counter().to("meta")}, ValueError, r"end the factory with \.to"),
+        ({"optim": boom}, Planted, "planted"),
+        ({"optim": lambda p: "SGD"}, TypeError, "return a torch.optim.Optimizer"),
+        ({"optim": foreign}, ValueError, "build it from the params"),
+        ({"optim": lbfgs}, ValueError, "closure"),
+    ],
+)
+@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["CPU", "SYNC"])
+def test_what_a_factory_gets_wrong_is_named(way, values, cause, remedy):
+    error = failure_of(builder(way=way, **values))
+    assert type(error) is WorkerFailed
+    assert (error.rank, error.epoch, error.step) == (0, 0, 0)
+    assert type(error.__cause__) is cause
+    assert remedy.replace("\\", "") in str(error.__cause__)
+
+
+@pytest.mark.parametrize("bad", [boom, lambda optimizer: 5], ids=["raises", "no scheduler"])
+def test_what_a_scheduler_factory_gets_wrong_is_named(bad):
+    error = failure_of(builder().scheduler(bad))
+    assert isinstance(error.__cause__, (Planted, TypeError))
+
+
+def test_what_param_groups_gets_wrong_is_named():
+    assert isinstance(failure_of(builder().param_groups(boom)).__cause__, Planted)
+
+
+@pytest.mark.parametrize(
+    ("second", "difference"),
+    [
+        (lambda: nn.Linear(3, 2), r"shape of 'weight' is \(2, 3\), on rank 0 it is \(2, 4\)"),
+        (lambda: nn.Linear(4, 2, bias=False), "rank 0 has trainable tensor 'bias'"),
+        (lambda: nn.Linear(4, 2).double(), "dtype of 'weight'"),
+        (lambda: nn.Sequential(nn.Linear(4, 2)), "'weight'"),
+    ],
+    ids=["shape", "missing", "dtype", "names"],
+)
+def test_replicas_that_differ_are_a_value_error(second, difference):
+    built = []
+
+    def model(device):
+        built.append(nn.Linear(4, 2) if not built else second())
+        return built[-1]
+
+    error = failure_of(builder(model=model))
+    assert type(error) is ReplicaMismatch
+    assert isinstance(error, ValueError)
+    assert re.search(difference, str(error))
+
+
+def test_one_module_for_two_workers_is_refused():
+    shared = Counter()
+    error = failure_of(builder(model=lambda device: shared))
+    assert "new module at each call" in str(error)
+
+
+def test_only_the_second_factory_fails():
+    built = []
+
+    def model(device):
+        built.append(device)
+        return counter(device) if len(built) < 2 else boom()
+
+    error = failure_of(builder(model=model, ranks=3, way=(SYNC, GLOO)))
+    assert error.rank in (1, 2)
+    assert isinstance(error.__cause__, Planted)
+
+
+# -- train_fn ------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 2, sparse=True)
+        self.w = nn.Parameter(torch.zeros(1))
+
+
+def test_a_sparse_gradient_is_refused():
+    error = failure_of(
+        builder(model=lambda d: TwoLayers(), train=lambda m, b: m.embed(b[0] % 8).sum() + m.w.sum())
+    )
+    assert "sparse=False" in str(error.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause", "remedy"),
+    [
+        (lambda m, b: m.w.expand(3), ValueError, "return a scalar"),
+        (lambda m, b: torch.zeros(()), ValueError, "without a gradient"),
+        (lambda m, b: m.w.sum().detach(), ValueError, "without a gradient"),
+        (lambda m, b: nn.Parameter(torch.ones(())) * 1, ValueError, "no trainable parameter"),
+        (lambda m, b: 0.5, TypeError, "mean loss as a tensor"),
+        (lambda m, b: None, TypeError, "mean loss as a tensor"),
+        (boom, Planted, "planted"),
+    ],
+    ids=["vector", "constant", "detached", "other model", "float", "none", "raises"],
+)
+@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["CPU", "SYNC"])
+def test_what_train_fn_gets_wrong_is_named(way, loss, cause, remedy):
+    error = failure_of(builder(train=loss, way=way))
+    assert type(error) is WorkerFailed
+    assert type(error.__cause__) is cause
+    assert remedy in str(error.__cause__)
+
+
+@every_way
+def test_one_rank_failing_ends_the_run_with_rank_epoch_and_step(way):
+    """Rank 1 dies at its third step of epoch 1 while rank 0 is in the middle of anything."""
+
+    def train(model, batch):
+        worker = current_worker()
+        if worker.rank == 1 and worker.current_epoch == 1 and worker.local_step >= 4:
+            boom()
+        return count_up(model, batch)
+
+    b = builder(train=train, dataset=60, batch_size=1, epochs=100, ranks=3, way=way)
+    error = failure_of(b.partition_ratios([1, 1, 1]))
+    assert (error.rank, error.epoch) == (1, 1)
+    assert error.step >= 4
+    assert isinstance(error.__cause__, Planted)
+    assert "worker 1" in str(error)
+    assert "planted" in str(error)
+
+
+@local_ways
+def test_a_rank_that_fails_while_the_others_wait_for_data_ends_the_run(way):
+    def train(model, batch):
+        return boom() if current_worker().rank == 0 else count_up(model, batch)
+
+    assert failure_of(builder(train=train, dataset=Slow(), way=way)).rank == 0
+
+
+class Slow(Dataset):
+    """Read by a loader thread."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+# -- data sets and callbacks ---------------------------------------------------
+
+
+class Broken(Slow):
+    def __getitem__(self, index):
+        return boom() if index == 33 else super().__getitem__(index)
+
+
+class Ragged(Slow):
+    def __getitem__(self, index):
+        return torch.zeros(1 + index % 2)
+
+
+class BrokenBatches:
+    def __len__(self):
+        return 40
+
+    def get_batch(self, indices):
+        return boom() if 33 in indices else (indices,)
+
+
+class ShortBatches(BrokenBatches):
+    def get_batch(self, indices):
+        return (indices[1:],)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
+@pytest.mark.parametrize(
+    ("dataset", "cause"),
+    [
+        (Broken(), Planted),
+        (BrokenBatches(), Planted),
+        (Ragged(), RuntimeError),
+        (ShortBatches(), ValueError),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_data_set_that_fails_is_the_cause(way, dataset, cause):
+    error = failure_of(builder(dataset=dataset, batch_size=4, way=way))
+    assert isinstance(error, WorkerFailed)
+    assert isinstance(error.__cause__, cause)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
+def test_a_collate_fn_that_fails_is_the_cause(way):
+    error = failure_of(builder(dataset=Slow(), way=way).collate_fn(boom))
+    assert isinstance(error.__cause__, Planted)
+
+
+@local_ways
+@pytest.mark.parametrize("callback", ["eval_fn", "epoch_fn"])
+def test_a_callback_that_fails_is_the_cause(way, callback):
+    b = builder(dataset=40, epochs=100, ranks=3, way=way)
+    error = failure_of(getattr(b, callback)(lambda *a: boom()))
+    assert isinstance(error.__cause__, Planted)
+
+
+@pytest.mark.parametrize("values", [None, 0.5, {"a": "b"}, {"a": torch.zeros(2)}])
+def test_eval_fn_must_give_a_dict_of_floats(values):
+    error = failure_of(builder().eval_fn(lambda m, e: values))
+    assert isinstance(error.__cause__, TypeError)
+    assert "dict of floats" in str(error)
+
+
+def test_record_scalar_of_a_vector_is_refused():
+    def train(model, batch):
+        record_scalar("v", torch.zeros(3))
+        return count_up(model, batch)
+
+    error = failure_of(builder(train=train))
+    assert "reduce it first" in str(error.__cause__)
+
+
+def test_a_parameter_moved_during_training_is_named():
+    def train(model, batch):
+        model.w.data = model.w.data.clone()
+        return count_up(model, batch)
+
+    error = failure_of(builder(train=train))
+    assert "'w' was moved" in str(error.__cause__)
+
+
+def test_a_buffer_that_changes_its_shape_is_named():
+    class Growing(Counter):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+    def train(model, batch):
+        model.seen = torch.zeros(len(model.seen) + 1)
+        return count_up(model, batch)
+
+    error = failure_of(builder(model=lambda d: Growing(), train=train))
+    assert "'seen' changed its shape" in str(error.__cause__)
+
+
+def test_system_exit_in_train_fn_is_an_error_of_the_run():
+    def train(model, batch):
+        raise SystemExit(3)
+
+    assert isinstance(failure_of(builder(train=train)).__cause__, SystemExit)

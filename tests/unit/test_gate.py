@@ -1,0 +1,156 @@
+"""When a round is due, and how far each rank may run before it."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.cadence import ElChe
+from coordinator.config import CoordinatorConfig
+from coordinator.gate import Gate
+from coordinator.policy import ApplyPolicy
+from coordinator.pool import ChunkPool
+from coordinator.world import Rank, RankState
+
+CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
+
+
+class Bench:
+    """A gate over ranks that all have work; anchor 10."""
+
+    def __init__(self, policy=CADENCE, world=2, anchor=10, seconds=None, **settings):
+        config = CoordinatorConfig(
+            devices=("cpu",) * world,
+            num_samples=1000,
+            batch_size=1,
+            num_epochs=1,
+            policy=policy,
+            anchor=anchor,
+            **settings,
+        )
+        self.pool = ChunkPool(num_samples=1000, batch_size=1, num_epochs=1, world_size=world)
+        self.elche = ElChe(world, anchor)
+        for rank, s in enumerate(seconds or ()):
+            self.elche.observe(rank, s, 1)
+        self.gate = Gate(config, self.elche, self.pool)
+        self.ranks = [Rank(rank=r, state=RankState.LIVE) for r in range(world)]
+        for rank in range(world):
+            self.pool.deal_chunk(
+                rank, 0.0, shares=(1 / world,) * world, seconds_per_batch=(1e-6,) * world
+            )
+
+    def done(self, *batches, seconds=()):
+        for rank, n in zip(self.ranks, batches, strict=True):
+            rank.since_round = n
+        for rank, s in zip(self.ranks, seconds, strict=False):
+            rank.compute_since_round = s
+        return self
+
+    def idle(self, rank):
+        self.pool.ledgers[rank].assigned.clear()
+        return self
+
+    @property
+    def due(self):
+        return self.gate.due(self.ranks)
+
+    def limit(self, rank):
+        return self.gate.limit(self.ranks[rank], self.ranks)
+
+
+# -- when a round is due -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC])
+def test_before_the_first_measurement_a_round_waits_for_every_count(policy):
+    bench = Bench(policy)
+    assert not bench.done(10, 9).due
+    assert bench.done(10, 10).due
+
+
+def test_under_cadence_the_slowest_rank_decides():
+    bench = Bench(CADENCE, seconds=(0.01, 0.03))
+    assert not bench.done(30, 9, seconds=(0.3, 0.27)).due
+    assert bench.done(12, 10, seconds=(0.12, 0.3)).due
+
+
+def test_under_cadence_time_counts_as_well_as_batches():
+    bench = Bench(CADENCE, seconds=(0.01, 0.03))
+    assert bench.done(30, 8, seconds=(0.3, 0.3)).due
+
+
+def test_under_async_every_rank_runs_its_count():
+    bench = Bench(ASYNC, seconds=(0.01, 0.03))
+    assert bench.elche.batch_counts == (30, 10)
+    assert not bench.done(29, 50).due
+    assert bench.done(30, 10).due
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC])
+def test_no_round_is_due_while_nothing_was_trained(policy):
+    """A round with all weights 0 would change nothing."""
+    bench = Bench(policy).idle(0).idle(1)
+    assert not bench.done(0, 0).due
+    assert bench.done(0, 1).due
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC])
+def test_a_rank_without_work_holds_no_round_up(policy):
+    """D7."""
+    bench = Bench(policy, seconds=(0.01, 0.01)).idle(1)
+    assert bench.done(10, 0).due
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC])
+def test_ranks_that_are_all_parked_get_their_round(policy):
+    """D11: nobody is left to reach a count."""
+    bench = Bench(policy, seconds=(0.01, 0.01))
+    for rank in bench.ranks:
+        rank.parked = True
+    assert bench.done(1, 1).due
+
+
+# -- how far a rank may go -------------------------------------------------------------------
+
+
+def test_under_cadence_nothing_limits_a_rank_by_itself():
+    assert Bench(CADENCE).done(500, 0).limit(0) is None
+
+
+@pytest.mark.parametrize(
+    ("max_overshoot", "limit"), [(None, 12), (0, 10), (3, 13)]
+)  # fmt: skip
+def test_under_async_a_rank_overshoots_its_count_by_a_bounded_part(max_overshoot, limit):
+    assert Bench(ASYNC, max_overshoot=max_overshoot).limit(0) == limit
+
+
+def test_the_overshoot_is_a_quarter_of_a_large_count():
+    assert Bench(ASYNC, anchor=100).limit(0) == 125
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC])
+@pytest.mark.parametrize("lead", [0, 2])
+def test_the_lead_counts_from_the_slowest_rank(policy, lead):
+    bench = Bench(policy, world=3, max_batch_diff=lead).done(4, 1, 2)
+    assert [bench.limit(r) for r in range(3)] == [1 + lead + 1, 2 + lead + 1, 1 + lead + 1]
+
+
+def test_catching_up_raises_the_limit():
+    bench = Bench(CADENCE, max_batch_diff=2)
+    assert bench.done(3, 0).limit(0) == 3
+    assert bench.done(3, 1).limit(0) == 4
+
+
+def test_a_rank_without_work_holds_nobody_back():
+    bench = Bench(CADENCE, max_batch_diff=0).done(5, 0).idle(1)
+    assert bench.limit(0) is None
+
+
+def test_the_stricter_of_lead_and_overshoot_holds():
+    bench = Bench(ASYNC, max_batch_diff=100, max_overshoot=0)
+    assert bench.done(0, 0).limit(0) == 10
+
+
+def test_an_allowance_asks_for_a_report_at_the_count_or_after_each_batch():
+    assert Bench(CADENCE).gate.allowance(0).report_after == 10
+    assert Bench(CADENCE, max_batch_diff=3).gate.allowance(0).report_after == 1
+    assert Bench(CADENCE, max_batch_diff=3).gate.allowance(0).limit == 4

@@ -1,0 +1,356 @@
+"""What the holder of a run can ask of it: waiting, stopping, metrics, statistics."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from runtime import current_worker
+from tests.unit.running import (
+    ASYNC,
+    CADENCE,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    WAYS,
+    Gate,
+    Trace,
+    builder,
+    count_up,
+)
+
+FOREVER = 100_000
+by_name = {"ids": lambda way: f"{way[0].name}-{way[1].name}"}
+every_way = pytest.mark.parametrize("way", WAYS, **by_name)
+local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+
+
+# -- join ----------------------------------------------------------------------
+
+
+def test_join_with_a_timeout_raises_and_the_run_goes_on():
+    gate = Gate()
+    handle = builder(train=gate).run()
+    gate.await_entry()
+    with pytest.raises(TimeoutError, match="goes on"):
+        handle.join(0.01)
+    with pytest.raises(TimeoutError, match="goes on"):
+        handle.next_metrics(0.01)
+    assert handle.state is None
+    gate.opened.set()
+    assert not handle.join(WAIT_S).stopped
+
+
+def test_join_repeats_its_state_and_its_error():
+    handle = builder().run()
+    assert handle.join(WAIT_S) is handle.join(WAIT_S) is handle.state
+
+    def broken(model, batch):
+        raise ZeroDivisionError("no")
+
+    failing = builder(train=broken).run()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            failing.join(WAIT_S)
+        errors.append(caught.value)
+    assert errors[0] is errors[1]
+    assert failing.state is None
+
+
+def test_join_from_several_threads_gives_all_the_same():
+    gate = Gate()
+    handle = builder(train=gate).run()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(handle.join())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    gate.opened.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert found == [handle.state] * 4
+
+
+@pytest.mark.parametrize("wait", ["join", "metrics"])
+def test_ctrl_c_stops_the_run_and_keeps_its_state(monkeypatch, wait):
+    gate, waiting = Gate(), threading.Event()
+    handle = builder(train=gate, dataset=FOREVER).run()
+    main, real_wait = threading.get_ident(), handle._wait
+
+    def noticed_wait(ready, deadline):
+        waiting.set()  # from here on the interrupt is the handle's to answer
+        return real_wait(ready, deadline)
+
+    def interrupt():
+        gate.await_entry()
+        if waiting.wait(WAIT_S):
+            signal.pthread_kill(main, signal.SIGINT)
+        gate.opened.set()
+
+    monkeypatch.setattr(handle, "_wait", noticed_wait)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        handle.join(WAIT_S) if wait == "join" else next(handle.metrics())
+    thread.join(WAIT_S)
+    assert handle.state is not None
+    assert handle.state.stopped
+    assert not [t for t in threading.enumerate() if t.name in ("coordinator", "averager")]
+
+
+# -- stop ----------------------------------------------------------------------
+
+
+@every_way
+def test_stop_in_the_middle_keeps_what_was_trained(way):
+    trace = Trace()
+    handle = builder(train=trace, dataset=FOREVER, batch_size=1, way=way).run()
+    trace.wait_for(lambda: min(trace.steps[0], trace.steps[1]) >= 3)
+    for _ in range(3):
+        handle.stop()
+    state = handle.join(WAIT_S)
+    assert state.stopped
+    assert state.metrics == ()
+    assert list(handle.metrics()) == []
+    assert 0 < float(state.params["w"]) <= sum(trace.steps.values())
+    handle.stop()
+    assert handle.join(WAIT_S) is state
+
+
+@every_way
+def test_stop_before_the_first_step_ends_the_run(way):
+    released = threading.Event()
+
+    def slow_to_build(params):
+        assert released.wait(WAIT_S)
+        return torch.optim.SGD(params, 1.0)
+
+    trace = Trace()
+    handle = builder(train=trace, dataset=FOREVER, optim=slow_to_build, way=way).run()
+    handle.stop()
+    released.set()
+    state = handle.join(WAIT_S)
+    assert state.stopped
+    assert trace.batches == []
+    assert float(state.params["w"]) == 0.0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lockstep_ranks_all_stop_before_the_same_step(ranks):
+    trace = Trace()
+    handle = builder(
+        train=trace, dataset=FOREVER, batch_size=1, ranks=ranks, way=(SYNC, THREAD)
+    ).run()
+    trace.wait_for(lambda: sum(trace.steps.values()) >= 5 * ranks)
+    threading.Thread(target=handle.stop).start()
+    state = handle.join(WAIT_S)
+    (steps,) = set(trace.steps.values())
+    assert float(state.params["w"]) == steps
+
+
+@local_ways
+def test_stop_asked_in_an_epochs_last_batches_ends_the_run(way):
+    for last in range(1, 9):
+        trace, handles, ready = Trace(), [], threading.Event()
+
+        def train(model, batch, trace=trace, handles=handles, ready=ready, last=last):
+            assert ready.wait(WAIT_S)
+            if sum(trace.steps.values()) == last:
+                handles[0].stop()
+            return trace(model, batch)
+
+        handle = builder(train=train, dataset=8, batch_size=2, epochs=50, way=way).run()
+        handles.append(handle)
+        ready.set()
+        state = handle.join(WAIT_S)
+        if way[0] is SYNC:
+            assert trace.steps[0] == trace.steps[1] == float(state.params["w"])
+
+
+# -- metrics -------------------------------------------------------------------
+
+
+def test_metrics_are_one_queue_for_all_readers():
+    handle = builder(epochs=4).run()
+    first = handle.next_metrics(WAIT_S)
+    assert first.epoch == 0
+    assert [m.epoch for m in handle.metrics()] == [1, 2, 3]
+    assert handle.next_metrics(WAIT_S) is None
+    assert handle.poll_metrics() == []
+    assert [m.epoch for m in handle.join(WAIT_S).metrics] == [0, 1, 2, 3]
+
+
+def test_poll_metrics_gives_what_is_unread_at_once():
+    handle = builder(epochs=3).run()
+    handle.join(WAIT_S)
+    assert [m.epoch for m in handle.poll_metrics()] == [0, 1, 2]
+    assert handle.poll_metrics() == []
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)], **by_name)
+def test_metrics_fn_that_returns_false_ends_the_run(way):
+    names = []
+
+    def metrics_fn(metrics):
+        names.append(threading.current_thread().name)
+        return metrics.epoch < 2
+
+    handle = builder(dataset=FOREVER // 100, epochs=FOREVER, way=way).metrics_fn(metrics_fn).run()
+    state = handle.join(WAIT_S)
+    assert state.stopped
+    assert len(state.metrics) >= 3
+    assert set(names) == {"metrics"}
+
+
+def test_metrics_fn_that_raises_or_blocks_stops_no_training(caplog):
+    trace, release = Trace(), threading.Event()
+
+    def metrics_fn(metrics):
+        assert release.wait(WAIT_S)
+        raise ValueError("a bad plot")
+
+    handle = builder(train=trace, dataset=10, batch_size=1, epochs=3).metrics_fn(metrics_fn).run()
+    trace.wait_for(lambda: sum(trace.steps.values()) == 30)  # while the callback is blocked
+    release.set()
+    assert len(handle.join(WAIT_S).metrics) == 3
+    assert caplog.text.count("metrics_fn failed") == 3
+
+
+def test_progress_is_silent_off_a_terminal(capfd):
+    builder().run().join(WAIT_S)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_progress_asked_for_off_a_terminal_logs_one_line_an_epoch(caplog, capfd):
+    with caplog.at_level("INFO", logger="runtime.progress"):
+        builder(epochs=2).progress(True).run().join(WAIT_S)
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["epoch 0", "epoch 1"]
+    assert capfd.readouterr() == ("", "")
+
+
+# -- the context manager -------------------------------------------------------
+
+
+def test_leaving_the_block_waits_for_the_end():
+    with builder(epochs=2).run() as handle:
+        pass
+    assert len(handle.state.metrics) == 2
+
+
+def test_leaving_the_block_on_an_exception_stops_the_run():
+    trace = Trace()
+    handle = builder(train=trace, dataset=FOREVER).run()
+
+    def fail_inside():
+        with handle:
+            trace.wait_for(lambda: trace.batches)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail_inside()
+    assert handle.state.stopped
+
+
+# -- what the handle knows -----------------------------------------------------
+
+
+@local_ways
+def test_statistics_count_what_every_rank_did(way):
+    handle = builder(dataset=41, batch_size=4, epochs=2, ranks=3, way=way).run()
+    handle.statistics()  # at any time
+    state = handle.join(WAIT_S)
+    found = handle.statistics()
+    assert found.global_step == 22
+    assert sum(r.num_batches for r in found.ranks) == 22
+    assert sum(r.num_samples for r in found.ranks) == 82
+    assert sum(r.share for r in found.ranks) == pytest.approx(1.0)
+    assert [r.rank for r in found.ranks] == [0, 1, 2]
+    assert all(r.alive for r in found.ranks)
+    assert found.num_averagings == sum(m.num_averagings for m in state.metrics)
+    assert found.num_failed_rounds == 0
+    with pytest.raises(AttributeError):
+        found.epoch = 5
+
+
+def test_the_handle_names_devices_and_backend():
+    handle = builder(ranks=3, way=(SYNC, THREAD)).run()
+    assert handle.world_size == 3
+    assert handle.devices == (torch.device("cpu"),) * 3
+    assert handle.backend is THREAD
+    assert handle.backend_reason
+    handle.join(WAIT_S)
+
+
+@every_way
+def test_max_steps_ends_after_that_many_batches_of_all_ranks(way):
+    trace = Trace()
+    handle = builder(train=trace, dataset=10, batch_size=2, epochs=9, way=way).max_steps(17).run()
+    state = handle.join(WAIT_S)
+    assert sum(trace.steps.values()) == 17
+    assert len(state.metrics) == 3
+    assert len(trace.of_epoch(3)) == 2
+
+
+# -- the process around it -----------------------------------------------------
+
+
+def test_intra_op_threads_are_restored():
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 3)
+    try:
+        inside = []
+
+        def train(model, batch):
+            inside.append(torch.get_num_threads())
+            return count_up(model, batch)
+
+        builder(train=train, ranks=2).run().join(WAIT_S)
+        later = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (torch.get_num_threads(), later) == (before + 3, [before + 3])
+        assert before + 3 not in inside
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_two_runs_at_once_do_not_mix():
+    meet = threading.Barrier(2, timeout=WAIT_S)
+    traces = []
+    for _ in range(2):
+
+        def together(model, batch, once=[]):  # noqa: B006
+            if not once and current_worker().rank == 0:
+                once.append(True)
+                meet.wait()
+            return count_up(model, batch)
+
+        traces.append(Trace(lambda m, b, f=together: f(m, b)))
+    a = builder(train=traces[0], dataset=30, epochs=2, way=(CADENCE, OVER_CPU)).run()
+    b = builder(train=traces[1], dataset=22, epochs=2, way=(SYNC, THREAD)).run()
+    assert [m.num_samples for m in a.join(WAIT_S).metrics] == [30, 30]
+    assert [m.num_samples for m in b.join(WAIT_S).metrics] == [22, 22]
+
+
+def test_run_returns_before_a_slow_factory_does():
+    release = threading.Event()
+
+    def model(device):
+        assert release.wait(WAIT_S)
+        return torch.nn.Linear(1, 1)
+
+    start = time.monotonic()
+    handle = builder(
+        model=model, train=lambda m, b: m(b[0].float().unsqueeze(1)).mean(), ranks=2
+    ).run()
+    assert time.monotonic() - start < WAIT_S / 2
+    assert handle.poll_metrics() == []
+    release.set()
+    handle.join(WAIT_S)

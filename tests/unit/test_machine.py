@@ -1,0 +1,394 @@
+"""The coordinator's decisions, one event after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator import messages as m
+from coordinator.commands import FINAL_ROUND, AbortCollective, Average, PublishEpoch, Send
+from coordinator.config import CoordinatorConfig
+from coordinator.errors import AveragingFailed
+from coordinator.machine import Coordinator
+from coordinator.outcome import Phase
+from coordinator.policy import ApplyPolicy, AverageBackend
+from coordinator.world import Rank, RankState
+
+EMPTY = m.Payload(params=())
+CPU, THREAD = AverageBackend.CPU, AverageBackend.THREAD
+
+
+class Run:
+    """A machine and what it has sent."""
+
+    def __init__(self, world=2, *, ready=True, **settings):
+        defaults = {"num_samples": 100, "batch_size": 1, "num_epochs": 1, "anchor": 2}
+        config = CoordinatorConfig(devices=("cpu",) * world, **(defaults | settings))
+        self.machine = Coordinator(config)
+        self.now = 0.0
+        self.sent = []
+        self.others = []
+        if ready:
+            for rank in range(world):
+                self.tell(m.Ready(rank=rank))
+
+    def tell(self, event):
+        """Hand an event in; returns the messages it caused."""
+        commands = self.machine.handle(event, self.now)
+        new = [(c.rank, c.message) for c in commands if isinstance(c, Send)]
+        self.sent += new
+        self.others += [c for c in commands if not isinstance(c, Send)]
+        return new
+
+    def to(self, kind, rank=None):
+        return [msg for r, msg in self.sent if isinstance(msg, kind) and rank in (None, r)]
+
+    def report(self, rank, batches=1, epoch=0):
+        tally = m.Tally(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
+        return self.tell(m.BatchReport(rank=rank, epoch=epoch, tally=tally))
+
+    def end_plan(self, rank, batches=1, epoch=0):
+        tally = m.Tally(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
+        return self.tell(m.EpochReport(rank=rank, epoch=epoch, tally=tally))
+
+    def snapshot(self, rank, round_id, samples=1):
+        return self.tell(
+            m.ParamSnapshot(
+                rank=rank, round=round_id, payload=EMPTY, num_samples=samples, num_batches=samples
+            )
+        )
+
+    def jobs(self):
+        return [c for c in self.others if isinstance(c, Average)]
+
+
+def at_a_round(backend=CPU, **settings):
+    """Two ranks that were just asked for their part of round 1."""
+    run = Run(backend=backend, **settings)
+    for _ in range(2):
+        run.end_plan(0)
+        run.end_plan(1)
+    kind = m.RequestParams if backend is CPU else m.SyncNow
+    assert [msg.round for msg in run.to(kind)] == [1, 1]
+    return run
+
+
+# -- start ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_dealt_before_every_rank_is_ready():
+    run = Run(ready=False)
+    assert run.tell(m.Ready(rank=0)) == []
+    run.tell(m.Ready(rank=1))
+    assert run.machine.phase is Phase.RUNNING
+    assert [len(run.to(m.StartEpoch, rank)) for rank in (0, 1)] == [2, 2]
+
+
+def test_each_rank_keeps_two_plans_one_in_progress_and_one_behind_it():
+    run = Run()
+    assert [type(msg) for _, msg in run.end_plan(0)] == [m.StartEpoch]
+
+
+def test_everyone_gets_a_first_plan_before_anyone_gets_a_second():
+    run = Run(num_samples=2)
+    assert [len(run.to(m.StartEpoch, rank)) for rank in (0, 1)] == [1, 1]
+
+
+def test_a_rank_without_a_batch_of_an_epoch_still_hears_of_it():
+    run = Run(world=3, num_samples=2)
+    assert run.to(m.StartEpoch, 2) == []
+    run.end_plan(0), run.end_plan(1)
+    for rank in range(3):
+        run.snapshot(rank, 1, 0 if rank == 2 else 1)
+    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    assert run.to(m.StartEpoch, 2) == [m.StartEpoch(plan=m.EpochPlan(epoch=0))]
+
+
+def test_a_stop_before_the_start_ends_the_run_without_training():
+    run = Run(ready=False)
+    run.tell(m.StopRequested())
+    for rank in (0, 1):
+        run.tell(m.Ready(rank=rank))
+    assert run.to(m.StartEpoch) == []
+    assert run.to(m.Shutdown) == [m.Shutdown(), m.Shutdown()]
+
+
+# -- rounds ------------------------------------------------------------------------------------
+
+
+def test_a_round_over_the_cpu_collects_computes_and_delivers():
+    run = at_a_round()
+    assert run.snapshot(0, 1, 2) == []
+    run.snapshot(1, 1, 3)
+    (job,) = run.jobs()
+    assert (job.round, job.ranks, job.weights) == (1, (0, 1), (2, 3))
+    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=5))
+    assert [msg.round for msg in run.to(m.Update)] == [1, 1]
+    assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
+    assert run.machine.core.pool.oldest.num_settled == 4
+
+
+@pytest.mark.parametrize("backend", [CPU, THREAD])
+def test_no_second_request_goes_out_before_every_rank_acknowledged(backend):
+    """D6."""
+    run = at_a_round(backend)
+    kind = m.RequestParams if backend is CPU else m.SyncNow
+    if backend is CPU:
+        run.snapshot(0, 1), run.snapshot(1, 1)
+        run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    for _ in range(10):
+        run.end_plan(0)
+        run.end_plan(1)
+    run.tell(m.SyncAck(rank=0, round=1))
+    assert len(run.to(kind)) == 2
+    run.tell(m.SyncAck(rank=1, round=1))
+    run.end_plan(0), run.end_plan(1), run.end_plan(0), run.end_plan(1)
+    assert [msg.round for msg in run.to(kind)] == [1, 1, 2, 2]
+
+
+def test_an_acknowledgement_counts_as_no_batch():
+    """D5."""
+    run = at_a_round(THREAD)
+    before = [r.num_batches for r in run.machine.core.ranks]
+    for rank in (0, 1):
+        run.tell(m.SyncAck(rank=rank, round=1))
+    assert [r.num_batches for r in run.machine.core.ranks] == before
+    assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
+
+
+def test_what_is_trained_while_an_average_is_computed_counts_for_the_next_round():
+    """D19."""
+    run = at_a_round()
+    run.snapshot(0, 1), run.snapshot(1, 1)
+    run.end_plan(0), run.end_plan(0), run.end_plan(1)
+    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    assert [r.since_round for r in run.machine.core.ranks] == [2, 1]
+    assert run.machine.core.pool.oldest.num_settled == 4
+    assert run.to(m.SetGlobalStep)[-1].step == 4
+
+
+def test_a_round_that_is_not_answered_in_time_is_given_up_and_tried_again():
+    run = at_a_round(snapshot_timeout_s=1.0)
+    run.snapshot(0, 1)
+    assert run.machine.deadline == pytest.approx(1.0)
+    run.now = 0.9
+    run.tell(m.Tick())
+    assert len(run.to(m.RequestParams)) == 2
+    run.now = 1.0
+    run.tell(m.Tick())
+    assert [msg.round for msg in run.to(m.RequestParams)] == [1, 1, 2, 2]
+    assert run.machine.statistics().num_failed_rounds == 1
+
+
+def test_a_snapshot_of_a_round_that_was_given_up_is_dropped():
+    """D15."""
+    run = at_a_round(snapshot_timeout_s=1.0)
+    run.now = 1.0
+    run.tell(m.Tick())
+    run.snapshot(0, 1), run.snapshot(1, 1)
+    assert run.jobs() == []
+    run.snapshot(1, 2), run.snapshot(0, 2)
+    assert [job.round for job in run.jobs()] == [2]
+    assert run.machine.core.pool.oldest.num_settled == 0
+
+
+def test_too_many_failed_rounds_in_a_row_end_the_run():
+    run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=3)
+    for _ in range(3):
+        run.now += 1.0
+        run.tell(m.Tick())
+    assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
+    assert run.to(m.Shutdown) == [m.Shutdown(snapshot=False)] * 2
+
+
+def test_an_average_that_could_not_be_computed_gives_the_round_up():
+    run = at_a_round()
+    run.snapshot(0, 1), run.snapshot(1, 1)
+    run.tell(m.Averaged(round=1, average=None, error=MemoryError()))
+    assert run.to(m.Update) == []
+    assert [msg.round for msg in run.to(m.RequestParams)] == [1, 1, 2, 2]
+
+
+def test_catching_up_releases_a_parked_rank_without_a_round():
+    """D11, S1: max_batch_diff below the anchor."""
+    run = Run(anchor=10, max_batch_diff=2)
+    run.end_plan(0), run.end_plan(0), run.end_plan(0)
+    assert run.machine.core.ranks[0].parked
+    sent = run.report(1)
+    assert (0, m.Resume(allowance=m.Allowance(limit=4, report_after=1))) in sent
+    assert not run.machine.core.ranks[0].parked
+    assert run.to(m.RequestParams) == []
+
+
+# -- the end ---------------------------------------------------------------------------------
+
+
+def finish_training(run, epoch=0):
+    """Settle an epoch of two batches by a round over the CPU."""
+    run.end_plan(0, epoch=epoch), run.end_plan(1, epoch=epoch)
+    round_id = run.to(m.RequestParams)[-1].round
+    run.snapshot(0, round_id), run.snapshot(1, round_id)
+    run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
+    for rank in (0, 1):
+        run.tell(m.SyncAck(rank=rank, round=round_id))
+
+
+def test_a_run_ends_with_the_average_of_the_last_snapshots():
+    run = Run(num_samples=2)
+    finish_training(run)
+    assert run.to(m.Shutdown) == [m.Shutdown()] * 2
+    for rank in (0, 1):
+        run.tell(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
+        run.tell(m.Exiting(rank=rank))
+    assert run.jobs()[-1].round == FINAL_ROUND
+    final = m.Payload(params=())
+    run.tell(m.Averaged(round=FINAL_ROUND, average=final, num_samples=2))
+    assert run.machine.done
+    assert run.machine.outcome.payload is final
+    assert run.machine.outcome.failure is None
+    assert not run.machine.outcome.stopped
+
+
+def test_an_epoch_is_published_once_its_evaluation_is_there():
+    run = Run(num_samples=2, evaluate=True)
+    finish_training(run)
+    assert [msg.evaluate for msg in run.to(m.Update)] == [0, None]
+    assert not any(isinstance(c, PublishEpoch) for c in run.others)
+    assert run.to(m.Shutdown) == []
+    run.tell(m.EvalReport(rank=0, epoch=0, values=(("acc", 0.5),)))
+    (published,) = (c for c in run.others if isinstance(c, PublishEpoch))
+    assert published.metrics.scalars["eval/acc"] == 0.5
+    assert len(run.to(m.Shutdown)) == 2
+
+
+def test_a_stop_waits_for_the_round_in_flight():
+    run = at_a_round()
+    run.tell(m.StopRequested())
+    assert run.to(m.Shutdown) == []
+    run.snapshot(0, 1), run.snapshot(1, 1)
+    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    run.tell(m.SyncAck(rank=0, round=1))
+    assert run.to(m.Shutdown) == []
+    run.tell(m.SyncAck(rank=1, round=1))
+    assert len(run.to(m.Shutdown)) == 2
+    assert run.machine.outcome.stopped
+
+
+def test_a_final_average_that_fails_is_the_outcome_of_the_run():
+    run = Run(num_samples=2)
+    finish_training(run)
+    for rank in (0, 1):
+        run.tell(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
+        run.tell(m.Exiting(rank=rank))
+    error = MemoryError()
+    run.tell(m.Averaged(round=FINAL_ROUND, average=None, error=error))
+    assert run.machine.outcome.failure.error is error
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+def test_a_failure_wakes_the_collective_and_sends_everyone_home():
+    run = at_a_round(THREAD)
+    error = RuntimeError("in a step")
+    run.tell(m.Failed(rank=1, epoch=0, step=7, error=error))
+    assert AbortCollective() in run.others
+    assert run.to(m.Shutdown, 0) == [m.Shutdown(snapshot=False)]
+    run.tell(m.SyncAck(rank=0, round=1, ok=False))
+    run.tell(m.Exiting(rank=0))
+    assert run.machine.done
+    failure = run.machine.outcome.failure
+    assert (failure.error, failure.rank, failure.step) == (error, 1, 7)
+
+
+def test_a_failure_ends_the_round_in_flight():
+    """No average of it is delivered, neither to the dead nor to those who leave."""
+    run = at_a_round()
+    run.snapshot(0, 1), run.snapshot(1, 1)
+    run.tell(m.Failed(rank=1, epoch=0, step=2, error=RuntimeError()))
+    assert run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2)) == []
+    assert run.machine.core.pool.oldest.num_settled == 0
+
+
+def test_a_rank_that_leaves_during_a_round_aborts_it():
+    """D1."""
+    run = at_a_round(THREAD)
+    run.tell(m.Exiting(rank=1))
+    assert AbortCollective() in run.others
+    assert [msg for _, msg in run.sent if isinstance(msg, m.SyncNow) and msg.round > 1] == []
+    assert run.machine.outcome.failure.rank == 1
+
+
+def test_a_thread_that_ends_without_a_word_is_dead():
+    run = Run()
+    run.tell(m.ThreadEnded(rank=0))
+    assert run.machine.core.ranks[0].state is RankState.DEAD
+    assert "without a word" in str(run.machine.outcome.failure.error)
+
+
+def test_the_first_failure_is_told_and_later_ones_are_not():
+    run = Run(world=3)
+    first = RuntimeError("first")
+    run.tell(m.Failed(rank=0, epoch=0, step=1, error=first))
+    run.tell(m.Failed(rank=1, epoch=0, step=1, error=RuntimeError("second")))
+    assert run.machine.outcome.failure.error is first
+
+
+def test_ranks_that_do_not_leave_in_time_are_named():
+    """D22: one bounded wait for all."""
+    run = Run(world=3, grace_s=2.0)
+    run.tell(m.Failed(rank=0, epoch=0, step=0, error=RuntimeError()))
+    run.tell(m.Exiting(rank=1))
+    run.now = run.machine.deadline
+    assert run.now == 2.0
+    run.tell(m.Tick())
+    assert run.machine.done
+    assert run.machine.outcome.missing == (2,)
+
+
+def test_a_machine_that_is_done_answers_nothing():
+    run = Run(world=2, grace_s=0.0)
+    run.tell(m.Failed(rank=0, epoch=0, step=0, error=RuntimeError()))
+    run.tell(m.Tick())
+    assert run.machine.done
+    assert run.tell(m.Ready(rank=1)) == []
+    assert run.machine.deadline is None
+
+
+@pytest.mark.parametrize(
+    ("state", "target"),
+    [
+        (RankState.GONE, RankState.LIVE),
+        (RankState.DEAD, RankState.GONE),
+        (RankState.LIVE, RankState.BUILDING),
+        (RankState.LEAVING, RankState.LIVE),
+    ],
+)
+def test_a_rank_never_comes_back(state, target):
+    rank = Rank(rank=4, state=state)
+    with pytest.raises(AssertionError, match="rank 4"):
+        rank.move(target)
+
+
+# -- SYNC and one device -----------------------------------------------------------------------
+
+
+def test_under_sync_no_round_and_no_limit_is_sent():
+    run = Run(policy=ApplyPolicy.SYNC, backend=THREAD, num_samples=10, max_batch_diff=0)
+    plans = run.to(m.StartEpoch)
+    assert [p.plan.shares for p in plans] == [(5, 5), (5, 5)]
+    run.end_plan(0, 5)
+    assert run.to(m.Shutdown) == []
+    run.end_plan(1, 5)
+    assert run.machine.statistics().num_averagings == 5
+    assert run.to(m.SyncNow) + run.to(m.Throttle) + run.to(m.Resume) == []
+    assert len(run.to(m.Shutdown)) == 2
+
+
+def test_one_device_averages_nothing():
+    run = Run(world=1, num_samples=3)
+    while (plans := run.to(m.StartEpoch)) and not run.to(m.Shutdown):
+        run.end_plan(0, plans[0].plan.num_batches)
+        run.sent = [s for s in run.sent if s[1] is not plans[0]]
+    assert run.to(m.Shutdown) == [m.Shutdown()]
+    assert run.jobs() == []
+    assert run.machine.outcome.metrics[0].num_samples == 3

@@ -1,0 +1,378 @@
+"""The worker's half of the control protocol."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator import messages as m
+from runtime.protocol import IllegalTransition, WorkerProtocol, WorkerState
+
+EMPTY = m.Payload(params=())
+PLAN = m.EpochPlan(epoch=0, batches=(range(100),))
+
+
+def training(limit=None, report_after=None):
+    """A worker in the middle of a plan."""
+    protocol = WorkerProtocol(0)
+    protocol.built()
+    protocol.receive(m.Resume(allowance=m.Allowance(limit=limit, report_after=report_after)))
+    protocol.receive(m.StartEpoch(plan=PLAN))
+    assert protocol.begin_plan() is PLAN
+    return protocol
+
+
+def parked():
+    protocol = training()
+    protocol.receive(m.Throttle())
+    assert protocol.parked
+    return protocol
+
+
+def train(protocol, batches):
+    for _ in range(batches):
+        assert protocol.may_train
+        protocol.trained(1, 10)
+
+
+def release(protocol, message):
+    work = protocol.receive(message)
+    if isinstance(work, m.SyncNow):
+        protocol.synced(work, ok=True)
+    elif isinstance(work, m.Update):
+        assert protocol.updated(work)
+
+
+# -- states -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "next_state"),
+    [
+        (WorkerState.GONE, WorkerState.IDLE),
+        (WorkerState.GONE, WorkerState.LEAVING),
+        (WorkerState.LEAVING, WorkerState.TRAINING),
+        (WorkerState.LEAVING, WorkerState.SYNCING),
+        (WorkerState.BUILDING, WorkerState.TRAINING),
+        (WorkerState.BUILDING, WorkerState.SYNCING),
+        (WorkerState.TRAINING, WorkerState.BUILDING),
+        (WorkerState.TRAINING, WorkerState.GONE),
+    ],
+)
+def test_an_illegal_transition_is_refused_and_changes_nothing(state, next_state):
+    protocol = WorkerProtocol(3, state=state)
+    with pytest.raises(IllegalTransition, match="worker 3"):
+        protocol.transition(next_state)
+    assert protocol.state is state
+
+
+def test_a_second_sync_before_the_first_has_ended_keeps_one_round():
+    protocol = training()
+    first = protocol.receive(m.SyncNow(round=1))
+    assert protocol.state is WorkerState.SYNCING
+    protocol.synced(first, ok=True)
+    assert protocol.state is WorkerState.TRAINING
+
+
+def test_a_life_leads_from_building_to_gone():
+    protocol = WorkerProtocol(0)
+    assert protocol.state is WorkerState.BUILDING
+    protocol.built()
+    assert protocol.state is WorkerState.IDLE
+    protocol.receive(m.StartEpoch(plan=PLAN))
+    protocol.begin_plan()
+    assert protocol.state is WorkerState.TRAINING
+    protocol.end_plan()
+    assert protocol.state is WorkerState.IDLE
+    protocol.receive(m.Shutdown())
+    assert protocol.state is WorkerState.LEAVING
+    protocol.gone()
+    assert protocol.state is WorkerState.GONE
+    protocol.leave()
+    assert protocol.state is WorkerState.GONE
+
+
+# -- parking ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Resume(),
+        m.SyncNow(round=1),
+        m.Update(round=1, average=EMPTY),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_parked_worker_is_released_by(message):
+    protocol = parked()
+    protocol.snapshot_taken(1)
+    release(protocol, message)
+    assert not protocol.parked
+    assert protocol.may_train
+
+
+def test_a_parked_worker_is_released_by_shutdown_to_leave():
+    protocol = parked()
+    protocol.receive(m.Shutdown())
+    assert not protocol.parked
+    assert protocol.leaving
+    assert not protocol.may_train
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.RequestParams(round=1),
+        m.StartEpoch(plan=PLAN),
+        m.SetGlobalStep(step=5),
+        m.Evaluate(epoch=0),
+        m.Checkpoint(version=1),
+        m.Throttle(),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_parked_worker_is_not_released_by(message):
+    protocol = parked()
+    protocol.receive(message)
+    assert protocol.parked
+
+
+@pytest.mark.parametrize("message", [m.RequestParams(round=1), m.Evaluate(epoch=0)])
+def test_a_parked_worker_still_answers(message):
+    """D12."""
+    assert parked().receive(message) is message
+
+
+def test_one_release_ends_two_throttles():
+    """D10."""
+    protocol = parked()
+    protocol.receive(m.Throttle())
+    protocol.receive(m.Resume())
+    assert protocol.may_train
+
+
+def test_a_plan_that_arrives_while_parked_is_trained_after():
+    """D13."""
+    protocol = parked()
+    late = m.EpochPlan(epoch=1, batches=(range(2),))
+    protocol.receive(m.StartEpoch(plan=late))
+    protocol.receive(m.Resume())
+    protocol.end_plan()
+    assert protocol.begin_plan() is late
+    assert protocol.may_train
+
+
+def test_a_worker_parks_at_its_limit_and_reports_at_once():
+    protocol = training(limit=2)
+    train(protocol, 2)
+    assert protocol.parked
+    assert protocol.report_due
+    protocol.reported()
+    assert not protocol.report_due
+
+
+def test_a_worker_that_parked_between_plans_stays_parked():
+    protocol = training(limit=1)
+    train(protocol, 1)
+    protocol.end_plan()
+    assert protocol.parked
+    protocol.receive(m.Resume(allowance=m.Allowance(limit=2)))
+    assert protocol.state is WorkerState.IDLE
+
+
+# -- rounds -----------------------------------------------------------------------------------
+
+
+def test_seven_and_four_minus_five_and_three_is_two_and_one():
+    """D19: counters subtract what the snapshot held."""
+    ranks = [training(), training()]
+    for protocol, before, after in zip(ranks, (5, 3), (2, 1), strict=True):
+        train(protocol, before)
+        assert protocol.receive(m.RequestParams(round=1)) is not None
+        protocol.snapshot_taken(1)
+        train(protocol, after)
+    assert [p.batches for p in ranks] == [7, 4]
+    for protocol in ranks:
+        release(protocol, m.Update(round=1, average=EMPTY))
+    assert [p.batches for p in ranks] == [2, 1]
+    assert [p.samples for p in ranks] == [20, 10]
+
+
+def test_an_update_of_a_round_that_was_given_up_changes_nothing():
+    protocol = training()
+    train(protocol, 5)
+    protocol.snapshot_taken(1)
+    train(protocol, 2)
+    protocol.snapshot_taken(2)
+    stale = m.Update(round=1, average=EMPTY, allowance=m.Allowance(limit=0))
+    assert not protocol.updated(stale)
+    assert protocol.batches == 7
+    assert protocol.may_train
+    assert protocol.updated(m.Update(round=2, average=EMPTY))
+    assert protocol.batches == 0
+
+
+def test_an_update_is_taken_once():
+    protocol = training()
+    train(protocol, 2)
+    protocol.snapshot_taken(1)
+    update = m.Update(round=1, average=EMPTY)
+    assert protocol.updated(update)
+    train(protocol, 2)
+    assert not protocol.updated(update)
+    assert protocol.batches == 2
+
+
+def test_an_update_without_a_snapshot_changes_nothing():
+    protocol = training()
+    train(protocol, 2)
+    assert not protocol.updated(m.Update(round=0, average=EMPTY))
+    assert protocol.batches == 2
+
+
+def test_ten_batches_and_an_acknowledgement_are_ten_batches():
+    """D5: what a round needs is no batch, and moves no counter but the weight."""
+    protocol = training()
+    train(protocol, 10)
+    assert (protocol.batches, protocol.unreported) == (10, 10)
+    work = protocol.receive(m.SyncNow(round=1))
+    assert (protocol.batches, protocol.unreported) == (10, 10)
+    protocol.synced(work, ok=True)
+    assert (protocol.batches, protocol.samples) == (0, 0)
+    assert protocol.unreported == 10
+
+
+def test_an_aborted_collective_keeps_the_counters():
+    protocol = training(limit=4)
+    train(protocol, 3)
+    work = protocol.receive(m.SyncNow(round=1, allowance=m.Allowance(limit=9)))
+    protocol.synced(work, ok=False)
+    assert (protocol.batches, protocol.samples) == (3, 30)
+    train(protocol, 1)
+    assert protocol.parked
+
+
+def test_an_idle_worker_joins_a_round():
+    """D3."""
+    protocol = WorkerProtocol(0)
+    protocol.built()
+    work = protocol.receive(m.SyncNow(round=1))
+    assert work == m.SyncNow(round=1)
+    protocol.synced(work, ok=True)
+    assert protocol.state is WorkerState.IDLE
+
+
+def test_a_limit_of_the_next_round_counts_from_the_snapshot():
+    protocol = training(limit=5)
+    train(protocol, 5)
+    assert protocol.parked
+    protocol.snapshot_taken(1)
+    assert protocol.updated(m.Update(round=1, average=EMPTY, allowance=m.Allowance(limit=3)))
+    train(protocol, 3)
+    assert protocol.parked
+
+
+# -- the end ---------------------------------------------------------------------------------
+
+
+def test_a_leaving_worker_skips_what_was_sent_before_it_left():
+    """D2: stale rounds, then a plan: it exits."""
+    protocol = training()
+    protocol.leave()
+    stale = [m.SyncNow(round=r) for r in (1, 2, 3)]
+    for message in (*stale, m.Checkpoint(version=1), m.StartEpoch(plan=PLAN)):
+        assert protocol.receive(message) is None
+    protocol.end_plan()
+    assert protocol.begin_plan() is None
+    assert protocol.receive(m.Shutdown()) is None
+    assert protocol.shutdown == m.Shutdown()
+    protocol.gone()
+
+
+def test_a_stale_sync_after_shutdown_is_skipped():
+    """D2."""
+    protocol = training()
+    protocol.receive(m.Shutdown())
+    assert protocol.receive(m.SyncNow(round=1)) is None
+    assert protocol.state is WorkerState.LEAVING
+
+
+def test_a_failure_takes_the_wish_for_a_final_snapshot_back():
+    protocol = training()
+    protocol.receive(m.Shutdown(snapshot=True))
+    protocol.receive(m.Shutdown(snapshot=False))
+    assert protocol.shutdown == m.Shutdown(snapshot=False)
+
+
+# -- reports ------------------------------------------------------------------------------------
+
+
+def test_a_report_is_due_once_at_the_count_the_allowance_names():
+    protocol = training(report_after=3)
+    train(protocol, 2)
+    assert not protocol.report_due
+    train(protocol, 1)
+    assert protocol.report_due
+    protocol.reported()
+    train(protocol, 5)
+    assert not protocol.report_due
+
+
+def test_nothing_trained_is_no_report():
+    protocol = training(limit=0, report_after=0)
+    assert protocol.parked
+    assert not protocol.report_due
+
+
+def test_batches_trained_during_a_round_count_towards_the_next_report():
+    protocol = training(report_after=2)
+    train(protocol, 4)
+    protocol.reported()
+    protocol.snapshot_taken(1)
+    train(protocol, 2)
+    assert protocol.updated(m.Update(round=1, average=EMPTY, allowance=m.Allowance(report_after=2)))
+    assert protocol.report_due
+
+
+messages = st.sampled_from(
+    [
+        m.Throttle(),
+        m.Throttle(limit=3),
+        m.Resume(),
+        m.Resume(allowance=m.Allowance(limit=2)),
+        m.SetGlobalStep(step=3),
+        m.StartEpoch(plan=PLAN),
+        m.RequestParams(round=1),
+        m.Update(round=1, average=EMPTY),
+        m.SyncNow(round=2),
+        m.Evaluate(epoch=0),
+    ]
+)
+
+
+@given(st.lists(st.one_of(messages, st.just("train"), st.just("end")), max_size=40))
+def test_whatever_comes_in_whatever_order_one_resume_or_shutdown_moves_the_worker(steps):
+    protocol = training()
+    for step in steps:
+        if step == "train":
+            if protocol.may_train:
+                protocol.trained(1, 1)
+        elif step == "end":
+            protocol.end_plan()
+            protocol.begin_plan()
+        else:
+            work = protocol.receive(step)
+            if isinstance(work, m.SyncNow):
+                protocol.synced(work, ok=True)
+            elif isinstance(work, m.RequestParams):
+                protocol.snapshot_taken(work.round)
+            elif isinstance(work, m.Update):
+                protocol.updated(work)
+        assert protocol.batches >= 0
+        assert protocol.state in (WorkerState.IDLE, WorkerState.TRAINING, WorkerState.PARKED)
+    protocol.receive(m.Resume())
+    assert protocol.state is (WorkerState.IDLE if protocol.plan is None else WorkerState.TRAINING)
+    protocol.receive(m.Shutdown())
+    assert protocol.leaving

@@ -1,0 +1,94 @@
+"""The states of one averaging round."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from coordinator import messages as m
+from coordinator.rounds import Round, RoundState
+
+EMPTY = m.Payload(params=())
+LEGAL = {
+    (RoundState.NONE, RoundState.COLLECTING),
+    (RoundState.NONE, RoundState.SYNCING),
+    (RoundState.COLLECTING, RoundState.COMPUTING),
+    (RoundState.COLLECTING, RoundState.NONE),
+    (RoundState.COMPUTING, RoundState.DELIVERING),
+    (RoundState.COMPUTING, RoundState.NONE),
+    (RoundState.DELIVERING, RoundState.NONE),
+    (RoundState.SYNCING, RoundState.NONE),
+}
+
+
+def begun(state=RoundState.COLLECTING, ranks=(0, 1)):
+    rnd = Round()
+    rnd.begin(state, ranks, closing=False, evaluate=None, checkpoint=None, deadline=None)
+    return rnd
+
+
+def snapshot(rank=0, round_id=1):
+    return m.ParamSnapshot(rank=rank, round=round_id, payload=EMPTY, num_samples=10, num_batches=1)
+
+
+@pytest.mark.parametrize(("state", "target"), list(product(RoundState, RoundState)))
+def test_a_round_moves_along_its_path_only(state, target):
+    rnd = Round(state=state)
+    if (state, target) in LEGAL:
+        rnd.move(target)
+        assert rnd.state is target
+    else:
+        with pytest.raises(AssertionError, match=str(state)):
+            rnd.move(target)
+        assert rnd.state is state
+
+
+def test_a_round_does_not_begin_while_another_is_in_flight():
+    rnd = begun(RoundState.SYNCING)
+    with pytest.raises(AssertionError):
+        rnd.begin(
+            RoundState.SYNCING, (0, 1), closing=False, evaluate=None, checkpoint=None, deadline=None
+        )
+
+
+def test_every_round_has_its_own_id_and_starts_empty():
+    rnd = begun()
+    rnd.snapshots[0] = snapshot()
+    rnd.divergences[0] = 1.0
+    rnd.move(RoundState.NONE)
+    rnd.begin(RoundState.SYNCING, (0,), closing=True, evaluate=2, checkpoint=None, deadline=None)
+    assert rnd.id == 2
+    assert (rnd.snapshots, rnd.acks, rnd.divergences) == ({}, {}, {})  # D28
+
+
+def test_a_reply_to_an_old_round_is_refused():
+    """D15."""
+    rnd = begun()
+    rnd.move(RoundState.NONE)
+    rnd.begin(
+        RoundState.COLLECTING, (0, 1), closing=False, evaluate=None, checkpoint=None, deadline=None
+    )
+    assert not rnd.accepts(snapshot(round_id=1), RoundState.COLLECTING)
+    assert rnd.accepts(snapshot(round_id=2), RoundState.COLLECTING)
+
+
+def test_a_reply_is_refused_the_second_time():
+    rnd = begun()
+    rnd.snapshots[0] = snapshot(0)
+    assert not rnd.accepts(snapshot(0), RoundState.COLLECTING)
+    assert rnd.accepts(snapshot(1), RoundState.COLLECTING)
+
+
+def test_a_reply_in_another_state_or_of_a_stranger_is_refused():
+    rnd = begun(ranks=(0, 2))
+    assert not rnd.accepts(m.SyncAck(rank=0, round=1), RoundState.SYNCING)
+    assert not rnd.accepts(snapshot(1), RoundState.COLLECTING)
+
+
+def test_a_round_is_complete_with_the_last_of_its_ranks():
+    rnd = begun(RoundState.SYNCING)
+    for rank in (0, 1):
+        assert not rnd.all_acks
+        rnd.acks[rank] = m.SyncAck(rank=rank, round=1)
+    assert rnd.all_acks

@@ -1,0 +1,268 @@
+"""The thread that joins the machine to its queues, with real threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from coordinator import messages as m
+from coordinator import service as service_module
+from coordinator.commands import AbortCollective, Average, PublishEpoch, Send
+from coordinator.config import CoordinatorConfig
+from coordinator.machine import Coordinator
+from coordinator.metrics import EpochTally
+from coordinator.service import Service
+
+WAIT_S = 20.0
+"""Bound of every wait: reached only by a test that fails."""
+
+
+class Scripted(Coordinator):
+    """A machine that gives the commands it is told to."""
+
+    def __init__(self, script, *, world=2, deadline=None):
+        super().__init__(
+            CoordinatorConfig(devices=("cpu",) * world, num_samples=10, batch_size=1, num_epochs=1)
+        )
+        self.script = script
+        self.events = []
+        self.ended = False
+        self.due = deadline
+
+    @property
+    def deadline(self):
+        return self.due
+
+    @property
+    def done(self):
+        return self.ended
+
+    def handle(self, event, now):
+        self.events.append(event)
+        return self.script(self, event)
+
+
+class Bench:
+    """A service whose every effect is noted in order."""
+
+    def __init__(self, machine, world=2):
+        self.machine = machine
+        self.inbox = queue.SimpleQueue()
+        self.outboxes = [queue.SimpleQueue() for _ in range(world)]
+        self.log = []
+        self.ended = threading.Event()
+        self.service = Service(
+            machine,
+            self.inbox,
+            self.outboxes,
+            abort_collective=lambda: self.log.append("abort"),
+            on_epoch=lambda metrics: self.log.append(metrics.epoch),
+            on_end=self.end,
+        )
+
+    def end(self):
+        self.log.append("end")
+        self.ended.set()
+
+    def run(self, *events):
+        self.service.start()
+        for event in events:
+            self.inbox.put(event)
+        assert self.ended.wait(WAIT_S)
+        assert self.service.join(WAIT_S)
+        return self
+
+
+def threads():
+    return {t.name for t in threading.enumerate()} & {"coordinator", "averager"}
+
+
+def metrics_of(epoch):
+    return EpochTally(1).close(epoch=epoch, epoch_s=0.0, num_samples=0, devices=("cpu",))
+
+
+def test_commands_are_executed_in_order():
+    shutdown = m.Shutdown()
+
+    def script(machine, event):
+        machine.ended = True
+        return [
+            PublishEpoch(metrics=metrics_of(3)),
+            Send(rank=1, message=m.Throttle()),
+            AbortCollective(),
+            PublishEpoch(metrics=metrics_of(4)),
+            Send(rank=1, message=shutdown),
+        ]
+
+    bench = Bench(Scripted(script)).run(m.StopRequested())
+    assert bench.log == [3, "abort", 4, "end"]
+    assert [bench.outboxes[1].get_nowait() for _ in range(2)] == [m.Throttle(), shutdown]
+    assert bench.outboxes[0].empty()
+
+
+def test_events_are_handled_in_order():
+    def script(machine, event):
+        machine.ended = event == m.Ready(rank=9)
+        return []
+
+    events = [m.Ready(rank=r) for r in (3, 1, 2, 9)]
+    bench = Bench(Scripted(script)).run(*events)
+    assert bench.machine.events == events
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
+def test_a_coordinator_that_dies_wakes_everyone_and_keeps_its_error(error, caplog):
+    """D35: Python's queues never disconnect."""
+
+    def script(machine, event):
+        raise error
+
+    bench = Bench(Scripted(script)).run(m.StopRequested())
+    assert bench.machine.outcome.failure.error is error
+    assert bench.log == ["abort", "end"]
+    for outbox in bench.outboxes:
+        assert outbox.get_nowait() == m.Shutdown(snapshot=False)
+    assert threads() == set()
+    assert "the coordinator's thread died" in caplog.text
+
+
+def test_a_real_machine_that_breaks_down_wakes_everyone(monkeypatch, caplog):
+    def broken(self, now):
+        raise RuntimeError("inside the machine")
+
+    monkeypatch.setattr(Coordinator, "_advance", broken)
+    config = CoordinatorConfig(devices=("cpu", "cpu"), num_samples=10, batch_size=1, num_epochs=1)
+    bench = Bench(Coordinator(config)).run(m.Ready(rank=0))
+    assert str(bench.machine.outcome.failure.error) == "inside the machine"
+    assert all(outbox.get_nowait() == m.Shutdown(snapshot=False) for outbox in bench.outboxes)
+    assert bench.service.statistics().global_step == 0
+
+
+def test_a_deadline_that_passes_is_a_tick():
+    def script(machine, event):
+        machine.ended = isinstance(event, m.Tick)
+        return []
+
+    bench = Bench(Scripted(script, deadline=0.0)).run()
+    assert bench.machine.events == [m.Tick()]
+
+
+def test_an_average_is_computed_aside_and_comes_back_as_an_event():
+    seen = []
+
+    def script(machine, event):
+        match event:
+            case m.StopRequested():
+                payloads = tuple(m.Payload(params=(torch.tensor([value]),)) for value in (1.0, 4.0))
+                return [Average(round=7, ranks=(0, 2), payloads=payloads, weights=(2, 1))]
+            case m.Averaged():
+                seen.append(event)
+                machine.ended = True
+        return []
+
+    Bench(Scripted(script)).run(m.StopRequested())
+    (averaged,) = seen
+    assert averaged.round == 7
+    assert averaged.num_samples == 3
+    assert averaged.average.params[0].item() == 2.0
+    assert averaged.divergences == ((0, 0.5), (2, 1.0))
+    assert threads() == set()
+
+
+def test_an_average_that_fails_is_told_with_its_error(caplog):
+    seen = []
+
+    def script(machine, event):
+        if isinstance(event, m.Averaged):
+            seen.append(event)
+            machine.ended = True
+            return []
+        payloads = (m.Payload(params=(torch.zeros(1),)), m.Payload(params=(torch.zeros(2),)))
+        return [Average(round=1, ranks=(0, 1), payloads=payloads, weights=(1, 1))]
+
+    Bench(Scripted(script)).run(m.StopRequested())
+    assert seen[0].average is None
+    assert isinstance(seen[0].error, ValueError)
+    assert "averaging round 1 failed" in caplog.text
+
+
+def test_events_are_handled_while_an_average_is_computed(monkeypatch):
+    """D19: averaging does not stop dispatch."""
+    started, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def average(self, payloads, weights):
+            started.set()
+            assert release.wait(WAIT_S)
+            raise RuntimeError("released")
+
+    monkeypatch.setattr(service_module, "Averager", Slow)
+
+    def script(machine, event):
+        match event:
+            case m.Ready():
+                return [Average(round=1, ranks=(), payloads=(), weights=())]
+            case m.StopRequested():
+                return [Send(rank=0, message=m.Throttle())]
+            case m.Averaged():
+                machine.ended = True
+        return []
+
+    bench = Bench(Scripted(script))
+    bench.service.start()
+    bench.inbox.put(m.Ready(rank=0))
+    assert started.wait(WAIT_S)
+    bench.inbox.put(m.StopRequested())
+    assert bench.outboxes[0].get(timeout=WAIT_S) == m.Throttle()
+    assert not bench.ended.is_set()
+    release.set()
+    assert bench.service.join(WAIT_S)
+
+
+def test_an_average_in_progress_is_waited_for_when_the_run_ends(monkeypatch):
+    """D20: no averaging thread outlives the coordinator."""
+    started, release = threading.Event(), threading.Event()
+    finished = []
+
+    class Slow:
+        def average(self, payloads, weights):
+            started.set()
+            assert release.wait(WAIT_S)
+            finished.append(True)
+            raise RuntimeError("released")
+
+    monkeypatch.setattr(service_module, "Averager", Slow)
+
+    def script(machine, event):
+        if isinstance(event, m.Ready):
+            return [Average(round=1, ranks=(), payloads=(), weights=())]
+        machine.ended = machine.ended or isinstance(event, m.StopRequested)
+        return []
+
+    bench = Bench(Scripted(script))
+    bench.service.start()
+    bench.inbox.put(m.Ready(rank=0))
+    assert started.wait(WAIT_S)
+    bench.inbox.put(m.StopRequested())
+    assert not bench.service.join(0.0)
+    release.set()
+    assert bench.service.join(WAIT_S)
+    assert finished == [True]
+    assert threads() == set()
+
+
+def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch):
+    bench = Bench(Scripted(lambda machine, event: []))
+
+    def refuse():
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(bench.service._thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        bench.service.start()
+    assert not bench.service.started
+    bench.service._averager.join(WAIT_S)
+    assert threads() == set()
