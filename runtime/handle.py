@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,7 @@ class TrainerHandle:
             The trained state; the same again when called again.
 
         Raises:
+            RuntimeError: Called in a callback of this run, which would wait for itself.
             TimeoutError: The run goes on.
             WorkerFailed: A worker died of the exception in ``__cause__``.
             ValueError: The model factory gave ranks different models.
@@ -104,8 +105,12 @@ class TrainerHandle:
         self._wait(lambda: self._ended, None)
         self._run.wait_threads()
 
-    def _wait(self, ready: object, deadline: float | None) -> bool:
-        assert callable(ready)
+    def _wait(self, ready: Callable[[], object], deadline: float | None) -> bool:
+        if self._run.owns_current_thread():
+            raise RuntimeError(
+                "a callback of a run cannot wait for that run, which waits for the callback; "
+                "call handle.stop() to end it, or return False from metrics_fn"
+            )
         with self._condition:
             while not ready():
                 left = None if deadline is None else deadline - time.monotonic()
@@ -132,14 +137,17 @@ class TrainerHandle:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            if not self._wait(lambda: self._unread or self._ended, deadline):
+            while self._wait(lambda: self._unread or self._ended, deadline):
+                with self._condition:
+                    if self._unread:
+                        return self._unread.popleft()
+                    if self._ended:
+                        break  # else another reader was faster
+            else:
                 raise TimeoutError(f"no epoch closed within {timeout} s; the run goes on")
         except KeyboardInterrupt:
             self._stop_and_wait()
             raise
-        with self._condition:
-            if self._unread:
-                return self._unread.popleft()
         if self._error is not None:
             raise self._error
         return None

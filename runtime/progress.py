@@ -63,6 +63,10 @@ class MetricsThread:
             self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
             self._thread.start()
 
+    def owns(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is the one that runs the metrics function."""
+        return thread is self._thread
+
     def put(self, metrics: EpochMetrics) -> None:
         """Hand an epoch on; returns at once."""
         if self._thread is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -275,6 +276,11 @@ class Run:
         """Ask the coordinator to end the run at a step boundary."""
         self._inbox.put(m.StopRequested())
 
+    def owns_current_thread(self) -> bool:
+        """Whether the caller is a callback of this run."""
+        current = threading.current_thread()
+        return current in self._threads or self._metrics.owns(current)
+
     def wait_threads(self) -> None:
         """Wait until the coordinator's thread has ended, after the handle was told."""
         self._service.join()
@@ -311,16 +317,15 @@ class Run:
             self._handle.finish(state, error)
 
     def _join_workers(self) -> list[str]:
-        """Wait for the workers' threads; one stuck in the user's code is named."""
-        stuck = []
+        """Wait once for all workers' threads; one stuck in the user's code is named (D22)."""
         self._order.fail()
-        for rank, thread in enumerate(self._threads):
-            if thread.ident is not None:
-                patient = rank not in self._machine.outcome.missing
-                thread.join(WORKER_GRACE_S if patient else 0.1)
-                if thread.is_alive():
-                    stuck.append(thread.name)
-        return stuck
+        # Ranks that did not leave in time after a failure have had their grace.
+        grace_s = 0.1 if self._machine.outcome.missing else WORKER_GRACE_S
+        deadline = time.monotonic() + grace_s
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for thread in started:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in started if thread.is_alive()]
 
     def _error(self, stuck: list[str]) -> BaseException | None:
         failure = self._machine.outcome.failure

@@ -28,6 +28,8 @@ class Windows:
         # except where a batch came back from a dead rank: look at each span's end.
         end = 0
         for span in plan.batches:
+            if not span:
+                continue
             end += len(span)
             start, stop = batch_bounds(span[-1], config.num_samples, config.batch_size)
             self._sizes[end - 1] = stop - start

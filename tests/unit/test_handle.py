@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
@@ -354,3 +355,19 @@ def test_run_returns_before_a_slow_factory_does():
     assert handle.poll_metrics() == []
     release.set()
     handle.join(WAIT_S)
+
+
+def test_a_callback_that_waits_for_its_own_run_gets_an_error_and_the_run_ends():
+    told: queue.SimpleQueue[object] = queue.SimpleQueue()
+    refused: list[BaseException] = []
+
+    def wait_in_callback(metrics):
+        try:
+            told.get(timeout=WAIT_S).join()
+        except RuntimeError as error:
+            refused.append(error)
+
+    handle = builder().metrics_fn(wait_in_callback).run()
+    told.put(handle)
+    handle.join(WAIT_S)
+    assert "cannot wait for that run" in str(refused[0])
