@@ -1,0 +1,248 @@
+"""SYNC against PyTorch's DistributedDataParallel, and against one device on the union."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
+from tests.parity import ddp_process
+from tests.parity.ddp_process import Case
+
+NUM_STEPS = 50
+START_S = 50.0
+JOB_S = 30.0
+JOIN_S = 40.0
+
+State = dict[str, Tensor]
+Steps = list[list[Tensor]]  # [step][rank] -> sample indices, empty where the rank had none
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class DdpProcesses:
+    """Gloo processes that answer one job after another, one group for each world size."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._groups: dict[int, list[subprocess.Popen[str]]] = {}
+        self._job = count()
+
+    def train(self, world_size: int, case: Case, initial: State, steps: Steps) -> State:
+        """The state after DDP has trained the same batches on the same ranks."""
+        if world_size not in self._groups:
+            self._start(world_size)
+        path = self._directory / f"job-{next(self._job)}"
+        torch.save({"case": asdict(case), "initial": initial, "indices": steps}, path)
+        for process in self._groups[world_size]:
+            assert process.stdin is not None
+            process.stdin.write(f"{path}\n")
+            process.stdin.flush()
+        for process in self._groups[world_size]:
+            self._expect(process, "done", JOB_S)
+        return torch.load(f"{path}.result")
+
+    def close(self) -> None:
+        processes = [process for group in self._groups.values() for process in group]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate(timeout=10.0)
+
+    def _start(self, world_size: int) -> None:
+        store = self._directory / f"store-{world_size}"
+        script = str(Path(ddp_process.__file__))
+        self._groups[world_size] = [
+            subprocess.Popen(
+                [sys.executable, script, str(rank), str(world_size), str(store)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in self._groups[world_size]:
+            self._expect(process, "ready", START_S)
+
+    @staticmethod
+    def _expect(process: subprocess.Popen[str], word: str, timeout_s: float) -> None:
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], timeout_s)
+        answer = process.stdout.readline().strip() if readable else "nothing"
+        assert answer == word, f"a DDP process said {answer!r} within {timeout_s:.0f} s"
+
+
+@pytest.fixture(scope="module")
+def ddp_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DdpProcesses]:
+    processes = DdpProcesses(tmp_path_factory.mktemp("ddp"))
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def train_sync(case: Case, world_size: int, backend: AverageBackend) -> tuple[Steps, State]:
+    """Train under SYNC; which rank trained what in which step, and the final state."""
+    trained: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+    seeds = count()
+
+    def train_fn(model, batch):
+        x, y, index = batch
+        worker = current_worker()
+        trained[worker.current_epoch, worker.rank].append(index.clone())
+        return ddp_process.mean_loss(model, x, y)
+
+    # Only rank 0's weights, built from seed 0, may have any effect.
+    handle = (
+        Trainer.builder(
+            lambda device: ddp_process.make_model(case, next(seeds)).to(device),
+            lambda params: ddp_process.make_optimizer(case, params),
+            train_fn,
+        )
+        .dataset(ddp_process.make_data(case))
+        .batch_size(case.batch_size)
+        .num_epochs(case.num_epochs)
+        .devices(["cpu"] * world_size)
+        .policy(ApplyPolicy.SYNC)
+        .backend(backend)
+        .seed(3)
+        .tune_allocator(False)
+        .progress(False)
+        .run()
+    )
+    state = handle.join(JOIN_S)
+    return to_steps(trained, case.num_epochs, world_size), state.state_dict()
+
+
+def to_steps(
+    trained: dict[tuple[int, int], list[Tensor]], num_epochs: int, world_size: int
+) -> Steps:
+    """A rank's k-th batch of an epoch belongs to the k-th global step of that epoch."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    steps: Steps = []
+    for epoch in range(num_epochs):
+        ranks = [trained.get((epoch, rank), []) for rank in range(world_size)]
+        for step in range(max(map(len, ranks))):
+            steps.append([own[step] if step < len(own) else nothing for own in ranks])
+    return steps
+
+
+def initial_state(case: Case) -> State:
+    return ddp_process.make_model(case).state_dict()
+
+
+def train_one_device(case: Case, steps: Steps) -> State:
+    """A plain loop over the union of the ranks' batches of each step."""
+    model = ddp_process.make_model(case)
+    optimizer = ddp_process.make_optimizer(case, model.parameters())
+    ddp_process.train(case, model, optimizer, [torch.cat(step) for step in steps])
+    return model.state_dict()
+
+
+def assert_parity(case: Case, actual: State, expected: State) -> None:
+    """Within the tolerances: each tensor in float64, the whole vector in float32."""
+    assert list(actual) == list(expected)
+    if case.dtype == "float64":
+        for name, tensor in expected.items():
+            error = ((actual[name] - tensor).norm() / tensor.norm()).item()
+            assert error < 1e-8, f"{name}: relative error {error:.1e}"
+        return
+    flat, wanted = (torch.cat([t.flatten() for t in s.values()]) for s in (actual, expected))
+    error = ((flat - wanted).norm() / wanted.norm()).item()
+    assert error < 1e-4, f"relative error {error:.1e}"
+
+
+def assert_trained(case: Case, steps: Steps, state: State) -> None:
+    """50 steps, each sample once an epoch, and weights far from where they began."""
+    assert len(steps) == NUM_STEPS
+    seen = torch.cat([indices for step in steps for indices in step])
+    for epoch in seen.split(case.num_samples):
+        assert epoch.sort().values.equal(torch.arange(case.num_samples))
+    moved = sum((state[k] - v).norm().item() for k, v in initial_state(case).items())
+    assert moved > 0.1
+
+
+over_all = [
+    pytest.mark.parametrize("backend", [AverageBackend.THREAD, AverageBackend.GLOO]),
+    pytest.mark.parametrize("dtype", ["float64", "float32"]),
+    pytest.mark.parametrize("optimizer", ["sgd", "adamw"]),
+    pytest.mark.parametrize("world_size", [2, 3]),
+]
+
+
+def parametrize_over_all(function):
+    for mark in over_all:
+        function = mark(function)
+    return function
+
+
+@parametrize_over_all
+def test_sync_equals_distributed_data_parallel_on_the_same_batches(
+    ddp_processes: DdpProcesses,
+    world_size: int,
+    optimizer: str,
+    dtype: str,
+    backend: AverageBackend,
+) -> None:
+    case = Case(
+        optimizer=optimizer,
+        dtype=dtype,
+        num_samples=8 * world_size * 10,
+        batch_size=8,
+        num_epochs=5,
+    )
+    steps, state = train_sync(case, world_size, backend)
+    assert_trained(case, steps, state)
+    assert all(len(indices) == case.batch_size for step in steps for indices in step)
+    expected = ddp_processes.train(world_size, case, initial_state(case), steps)
+    assert_parity(case, state, expected)
+
+
+def sizes_in_last_step(steps: Steps) -> list[int]:
+    return [len(indices) for indices in steps[-1]]
+
+
+@parametrize_over_all
+def test_sync_equals_one_device_when_the_last_batch_is_short(
+    world_size: int, optimizer: str, dtype: str, backend: AverageBackend
+) -> None:
+    case = Case(
+        optimizer=optimizer,
+        dtype=dtype,
+        num_samples=8 * world_size * 5 - 5,
+        batch_size=8,
+        num_epochs=10,
+    )
+    steps, state = train_sync(case, world_size, backend)
+    assert_trained(case, steps, state)
+    assert sorted(sizes_in_last_step(steps)) == [3] + [8] * (world_size - 1)
+    assert_parity(case, state, train_one_device(case, steps))
+
+
+@parametrize_over_all
+def test_sync_equals_one_device_when_ranks_run_out_of_batches(
+    world_size: int, optimizer: str, dtype: str, backend: AverageBackend
+) -> None:
+    case = Case(
+        optimizer=optimizer,
+        dtype=dtype,
+        num_samples=8 * world_size * 4 + 5,
+        batch_size=8,
+        num_epochs=10,
+    )
+    steps, state = train_sync(case, world_size, backend)
+    assert_trained(case, steps, state)
+    assert sorted(sizes_in_last_step(steps)) == [0] * (world_size - 1) + [5]
+    assert_parity(case, state, train_one_device(case, steps))
