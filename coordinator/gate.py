@@ -29,18 +29,29 @@ class Gate:
         self._config = config
         self._elche = elche
         self._pool = pool
+        self._pacer: int | None = None
 
     def allowance(self, rank: int) -> Allowance:
         """What a rank is told at the start and with each round."""
-        count = self._elche.batch_counts[rank]
         limit = self._overshoot_limit(rank)
         lead = self._config.max_batch_diff
         if lead is not None:
             limit = lead + 1 if limit is None else min(limit, lead + 1)
-        return Allowance(limit=limit, report_after=self._report_after(count))
+        return Allowance(limit=limit, report_after=self._report_after(rank))
 
-    def _report_after(self, count: int) -> int:
-        return count if self._config.max_batch_diff is None else 1
+    def new_round(self) -> None:
+        """Choose whose count makes the next round due, before its allowances are sent.
+
+        Under ``CADENCE`` that is the slowest rank: the others need not wake the
+        coordinator at their count.
+        """
+        cadence = self._config.policy is ApplyPolicy.CADENCE
+        self._pacer = self._elche.slowest if cadence else None
+
+    def _report_after(self, rank: int) -> int | None:
+        if self._config.max_batch_diff is not None:
+            return 1
+        return self._elche.batch_counts[rank] if self._pacer in (None, rank) else None
 
     def _overshoot_limit(self, rank: int) -> int | None:
         if self._config.policy is not ApplyPolicy.ASYNC:
@@ -66,9 +77,7 @@ class Gate:
 
     def relimit(self, rank: Rank, limit: int | None) -> Allowance:
         """The allowance that carries a changed limit."""
-        return Allowance(
-            limit=limit, report_after=self._report_after(self._elche.batch_counts[rank.rank])
-        )
+        return Allowance(limit=limit, report_after=self._report_after(rank.rank))
 
     def _has_work(self, rank: Rank) -> bool:
         return bool(self._pool.ledgers[rank.rank].assigned)
@@ -84,7 +93,7 @@ class Gate:
         if self._config.policy is ApplyPolicy.CADENCE:
             seconds = self._elche.seconds_per_batch
             if seconds is not None:
-                slow = max(busy, key=lambda r: seconds[r.rank])
+                slow = max(busy, key=lambda r: (r.rank == self._pacer, seconds[r.rank]))
                 if slow.since_round >= counts[slow.rank]:
                     return True
                 reached = counts[slow.rank] * seconds[slow.rank]

@@ -90,10 +90,14 @@ class Coordinator:
                 self._on_report(event)
                 self._core.ranks[event.rank].num_queued -= 1
             case m.ParamSnapshot():
+                if event.report is not None:
+                    self._on_report(event.report)
                 self._rounds.on_snapshot(event)
             case m.Averaged():
                 self._on_averaged(event, now)
             case m.SyncAck():
+                if event.report is not None:
+                    self._on_report(event.report)
                 if not self._rounds.on_ack(event):
                     self._give_up(now)
             case m.EvalReport():

@@ -259,6 +259,7 @@ class SyncAck:
         sync_s: Time the round cost this rank, its wait for the others excluded.
         ok: False where the collective was aborted; the live state is then the one
             before the round.
+        report: What was trained before the round and not yet told.
     """
 
     rank: int
@@ -266,6 +267,7 @@ class SyncAck:
     divergence: float | None = None
     sync_s: float = 0.0
     ok: bool = True
+    report: BatchReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +280,7 @@ class ParamSnapshot:
         payload: The state; owned by the message.
         num_samples: Samples trained since the last round: the weight.
         num_batches: Batches trained since the last round.
+        report: What of it was not yet told; it counts even if the round was given up.
     """
 
     rank: int
@@ -285,6 +288,7 @@ class ParamSnapshot:
     payload: Payload
     num_samples: int
     num_batches: int
+    report: BatchReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,10 @@ from coordinator.metrics import EpochTally
 
 CHUNK_S = 0.1
 """Time a chunk shall take on its rank, where the epoch has that much left."""
+MIN_CHUNK_S = 0.01
+"""Chunks of less time cost more in messages than they gain in balance."""
 MAX_UNMEASURED_CHUNK = 1
+"""Batches in a chunk for a rank whose speed is not known yet."""
 
 
 @dataclass(slots=True)
@@ -226,7 +229,10 @@ class ChunkPool:
         else:
             if epoch.quotas is None and self._others_are_faster(left, rank, seconds):
                 return 0
-            guided = left * shares[rank] / 4 if epoch.quotas is None else left / 4
+            part = left * shares[rank] if epoch.quotas is None else float(left)
+            # Short enough to end together, long enough that messages cost little, and
+            # never more than what is due to the rank.
+            guided = min(max(part / 4, MIN_CHUNK_S / seconds[rank]), part)
             count = int(min(CHUNK_S / seconds[rank], guided)) or 1
         step = self._granularity
         return min(left, -(-count // step) * step)

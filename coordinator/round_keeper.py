@@ -48,6 +48,7 @@ class RoundKeeper:
             checkpoint=checkpoint,
             deadline=deadline,
         )
+        self._core.gate.new_round()
         for rank in ranks:
             if on_cpu:
                 self._core.send(rank, m.RequestParams(round=self.round.id))
@@ -95,6 +96,7 @@ class RoundKeeper:
         self.round.divergences = dict(event.divergences)
         self.round.average_s = event.compute_s
         self._commit(self.round.ranks)
+        self._core.gate.new_round()
         for i, rank in enumerate(self.round.ranks):
             info = self._core.ranks[rank]
             info.commit_freeze()

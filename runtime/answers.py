@@ -68,7 +68,7 @@ class Answers:
                 assert_never(work)
 
     def _sync_now(self, message: m.SyncNow) -> None:
-        self._reporter.flush()
+        report = self._reporter.take_report()
         ok, divergence, sync_s = False, None, 0.0
         try:
             start = self._clock.now()
@@ -84,12 +84,13 @@ class Answers:
                     divergence=divergence,
                     sync_s=sync_s,
                     ok=ok,
+                    report=report,
                 )
             )
         self._per_epoch(message.evaluate, message.checkpoint)
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
-        self._reporter.flush()
+        report = self._reporter.take_report()
         start = self._clock.now()
         payload = self._averager.snapshot(reuse=True)
         self._protocol.snapshot_taken(message.round)
@@ -101,6 +102,7 @@ class Answers:
                 payload=payload,
                 num_samples=self._protocol.samples,
                 num_batches=self._protocol.batches,
+                report=report,
             )
         )
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -43,14 +43,24 @@ class ValueLog:
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
         loss_sum, loss_samples = 0.0, 0
-        for loss, n in losses:
-            loss_sum += float(loss) * n
+        for loss, (_, n) in zip(_read([t for t, _ in losses]), losses, strict=True):
+            loss_sum += loss * n
             loss_samples += n
         sums: dict[str, tuple[float, int]] = {}
-        for name, value, n in scalars:
+        for value, (name, _, n) in zip(_read([v for _, v, _ in scalars]), scalars, strict=True):
             total, weight = sums.get(name, (0.0, 0))
-            sums[name] = (total + float(value) * n, weight + n)
+            sums[name] = (total + value * n, weight + n)
         return loss_sum, loss_samples, tuple((k, s, w) for k, (s, w) in sums.items())
+
+
+def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """The values as numbers, with one read for all where they are alike."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    alike = {(t.dtype, t.device, t.shape) for t in tensors}
+    if len(tensors) < 2 or len(tensors) < len(values) or len(alike) > 1:
+        return [float(v) for v in values]
+    numbers: list[float] = torch.stack(tensors).double().view(-1).tolist()
+    return numbers
 
 
 class StepMeter:

@@ -149,7 +149,7 @@ class ReplicaWorker:
     def record_scalar(self, name: str, value: float | Tensor) -> None:
         """See :func:`runtime.record_scalar`."""
         if isinstance(value, Tensor):
-            value = value.detach().clone()  # read later, when a parameter has moved on
+            value = value.data.clone()  # read later, when a parameter has moved on
         self._reporter.meter.log.push_scalar(name, value, self._batch_samples)
 
     def _key_generator(self, epoch: int) -> None:

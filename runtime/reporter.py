@@ -48,14 +48,19 @@ class Reporter:
         if self._protocol.report_due or self._clock.now() - self._last >= self._interval_s:
             self.report_timing()
 
-    def flush(self) -> None:
-        """Tell all that was trained, before a round, so that both sides count alike."""
-        if self._protocol.unreported:
-            self.report_timing()
+    def take_report(self) -> m.BatchReport | None:
+        """All that was trained and not told, to travel with a reply to a round.
+
+        Both sides then count alike, and the coordinator wakes once, not twice.
+        """
+        return self._report() if self._protocol.unreported else None
 
     def report_timing(self) -> None:
         """Tell what was trained since the last report."""
-        self.put(m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=self._take()))
+        self.put(self._report())
+
+    def _report(self) -> m.BatchReport:
+        return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=self._take())
 
     def report_epoch(self, epoch: int) -> None:
         """Tell that a plan is done, with what no report has told yet."""

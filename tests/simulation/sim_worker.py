@@ -265,7 +265,7 @@ class SimWorker:
                 raise Violation(f"the protocol leaves {work} to the worker")
 
     def _sync_now(self, message: m.SyncNow) -> Steps:
-        self._reporter.flush()
+        report = self._reporter.take_report()
         ok = False
         try:
             join = Join(("round", message.round), self.state, self.protocol.samples)
@@ -282,12 +282,13 @@ class SimWorker:
                     divergence=divergence,
                     sync_s=self._sim.schedule.sync_s if ok else 0.0,
                     ok=ok,
+                    report=report,
                 )
             )
         yield from self._per_epoch(message.evaluate, message.checkpoint)
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
-        self._reporter.flush()
+        report = self._reporter.take_report()
         self._snapshot = tuple(self.local)
         self.protocol.snapshot_taken(message.round)
         self._reporter.put(
@@ -297,6 +298,7 @@ class SimWorker:
                 payload=self.state,
                 num_samples=self.protocol.samples,
                 num_batches=self.protocol.batches,
+                report=report,
             )
         )
 

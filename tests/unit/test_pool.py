@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.pool import CHUNK_S, ChunkPool
+from coordinator.pool import CHUNK_S, MIN_CHUNK_S, ChunkPool
 
 
 def pool_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
@@ -54,11 +54,17 @@ def test_a_chunk_takes_about_a_tenth_of_a_second():
 
 def test_chunks_shrink_towards_the_end_of_an_epoch():
     pool = pool_of(64)
-    sizes = [size(deal(pool, i % 2, (1e-6, 1e-6), (0.5, 0.5))) for i in range(20)]
+    sizes = [size(deal(pool, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
     sizes = [n for n in sizes if n]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == 8
     assert sizes[-1] == 1
+
+
+def test_a_chunk_of_short_steps_is_worth_its_message_but_never_more_than_the_ranks_part():
+    pool = pool_of(64)
+    assert size(deal(pool, 0, (1e-3, 1e-3), (0.5, 0.5))) == int(MIN_CHUNK_S / 1e-3)
+    assert size(deal(pool_of(8), 0, (1e-3, 1e-3), (0.5, 0.5))) == 4
 
 
 def test_a_slow_rank_gets_none_of_a_tail_that_the_others_finish_before_it():
