@@ -332,7 +332,8 @@ def model_sized():
     """Memory blocks of the size of the model that any tensor holds on to."""
     found = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type == "cpu":
+        dense = type(thing) in (torch.Tensor, nn.Parameter) and thing.layout is torch.strided
+        if dense and thing.device.type == "cpu":
             storage = thing.untyped_storage()
             if storage.nbytes() >= NUMEL * 4:
                 found[storage.data_ptr()] = storage.nbytes()
