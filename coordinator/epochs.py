@@ -66,8 +66,11 @@ class Epochs:
     def deal(self, now: float) -> None:
         """Keep two plans with every rank: one in progress, one behind it.
 
-        Everyone gets a first plan before anyone gets a second one.
+        Everyone gets a first plan before anyone gets a second one. Under a limit on the
+        lead all train at one pace, so that chunks follow the limit and not the speed.
         """
+        lead = self._core.config.max_batch_diff
+        max_chunk = None if lead is None else lead + 1
         for depth in (1, 2):
             for rank in self._core.live:
                 if rank.num_queued >= depth:
@@ -77,6 +80,7 @@ class Epochs:
                     now,
                     shares=self._core.elche.shares,
                     seconds_per_batch=self._core.elche.seconds_per_batch,
+                    max_chunk=max_chunk,
                 )
                 if chunk is not None:
                     self._tell_older(rank, chunk[0])

@@ -179,19 +179,25 @@ class ChunkPool:
         *,
         shares: Sequence[float],
         seconds_per_batch: Sequence[float] | None,
+        max_chunk: int | None = None,
     ) -> tuple[int, tuple[range, ...]] | None:
         """Next chunk for a rank as ``(epoch, ranges)``, or ``None``: nothing for it now.
 
         Chunks take about ``CHUNK_S`` and shrink towards the end of an epoch, so that
         ranks of any speed finish it together (guided self-scheduling). Near the end a
         rank gets nothing if the others would be done with the rest before it had
-        trained one more batch; it then starts on the next epoch.
+        trained one more batch; it then starts on the next epoch. With ``max_chunk``, for
+        ranks that are held together whatever their speed, chunks are no longer than that
+        and no rank is refused.
         """
         if self._budget == 0:
             return None
         older = 0  # Open batches of older epochs: what is left of the run is theirs first.
         for epoch in self._dealable(now, shares):
-            count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
+            if max_chunk is None:
+                count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
+            else:
+                count = self._chunk_size(epoch, rank, shares, None, older, max_chunk)
             if count > 0:
                 return epoch.epoch, self._assign(epoch, rank, count)
             older += len(epoch.open)
@@ -214,6 +220,7 @@ class ChunkPool:
         shares: Sequence[float],
         seconds: Sequence[float] | None,
         older: int,
+        unmeasured: int = MAX_UNMEASURED_CHUNK,
     ) -> int:
         left = len(epoch.open)
         if self._budget is not None:
@@ -225,7 +232,7 @@ class ChunkPool:
         if left == 0:
             return 0
         if seconds is None or seconds[rank] <= 0:
-            count = MAX_UNMEASURED_CHUNK
+            count = unmeasured
         else:
             if epoch.quotas is None and self._others_are_faster(left, rank, seconds):
                 return 0

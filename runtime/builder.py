@@ -38,6 +38,11 @@ class TrainerBuilder:
     def __init__(
         self, model_factory: ModelFactory, optim_factory: OptimFactory, train_fn: TrainFn
     ) -> None:
+        if isinstance(model_factory, nn.Module):
+            raise TypeError(
+                "model_factory is a module, not a function that builds one: each worker needs its "
+                "own; pass lambda device: Net().to(device)"
+            )
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
         check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
         check_callable("train_fn", train_fn, "(model, batch) -> loss tensor")
@@ -81,7 +86,9 @@ class TrainerBuilder:
 
     def loader_workers(self, n: int) -> TrainerBuilder:
         """Processes for each worker that load batches, for data sets with heavy Python
-        (default 0: a thread). Tensors in memory need none and get none."""
+        (default 0: a thread). Tensors in memory need none and get none. The processes
+        import the main script, so it must start its run under
+        ``if __name__ == "__main__":``."""
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> TrainerBuilder:
@@ -126,8 +133,9 @@ class TrainerBuilder:
         return self._set(speed_hint=hint)
 
     def max_batch_diff(self, n: int) -> TrainerBuilder:
-        """Limit on the lead of the fastest rank in batches; 0 is lockstep. Without
-        meaning under ``SYNC``."""
+        """Limit on the lead of the fastest rank in batches since the last averaging; 0 is
+        lockstep. A rank that has no data left holds nobody back. Without meaning under
+        ``SYNC``."""
         return self._set(max_batch_diff=check_int("max_batch_diff", n, 0))
 
     def max_overshoot(self, n: int) -> TrainerBuilder:
@@ -192,7 +200,7 @@ class TrainerBuilder:
         return self._set(param_groups=f)
 
     def max_steps(self, n: int) -> TrainerBuilder:
-        """End after ``n`` batches over all ranks."""
+        """End after ``n`` batches over all ranks. An epoch that is cut has no metrics."""
         return self._set(max_steps=check_int("max_steps", n, 1))
 
     # -- callbacks ----------------------------------------------------------------
@@ -211,7 +219,7 @@ class TrainerBuilder:
 
     def metrics_fn(self, f: Callable[[EpochMetrics], object]) -> TrainerBuilder:
         """``f(EpochMetrics)`` once an epoch, on a thread of its own; returning ``False``
-        ends the run."""
+        ends the run. If it raises, that is logged and training goes on."""
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
 

@@ -76,8 +76,13 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
 
     Raises:
         RuntimeError: Called outside a worker's thread.
+        TypeError: The name is no string, or the value no number.
         ValueError: A tensor with more than one element.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"record_scalar({name!r}, ...): the name must be a string")
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"record_scalar({name!r}, {value!r:.80}): pass a number or a tensor")
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(
             f"record_scalar({name!r}) takes one element, got shape {tuple(value.shape)}: "

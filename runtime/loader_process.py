@@ -182,8 +182,10 @@ class ProcessLoader(ThreadLoader):
                 raise
             # For good: torch would go on without the batches that were in the dead process.
             self._death = (
-                f"a loader process of rank {self.rank} died with exit code {codes[0]}: it was "
-                "killed, perhaps for want of memory, or the data set ended it"
+                f"a loader process of rank {self.rank} died with exit code {codes[0]}: the data "
+                "set ended it, it was killed, perhaps for want of memory, or it could not import "
+                "the main script or the data set's class; start runs with loader_workers(n) under "
+                "if __name__ == '__main__': and define the data set in a module"
             )
             raise RuntimeError(self._death) from error
         return LoadedBatch(data, num_samples, epoch, batch)

@@ -139,7 +139,10 @@ class ReplicaWorker:
         self._schedule.scale_lr(factor)
 
     def set_lr_scale(self, scale: float) -> None:
-        """Multiply what the scheduler gives, at every step from here on."""
+        """Multiply what the scheduler gives, at every step from here on.
+
+        Without a scheduler nothing changes; :meth:`scale_lr` multiplies the rate itself.
+        """
         self._schedule.set_scale(scale)
 
     def set_scheduler(self, factory: SchedulerFactory) -> None:

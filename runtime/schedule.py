@@ -41,12 +41,19 @@ class Schedule:
                 f"scheduler(f): f(optimizer) returned {type(scheduler).__name__}, "
                 "not a torch.optim.lr_scheduler.LRScheduler"
             )
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "scheduler(f): ReduceLROnPlateau needs a metric at each step, which a position in "
+                "the run does not give; use a scheduler that follows steps, such as OneCycleLR"
+            )
         # A rank may have to catch up with the others before its own first step, which
         # torch would take for a mistake.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._scheduler = scheduler
         self._position = 0
         self._base = self._read()
+        if self._scale != 1.0:
+            self._write([rate * self._scale for rate in self._base])
 
     def _read(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -72,7 +79,10 @@ class Schedule:
         self._write([rate * factor for rate in self._read()])
 
     def set_scale(self, scale: float) -> None:
-        """Multiply what the scheduler gives, at every step from here on."""
+        """Multiply what the scheduler gives, at every step from here on.
+
+        Without a scheduler it changes nothing until one is attached.
+        """
         self._scale = scale
         if self._scheduler is not None:
             self._write([rate * scale for rate in self._base])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,8 @@ def count_samples(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
     values = batch.values() if isinstance(batch, dict) else batch
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        return 1
     for value in values:
         return count_samples(value)
     return 1

@@ -555,3 +555,8 @@ def test_system_exit_in_train_fn_is_an_error_of_the_run():
         raise SystemExit(3)
 
     assert isinstance(failure_of(builder(train=train)).__cause__, SystemExit)
+
+
+def test_a_module_in_place_of_its_factory_is_refused_at_once():
+    with pytest.raises(TypeError, match="lambda device"):
+        Trainer.builder(torch.nn.Linear(1, 1), plain_sgd, count_up)

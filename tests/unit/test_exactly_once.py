@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -230,3 +232,22 @@ def test_drop_last_leaves_out_one_short_batch_and_says_so():
     trace, state = run(case)
     assert_exactly_once(case, trace, state)
     assert [m.num_samples for m in state.metrics] == [100, 100]
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_the_lead_of_a_fast_rank_stays_within_its_limit_to_the_end_of_the_run(limit):
+    lock, begun, leads = threading.Lock(), [0, 0], []
+
+    def train(model, batch):
+        rank = current_worker().rank
+        if rank == 1:
+            time.sleep(0.002)
+        with lock:
+            begun[rank] += 1
+            leads.append(begun[0] - begun[1])
+        return count_up(model, batch)
+
+    builder(train=train, dataset=200).max_batch_diff(limit).run().join(WAIT_S)
+    assert sum(begun) == 100
+    # One batch in flight; at the very end rank 1 may have no data left to catch up with.
+    assert max(leads) <= 3 * (limit + 1)

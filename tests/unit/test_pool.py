@@ -277,3 +277,13 @@ def test_every_batch_is_dealt_and_settled_once_whatever_happens(data):
             assert epoch.num_samples == num_samples
             closed.append(epoch.epoch)
     assert closed == list(range(len(closed)))
+
+
+def test_ranks_that_are_held_together_get_short_chunks_and_are_never_refused():
+    pool = pool_of(8)
+    seconds, shares = (1e-3, 1.0), (0.999, 0.001)
+    sizes = [
+        size(pool.deal_chunk(i % 2, 0.0, shares=shares, seconds_per_batch=seconds, max_chunk=2))
+        for i in range(4)
+    ]
+    assert sizes == [2, 2, 2, 2]

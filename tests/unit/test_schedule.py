@@ -179,3 +179,17 @@ def test_the_scale_without_a_scheduler_acts_once(ranks):
     found = Rates()
     builder(train=found, dataset=12, ranks=ranks).lr_scale_ratio(1.0).run().join(WAIT_S)
     assert {rate for of in found.of.values() for rate in of} == {float(ranks)}
+
+
+def test_a_scale_set_before_the_scheduler_holds_from_the_first_step():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    schedule = Schedule(torch.optim.SGD([parameter], 0.1))
+    schedule.set_scale(2.0)
+    schedule.attach(lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+    assert schedule.current == pytest.approx(0.2)
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(TypeError, match="ReduceLROnPlateau"):
+        Schedule(torch.optim.SGD([parameter], 0.1), torch.optim.lr_scheduler.ReduceLROnPlateau)
