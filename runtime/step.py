@@ -19,8 +19,6 @@ from runtime.collective import Collective
 from runtime.flat import FlatParams
 
 TrainFn = Callable[[nn.Module, Any], Tensor]
-_FLAGS_LIFE = 1000
-"""Means of ones after which they are written anew."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,16 +35,8 @@ class GradientReducer:
         num = len(self._params)
         first, *rest = params.flats
         self._flats = [first.new_zeros(first.numel() + num), *(torch.zeros_like(f) for f in rest)]
-        self._flags_age = _FLAGS_LIFE
         self._flags = self._flats[0][first.numel() :]
         self._views = params.views([self._flats[0][: first.numel()], *self._flats[1:]])
-
-    def _flag_all(self) -> None:
-        """Every flag is above 0: they still are after a mean of ones, but for rounding."""
-        if self._flags_age >= _FLAGS_LIFE:
-            self._flags.fill_(1)
-            self._flags_age = 0
-        self._flags_age += 1
 
     def reduce(self, num_samples: int) -> None:
         """Replace every ``.grad`` by the weighted mean over the ranks.
@@ -58,14 +48,12 @@ class GradientReducer:
         complete = num_samples > 0 and not any(g is None for g in grads)
         if complete:
             torch._foreach_copy_(self._views, grads)  # type: ignore[arg-type]
-            self._flag_all()
+            # Each time: a peer that lacks a parameter halves its flag, which would end at 0.
+            self._flags.fill_(1)
         elif num_samples > 0:
             for view, grad in zip(self._views, grads, strict=True):
                 view.zero_() if grad is None else view.copy_(grad)
             self._flags.copy_(torch.tensor([g is not None for g in grads]))
-            self._flags_age = _FLAGS_LIFE
-        else:
-            self._flags_age = _FLAGS_LIFE
         self._collective.weighted_mean_(self._flats, num_samples)
         used = None if complete else (self._flags > 0).tolist()
         for i, (p, view) in enumerate(zip(self._params, self._views, strict=True)):
