@@ -114,6 +114,22 @@ def payload_like(payload: Payload) -> Payload:
     )
 
 
+def usable_weights(samples: Sequence[int | None]) -> list[int]:
+    """The weights of a round in which some states may not be used.
+
+    Args:
+        samples: Samples behind each state; ``None``: not to be used.
+
+    Returns:
+        The samples, 0 for what is not used. Where that would leave nothing, the states that
+        can be used and have no samples count alike, so that the others can take them.
+    """
+    weights = [n or 0 for n in samples]
+    if any(weights) or None not in samples:
+        return weights
+    return [int(n is not None) for n in samples]
+
+
 class _Mix:
     """The weights of one round, and the squared norms summed up in it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.errors import RunStalled
 from coordinator.messages import Payload, ToWorker
 from coordinator.metrics import EpochMetrics
 
@@ -35,7 +36,13 @@ class Average:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortCollective:
-    """Wake every rank that waits in a collective; its buffers hold garbage."""
+    """Wake every rank that waits in a collective; its buffers hold garbage.
+
+    Attributes:
+        generation: The group to break; ``None``: whatever there is, for good.
+    """
+
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,5 +52,18 @@ class PublishEpoch:
     metrics: EpochMetrics
 
 
-Command = Send | Average | AbortCollective | PublishEpoch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStall:
+    """Write into ``error`` what everybody is doing, and log it.
+
+    Attributes:
+        error: What the run is about to fail with.
+        state: The machine's state before it fails.
+    """
+
+    error: RunStalled
+    state: str
+
+
+Command = Send | Average | AbortCollective | PublishEpoch | ReportStall
 FINAL_ROUND = -1

@@ -35,6 +35,8 @@ class CoordinatorConfig:
         checkpoint_every: Epochs between two calls of the checkpoint function.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
         max_failed_rounds: Failed rounds in a row that end the run.
+        continue_on_failure: Go on with the ranks that are left when one dies.
+        stall_timeout_s: Seconds without progress after which the run fails.
         grace_s: Seconds that the workers have to leave after a failure.
     """
 
@@ -60,7 +62,16 @@ class CoordinatorConfig:
     checkpoint_every: int | None = None
     snapshot_timeout_s: float = 5.0
     max_failed_rounds: int = 5
+    continue_on_failure: bool = False
+    stall_timeout_s: float = 300.0
     grace_s: float = 5.0
+
+    @property
+    def uses_collectives(self) -> bool:
+        """Whether ranks meet in a collective, in their steps or in rounds."""
+        if self.world_size == 1:
+            return False
+        return self.policy is ApplyPolicy.SYNC or self.backend is not AverageBackend.CPU
 
     @property
     def world_size(self) -> int:

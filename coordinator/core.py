@@ -7,8 +7,9 @@ from coordinator.commands import Command, Send
 from coordinator.config import CoordinatorConfig
 from coordinator.convergence import ConvergenceGuard
 from coordinator.gate import Gate
+from coordinator.ledger import LockstepPlan
 from coordinator.messages import ToWorker
-from coordinator.outcome import Outcome
+from coordinator.outcome import Outcome, Phase
 from coordinator.policy import ApplyPolicy
 from coordinator.pool import ChunkPool
 from coordinator.world import Rank, RankState, RankStatistics, Statistics
@@ -19,7 +20,7 @@ class Core:
 
     Attributes:
         config: Settings.
-        alone: Whether there is one rank, so that nothing is averaged.
+        alone: Whether there is one rank, or one is left, so that nothing is averaged.
         lockstep: Whether gradients are averaged in the step (``SYNC``).
         pool: Who has which batches.
         elche: How many batches each rank runs between two rounds.
@@ -28,9 +29,13 @@ class Core:
         ranks: One record for each rank.
         out: Commands of the event being handled, in order.
         outcome: The end of the run, as far as it is known.
+        phase: Where the run stands.
         global_step: Batches trained by all ranks together, up to the last round.
         num_averagings: Rounds done; under lockstep, global steps dealt.
         num_failed_rounds: Rounds given up.
+        generation: Counts the groups of ranks that meet in collectives.
+        plan: Under lockstep, what the ranks were dealt last.
+        num_windows: Under lockstep, the optimizer steps dealt so far.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -65,14 +70,22 @@ class Core:
         self.ranks = [Rank(rank=r) for r in range(world)]
         self.out: list[Command] = []
         self.outcome = Outcome()
+        self.phase = Phase.STARTING
         self.global_step = 0
         self.num_averagings = 0
         self.num_failed_rounds = 0
+        self.generation = 0
+        self.plan: LockstepPlan | None = None
+        self.num_windows = 0
 
     @property
     def live(self) -> list[Rank]:
         """Ranks that take part."""
         return [r for r in self.ranks if r.state is RankState.LIVE]
+
+    def is_live(self, rank: int) -> bool:
+        """Whether this rank takes part; -1 is nobody."""
+        return rank >= 0 and self.ranks[rank].state is RankState.LIVE
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Put a message to a worker among the commands."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coordinator import messages as m
 from coordinator.commands import PublishEpoch
 from coordinator.core import Core
-from coordinator.pool import Epoch
+from coordinator.ledger import Epoch, LockstepPlan
 from coordinator.world import Rank
 
 
@@ -58,10 +58,7 @@ class Epochs:
 
     def _done_with(self, epoch: Epoch) -> bool:
         """Whether the lead has done everything with the epoch's average."""
-        evaluate, checkpoint = self.per_epoch(epoch)
-        return (evaluate is None or epoch.evaluation is not None) and (
-            checkpoint is None or epoch.saved
-        )
+        return self.per_epoch(epoch) == (None, None)
 
     def deal(self, now: float) -> None:
         """Keep two plans with every rank: one in progress, one behind it.
@@ -111,10 +108,18 @@ class Epochs:
         for rank, spans in parts.items():
             shares[rank] = sum(len(span) for span in spans)
         epoch = self._core.pool.find(number)
+        steps = -(-max(shares) // self._core.config.accumulate)
         if epoch is not None and not self._core.alone:
-            steps = -(-max(shares) // self._core.config.accumulate)
             epoch.num_averagings += steps
             self._core.num_averagings += steps
+        self._core.plan = LockstepPlan(
+            epoch=number,
+            parts=parts,
+            first_window=self._core.num_windows,
+            num_windows=steps,
+            first_step=self._core.global_step,
+        )
+        self._core.num_windows += steps
         for info in live:
             plan = m.EpochPlan(
                 epoch=number,
@@ -130,11 +135,29 @@ class Epochs:
         return self._core.config.evaluate or (every is not None and (epoch + 1) % every == 0)
 
     def per_epoch(self, epoch: Epoch) -> tuple[int | None, int | None]:
-        """What the lead shall do with the average that closes the epoch."""
+        """What the lead has yet to do with the average that closes the epoch."""
         every = self._core.config.checkpoint_every
         version = epoch.epoch + 1
-        checkpoint = version if every is not None and version % every == 0 else None
-        return epoch.epoch if self._core.config.evaluate else None, checkpoint
+        due = every is not None and version % every == 0 and not epoch.saved
+        evaluate = self._core.config.evaluate and epoch.evaluation is None
+        return epoch.epoch if evaluate else None, version if due else None
+
+    def orphan(self) -> Epoch | None:
+        """A closed epoch whose lead died before it had evaluated or handed it over."""
+        for closing in self._closing:
+            if not self._done_with(closing.epoch) and not self._core.is_live(closing.epoch.lead):
+                return closing.epoch
+        return None
+
+    def ask_lead(self, epoch: Epoch) -> None:
+        """Have the first live rank evaluate and hand over its weights as they are."""
+        evaluate, checkpoint = self.per_epoch(epoch)
+        lead = self._core.live[0].rank
+        epoch.lead = lead
+        if evaluate is not None:
+            self._core.send(lead, m.Evaluate(epoch=evaluate))
+        if checkpoint is not None:
+            self._core.send(lead, m.Checkpoint(version=checkpoint))
 
     def close(self, now: float) -> None:
         """Close epochs whose every batch is settled, in order."""
@@ -143,13 +166,8 @@ class Epochs:
             if self._core.lockstep or self._core.alone:
                 if self._core.lockstep and any(r.num_queued for r in self._core.live):
                     return
-                if work:
-                    evaluate, checkpoint = self.per_epoch(epoch)
-                    lead = self._core.live[0].rank
-                    if evaluate is not None:
-                        self._core.send(lead, m.Evaluate(epoch=evaluate))
-                    if checkpoint is not None:
-                        self._core.send(lead, m.Checkpoint(version=checkpoint))
+                if work and not epoch.worked:
+                    self.ask_lead(epoch)
             elif work and not epoch.worked:
                 return
             for rank in self._core.live:
@@ -158,16 +176,19 @@ class Epochs:
             self._closing.append(_Closing(epoch=epoch, epoch_s=now - self._last_close))
             self._last_close = now
 
-    def publish(self) -> None:
-        """Publish closed epochs, in order, once the lead is done with them."""
-        while self._closing and self._done_with(self._closing[0].epoch):
+    def publish(self, *, anyway: bool = False) -> None:
+        """Publish closed epochs, in order, once the lead is done with them.
+
+        Args:
+            anyway: Nobody is left who could do anything with them.
+        """
+        while self._closing and (anyway or self._done_with(self._closing[0].epoch)):
             head = self._closing.popleft()
             metrics = head.epoch.tally.close(
                 epoch=head.epoch.epoch,
                 epoch_s=head.epoch_s,
                 num_samples=head.epoch.num_samples,
                 num_retrained=head.epoch.num_retrained,
-                num_skipped=0,
                 num_averagings=head.epoch.num_averagings,
                 devices=self._core.config.devices,
                 extra_scalars={f"eval/{k}": v for k, v in (head.epoch.evaluation or {}).items()},

@@ -11,15 +11,18 @@ from __future__ import annotations
 from typing import assert_never
 
 from coordinator import messages as m
-from coordinator.commands import FINAL_ROUND, AbortCollective, Average, Command
+from coordinator.commands import FINAL_ROUND, AbortCollective, Command
 from coordinator.config import CoordinatorConfig
 from coordinator.core import Core
+from coordinator.ending import Ending
 from coordinator.epochs import Epochs
-from coordinator.errors import AveragingFailed
+from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.outcome import Failure, Outcome, Phase
 from coordinator.policy import AverageBackend
+from coordinator.progress_watch import ProgressWatch
 from coordinator.round_keeper import RoundKeeper
 from coordinator.rounds import RoundState
+from coordinator.survival import Recovery, Survival
 from coordinator.world import RankState, Statistics
 
 
@@ -30,20 +33,21 @@ class Coordinator:
         self._core = Core(config)
         self._epochs = Epochs(self._core)
         self._rounds = RoundKeeper(self._core)
-        self._phase = Phase.STARTING
-        self._deadline: float | None = None
+        self._survival = Survival(self._core, self._epochs, self._rounds)
+        self._ending = Ending(self._core, self._epochs, self._rounds, self._survival)
+        self._watch = ProgressWatch(self._core, self._rounds, self._ending)
 
     # -- outside -----------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
         """Where the run stands."""
-        return self._phase
+        return self._core.phase
 
     @property
     def done(self) -> bool:
         """Whether ``outcome`` is final."""
-        return self._phase is Phase.DONE
+        return self._core.phase is Phase.DONE
 
     @property
     def outcome(self) -> Outcome:
@@ -63,15 +67,20 @@ class Coordinator:
     @property
     def deadline(self) -> float | None:
         """When to send a :class:`~coordinator.messages.Tick`, if nothing else comes."""
-        times = [t for t in (self._deadline, self._rounds.round.deadline) if t is not None]
-        return min(times, default=None)
+        due = (self._ending.deadline, self._rounds.round.deadline, self._watch.deadline)
+        return min((t for t in due if t is not None), default=None)
+
+    def watch(self, now: float) -> None:
+        """Count the time without progress from here: the run starts, or was suspended."""
+        self._watch.restart(now)
 
     def handle(self, event: m.Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
         self._core.out = []
-        if self._phase is not Phase.DONE:
+        if self._core.phase is not Phase.DONE:
             self._take(event, now)
             self._advance(now)
+            self._watch.look(event, now)
         return self._core.out
 
     def statistics(self) -> Statistics:
@@ -83,7 +92,7 @@ class Coordinator:
     def _take(self, event: m.Event, now: float) -> None:
         match event:
             case m.Ready():
-                self._on_ready(event, now)
+                self._on_ready(event)
             case m.BatchReport():
                 self._on_report(event)
             case m.EpochReport():
@@ -99,13 +108,19 @@ class Coordinator:
                 if event.report is not None:
                     self._on_report(event.report)
                 if not self._rounds.on_ack(event):
-                    self._give_up(now)
+                    self._give_up(now, counts=not self._rounds.round.doomed)
             case m.EvalReport():
                 self._epochs.on_evaluated(event)
             case m.CheckpointDone():
                 self._epochs.on_saved(event)
             case m.FinalSnapshot():
                 self._core.ranks[event.rank].final = event
+            case m.Halted():
+                if event.report is not None:
+                    self._on_report(event.report)
+                self._on_halted(event, now)
+            case m.Regrouped():
+                self._survival.on_regrouped(event)
             case m.Exiting():
                 self._on_exiting(event.rank, now)
             case m.Failed():
@@ -114,6 +129,8 @@ class Coordinator:
                 self._on_thread_ended(event.rank, now)
             case m.StopRequested():
                 self._on_stop()
+            case m.AbortRequested():
+                self._ending.fail(Failure(error=RunAborted("the run was aborted")), now)
             case m.Tick():
                 self._on_tick(now)
             case _:
@@ -121,17 +138,20 @@ class Coordinator:
 
     def _on_averaged(self, event: m.Averaged, now: float) -> None:
         if event.round == FINAL_ROUND:
-            self._on_final_average(event)
+            self._ending.on_averaged(event)
         elif not self._rounds.on_averaged(event):
             self._give_up(now)
 
-    def _on_ready(self, event: m.Ready, now: float) -> None:
+    def _on_ready(self, event: m.Ready) -> None:
         rank = self._core.ranks[event.rank]
         if rank.state is not RankState.BUILDING:
             return
         rank.move(RankState.LIVE)
-        if self._phase is Phase.STARTING and len(self._core.live) == len(self._core.ranks):
-            self._phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
+
+    def _begin(self, now: float) -> None:
+        """Once every rank that is left is built, the run begins."""
+        if not any(r.state is RankState.BUILDING for r in self._core.ranks):
+            self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
             if not self._core.alone and not self._core.lockstep:
                 for r in self._core.live:
@@ -143,13 +163,16 @@ class Coordinator:
         rank, tally = self._core.ranks[event.rank], event.tally
         if rank.state is RankState.DEAD:
             return
-        if tally.num_batches and self._phase is Phase.RUNNING:
+        if tally.num_batches and self._core.phase is Phase.RUNNING:
             self._core.elche.observe(event.rank, tally.compute_s, tally.num_batches)
         rank.note(tally)
         epoch = self._core.pool.find(event.epoch)
         if epoch is not None:
             epoch.tally.add(event.rank, tally)
         self._core.pool.trained(event.rank, tally.num_batches)
+        plan = self._core.plan
+        if plan is not None:
+            plan.told[event.rank] = plan.told.get(event.rank, 0) + tally.num_batches
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
             self._core.pool.freeze(event.rank)
@@ -160,63 +183,144 @@ class Coordinator:
         info = self._core.ranks[rank]
         if info.state in (RankState.GONE, RankState.DEAD):
             return
-        info.move(RankState.GONE)
-        if self._rounds.round.in_flight and rank in self._rounds.round.ranks:
-            self._give_up(now)  # D1: a peer may wait for it in the collective
-        if self._phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+        if self._core.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+            # D1: a peer may wait for it in the collective.
             error = RuntimeError(f"rank {rank} left before the run was over")
-            self._fail(Failure(error=error, rank=rank), now)
+            self._on_death(Failure(error=error, rank=rank), now)
+            return
+        info.move(RankState.GONE)
 
     def _on_failed(self, event: m.Failed, now: float) -> None:
-        info = self._core.ranks[event.rank]
-        if info.state is RankState.DEAD:
+        if self._core.ranks[event.rank].state is RankState.DEAD:
             return
-        info.move(RankState.DEAD)
         self._core.send(event.rank, m.Shutdown(snapshot=False))
-        self._fail(
-            Failure(error=event.error, rank=event.rank, epoch=event.epoch, step=event.step), now
-        )
+        failure = Failure(error=event.error, rank=event.rank, epoch=event.epoch, step=event.step)
+        self._on_death(failure, now, fatal=event.fatal)
 
     def _on_thread_ended(self, rank: int, now: float) -> None:
-        info = self._core.ranks[rank]
-        if info.state in (RankState.GONE, RankState.DEAD):
+        if self._core.ranks[rank].state in (RankState.GONE, RankState.DEAD):
             return
-        info.move(RankState.DEAD)
         error = RuntimeError(f"the thread of rank {rank} ended without a word")
-        self._fail(Failure(error=error, rank=rank), now)
+        self._on_death(Failure(error=error, rank=rank), now)
+
+    def _on_death(self, failure: Failure, now: float, *, fatal: bool = False) -> None:
+        """A rank is dead: the run fails, or the others go on."""
+        info = self._core.ranks[failure.rank]
+        # The others take their weights from rank 0.
+        fatal |= info.state is RankState.BUILDING and failure.rank == 0
+        had_left = info.state is RankState.GONE
+        info.move(RankState.DEAD)
+        if fatal or not self._core.config.continue_on_failure or self._core.phase is Phase.FAILING:
+            self._ending.fail(failure, now)
+        elif had_left or self._core.phase in (Phase.LEAVING, Phase.AVERAGING):
+            # Its last state counts if it came; the others are on their way out.
+            self._core.outcome.failures.append(failure)
+            if not had_left and self._core.lockstep:
+                self._core.out.append(AbortCollective(generation=self._core.generation))
+        elif not self._survival.survivors:
+            self._ending.fail(failure, now)
+        else:
+            self._survival.lose(failure)
+            if not self._rounds.on_death(failure.rank):
+                self._give_up(now, counts=False)
+            self._readjust()
+
+    def _on_halted(self, event: m.Halted, now: float) -> None:
+        """A lockstep rank has halted; peers that do not come again and again end the run."""
+        if self._core.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+            return
+        was_halting = self._survival.recovery is Recovery.HALTING
+        self._survival.on_halted(event)
+        halts = self._survival.recovery is Recovery.HALTING and not was_halting
+        limit = self._core.config.max_failed_rounds
+        if halts and self._survival.num_halts >= limit:
+            error = AveragingFailed(
+                f"{limit} reductions in a row failed because a rank did not join in time; raise "
+                "collective_timeout if the steps are long"
+            )
+            self._ending.fail(Failure(error=error), now)
 
     def _on_stop(self) -> None:
-        if self._phase in (Phase.STARTING, Phase.RUNNING):
+        if self._core.phase in (Phase.STARTING, Phase.RUNNING):
             self._core.outcome.stopped = True
-        if self._phase is Phase.RUNNING:
-            self._phase = Phase.STOPPING
+        if self._core.phase is Phase.RUNNING:
+            self._core.phase = Phase.STOPPING
 
-    def _give_up(self, now: float) -> None:
-        """The round failed; too many of them in a row end the run."""
-        self._rounds.give_up()
-        limit = self._core.config.max_failed_rounds
-        if self._rounds.round.num_failed >= limit and self._phase is Phase.RUNNING:
-            error = AveragingFailed(
-                f"{limit} averaging rounds failed in a row; raise snapshot_timeout "
-                f"({self._core.config.snapshot_timeout_s} s) if the steps are long"
+    def _give_up(self, now: float, *, counts: bool = True) -> None:
+        """The round failed; too many of them in a row end the run.
+
+        Args:
+            now: The time.
+            counts: Whether that is held against the run; not if a rank died in it.
+        """
+        rnd, broken = self._rounds.round, self._rounds.round.state is RoundState.SYNCING
+        for rank in self._rounds.give_up():
+            self._core.send(rank, m.Rollback(round=rnd.id))
+        if not counts:
+            rnd.num_failed -= 1
+        limit, c = self._core.config.max_failed_rounds, self._core.config
+        if rnd.num_failed >= limit and self._core.phase is Phase.RUNNING:
+            setting = (
+                f"collective_timeout or max_failed_rounds ({limit})"
+                if broken
+                else f"snapshot_timeout ({c.snapshot_timeout_s} s)"
             )
-            self._fail(Failure(error=error), now)
+            error = AveragingFailed(
+                f"{limit} averaging rounds failed in a row; raise {setting} if the steps are long"
+            )
+            self._ending.fail(Failure(error=error), now)
+            return
+        if broken and rnd.generation == self._core.generation:
+            self._survival.regroup()
+        self._readjust()
+
+    def _readjust(self) -> None:
+        """Tell every rank anew how far it may go, and whose count makes a round due."""
+        state = self._rounds.round.state
+        if self._core.alone or self._core.lockstep or self._core.phase is Phase.STARTING:
+            return
+        if state is RoundState.SYNCING:
+            return  # done when the round ends: a limit could be read against either round
+        live = self._core.live
+        self._core.gate.new_round()
+        for rank in live:
+            limit = self._core.gate.limit(rank, live)
+            rank.set_limit(limit)
+            self._core.send(rank.rank, m.Resume(allowance=self._core.gate.relimit(rank, limit)))
 
     def _on_tick(self, now: float) -> None:
         if self._rounds.round.deadline is not None and now >= self._rounds.round.deadline:
             self._give_up(now)
-        if self._deadline is not None and now >= self._deadline:
+        if self._ending.deadline is not None and now >= self._ending.deadline:
             self._core.outcome.missing = tuple(r.rank for r in self._core.ranks if r.present)
-            self._finish()
+            self._ending.finish()
+        self._watch.fail_if_due(now)
 
     # -- what is due -------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         """Do everything that is due in the present state."""
-        if self._phase in (Phase.RUNNING, Phase.STOPPING):
+        if self._survival.all_halted:
+            # What is to end anyway ends with the state that each rank has.
+            self._survival.agree(regroup=self._core.phase is not Phase.STOPPING)
+        if self._survival.recovery is not Recovery.NONE:
+            return
+        if self._core.phase is Phase.STARTING:
+            self._begin(now)
+        if (
+            not self._core.alone
+            and self._core.phase in (Phase.RUNNING, Phase.STOPPING)
+            and not self._rounds.round.in_flight
+            and len(self._survival.survivors) == 1
+        ):
+            self._survival.become_alone()
+        if self._core.phase in (Phase.RUNNING, Phase.STOPPING):
             self._epochs.close(now)
+            orphan = self._epochs.orphan()
+            if orphan is not None and (self._core.alone or self._core.lockstep):
+                self._epochs.ask_lead(orphan)
         self._epochs.publish()
-        if self._phase is Phase.RUNNING:
+        if self._core.phase is Phase.RUNNING:
             if self._core.lockstep:
                 self._epochs.deal_lockstep(now)
             else:
@@ -224,13 +328,13 @@ class Coordinator:
                 self._adjust_limits()
                 self._average_if_due(now)
             if self._over():
-                self._phase = Phase.STOPPING
-        if self._phase is Phase.STOPPING and not self._rounds.round.in_flight:
-            self._dismiss()
-        if self._phase is Phase.LEAVING:
-            self._collect_finals()
-        if self._phase is Phase.FAILING and not any(r.present for r in self._core.ranks):
-            self._finish()
+                self._core.phase = Phase.STOPPING
+        if self._core.phase is Phase.STOPPING and not self._rounds.round.in_flight:
+            self._ending.dismiss()
+        if self._core.phase is Phase.LEAVING:
+            self._ending.collect()
+        if self._core.phase is Phase.FAILING and not any(r.present for r in self._core.ranks):
+            self._ending.finish()
 
     def _over(self) -> bool:
         """Whether nothing is left to train, average, evaluate or publish."""
@@ -247,6 +351,10 @@ class Coordinator:
         live = self._core.live
         if self._rounds.round.in_flight or len(live) < 2:
             return
+        orphan = self._epochs.orphan()
+        if orphan is not None:
+            self._rounds.start(now, orphan, self._epochs.per_epoch(orphan))
+            return
         if not self._epochs.all_published and self._core.config.backend is not AverageBackend.CPU:
             return  # peers would wait for the lead, which is evaluating, inside the collective
         oldest = self._core.pool.oldest
@@ -254,7 +362,7 @@ class Coordinator:
             oldest = None
         if oldest is not None or self._core.gate.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
-            self._rounds.start(now, work, closing=oldest is not None)
+            self._rounds.start(now, oldest, work)
 
     def _adjust_limits(self) -> None:
         # Between SyncNow and its acknowledgement a limit could be read against either round.
@@ -271,62 +379,3 @@ class Coordinator:
                 self._core.send(rank.rank, m.Resume(allowance=self._core.gate.relimit(rank, limit)))
             elif limit is not None:
                 self._core.send(rank.rank, m.Throttle(limit=limit))
-
-    # -- the end -----------------------------------------------------------
-
-    def _dismiss(self) -> None:
-        for rank in self._core.ranks:
-            if rank.state in (RankState.LIVE, RankState.BUILDING):
-                snapshot = rank.state is RankState.LIVE
-                rank.move(RankState.LEAVING)
-                self._core.send(rank.rank, m.Shutdown(snapshot=snapshot))
-        self._phase = Phase.LEAVING
-
-    def _collect_finals(self) -> None:
-        if any(r.present for r in self._core.ranks):
-            return
-        finals = [r.final for r in self._core.ranks if r.final is not None]
-        weights = [f.num_samples for f in finals]
-        if len(finals) <= 1 or not any(weights):
-            self._core.outcome.payload = finals[0].payload if finals else None
-            self._finish()
-            return
-        self._phase = Phase.AVERAGING
-        self._core.out.append(
-            Average(
-                round=FINAL_ROUND,
-                ranks=tuple(f.rank for f in finals),
-                payloads=tuple(f.payload for f in finals),
-                weights=tuple(weights),
-            )
-        )
-
-    def _on_final_average(self, event: m.Averaged) -> None:
-        if self._phase is not Phase.AVERAGING:
-            return
-        self._core.outcome.payload = event.average
-        if event.error is not None:
-            self._core.outcome.failure = Failure(error=event.error)
-        self._finish()
-
-    def _fail(self, failure: Failure, now: float) -> None:
-        if self._core.outcome.failure is None:
-            self._core.outcome.failure = failure
-        if self._phase is Phase.FAILING:
-            return
-        self._phase = Phase.FAILING
-        self._deadline = now + self._core.config.grace_s
-        if self._rounds.round.in_flight:
-            self._rounds.give_up()
-        self._core.out.append(AbortCollective())
-        for rank in self._core.ranks:
-            if rank.present:
-                self._core.send(rank.rank, m.Shutdown(snapshot=False))
-
-    def _finish(self) -> None:
-        self._phase = Phase.DONE
-        self._deadline = None
-        self._rounds.round.deadline = None
-        self._rounds.round.forget_tensors()
-        for rank in self._core.ranks:
-            rank.final = None

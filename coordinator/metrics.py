@@ -45,7 +45,8 @@ class EpochMetrics:
         epoch_s: Duration in seconds.
         num_samples: Distinct samples trained.
         num_retrained: Samples that were trained again after the death of a rank.
-        num_skipped: Samples dropped because of a loss or gradient that is not finite.
+        num_skipped: Samples trained whose effect was dropped because a loss, a gradient or
+            a parameter was not finite.
         num_averagings: Averagings completed in the epoch.
         per_rank_throughput: Samples for each second of computing.
         per_rank_batch_share: Each rank's part of the batches; they sum to 1 unless
@@ -71,6 +72,7 @@ class EpochMetrics:
 class _RankSums:
     num_batches: int = 0
     num_samples: int = 0
+    num_skipped: int = 0
     compute_s: float = 0.0
     loss_sum: float = 0.0
     loss_samples: int = 0
@@ -79,6 +81,7 @@ class _RankSums:
     def add(self, other: Tally | _RankSums, scalars: Iterable[tuple[str, float, int]]) -> None:
         self.num_batches += other.num_batches
         self.num_samples += other.num_samples
+        self.num_skipped += other.num_skipped
         self.compute_s += other.compute_s
         self.loss_sum += other.loss_sum
         self.loss_samples += other.loss_samples
@@ -122,7 +125,6 @@ class EpochTally:
         devices: Sequence[str],
         num_averagings: int = 0,
         num_retrained: int = 0,
-        num_skipped: int = 0,
         extra_scalars: Mapping[str, float] | None = None,
     ) -> EpochMetrics:
         """Make the metrics of the epoch; changes nothing, so it can be called again.
@@ -134,7 +136,6 @@ class EpochTally:
             devices: Device of each rank.
             num_averagings: Averagings completed in the epoch.
             num_retrained: Samples trained again because a rank died.
-            num_skipped: Samples dropped for a loss or gradient that is not finite.
             extra_scalars: Values that no rank recorded, as those of the evaluation.
 
         Returns:
@@ -159,7 +160,7 @@ class EpochTally:
             epoch_s=epoch_s,
             num_samples=num_samples,
             num_retrained=num_retrained,
-            num_skipped=num_skipped,
+            num_skipped=sum(sums.num_skipped for sums in self._ranks),
             num_averagings=num_averagings,
             per_rank_throughput=tuple(r.throughput for r in per_rank),
             per_rank_batch_share=tuple(
@@ -175,6 +176,7 @@ class EpochTally:
                 {
                     "num_batches": sums.num_batches,
                     "num_samples": sums.num_samples,
+                    "num_skipped": sums.num_skipped,
                     "compute_s": sums.compute_s,
                     "loss_sum": sums.loss_sum,
                     "loss_samples": sums.loss_samples,
@@ -195,6 +197,7 @@ class EpochTally:
             sums = _RankSums(
                 num_batches=int(saved["num_batches"]),
                 num_samples=int(saved["num_samples"]),
+                num_skipped=int(saved["num_skipped"]),
                 compute_s=float(saved["compute_s"]),
                 loss_sum=float(saved["loss_sum"]),
                 loss_samples=int(saved["loss_samples"]),

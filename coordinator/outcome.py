@@ -42,6 +42,7 @@ class Outcome:
         payload: The final average.
         metrics: One entry for each closed epoch.
         failure: Why there is no result.
+        failures: Ranks that died while the others went on.
         stopped: Whether the run was ended before its time.
         missing: Ranks that did not leave in time after a failure.
     """
@@ -49,5 +50,6 @@ class Outcome:
     payload: Payload | None = None
     metrics: list[EpochMetrics] = field(default_factory=list)
     failure: Failure | None = None
+    failures: list[Failure] = field(default_factory=list)
     stopped: bool = False
     missing: tuple[int, ...] = ()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from coordinator.dispatch import (
     BatchSet,
@@ -19,6 +18,7 @@ from coordinator.dispatch import (
     count_batches,
     split_by_ratio,
 )
+from coordinator.ledger import Epoch, Ledger
 from coordinator.metrics import EpochTally
 
 CHUNK_S = 0.1
@@ -27,49 +27,6 @@ MIN_CHUNK_S = 0.01
 """Chunks of less time cost more in messages than they gain in balance."""
 MAX_UNMEASURED_CHUNK = 1
 """Batches in a chunk for a rank whose speed is not known yet."""
-
-
-@dataclass(slots=True)
-class Epoch:
-    """One open epoch.
-
-    ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
-    its evaluation and checkpoint, ``evaluation`` is what came back, ``saved`` says that the
-    checkpoint function has returned.
-    """
-
-    epoch: int
-    num_batches: int
-    started_at: float
-    tally: EpochTally
-    open: BatchSet
-    quotas: list[int] | None = None
-    num_settled: int = 0
-    num_samples: int = 0
-    num_retrained: int = 0
-    num_averagings: int = 0
-    told: set[int] = field(default_factory=set)
-    worked: bool = False
-    evaluation: dict[str, float] | None = None
-    saved: bool = False
-
-    @property
-    def settled(self) -> bool:
-        """Whether the effect of every batch is in the result."""
-        return self.num_settled == self.num_batches
-
-
-@dataclass(slots=True)
-class Ledger:
-    """What one rank holds, oldest first, as ``(epoch, ranges of batches)``."""
-
-    assigned: deque[tuple[int, range]] = field(default_factory=deque)
-    trained: list[tuple[int, range]] = field(default_factory=list)
-    in_round: list[tuple[int, range]] = field(default_factory=list)
-
-    @property
-    def num_assigned(self) -> int:
-        return sum(len(span) for _, span in self.assigned)
 
 
 class ChunkPool:
@@ -279,7 +236,8 @@ class ChunkPool:
                 dealt[rank] = _every(spans, i, len(ranks))
         else:
             rest = BatchSet(spans)
-            parts = split_by_ratio(left, [self._ratios[r] for r in ranks])
+            ratios = [self._ratios[r] for r in ranks]
+            parts = split_by_ratio(left, ratios if sum(ratios) > 0 else [1.0] * len(ranks))
             for rank, count in zip(ranks, parts, strict=True):
                 dealt[rank] = rest.take(count)
         for rank, part in dealt.items():
@@ -330,8 +288,7 @@ class ChunkPool:
         """The effect of the rank's frozen batches is in the result."""
         ledger = self.ledgers[rank]
         for number, span in ledger.in_round:
-            epoch = self.find(number)
-            assert epoch is not None, "a batch outlived its epoch"
+            epoch = self._known(number)
             epoch.num_settled += len(span)
             epoch.num_samples += self._samples(span)
         ledger.in_round.clear()
@@ -343,22 +300,78 @@ class ChunkPool:
             total += stop - start
         return total + max(0, len(span) - 2) * self._batch_size
 
-    def take_back(self, rank: int) -> None:
-        """The rank is dead: its unsettled batches are open again."""
+    def take_back(self, rank: int, shares: Sequence[float], *, in_round: bool = True) -> None:
+        """The rank is dead: its unsettled batches are open again.
+
+        Args:
+            rank: Who died.
+            shares: Each rank's part of the work from here on; 0 for this one.
+            in_round: Also those in the round in progress, which is then lost.
+        """
         ledger = self.ledgers[rank]
-        lost = [*ledger.assigned, *ledger.trained, *ledger.in_round]
-        for number, span in (*ledger.trained, *ledger.in_round):
-            epoch = self.find(number)
-            assert epoch is not None
+        gone = [*ledger.trained, *(ledger.in_round if in_round else ())]
+        for number, span in gone:
+            epoch = self._known(number)
             epoch.num_retrained += self._samples(span)
-        for number, span in lost:
-            epoch = self.find(number)
-            assert epoch is not None
-            epoch.open.put_back([span])
-            epoch.quotas = None
-            if self._budget is not None:
-                self._budget += len(span)
+        for number, span in (*ledger.assigned, *gone):
+            epoch = self._known(number)
+            self._reopen(epoch, [span])
+            if epoch.quotas is not None:
+                epoch.quotas[rank] += len(span)
+        for epoch in self.epochs:
+            self._hand_over(epoch, rank, shares)
+        self.ledgers[rank] = Ledger(in_round=[] if in_round else ledger.in_round)
+
+    def _hand_over(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
+        """What was reserved for a rank goes to the others, in proportion."""
+        if epoch.quotas is None or not any(shares):
+            return
+        weights = shares if self._ratios is None else self._masked(self._ratios, shares)
+        parts = split_by_ratio(epoch.quotas[rank], weights)
+        epoch.quotas[rank] = 0
+        epoch.quotas = [q + part for q, part in zip(epoch.quotas, parts, strict=True)]
+
+    def _known(self, number: int) -> Epoch:
+        epoch = self.find(number)
+        assert epoch is not None, "a batch outlived its epoch"
+        return epoch
+
+    def _reopen(self, epoch: Epoch, spans: Sequence[range]) -> None:
+        epoch.open.put_back(spans)
+        if self._budget is not None:
+            self._budget += sum(len(span) for span in spans)
+
+    def recount(
+        self, rank: int, number: int, spans: Sequence[range], *, told: int, made: int
+    ) -> int:
+        """Under lockstep, after a death: only the first ``made`` batches of a plan count.
+
+        Args:
+            rank: Whose plan it is.
+            number: Its epoch.
+            spans: Its batches, in order.
+            told: Batches of it that the rank reported, which are settled.
+            made: Batches whose effect the ranks that are left have.
+
+        Returns:
+            Samples in the batches that count and were not told.
+        """
         self.ledgers[rank] = Ledger()
+        order = [batch for span in spans for batch in span]
+        if told == made == len(order):
+            return 0
+        epoch = self._known(number)
+        untold = sum(self._samples(range(b, b + 1)) for b in order[told:made])
+        undone = sum(self._samples(range(b, b + 1)) for b in order[made:told])
+        epoch.num_settled += made - told
+        epoch.num_samples += untold - undone
+        epoch.num_retrained += undone
+        self._reopen(epoch, [range(b, b + 1) for b in order[made:]])
+        return untold
+
+    def stop_looking_ahead(self) -> None:
+        """From here on an epoch begins only when the one before has closed."""
+        self._look_ahead = False
 
 
 def _every(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator import messages as m
+from coordinator.averaging import usable_weights
 from coordinator.commands import AbortCollective, Average
 from coordinator.convergence import Verdict
 from coordinator.core import Core
+from coordinator.ledger import Epoch
 from coordinator.policy import AverageBackend
 from coordinator.rounds import Round, RoundState
+from coordinator.world import RankState
+
+_NONE = (None, None)
 
 
 class RoundKeeper:
@@ -23,13 +28,15 @@ class RoundKeeper:
         self._core = core
         self.round = Round()
 
-    def start(self, now: float, work: tuple[int | None, int | None], *, closing: bool) -> None:
+    def start(
+        self, now: float, epoch: Epoch | None = None, work: tuple[int | None, int | None] = _NONE
+    ) -> None:
         """Ask every live rank for its part.
 
         Args:
             now: The time.
+            epoch: The epoch that the average closes, or one whose lead died.
             work: Epoch to evaluate and version to hand over on the average.
-            closing: Whether the round closes an epoch.
         """
         evaluate, checkpoint = work
         ranks = tuple(r.rank for r in self._core.live)
@@ -43,7 +50,8 @@ class RoundKeeper:
         self.round.begin(
             RoundState.COLLECTING if on_cpu else RoundState.SYNCING,
             ranks,
-            closing=closing,
+            epoch=epoch,
+            generation=self._core.generation,
             evaluate=evaluate,
             checkpoint=checkpoint,
             deadline=deadline,
@@ -81,7 +89,9 @@ class RoundKeeper:
                     round=self.round.id,
                     ranks=self.round.ranks,
                     payloads=tuple(s.payload for s in order),
-                    weights=tuple(s.num_samples for s in order),
+                    weights=tuple(
+                        usable_weights([s.num_samples if s.healthy else None for s in order])
+                    ),
                 )
             )
 
@@ -97,8 +107,8 @@ class RoundKeeper:
         self.round.average_s = event.compute_s
         self._commit(self.round.ranks)
         self._core.gate.new_round()
-        for i, rank in enumerate(self.round.ranks):
-            info = self._core.ranks[rank]
+        for rank in self.round.ranks:
+            info, lead = self._core.ranks[rank], rank == self.round.lead
             info.commit_freeze()
             allowance = self._core.gate.allowance(rank)
             info.set_limit(allowance.limit)
@@ -109,8 +119,8 @@ class RoundKeeper:
                     average=event.average,
                     num_samples=event.num_samples,
                     allowance=allowance,
-                    evaluate=self.round.evaluate if i == 0 else None,
-                    checkpoint=self.round.checkpoint if i == 0 else None,
+                    evaluate=self.round.evaluate if lead else None,
+                    checkpoint=self.round.checkpoint if lead else None,
                 ),
             )
             self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
@@ -126,17 +136,53 @@ class RoundKeeper:
             self.round.acks[event.rank] = event
             if not self.round.all_acks:
                 return True
-            if not all(ack.ok for ack in self.round.acks.values()):
-                return False
-            self._commit(self.round.ranks)
-            for rank in self.round.ranks:
-                self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
-            self._end_round()
-        elif self.round.accepts(event, RoundState.DELIVERING):
+            return self._end_sync()
+        if self.round.accepts(event, RoundState.DELIVERING):
             self.round.acks[event.rank] = event
             if self.round.all_acks:
                 self._end_round()
         return True
+
+    def _end_sync(self) -> bool:
+        """Every rank has left the collective; returns whether all of them have the average."""
+        if self.round.doomed or not all(ack.ok for ack in self.round.acks.values()):
+            return False
+        self._commit(self.round.ranks)
+        for rank in self.round.ranks:
+            if self._core.is_live(rank):
+                self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
+        self._end_round()
+        return True
+
+    def on_death(self, rank: int) -> bool:
+        """A rank of the round may be dead; returns False if the round must be given up.
+
+        What its snapshot holds is lost with it unless the average is out. In a collective
+        its part counts if it said what that was: the others have it, or it is undone.
+        """
+        rnd = self.round
+        if not rnd.in_flight or rank not in rnd.ranks:
+            return True
+        if rnd.state is RoundState.SYNCING:
+            if not self._has_joined(rank):
+                rnd.doomed = True
+                rnd.drop(rank)
+            return not rnd.all_acks or self._end_sync()
+        if rnd.state is not RoundState.DELIVERING:
+            return False
+        rnd.drop(rank)
+        if rnd.all_acks:
+            self._end_round()
+        return True
+
+    def _has_joined(self, rank: int) -> bool:
+        ack = self.round.acks.get(rank)
+        return ack is not None and ack.ok
+
+    def holds(self, rank: int) -> bool:
+        """Whether the round in progress may still bring a dead rank's part into the result."""
+        rnd = self.round
+        return rnd.state is RoundState.SYNCING and not rnd.doomed and self._has_joined(rank)
 
     def _commit(self, ranks: Sequence[int]) -> None:
         """The average exists: what was in it is settled."""
@@ -144,7 +190,9 @@ class RoundKeeper:
         oldest = self._core.pool.oldest
         if oldest is not None:
             oldest.num_averagings += 1
-            oldest.worked |= self.round.closing
+        if self.round.epoch is not None:
+            self.round.epoch.worked = True
+            self.round.epoch.lead = self.round.lead
         for rank in ranks:
             self._core.pool.settle(rank)
             self._core.global_step += self._core.ranks[rank].round_batches
@@ -164,25 +212,37 @@ class RoundKeeper:
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
             info = self._core.ranks[rank]
-            times[rank] = (info.round_compute_s, info.round_batches)
+            if self._core.is_live(rank):
+                times[rank] = (info.round_compute_s, info.round_batches)
         verdict = self._core.guard.report(list(rnd.divergences.values()))
         self._core.elche.hold_growth(verdict is not Verdict.STABLE)
         self._core.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
         if verdict is Verdict.NUDGE_DOWN:
             self._core.elche.nudge_down()
 
-    def give_up(self) -> None:
-        """The round failed: every rank keeps its own weights and what it trained waits."""
+    def give_up(self) -> tuple[int, ...]:
+        """The round failed: every rank keeps its own weights and what it trained waits.
+
+        Returns:
+            The live ranks that must undo it.
+        """
         rnd = self.round
+        undo: list[int] = []
         if rnd.state is RoundState.SYNCING:
-            self._core.out.append(AbortCollective())
-            for rank in rnd.acks:
+            self._core.out.append(AbortCollective(generation=rnd.generation))
+            for rank, ack in rnd.acks.items():
                 info = self._core.ranks[rank]
                 info.since_round += info.round_batches
                 info.compute_since_round += info.round_compute_s
+                if ack.ok and self._core.is_live(rank):
+                    undo.append(rank)
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.forget_tensors()
         rnd.num_failed += 1
         self._core.num_failed_rounds += 1
         self._core.pool.thaw()
+        for info in self._core.ranks:
+            if info.state is RankState.DEAD:
+                self._core.pool.take_back(info.rank, self._core.elche.shares)
+        return tuple(undo)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from coordinator.ledger import Epoch
 from coordinator.messages import ParamSnapshot, SyncAck
 
 
@@ -36,12 +37,20 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Round:
-    """The round in progress, or the last one while ``state`` is ``NONE``."""
+    """The round in progress, or the last one while ``state`` is ``NONE``.
+
+    ``ranks`` are those whose state goes in, ``lead`` the one that evaluates and hands
+    over the average if it closes ``epoch``. ``doomed``: a rank died in the collective
+    before it could say what it put in, so that the round must be undone.
+    """
 
     id: int = 0
     state: RoundState = RoundState.NONE
     ranks: tuple[int, ...] = ()
-    closing: bool = False
+    lead: int = 0
+    epoch: Epoch | None = None
+    generation: int = 0
+    doomed: bool = False
     evaluate: int | None = None
     checkpoint: int | None = None
     deadline: float | None = None
@@ -68,7 +77,8 @@ class Round:
         state: RoundState,
         ranks: tuple[int, ...],
         *,
-        closing: bool,
+        epoch: Epoch | None,
+        generation: int,
         evaluate: int | None,
         checkpoint: int | None,
         deadline: float | None,
@@ -77,7 +87,10 @@ class Round:
         self.move(state)
         self.id += 1
         self.ranks = ranks
-        self.closing = closing
+        self.lead = ranks[0]
+        self.epoch = epoch
+        self.generation = generation
+        self.doomed = False
         self.evaluate = evaluate
         self.checkpoint = checkpoint
         self.deadline = deadline
@@ -101,6 +114,11 @@ class Round:
     def forget_tensors(self) -> None:
         """Drop the references to the snapshots."""
         self.snapshots = {}
+
+    def drop(self, rank: int) -> None:
+        """The rank is dead: nothing of it is waited for."""
+        self.ranks = tuple(r for r in self.ranks if r != rank)
+        self.acks.pop(rank, None)
 
     @property
     def all_snapshots(self) -> bool:

@@ -16,13 +16,25 @@ from typing import assert_never
 
 from coordinator import messages as m
 from coordinator.averaging import Averager
-from coordinator.commands import AbortCollective, Average, Command, PublishEpoch, Send
+from coordinator.commands import (
+    AbortCollective,
+    Average,
+    Command,
+    PublishEpoch,
+    ReportStall,
+    Send,
+)
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
 from coordinator.outcome import Failure
+from coordinator.stall_report import MessageLog, stall_report
 from coordinator.world import Statistics
 
 logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 86_400.0  # a queue takes no timeout of more than some centuries
+SUSPENDED_S = 1.0
+"""Waking up so much too late means that the whole process was stopped meanwhile."""
 
 
 class Service:
@@ -32,7 +44,8 @@ class Service:
         machine: The machine.
         inbox: Where events arrive, from any thread.
         outboxes: The inbox of each worker.
-        abort_collective: Wakes all ranks that wait in a collective.
+        abort_collective: Wakes all ranks that wait in the collective of a generation, or,
+            given ``None``, in any.
         on_epoch: Called with each closed epoch, on the coordinator's thread: it must
             only hand the value on.
         on_end: Called once, when the outcome is final, on the coordinator's thread.
@@ -45,7 +58,7 @@ class Service:
         inbox: queue.SimpleQueue[m.Event],
         outboxes: Sequence[queue.SimpleQueue[m.ToWorker]],
         *,
-        abort_collective: Callable[[], None],
+        abort_collective: Callable[[int | None], None],
         on_epoch: Callable[[EpochMetrics], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -59,6 +72,7 @@ class Service:
         self._jobs: queue.SimpleQueue[Average | None] = queue.SimpleQueue()
         self._averager = threading.Thread(target=self._average_loop, name="averager", daemon=True)
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._log = MessageLog()
         self.cpu_s = 0.0
 
     def start(self) -> None:
@@ -90,6 +104,7 @@ class Service:
     def _run(self) -> None:
         machine = self._machine
         try:
+            machine.watch(time.monotonic())
             while not machine.done:
                 self._turn()
         except BaseException as error:
@@ -97,7 +112,7 @@ class Service:
             logger.exception("the coordinator's thread died")
             with self._lock:
                 machine.outcome.failure = Failure(error=error)
-            self._abort_collective()
+            self._abort_collective(None)
             for outbox in self._outboxes:
                 outbox.put(m.Shutdown(snapshot=False))
         finally:
@@ -115,31 +130,48 @@ class Service:
             event = self._inbox.get()
         else:
             try:
-                event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                left = min(max(0.0, deadline - time.monotonic()), MAX_WAIT_S)
+                event = self._inbox.get(timeout=left)
             except queue.Empty:
                 event = m.Tick()
+                if (now := time.monotonic()) - deadline > SUSPENDED_S:
+                    machine.watch(now)
         while True:
+            now = time.monotonic()
+            self._log.received(event, now)
             with self._lock:
-                commands = machine.handle(event, time.monotonic())
+                commands = machine.handle(event, now)
             for command in commands:
-                self._execute(command)
+                self._execute(command, now)
             try:
                 event = self._inbox.get_nowait()
             except queue.Empty:
                 return
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: Command, now: float) -> None:
         match command:
             case Send():
+                self._log.sent(command.rank, command.message, now)
                 self._outboxes[command.rank].put(command.message)
             case Average():
                 self._jobs.put(command)
             case AbortCollective():
-                self._abort_collective()
+                self._abort_collective(command.generation)
             case PublishEpoch():
                 self._on_epoch(command.metrics)
+            case ReportStall():
+                self._report(command, now)
             case _:
                 assert_never(command)
+
+    def _report(self, command: ReportStall, now: float) -> None:
+        error = command.error
+        try:
+            error.report = stall_report(str(error), command.state, self._log, now)
+        except Exception:
+            logger.exception("no report could be made")  # the run still ends as it must
+        error.add_note(error.report)
+        logger.error("%s", error.report)
 
     # -- the averaging thread -----------------------------------------------
 

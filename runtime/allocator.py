@@ -2,7 +2,9 @@
 
 glibc gives large blocks back to the system at every free, and every training step then
 pays the page faults again. Raising two thresholds keeps the blocks; on other C libraries
-nothing is done. The setting acts on the whole process and cannot be undone.
+nothing is done. The setting acts on the whole process and cannot be undone, but what was
+kept is given back when no run is left: each run has new threads, whose memory would else
+pile up.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ _MMAP_BYTES = 32 * 2**20  # the largest value that glibc accepts
 _TRIM_BYTES = 2**31 - 1
 _lock = threading.Lock()
 _done = False
+_num_users = 0
 
 
 def tune() -> bool:
@@ -50,3 +53,24 @@ def tune() -> bool:
             return False
         _done = True
         return True
+
+
+def acquire() -> None:
+    """A run starts that wants freed memory kept."""
+    global _num_users
+    tune()
+    with _lock:
+        _num_users += 1
+
+
+def release() -> None:
+    """Such a run has ended; after the last of them, freed memory goes back to the system."""
+    global _num_users
+    with _lock:
+        _num_users -= 1
+        if _num_users or not _done:
+            return
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError) as error:
+        logger.debug("freed memory could not be given back: %s", error)

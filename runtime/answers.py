@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import assert_never
 
 from torch import nn
@@ -10,10 +11,14 @@ from coordinator import messages as m
 from runtime.averaging import ReplicaAverager
 from runtime.context import worker_context
 from runtime.device import DeviceContext
+from runtime.errors import CollectiveAborted, CollectiveTimeout
 from runtime.evaluation import evaluate_model, hand_over
+from runtime.finite import ReplicaJudge
 from runtime.protocol import WorkerProtocol
 from runtime.reporter import Reporter
 from runtime.worker_types import UserFunctions
+
+logger = logging.getLogger(__name__)
 
 
 class Answers:
@@ -24,6 +29,7 @@ class Answers:
         model: The replica.
         protocol: The worker's protocol.
         averager: The replica's side of an averaging.
+        judge: Looks at the replica before it is used.
         reporter: The way to the coordinator.
         functions: The user's functions.
         clock: Tells the time.
@@ -35,6 +41,7 @@ class Answers:
         model: nn.Module,
         protocol: WorkerProtocol,
         averager: ReplicaAverager,
+        judge: ReplicaJudge,
         reporter: Reporter,
         functions: UserFunctions,
         clock: DeviceContext,
@@ -43,6 +50,7 @@ class Answers:
         self._model = model
         self._protocol = protocol
         self._averager = averager
+        self._judge = judge
         self._reporter = reporter
         self._functions = functions
         self._clock = clock
@@ -59,22 +67,41 @@ class Answers:
             case m.Update():
                 self._take_update(work)
             case m.Evaluate():
+                self._judge.require_finite()
                 self._per_epoch(work.epoch, None)
             case m.Checkpoint():
+                self._judge.require_finite()
                 self._per_epoch(None, work.version)
+            case m.Rollback():
+                self._averager.undo_all_reduce()
+            case m.Halt():
+                raise CollectiveAborted("a rank died; this one halts")
+            case m.Regroup():
+                raise AssertionError("the worker itself joins its new group")
             case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
                 raise AssertionError("the protocol handles these itself")
             case _:
                 assert_never(work)
 
     def _sync_now(self, message: m.SyncNow) -> None:
+        healthy = self._judge.enter_round(self._protocol.samples)
         report = self._reporter.take_report()
         ok, divergence, sync_s = False, None, 0.0
         try:
             start = self._clock.now()
-            divergence, waited = self._averager.all_reduce(self._protocol.samples)
+            divergence, waited = self._averager.all_reduce(
+                self._protocol.samples, healthy=healthy if self._judge.heals else None
+            )
             sync_s = max(0.0, self._clock.now() - start - waited)
+            if not healthy:
+                self._judge.require_finite()  # nobody had a state that could be used
+                self._judge.healed()
             ok = True
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            # The round is given up; this rank's state is the one before it.
+            logger.warning(
+                "rank %d: averaging round %d failed: %s", self._rank, message.round, error
+            )
         finally:
             self._protocol.synced(message, ok=ok)
             self._reporter.put(
@@ -87,9 +114,11 @@ class Answers:
                     report=report,
                 )
             )
-        self._per_epoch(message.evaluate, message.checkpoint)
+        if ok:
+            self._per_epoch(message.evaluate, message.checkpoint)
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
+        healthy = self._judge.enter_round(self._protocol.samples)
         report = self._reporter.take_report()
         start = self._clock.now()
         payload = self._averager.snapshot(reuse=True)
@@ -100,8 +129,9 @@ class Answers:
                 rank=self._rank,
                 round=message.round,
                 payload=payload,
-                num_samples=self._protocol.samples,
+                num_samples=self._protocol.samples if healthy else 0,
                 num_batches=self._protocol.batches,
+                healthy=healthy,
                 report=report,
             )
         )
@@ -118,12 +148,28 @@ class Answers:
             aside = self._clock.now() - before
 
         wanted = message.evaluate is not None or message.checkpoint is not None
-        if message.num_samples > 0:
-            self._averager.take(message.average, meanwhile=per_epoch if wanted else None)
-        elif wanted:
+        if self._judge.poisoned:
+            self._replace(message)
             per_epoch()
+        elif message.num_samples > 0 or wanted:
+            # If nobody trained anything the average is what all replicas are, and what the
+            # lead has trained since is not shown to the user's functions.
+            self._averager.take(message.average, meanwhile=per_epoch if wanted else None)
         sync_s = self._snapshot_s + self._clock.now() - start - aside
         self._reporter.put(m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s))
+
+    def _replace(self, message: m.Update) -> None:
+        """The replica was not finite: take the average alone.
+
+        Adding to it what was trained since the snapshot would spoil it again.
+
+        Raises:
+            NonFiniteError: No rank had a state that could be used.
+        """
+        if message.num_samples == 0:
+            self._judge.require_finite()
+        self._averager.replace(message.average)
+        self._judge.healed(self._protocol.forget_samples())
 
     def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> None:
         """What is to be done while the live state is an average."""

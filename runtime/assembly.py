@@ -56,6 +56,8 @@ def coordinator_config(
         checkpoint_every=c.checkpoint_every,
         snapshot_timeout_s=c.snapshot_timeout,
         max_failed_rounds=c.max_failed_rounds,
+        continue_on_failure=c.on_worker_failure == "continue",
+        stall_timeout_s=c.stall_timeout,
         grace_s=grace_s,
     )
 
@@ -78,9 +80,11 @@ def worker_config(
         accumulate=c.accumulate,
         max_grad_norm=c.max_grad_norm,
         precision=c.precision,
+        on_non_finite=c.on_non_finite,
         lr_scale=1.0 + (len(devices) - 1) * c.lr_scale_ratio,
         total_steps=c.num_epochs * per_epoch,
         num_cpu_workers=sum(d.type == "cpu" for d in devices),
+        survives=c.on_worker_failure == "continue",
     )
 
 

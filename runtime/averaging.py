@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from coordinator.averaging import usable_weights
 from coordinator.messages import Payload
 from runtime.collective import Collective
 from runtime.device import DeviceContext
-from runtime.flat import FlatState, norm
+from runtime.flat import FlatState, change, norm
 
 TINY_NORM = 1e-10
 
@@ -28,6 +29,7 @@ class ReplicaAverager:
     against and what comes back if the collective is aborted.
 
     Attributes:
+        collective: Where the ranks meet; replaced when one of them is gone.
         version: Averages taken.
     """
 
@@ -36,9 +38,10 @@ class ReplicaAverager:
     ) -> None:
         self._state = state
         self._device = device
-        self._collective = collective
+        self.collective = collective
         self._snapshot: Payload | None = None
         self._before: list[Tensor] | None = None
+        self._before_buffers: tuple[Tensor, ...] = ()
         self.version = 0
 
     # -- the CPU path ------------------------------------------------------------
@@ -93,11 +96,16 @@ class ReplicaAverager:
     # -- collectives ---------------------------------------------------------------
 
     @torch.no_grad()
-    def all_reduce(self, num_samples: int) -> tuple[float, float]:
+    def all_reduce(self, num_samples: int, *, healthy: bool | None = None) -> tuple[float, float]:
         """Average the live state over all ranks, weighted by samples.
 
         Blocks until every rank has joined. If the collective is aborted the live state
         is the one before the call.
+
+        Args:
+            num_samples: This rank's weight.
+            healthy: Whether its state may be used; ``None``, on every rank alike: it may on
+                all of them.
 
         Returns:
             The divergence ``||pre - post|| / ||post||`` and the seconds spent waiting
@@ -106,7 +114,7 @@ class ReplicaAverager:
         Raises:
             CollectiveAborted, CollectiveTimeout: The round failed.
         """
-        collective = self._collective
+        collective = self.collective
         assert collective is not None, "SyncNow needs a collective"
         params = self._state.params
         params.check()
@@ -117,10 +125,13 @@ class ReplicaAverager:
             for old, flat in zip(self._before, params.flats, strict=True):
                 old.copy_(flat)
             self._state.buffers.read_into(floats, others)
+            self._before_buffers = tuple(t.clone() for t in (*floats, *others))
             try:
                 start = time.perf_counter()
                 collective.barrier()
                 waited = time.perf_counter() - start
+                if healthy is not None:
+                    num_samples = self._agree_weight(num_samples if healthy else -1)
                 total = collective.weighted_mean_([*params.flats, *floats], num_samples)
                 if others and total > 0:
                     self._take_from_heaviest(others, num_samples)
@@ -131,6 +142,10 @@ class ReplicaAverager:
                 raise
             if total > 0:
                 self._state.buffers.write_from(floats, others)
+            # From here on what the round took away, so that it can be undone.
+            for old, new in zip(self._before_buffers, (*floats, *others), strict=True):
+                if old.dtype is not torch.bool:
+                    change(old, new, out=old)
             for old, flat in zip(self._before, params.flats, strict=True):
                 old.sub_(flat)
             post = float(norm(params.flats))
@@ -138,9 +153,28 @@ class ReplicaAverager:
         self.version += 1
         return divergence, waited
 
+    @torch.no_grad()
+    def undo_all_reduce(self) -> None:
+        """Take back what the last :meth:`all_reduce` changed; keep what was trained since.
+
+        Exact up to rounding. Boolean buffers stay as they are.
+        """
+        assert self._before is not None, "an averaging comes before its undoing"
+        with self._device.comm():
+            for flat, change in zip(self._state.params.flats, self._before, strict=True):
+                flat.add_(change)
+            if self._before_buffers:
+                floats, others = self._state.buffers.empty()
+                self._state.buffers.read_into(floats, others)
+                for live, change in zip((*floats, *others), self._before_buffers, strict=True):
+                    if live.dtype is not torch.bool:
+                        live.add_(change)
+                self._state.buffers.write_from(floats, others)
+        self.version -= 1
+
     def sync_buffers(self, num_samples: int) -> None:
         """Average buffers alone, under lockstep at the end of a plan."""
-        collective = self._collective
+        collective = self.collective
         if collective is None or not self._state.buffers:
             return
         floats, others = self._state.buffers.empty()
@@ -154,9 +188,18 @@ class ReplicaAverager:
             if total > 0:
                 self._state.buffers.write_from(floats, others)
 
+    def _agree_weight(self, weight: int) -> int:
+        """This rank's weight once it is known who is healthy; a rank that is not says -1."""
+        collective = self.collective
+        assert collective is not None
+        told = torch.zeros(collective.world_size, dtype=torch.int64)
+        collective.all_gather_into(told, torch.tensor([weight], dtype=torch.int64))
+        weights = usable_weights([None if w < 0 else w for w in told.tolist()])
+        return weights[collective.rank]
+
     def _take_from_heaviest(self, others: tuple[Tensor, ...], num_samples: int) -> None:
         """Integer buffers come from the rank with the most samples, the lowest on ties."""
-        collective = self._collective
+        collective = self.collective
         assert collective is not None
         weights = torch.zeros(collective.world_size, dtype=torch.int64)
         collective.all_gather_into(weights, torch.tensor([num_samples], dtype=torch.int64))

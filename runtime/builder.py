@@ -13,6 +13,7 @@ from coordinator.metrics import EpochMetrics
 from coordinator.policy import ApplyPolicy, AverageBackend
 from runtime.config import (
     MAX_SEED,
+    ON_WORKER_FAILURE,
     PRECISIONS,
     TrainConfig,
     check_callable,
@@ -21,6 +22,7 @@ from runtime.config import (
     check_float,
     check_int,
 )
+from runtime.finite import ON_NON_FINITE
 from runtime.handle import TrainerHandle
 from runtime.replica import ModelFactory, OptimFactory, ParamGroups
 from runtime.run import start_run
@@ -183,6 +185,21 @@ class TrainerBuilder:
             raise ValueError(f"precision({name!r}): pass one of {', '.join(PRECISIONS)}")
         return self._set(precision=name)
 
+    def on_non_finite(self, mode: str) -> TrainerBuilder:
+        """What follows a loss or gradient that is NaN or infinite (default ``"raise"``).
+
+        ``"raise"`` ends the run with :class:`~runtime.NonFiniteError`, which names rank,
+        step and parameter, before anything that is not finite is averaged, evaluated,
+        handed over or returned. ``"skip"`` drops the step, on every rank under ``SYNC``,
+        at the price of one value read from the device in each step; its samples are
+        counted in ``EpochMetrics.num_skipped``. ``"ignore"`` looks at no step: a replica
+        found not finite when parameters are averaged takes its peers' average and starts
+        its optimizer anew; where there is no peer to take from, the run ends as above.
+        """
+        if mode not in ON_NON_FINITE:
+            raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
+        return self._set(on_non_finite=mode)
+
     def scheduler(self, f: SchedulerFactory) -> TrainerBuilder:
         """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by
         any rank."""
@@ -244,9 +261,28 @@ class TrainerBuilder:
         """Seconds that a rank waits for its peers in a collective (default 60)."""
         return self._set(collective_timeout=check_float("collective_timeout", s, 0.0, above=True))
 
+    def stall_timeout(self, s: float) -> TrainerBuilder:
+        """Seconds without any progress after which the run ends with ``RunStalled`` and a
+        report of what every thread was doing (default 300). It must be longer than the
+        longest step, evaluation, checkpoint and building of a model."""
+        return self._set(stall_timeout=check_float("stall_timeout", s, 0.0, above=True))
+
     def max_failed_rounds(self, n: int) -> TrainerBuilder:
         """Averaging rounds that may fail in a row before the run ends (default 5)."""
         return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
+
+    def on_worker_failure(self, mode: str) -> TrainerBuilder:
+        """What follows when a worker raises or its thread ends.
+
+        ``"raise"`` (default): the run stops and :meth:`TrainerHandle.join` raises
+        ``WorkerFailed``. ``"continue"``: the others train what the dead one had not
+        finished and what it had trained since the last averaging, down to one worker;
+        ``TrainedState.failures`` lists who died. Replicas that differ, values that are not
+        finite and a rank 0 that cannot be built end the run in any case.
+        """
+        if mode not in ON_WORKER_FAILURE:
+            raise ValueError(f"on_worker_failure({mode!r}): pass 'raise' or 'continue'")
+        return self._set(on_worker_failure=mode)
 
     def tune_allocator(self, flag: bool) -> TrainerBuilder:
         """Keep freed memory in the process while CPU workers train (default on). It acts on

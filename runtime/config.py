@@ -19,6 +19,7 @@ from runtime.step import TrainFn
 from runtime.worker_types import EvalFn
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+ON_WORKER_FAILURE = ("raise", "continue")
 MAX_SEED = 2**63 - 1
 """The largest seed that every generator takes."""
 
@@ -121,6 +122,7 @@ class TrainConfig:
     max_grad_norm: float | None = None
     accumulate: int = 1
     precision: str = "fp32"
+    on_non_finite: str = "raise"
     scheduler: SchedulerFactory | None = None
     lr_scale_ratio: float = 0.0
     param_groups: ParamGroups | None = None
@@ -134,6 +136,8 @@ class TrainConfig:
     snapshot_timeout: float = 5.0
     collective_timeout: float = 60.0
     max_failed_rounds: int = 5
+    on_worker_failure: str = "raise"
+    stall_timeout: float = 300.0
     tune_allocator: bool = True
     progress: bool | None = None
 

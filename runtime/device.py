@@ -7,16 +7,32 @@ read as soon as it exists.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 
 from coordinator.messages import Tally
+
+
+class LogMark(NamedTuple):
+    """Where a log stood.
+
+    Attributes:
+        losses: Losses kept.
+        scalars: Scalars kept.
+        step: Number of the batch that comes next.
+    """
+
+    losses: int
+    scalars: int
+    step: int
 
 
 class ValueLog:
@@ -24,26 +40,53 @@ class ValueLog:
 
     ``push`` only keeps a reference; ``harvest`` reads what is ready. On a CPU everything
     is ready. Sums are kept in step order, so that they are reproducible.
+
+    Attributes:
+        on_bad_loss: Called by ``harvest`` with the number of the first batch whose loss is
+            not finite, counted from 0; ``None``: such losses are summed as they are.
     """
 
     def __init__(self) -> None:
-        self._losses: list[tuple[torch.Tensor, int]] = []
+        self.on_bad_loss: Callable[[int], None] | None = None
+        self._step = 0
+        self._losses: list[tuple[torch.Tensor, int, int]] = []
         self._scalars: list[tuple[str, float | torch.Tensor, int]] = []
 
     def push_loss(self, loss: torch.Tensor, num_samples: int) -> None:
-        """Keep the mean loss of a batch; it must be detached."""
-        self._losses.append((loss, num_samples))
+        """Keep the mean loss of the next batch; it must be detached."""
+        self._losses.append((loss, num_samples, self._step))
+        self._step += 1
 
     def push_scalar(self, name: str, value: float | torch.Tensor, num_samples: int) -> None:
         """Keep a scalar of a batch."""
         self._scalars.append((name, value, num_samples))
+
+    def mark(self) -> LogMark:
+        """Where the log stands; good until the next harvest."""
+        return LogMark(len(self._losses), len(self._scalars), self._step)
+
+    def since(self, mark: LogMark) -> Sequence[tuple[torch.Tensor, int, int]]:
+        """``(loss, samples, number of the batch)`` of what was pushed since."""
+        return self._losses[mark.losses :]
+
+    def rewind(self, mark: LogMark) -> None:
+        """Forget the values pushed since; their batches stay counted."""
+        del self._losses[mark.losses :]
+        del self._scalars[mark.scalars :]
+
+    def retract(self, mark: LogMark) -> None:
+        """Forget the values pushed since, and their batches: they were not trained."""
+        self.rewind(mark)
+        self._step = mark.step
 
     def harvest(self) -> tuple[float, int, tuple[tuple[str, float, int], ...]]:
         """``(loss sum, its samples, scalars)`` of everything that is ready."""
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
         loss_sum, loss_samples = 0.0, 0
-        for loss, (_, n) in zip(_read([t for t, _ in losses]), losses, strict=True):
+        for loss, (_, n, step) in zip(_read([t for t, _, _ in losses]), losses, strict=True):
+            if self.on_bad_loss is not None and not math.isfinite(loss):
+                self.on_bad_loss(step)
             loss_sum += loss * n
             loss_samples += n
         sums: dict[str, tuple[float, int]] = {}
@@ -64,17 +107,25 @@ def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
 
 
 class StepMeter:
-    """Batches, samples and compute time since the last report."""
+    """Batches, samples and compute time since the last report.
+
+    Attributes:
+        num_skipped: Samples whose effect was dropped because of values that are not finite.
+    """
 
     def __init__(self, log: ValueLog) -> None:
         self.log = log
         self.num_batches = 0
         self.num_samples = 0
+        self.num_skipped = 0
         self.compute_s = 0.0
 
-    def add(self, num_batches: int, num_samples: int, compute_s: float) -> None:
-        """Count a step."""
+    def add(
+        self, num_batches: int, num_samples: int, compute_s: float, *, num_skipped: int = 0
+    ) -> None:
+        """Count a step, and those of its samples whose effect was dropped."""
         self.num_batches += num_batches
+        self.num_skipped += num_skipped
         self.num_samples += num_samples
         self.compute_s += compute_s
 
@@ -84,12 +135,13 @@ class StepMeter:
         tally = Tally(
             num_batches=self.num_batches,
             num_samples=self.num_samples,
+            num_skipped=self.num_skipped,
             compute_s=self.compute_s,
             loss_sum=loss_sum,
             loss_samples=loss_samples,
             scalars=scalars,
         )
-        self.num_batches = self.num_samples = 0
+        self.num_batches = self.num_samples = self.num_skipped = 0
         self.compute_s = 0.0
         return tally
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from coordinator.errors import AveragingFailed
+from collections.abc import Sequence
+
+from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
+from coordinator.outcome import Failure
 
 __all__ = [
     "AveragingFailed",
     "CollectiveAborted",
     "CollectiveTimeout",
     "GpuWorkerError",
+    "NonFiniteError",
     "ReplicaMismatch",
+    "RunAborted",
     "RunStalled",
     "WorkerFailed",
+    "error_of",
 ]
-
-
-class GpuWorkerError(RuntimeError):
-    """Base of the errors below."""
 
 
 class WorkerFailed(GpuWorkerError):
@@ -37,12 +39,33 @@ class WorkerFailed(GpuWorkerError):
         self.step = step
 
 
+class NonFiniteError(GpuWorkerError, ArithmeticError):
+    """A loss, a gradient or a parameter is NaN or infinite; see ``on_non_finite``.
+
+    Attributes:
+        rank: The worker where it arose.
+        step: Number of the batch, counted from 0 as ``worker.local_step`` counts them: that
+            of the loss; for a gradient the first of its step; for a parameter, which is
+            looked at late, the last one trained.
+        what: ``"loss"``, ``"gradient"`` or ``"parameter"``.
+        parameter: Name of the first parameter hit; ``None`` where none was.
+    """
+
+    def __init__(self, rank: int, step: int, what: str, parameter: str | None = None) -> None:
+        hit = "" if parameter is None else f"; first parameter hit: {parameter!r}"
+        super().__init__(
+            f"rank {rank}, step {step}: a {what} is not finite (NaN or infinite){hit}. Lower the "
+            'learning rate, set max_grad_norm, drop such batches with on_non_finite("skip"), or '
+            "guard the loss against them"
+        )
+        self.rank = rank
+        self.step = step
+        self.what = what
+        self.parameter = parameter
+
+
 class ReplicaMismatch(ValueError):
     """The model factory gave one rank another model than rank 0."""
-
-
-class RunStalled(GpuWorkerError):
-    """A run made no progress for ``stall_timeout`` seconds."""
 
 
 class CollectiveAborted(GpuWorkerError):
@@ -51,3 +74,22 @@ class CollectiveAborted(GpuWorkerError):
 
 class CollectiveTimeout(GpuWorkerError):
     """A peer did not join a collective in time; the group is aborted."""
+
+
+def error_of(failure: Failure | None, stuck: Sequence[str]) -> BaseException | None:
+    """What ``join()`` raises, if anything.
+
+    Args:
+        failure: Why the run failed.
+        stuck: Names of threads that did not come back from the user's code.
+    """
+    named = f"threads stuck in user code: {', '.join(stuck)}"
+    if failure is None:
+        return GpuWorkerError(f"the run is over; {named}") if stuck else None
+    error = failure.error
+    if failure.rank >= 0 and not isinstance(error, ReplicaMismatch):
+        error = WorkerFailed(failure.rank, failure.epoch, failure.step, failure.error)
+        error.__cause__ = failure.error
+    if stuck:
+        error.add_note(named)
+    return error

@@ -239,6 +239,14 @@ class FlatState:
                 )
 
     @torch.no_grad()
+    def copy_from(self, other: FlatState) -> None:
+        """Take over another replica's parameters and buffers."""
+        for flat, source in zip(self.params.flats, other.params.flats, strict=True):
+            flat.copy_(source)
+        for buffer, source in zip(self.buffers.tensors(), other.buffers.tensors(), strict=True):
+            buffer.copy_(source)
+
+    @torch.no_grad()
     def load(self, average: Payload) -> None:
         """Replace the live state."""
         for flat, mean in zip(self.params.flats, average.params, strict=True):
@@ -256,7 +264,7 @@ class FlatState:
                 if old.dtype is torch.bool:
                     old.copy_(live)
                 else:
-                    torch.sub(live, old, out=old)
+                    change(live, old, out=old)
 
     @torch.no_grad()
     def load_plus(self, average: Payload, progress: Payload, scratch: Payload) -> None:
@@ -278,6 +286,13 @@ class FlatState:
 
 def _pairs(a: Payload, b: Payload) -> Iterable[tuple[Tensor, Tensor]]:
     return zip((*a.buffers, *a.taken), (*b.buffers, *b.taken), strict=True)
+
+
+def change(new: Tensor, old: Tensor, out: Tensor) -> None:
+    """``new - old``; 0 where both are the same infinity, as in a mask kept as a buffer."""
+    same = new == old
+    torch.sub(new, old, out=out)
+    out.masked_fill_(same, 0)
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import AverageBackend
 from coordinator.world import Statistics
+from runtime.interrupts import INTERRUPTS, Period
 from runtime.state import TrainedState
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ class TrainerHandle:
 
     As a context manager it stops the run when the block is left on an exception, and
     waits for it in any case.
+
+    While the main thread waits in :meth:`join`, :meth:`next_metrics`, :meth:`metrics` or at
+    the end of the block, Ctrl-C and SIGTERM are answered here, unless they are ignored. The
+    first stops every run of the process at a step boundary; the call waits until its own
+    run is over, whatever its timeout, and raises ``KeyboardInterrupt`` with the state kept
+    on the handle. The second aborts the runs: :meth:`join` called again raises
+    ``RunAborted``, unless the state was there already. The third no longer waits. At last
+    the handlers found before are put back and act: after SIGTERM by default the process
+    ends by it.
     """
 
     def __init__(self, run: Run) -> None:
@@ -34,6 +44,7 @@ class TrainerHandle:
         self._ended = False
         self._state: TrainedState | None = None
         self._error: BaseException | None = None
+        self._given_up = False
         self.world_size = len(run.devices)
         self.devices: tuple[torch.device, ...] = run.devices
         self.backend: AverageBackend = run.backend
@@ -72,9 +83,6 @@ class TrainerHandle:
     def join(self, timeout: float | None = None) -> TrainedState:
         """Wait for the end of the run.
 
-        Ctrl-C stops the run at a step boundary and raises ``KeyboardInterrupt`` with the
-        state kept on the handle; a second one no longer waits.
-
         Args:
             timeout: Seconds to wait; ``None``: as long as it takes.
 
@@ -85,38 +93,55 @@ class TrainerHandle:
             RuntimeError: Called in a callback of this run, which would wait for itself.
             TimeoutError: The run goes on.
             WorkerFailed: A worker died of the exception in ``__cause__``.
+            RunStalled: There was no progress for ``stall_timeout`` seconds.
+            KeyboardInterrupt: A signal stopped the run.
             ValueError: The model factory gave ranks different models.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            if not self._wait(lambda: self._ended, deadline):
-                raise TimeoutError(f"the run is not over after {timeout} s; it goes on")
-            self._run.wait_threads()
-        except KeyboardInterrupt:
-            self._stop_and_wait()
-            raise
+        if not self._await(lambda: self._ended, deadline):
+            raise TimeoutError(f"the run is not over after {timeout} s; it goes on")
         if self._error is not None:
             raise self._error
         assert self._state is not None
         return self._state
 
-    def _stop_and_wait(self) -> None:
+    def _await(self, ready: Callable[[], object], deadline: float | None) -> bool:
+        """Wait with signals answered; returns False if the deadline passed first."""
+        with INTERRUPTS.waiting() as period:
+            try:
+                in_time = self._wait(ready, deadline, period)
+                if self._ended:
+                    self._run.wait_threads()
+            except KeyboardInterrupt:
+                if not self._given_up:  # a handler of the user's raised it
+                    period.count += 1
+                    self._stop_and_wait(period)
+                raise
+            return in_time
+
+    def _stop_and_wait(self, period: Period) -> None:
         self.stop()
-        self._wait(lambda: self._ended, None)
+        self._wait(lambda: self._ended, None, period)
         self._run.wait_threads()
 
-    def _wait(self, ready: Callable[[], object], deadline: float | None) -> bool:
+    def _wait(self, ready: Callable[[], object], deadline: float | None, period: Period) -> bool:
         if self._run.owns_current_thread():
             raise RuntimeError(
                 "a callback of a run cannot wait for that run, which waits for the callback; "
                 "call handle.stop() to end it, or return False from metrics_fn"
             )
         with self._condition:
-            while not ready():
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                self._condition.wait(left)
+            while not self._ended and (period.interrupted or not ready()):
+                left = None
+                if deadline is not None and not period.interrupted:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return False
+                if period.given_up:
+                    # Raised here, not by the handler: wherever that runs, it breaks nothing.
+                    self._given_up = True
+                    raise KeyboardInterrupt
+                period.wait(self._condition, left)
         return True
 
     def metrics(self) -> Iterator[EpochMetrics]:
@@ -133,21 +158,18 @@ class TrainerHandle:
 
         Raises:
             TimeoutError: None closed in time; the run goes on.
+            KeyboardInterrupt: A signal stopped the run.
             WorkerFailed: What :meth:`join` would raise.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while self._wait(lambda: self._unread or self._ended, deadline):
-                with self._condition:
-                    if self._unread:
-                        return self._unread.popleft()
-                    if self._ended:
-                        break  # else another reader was faster
-            else:
-                raise TimeoutError(f"no epoch closed within {timeout} s; the run goes on")
-        except KeyboardInterrupt:
-            self._stop_and_wait()
-            raise
+        while self._await(lambda: self._unread, deadline):
+            with self._condition:
+                if self._unread:
+                    return self._unread.popleft()
+                if self._ended:
+                    break  # else another reader was faster
+        else:
+            raise TimeoutError(f"no epoch closed within {timeout} s; the run goes on")
         if self._error is not None:
             raise self._error
         return None
@@ -171,4 +193,8 @@ class TrainerHandle:
         if error is None:
             self.join()
             return
-        self._stop_and_wait()
+        if self._given_up:
+            return
+        with INTERRUPTS.waiting() as period:
+            period.count += isinstance(error, KeyboardInterrupt)  # the first of its kind
+            self._stop_and_wait(period)

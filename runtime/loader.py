@@ -151,6 +151,7 @@ class InlineLoader(Loader):
     def close(self, timeout_s: float = 5.0) -> bool:
         """Forget everything; there is nothing to end."""
         self._closed = True
+        self._worker = None  # which holds this loader
         self.cancel()
         return True
 

@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -20,6 +21,7 @@ from coordinator.metrics import EpochMetrics
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.2
+ABANDONED_S = 0.1  # for a thread that has nothing left to do
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -55,6 +57,7 @@ class MetricsThread:
         self._total = total_batches
         self._trained = trained
         self._queue: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -72,14 +75,35 @@ class MetricsThread:
         if self._thread is not None:
             self._queue.put(metrics)
 
-    def close(self) -> None:
-        """Wait until every epoch was handed to the user, then end."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+    def abandon(self) -> None:
+        """Let :meth:`close` wait no longer; takes no lock."""
+        self._ends.put(False)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until every epoch was handed to the user, then end.
+
+        Args:
+            timeout_s: Wait no longer than this for a function that does not return.
+        """
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        ended = False
+        with suppress(queue.Empty):
+            ended = self._ends.get(timeout=timeout_s)
+        self._thread.join(None if ended else ABANDONED_S)
+        if self._thread.is_alive():
+            logger.warning("metrics_fn has not returned; its thread is left to itself")
+        else:
             self._thread = None
 
     def _run(self) -> None:
+        try:
+            self._hand_out()
+        finally:
+            self._ends.put(True)
+
+    def _hand_out(self) -> None:
         bar: Any = _Bar(total=self._total, unit="batch", leave=True) if self._with_bar else None
         try:
             while True:

@@ -22,6 +22,7 @@ class WorkerState(Enum):
     TRAINING = "training"
     PARKED = "parked"
     SYNCING = "syncing"
+    HALTED = "halted"
     LEAVING = "leaving"
     GONE = "gone"
 
@@ -29,10 +30,11 @@ class WorkerState(Enum):
 _S = WorkerState
 _NEXT = {
     _S.BUILDING: {_S.IDLE, _S.PARKED, _S.LEAVING},
-    _S.IDLE: {_S.TRAINING, _S.PARKED, _S.SYNCING, _S.LEAVING},
-    _S.TRAINING: {_S.IDLE, _S.PARKED, _S.SYNCING, _S.LEAVING},
-    _S.PARKED: {_S.IDLE, _S.TRAINING, _S.SYNCING, _S.LEAVING},
+    _S.IDLE: {_S.TRAINING, _S.PARKED, _S.SYNCING, _S.HALTED, _S.LEAVING},
+    _S.TRAINING: {_S.IDLE, _S.PARKED, _S.SYNCING, _S.HALTED, _S.LEAVING},
+    _S.PARKED: {_S.IDLE, _S.TRAINING, _S.SYNCING, _S.HALTED, _S.LEAVING},
     _S.SYNCING: {_S.IDLE, _S.TRAINING, _S.PARKED, _S.LEAVING},
+    _S.HALTED: {_S.IDLE, _S.LEAVING},
     _S.LEAVING: {_S.GONE},
     _S.GONE: set(),
 }
@@ -64,6 +66,7 @@ class WorkerProtocol:
         samples: Samples in them: the worker's weight in the next round.
         unreported: Batches trained since the last report.
         global_step: Batches of all ranks up to the last round.
+        generation: The group of ranks that this one meets in collectives.
         shutdown: The message that ends the worker, once it came.
     """
 
@@ -75,10 +78,12 @@ class WorkerProtocol:
     samples: int = 0
     unreported: int = 0
     global_step: int = 0
+    generation: int = 0
     shutdown: m.Shutdown | None = None
     _allowance: m.Allowance = field(default_factory=m.Allowance)
     _reported_at: int = 0
     _mark: _Mark | None = None
+    _last_sync: _Mark | None = None
 
     # -- states --------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class WorkerProtocol:
 
     def _settle(self) -> None:
         """The state that follows from limit and plan, unless it is leaving or in a round."""
-        if self.state in (_S.LEAVING, _S.GONE, _S.SYNCING, _S.BUILDING):
+        if self.state in (_S.LEAVING, _S.GONE, _S.SYNCING, _S.HALTED, _S.BUILDING):
             return
         limit = self._allowance.limit
         if limit is not None and self.batches >= limit:
@@ -163,6 +168,14 @@ class WorkerProtocol:
             case m.SyncNow():
                 self.transition(_S.SYNCING)
                 return message
+            case m.Halt():
+                # One that has halted for this group, or is in a later one, has answered.
+                known = self.state is _S.HALTED or message.generation != self.generation
+                return None if known else message
+            case m.Regroup():
+                return message
+            case m.Rollback():
+                return message if self.rolled_back(message.round) else None
             case m.RequestParams() | m.Update() | m.Evaluate() | m.Checkpoint():
                 return message
             case _:
@@ -234,9 +247,20 @@ class WorkerProtocol:
         self._new_round(update.allowance)
         return True
 
+    def forget_samples(self) -> int:
+        """What was trained since the last round has no effect, and so no weight in the next.
+
+        Returns:
+            The samples.
+        """
+        samples, self.samples = self.samples, 0
+        return samples
+
     def synced(self, message: m.SyncNow, *, ok: bool) -> None:
         """The collective of a round has ended; if it failed, the counters stay."""
+        self._last_sync = None
         if ok:
+            self._last_sync = _Mark(message.round, self.batches, self.samples)
             self.batches = self.samples = 0
             self._new_round(message.allowance)
         if self.state is _S.SYNCING:
@@ -246,4 +270,32 @@ class WorkerProtocol:
     def _new_round(self, allowance: m.Allowance) -> None:
         self._allowance = allowance
         self._reported_at = self.batches - self.unreported
+        self._settle()
+
+    def rolled_back(self, round_id: int) -> bool:
+        """A round over a collective is undone: what went into it waits for the next.
+
+        Returns:
+            Whether this worker had taken the round's average.
+        """
+        mark, self._last_sync = self._last_sync, None
+        if mark is None or mark.round != round_id:
+            return False
+        self.batches += mark.batches
+        self.samples += mark.samples
+        self._reported_at += mark.batches
+        self._settle()
+        return True
+
+    def halt(self) -> None:
+        """The group of ranks is broken: forget all plans until there is a new one."""
+        self.plan = None
+        self.plans.clear()
+        self.transition(_S.HALTED)
+
+    def regrouped(self, generation: int) -> None:
+        """The worker has joined a new group of ranks."""
+        self.generation = generation
+        if self.state is _S.HALTED:
+            self.transition(_S.IDLE)
         self._settle()

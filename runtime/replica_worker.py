@@ -16,7 +16,11 @@ from runtime.averaging import ReplicaAverager
 from runtime.collective import Collective
 from runtime.context import worker_context
 from runtime.device import DeviceContext
+from runtime.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
+from runtime.finite import ReplicaJudge, StepJudge
 from runtime.flat import FlatState
+from runtime.lockstep import Lockstep
+from runtime.peers import Peers
 from runtime.protocol import WorkerProtocol
 from runtime.replica import BuildOrder, build_replica
 from runtime.reporter import Reporter
@@ -56,6 +60,8 @@ class ReplicaWorker:
         collective: Collective | None,
         order: BuildOrder,
         device: DeviceContext,
+        lockstep: Lockstep,
+        peers: Peers | None,
     ) -> None:
         self.config = config
         self.rank = config.rank
@@ -66,6 +72,8 @@ class ReplicaWorker:
         self.current_epoch = 0
         self._functions = functions
         self._context = device
+        self._together = lockstep
+        self._peers = peers
         self._lockstep = collective is not None and config.policy is ApplyPolicy.SYNC
         self._protocol = WorkerProtocol(config.rank)
         self._reporter = Reporter(
@@ -99,6 +107,10 @@ class ReplicaWorker:
                 self.set_lr_scale(c.lr_scale)
         params = self._state.params
         lockstep = collective if self._lockstep else None
+        step_judge = self._step_judge()
+        self._reducer = None
+        if lockstep is not None:
+            self._reducer = GradientReducer(params, lockstep, step_judge)
         self._stepper = Stepper(
             self.model,
             params,
@@ -106,12 +118,96 @@ class ReplicaWorker:
             device=c.device,
             precision=c.precision,
             max_grad_norm=c.max_grad_norm,
-            reducer=GradientReducer(params, lockstep) if lockstep is not None else None,
+            reducer=self._reducer,
+            judge=step_judge,
+        )
+        self._judge = ReplicaJudge(
+            c.on_non_finite,
+            c.rank,
+            params,
+            self.optimizer,
+            self._reporter.meter,
+            lambda: self.local_step,
+            averaged=c.world_size > 1 and not self._lockstep,
         )
         self._averager = ReplicaAverager(self._state, self._context, collective)
         self._answers = Answers(
-            self, self.model, self._protocol, self._averager, self._reporter, f, self._context
+            self,
+            self.model,
+            self._protocol,
+            self._averager,
+            self._judge,
+            self._reporter,
+            f,
+            self._context,
         )
+
+    def _step_judge(self) -> StepJudge | None:
+        """Who judges each step, where that is done before it is made."""
+        c = self.config
+        if c.on_non_finite == "ignore" or (c.on_non_finite == "raise" and not self._lockstep):
+            return None
+        return StepJudge(
+            c.on_non_finite,
+            c.rank,
+            self._state,
+            self._reporter.meter.log,
+            c.device,
+            losses_only=c.precision == "fp16",
+        )
+
+    def _join(self, collective: Collective) -> None:
+        """Meet the other ranks there from now on, and leave the collective of before."""
+        before, self._averager.collective = self._averager.collective, collective
+        if self._reducer is not None:
+            self._reducer.collective = collective
+        if before is not None:
+            before.close()
+
+    def copy_from(self, donor: ReplicaWorker) -> None:
+        """Take over everything that training has changed in another rank's replica.
+
+        Parameters, buffers, optimizer, schedule and gradient scaler. The donor must stand
+        still meanwhile.
+        """
+        self._state.copy_from(donor._state)
+        self._stepper.copy_from(donor._stepper)
+        self._schedule.copy_from(donor._schedule)
+
+    def _regroup(self, message: m.Regroup) -> None:
+        """Join the collective of the ranks that are left.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: Under lockstep, another of them is gone.
+            GpuWorkerError: The group could not be connected.
+        """
+        assert self._peers is not None, "a worker on its own has no group"
+        try:
+            collective = self._peers.groups.end(message.generation, message.ranks, self.rank)
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            raise GpuWorkerError(f"rank {self.rank} could not meet its new group") from error
+        self._join(collective)
+        self._protocol.regrouped(message.generation)
+        if message.step is None:
+            return
+        if message.donor is not None and message.donor != self.rank:
+            donor = self._peers.replicas.get(message.donor)
+            if donor is None:
+                raise CollectiveAborted(f"rank {message.donor} died before it was copied from")
+            self._copy_if_behind(donor)
+        collective.barrier()  # no donor trains on before all have copied
+        self._reporter.put(m.Regrouped(rank=self.rank, generation=message.generation))
+
+    def _copy_if_behind(self, donor: ReplicaWorker) -> None:
+        if self._together.standing < donor._together.standing:
+            self.copy_from(donor)
+            self._together.copy_from(donor._together)
+
+    def _let_go(self) -> None:
+        """Break the cycles of references, or only the collector of cycles frees the replica."""
+        self._reporter.meter.log.on_bad_loss = None
+        self.__dict__.pop("_answers", None)
+        self.__dict__.pop("_judge", None)
 
     # -- for the user ----------------------------------------------------------
 
@@ -190,3 +286,18 @@ class ReplicaWorker:
     def report_epoch(self, epoch: int) -> None:
         """Tell the coordinator that a plan is done, with what no report has told yet."""
         self._reporter.report_epoch(epoch)
+
+    def send_final_snapshot(self) -> None:
+        """Send the last state, with the samples trained since the last round."""
+        fault = self._judge.final_fault(self.current_epoch)
+        payload = self._averager.snapshot(reuse=True)
+        together = self._together
+        self._reporter.put(
+            m.FinalSnapshot(
+                rank=self.rank,
+                payload=payload,
+                num_samples=together.buffer_samples if self._lockstep else self._protocol.samples,
+                step=together.step if self._lockstep else 0,
+                fault=fault,
+            )
+        )

@@ -53,7 +53,8 @@ class Reporter:
 
         Both sides then count alike, and the coordinator wakes once, not twice.
         """
-        return self._report() if self._protocol.unreported else None
+        untold = self._protocol.unreported or self.meter.num_skipped
+        return self._report() if untold else None
 
     def report_timing(self) -> None:
         """Tell what was trained since the last report."""

@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,16 @@ from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
 from runtime.device import IntraOpThreads, open_device
-from runtime.errors import CollectiveAborted, GpuWorkerError, ReplicaMismatch, WorkerFailed
+from runtime.errors import CollectiveAborted, NonFiniteError, ReplicaMismatch, error_of
+from runtime.groups import Groups
 from runtime.handle import TrainerHandle
+from runtime.interrupts import INTERRUPTS
 from runtime.loader import InlineLoader, Loader, ThreadLoader
 from runtime.loader_process import ProcessLoader
+from runtime.peers import Peers
 from runtime.progress import MetricsThread
 from runtime.replica import BuildOrder
-from runtime.state import TrainedState, assemble
+from runtime.state import TrainedState, WorkerFailure, assemble
 from runtime.summary import device_summary
 from runtime.worker import GpuWorker
 from runtime.worker_types import WAKE, WorkerEndpoints
@@ -95,7 +99,8 @@ class Run:
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._workers: list[GpuWorker | None] = [None] * len(names)
         self._threads: list[threading.Thread] = []
-        self._collectives: list[Collective] = []
+        self._peers = Peers(Groups(self._make_group))
+        self._collectives: dict[int, Collective] = {}
         self._loaders: dict[int, ProcessLoader] = {}
         self._order = BuildOrder(config.seed)
         self._agreement = StopAgreement()
@@ -125,6 +130,7 @@ class Run:
         )
         self._handle: TrainerHandle | None = None
         self._holds_threads = False
+        self._keeps_memory = False
 
     def _total_batches(self) -> int:
         per_epoch = count_batches(
@@ -145,14 +151,16 @@ class Run:
         if dropped:
             logger.info("drop_last leaves %d samples out of each epoch", dropped)
         if c.tune_allocator and self._cpu_workers:
-            allocator.tune()
+            allocator.acquire()
+            self._keeps_memory = True
         started = False
+        INTERRUPTS.add(self)
         try:
             self._start_loader_processes()
-            if len(self.devices) > 1 and self._needs_collectives():
-                self._collectives = create_collectives(
-                    len(self.devices), _KINDS[self.backend], self.devices, c.collective_timeout
-                )
+            if self._needs_collectives():
+                ranks = range(len(self.devices))
+                for rank in ranks:
+                    self._collectives[rank] = self._peers.groups.end(0, ranks, rank)
             IntraOpThreads.acquire()
             self._holds_threads = True
             self._metrics.start()
@@ -168,7 +176,15 @@ class Run:
             raise
 
     def _needs_collectives(self) -> bool:
+        if len(self.devices) == 1:
+            return False
         return self.config.policy is ApplyPolicy.SYNC or self.backend is not AverageBackend.CPU
+
+    def _make_group(self, ranks: Sequence[int]) -> Sequence[Collective]:
+        # The last rank that is left under lockstep meets itself.
+        kind = _KINDS[self.backend] if len(ranks) > 1 else "thread"
+        devices = [self.devices[rank] for rank in ranks]
+        return create_collectives(len(ranks), kind, devices, self.config.collective_timeout)
 
     def _start_loader_processes(self) -> None:
         if self.config.loader_workers == 0 or self._adapter.in_memory:
@@ -224,8 +240,14 @@ class Run:
                     epoch=worker.current_epoch if worker else 0,
                     step=worker.local_step if worker else 0,
                     error=error,
+                    fatal=isinstance(error, (ReplicaMismatch, NonFiniteError)),
                 )
             )
+            if self.config.on_worker_failure == "continue":
+                logger.warning("rank %d died; the others go on if they can", rank, exc_info=error)
+                # They may train for long: let go of what the rank held.
+                self._workers[rank] = None
+                self._peers.replicas.pop(rank, None)
         finally:
             try:
                 if worker is not None:
@@ -242,9 +264,10 @@ class Run:
             user_functions(c),
             WorkerEndpoints(self._outboxes[rank], self._inbox),
             make_loader=self._make_loader,
-            collective=self._collectives[rank] if self._collectives else None,
+            collective=self._collectives.get(rank),
             build_order=self._order,
             agreement=self._agreement,
+            peers=self._peers if self._collectives else None,
             device=self._contexts[rank],
         )
 
@@ -276,6 +299,11 @@ class Run:
         """Ask the coordinator to end the run at a step boundary."""
         self._inbox.put(m.StopRequested())
 
+    def abort(self) -> None:
+        """Ask the coordinator to end the run at once; without any lock, as :meth:`stop`."""
+        self._inbox.put(m.AbortRequested())
+        self._metrics.abandon()
+
     def owns_current_thread(self) -> bool:
         """Whether the caller is a callback of this run."""
         current = threading.current_thread()
@@ -294,9 +322,8 @@ class Run:
         self._handle.publish(metrics)
         self._metrics.put(metrics)
 
-    def _abort(self) -> None:
-        for collective in self._collectives:
-            collective.abort()
+    def _abort(self, generation: int | None) -> None:
+        self._peers.groups.abort(generation)
 
     # -- the end -------------------------------------------------------------------
 
@@ -307,7 +334,7 @@ class Run:
         error: BaseException | None = None
         try:
             stuck = self._join_workers()
-            error = self._error(stuck)
+            error = error_of(self._machine.outcome.failure, stuck)
             if error is None:
                 state = self._state()
         except BaseException as caught:
@@ -327,40 +354,42 @@ class Run:
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in started if thread.is_alive()]
 
-    def _error(self, stuck: list[str]) -> BaseException | None:
-        failure = self._machine.outcome.failure
-        named = f"; threads stuck in user code: {', '.join(stuck)}" if stuck else ""
-        if failure is None:
-            return GpuWorkerError(f"the run is over{named}") if stuck else None
-        if isinstance(failure.error, ReplicaMismatch) or failure.rank < 0:
-            return failure.error
-        error = WorkerFailed(failure.rank, failure.epoch, failure.step, failure.error)
-        if named:
-            error.add_note(named.lstrip("; "))
-        error.__cause__ = failure.error
-        return error
-
     def _state(self) -> TrainedState:
         outcome = self._machine.outcome
         lead = next(w for w in self._workers if w is not None)
         assert outcome.payload is not None, "a run without a failure leaves a state"
+        for failure in outcome.failures:
+            # Its frames hold the dead rank's replica, for as long as the state lives.
+            traceback.clear_frames(failure.error.__traceback__)
         return assemble(
             lead.model,
             lead.flat_state,
             outcome.payload,
             metrics=tuple(outcome.metrics),
+            failures=tuple(
+                WorkerFailure(rank=f.rank, epoch=f.epoch, step=f.step, error=f.error)
+                for f in outcome.failures
+            ),
             stopped=outcome.stopped,
         )
 
     def _take_down(self) -> None:
         """Free what the run holds; whoever is stuck keeps only what it has in its hands."""
         self._order.forget()
-        self._metrics.close()
-        for collective in self._collectives:
-            collective.close()
+        self._metrics.close(None if self._machine.outcome.failure is None else WORKER_GRACE_S)
+        self._peers.groups.close()
+        self._peers.replicas.clear()
+        self._collectives = {}
         for loader in self._loaders.values():
             loader.close()
         self._workers = []
+        # The run itself lives until the collector of cycles comes; the state does not need it.
+        self._machine.outcome.payload = None
+        self._machine.outcome.failures.clear()
+        INTERRUPTS.remove(self)
         if self._holds_threads:
             self._holds_threads = False
             IntraOpThreads.release()
+        if self._keeps_memory:
+            self._keeps_memory = False
+            allocator.release()

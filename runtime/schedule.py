@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -86,6 +87,14 @@ class Schedule:
         self._scale = scale
         if self._scheduler is not None:
             self._write([rate * scale for rate in self._base])
+
+    def copy_from(self, other: Schedule) -> None:
+        """Stand where another rank's schedule of the same kind stands."""
+        self._position, self._scale = other._position, other._scale
+        self._base = list(other._base)
+        if self._scheduler is not None and other._scheduler is not None:
+            self._scheduler.load_state_dict(copy.deepcopy(other._scheduler.state_dict()))
+        self._write(other._read())
 
     def advance(self, position: int) -> None:
         """Bring the rate to a position: batches trained by all ranks before this step."""

@@ -62,6 +62,7 @@ def assemble(
     payload: Payload,
     *,
     metrics: tuple[EpochMetrics, ...],
+    failures: tuple[WorkerFailure, ...] = (),
     stopped: bool,
 ) -> TrainedState:
     """Put the final average into the model and copy everything to the CPU.
@@ -71,6 +72,7 @@ def assemble(
         flat: Its flat state.
         payload: The final average.
         metrics: One entry for each closed epoch.
+        failures: Workers that died on the way.
         stopped: Whether the run was ended before its time.
     """
     with torch.no_grad():
@@ -94,5 +96,10 @@ def assemble(
                 # A tied tensor's second name: the same values under both.
                 (params if isinstance(value, nn.Parameter) else buffers)[key] = copy(value)
     return TrainedState(
-        params=params, buffers=buffers, metrics=metrics, stopped=stopped, _keys=tuple(keys)
+        params=params,
+        buffers=buffers,
+        metrics=metrics,
+        failures=failures,
+        stopped=stopped,
+        _keys=tuple(keys),
     )

@@ -1,48 +1,79 @@
 """One optimizer step: forward, backward, reduction under lockstep, clip, step.
 
 Nothing here waits for the device: losses stay tensors, and the only host reads are those
-of fp16's gradient scaler and, under lockstep, of the flags that say which parameters got
-a gradient, where this rank alone cannot know.
+of fp16's gradient scaler, of :mod:`runtime.finite` and, under lockstep, of the flags that
+say which parameters got a gradient, where this rank alone cannot know.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective
+from runtime.finite import StepJudge
 from runtime.flat import FlatParams
 
 TrainFn = Callable[[nn.Module, Any], Tensor]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class StepEnd(NamedTuple):
+    """How a step ended.
+
+    Attributes:
+        waited_s: Seconds spent in the reduction, waits for peers included.
+        dropped: Whether it was dropped because of a value that is not finite.
+    """
+
+    waited_s: float
+    dropped: bool
+
+
 class GradientReducer:
     """Averages gradients over the ranks, weighted by samples, through one flat tensor.
 
     Behind the gradients of the first dtype lies a flag for each parameter: a parameter
-    that got no gradient on any rank keeps ``.grad is None`` for the optimizer.
+    that got no gradient on any rank keeps ``.grad is None`` for the optimizer. Where steps
+    are judged, a last element tells every rank whether all losses are finite.
+
+    Args:
+        params: The replica's parameters.
+        collective: Where the ranks meet.
+        judge: Judges what was reduced.
     """
 
-    def __init__(self, params: FlatParams, collective: Collective) -> None:
+    def __init__(
+        self, params: FlatParams, collective: Collective, judge: StepJudge | None = None
+    ) -> None:
         self._params = params.params
-        self._collective = collective
+        self.collective = collective
+        self._judge = judge
         num = len(self._params)
         first, *rest = params.flats
-        self._flats = [first.new_zeros(first.numel() + num), *(torch.zeros_like(f) for f in rest)]
-        self._flags = self._flats[0][first.numel() :]
+        extra = num if judge is None else num + 1
+        self._flats = [first.new_zeros(first.numel() + extra), *(torch.zeros_like(f) for f in rest)]
+        self._flags = self._flats[0][first.numel() : first.numel() + num]
+        self._loss_flag = self._flats[0][first.numel() + num :]
         self._views = params.views([self._flats[0][: first.numel()], *self._flats[1:]])
 
-    def reduce(self, num_samples: int) -> None:
+    def reduce(self, num_samples: int) -> bool:
         """Replace every ``.grad`` by the weighted mean over the ranks.
 
         Args:
             num_samples: Samples behind this rank's gradients; 0: it only receives.
+
+        Returns:
+            Whether the step may be made; if not, the gradients are this rank's own still.
+
+        Raises:
+            NonFiniteError, CollectiveAborted: See :meth:`StepJudge.accept_reduced`.
         """
         grads = [p.grad for p in self._params]
         complete = num_samples > 0 and not any(g is None for g in grads)
@@ -54,10 +85,17 @@ class GradientReducer:
             for view, grad in zip(self._views, grads, strict=True):
                 view.zero_() if grad is None else view.copy_(grad)
             self._flags.copy_(torch.tensor([g is not None for g in grads]))
-        self._collective.weighted_mean_(self._flats, num_samples)
+        if self._judge is not None:
+            self._judge.write_flag(self._loss_flag)
+        self.collective.weighted_mean_(self._flats, num_samples)
+        if self._judge is not None and not self._judge.accept_reduced(
+            self._flats, self._loss_flag, grads, self.collective
+        ):
+            return False
         used = None if complete else (self._flags > 0).tolist()
         for i, (p, view) in enumerate(zip(self._params, self._views, strict=True)):
             p.grad = view if used is None or used[i] else None
+        return True
 
 
 class Stepper:
@@ -70,6 +108,7 @@ class Stepper:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         max_grad_norm: Clip the gradients' norm to this, after the reduction.
         reducer: Averages gradients over the ranks; ``None``: each rank keeps its own.
+        judge: Judges each step before it is made; ``None``: nothing is judged.
     """
 
     def __init__(
@@ -82,6 +121,7 @@ class Stepper:
         precision: str = "fp32",
         max_grad_norm: float | None = None,
         reducer: GradientReducer | None = None,
+        judge: StepJudge | None = None,
     ) -> None:
         self._model = model
         self._params = params.params
@@ -91,6 +131,7 @@ class Stepper:
         self._dtype = _AUTOCAST.get(precision)
         self._max_grad_norm = max_grad_norm
         self._reducer = reducer
+        self._judge = judge
         self._checked = False
         self._scaler: torch.amp.GradScaler | None = None
         if precision == "fp16":
@@ -98,10 +139,19 @@ class Stepper:
             # Creates the scale now: a rank without a batch unscales before it ever scales.
             self._scaler.scale(torch.zeros((), device=device))
 
+    def copy_from(self, other: Stepper) -> None:
+        """Take over the optimizer's state and the scaler of another rank's replica."""
+        # load_state_dict keeps tensors of the right dtype and device, which are the other's.
+        self._optimizer.load_state_dict(copy.deepcopy(other._optimizer.state_dict()))
+        if self._scaler is not None and other._scaler is not None:
+            self._scaler.load_state_dict(other._scaler.state_dict())
+
     def begin(self) -> None:
         """Forget the gradients of the last step."""
         for p in self._params:
             p.grad = None
+        if self._judge is not None:
+            self._judge.begin()
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._dtype is None:
@@ -163,20 +213,25 @@ class Stepper:
                     "build the embedding with sparse=False"
                 )
 
-    def finish(self, num_samples: int) -> float:
-        """Reduce, clip and step.
+    def finish(self, num_samples: int) -> StepEnd:
+        """Reduce, judge, clip and step.
 
         Args:
             num_samples: Samples behind this rank's gradients; 0 only under lockstep.
-
-        Returns:
-            Seconds spent in the reduction, waits for peers included.
         """
-        reduce_s = 0.0
+        reduce_s, accepted = 0.0, True
         if self._reducer is not None:
             start = time.perf_counter()
-            self._reducer.reduce(num_samples)
+            accepted = self._reducer.reduce(num_samples)
             reduce_s = time.perf_counter() - start
+        elif self._judge is not None:
+            accepted = self._judge.accept()
+        if accepted:
+            self._step()
+        return StepEnd(reduce_s, not accepted)
+
+    def _step(self) -> None:
+        # A dropped step never comes here: the scaler neither unscales nor counts it.
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         if self._max_grad_norm is not None:
@@ -186,4 +241,3 @@ class Stepper:
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        return reduce_s

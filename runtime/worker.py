@@ -18,8 +18,10 @@ from runtime.agreement import StopAgreement
 from runtime.collective import Collective
 from runtime.context import worker_context
 from runtime.device import DeviceContext, open_device
-from runtime.errors import CollectiveAborted
+from runtime.errors import CollectiveAborted, CollectiveTimeout
 from runtime.loader import Loader
+from runtime.lockstep import Lockstep
+from runtime.peers import Peers
 from runtime.replica import BuildOrder
 from runtime.replica_worker import ReplicaWorker
 from runtime.step import TrainFn
@@ -46,6 +48,8 @@ class GpuWorker(ReplicaWorker):
         collective: Under ``SYNC`` reduces gradients, else serves ``SyncNow``.
         build_order: Shared by all workers of a run; ``None``: a worker on its own.
         agreement: Shared by all workers of a lockstep run.
+        peers: Shared by all workers of a run that meet in collectives; without it the
+            worker cannot join a new group after a death.
 
     Raises:
         TypeError, ValueError: What a factory gives cannot be trained.
@@ -61,6 +65,7 @@ class GpuWorker(ReplicaWorker):
         collective: Collective | None = None,
         build_order: BuildOrder | None = None,
         agreement: StopAgreement | None = None,
+        peers: Peers | None = None,
         device: DeviceContext | None = None,
     ) -> None:
         super().__init__(
@@ -70,16 +75,17 @@ class GpuWorker(ReplicaWorker):
             collective,
             build_order or BuildOrder(alone=True),
             device or open_device(config.device, config.num_cpu_workers),
+            Lockstep(agreement),
+            peers,
         )
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
-        self._agreement = agreement or StopAgreement()
         self._submitted: list[m.EpochPlan] = []
         self._begun_epoch = -1
-        self._lockstep_index = 0
-        self._buffer_samples = 0
         self._loader = make_loader(self, lambda: self._inbox.put(WAKE)) if make_loader else None
         self._protocol.built()
+        if peers is not None:
+            peers.replicas[self.rank] = self
 
     # -- steps -------------------------------------------------------------------
 
@@ -99,9 +105,9 @@ class GpuWorker(ReplicaWorker):
         self._stepper.begin()
         with worker_context(self):
             loss = self._micro_step(train_fn or self._functions.train_fn, batch, samples, 1.0)
-        waited = self._stepper.finish(samples)
-        elapsed = self._context.now() - start - waited
-        self._count(1, samples, elapsed)
+        end = self._stepper.finish(samples)
+        elapsed = self._context.now() - start - end.waited_s
+        self._count(1, samples, elapsed, dropped=end.dropped)
         return StepResult(loss, elapsed)
 
     def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
@@ -110,14 +116,14 @@ class GpuWorker(ReplicaWorker):
         self._reporter.meter.log.push_loss(loss, samples)
         return loss
 
-    def _count(self, batches: int, samples: int, elapsed: float) -> None:
+    def _count(self, batches: int, samples: int, elapsed: float, *, dropped: bool) -> None:
         self.local_step += batches
-        self._reporter.meter.add(batches, samples, elapsed)
+        weight = 0 if dropped else samples
+        self._reporter.meter.add(batches, samples, elapsed, num_skipped=samples - weight)
         if self._lockstep:
-            self._buffer_samples += samples
             self._protocol.lockstep(batches)
         else:
-            self._protocol.trained(batches, samples)
+            self._protocol.trained(batches, weight)
 
     def _advance_schedule(self, position: int | None = None) -> None:
         if position is None:
@@ -136,8 +142,10 @@ class GpuWorker(ReplicaWorker):
             leaving = self.handle_control()
             # Under lockstep a peer may have begun a plan that came before an orderly end:
             # every rank then begins it, and all of them stop after its first step.
-            together = self._lockstep and self._wants_snapshot() and not self._stop_reached()
-            plan = self._protocol.begin_plan(leaving_too=together)
+            all_begin = self._lockstep and self._wants_snapshot()
+            plan = self._protocol.begin_plan(
+                leaving_too=all_begin and not self._together.stop_reached
+            )
             if plan is not None:
                 return plan
             if leaving:
@@ -170,26 +178,22 @@ class GpuWorker(ReplicaWorker):
                 if not self._run_window(windows, index, fn):
                     self._abandon(plan)
                     return True
-                self._reporter.report_if_due()
+                if index + 1 < windows.count:  # else the plan's own report follows
+                    self._reporter.report_if_due()
             self._sync_buffers()
-        self._protocol.end_plan()
-        self.report_epoch(plan.epoch)
+        self._end_plan(plan)
         return False
 
     def _may_step(self) -> bool:
         """Answer messages; whether the next step may begin."""
         if self.handle_control() and not self._finish_together():
             return False
-        return not (self._lockstep and self._stop_reached())
-
-    def _stop_reached(self) -> bool:
-        """Whether lockstep ranks have agreed to stop before this step."""
-        return self._agreement.reached(self._lockstep_index)
+        return not (self._lockstep and self._together.stop_reached)
 
     def _finish_together(self) -> bool:
         """Under lockstep a stop is agreed: this step is still made, by all ranks."""
         if self._lockstep and self._wants_snapshot():
-            self._agreement.propose(self._lockstep_index + 1)
+            self._together.propose_stop()
             return True
         return False
 
@@ -209,6 +213,7 @@ class GpuWorker(ReplicaWorker):
         self._advance_schedule(windows.position(index) if self._lockstep else None)
         total = sum(sizes)
         start, idle = self._context.now(), 0.0
+        mark = self._reporter.meter.log.mark()
         self._stepper.begin()
         for i, size in enumerate(sizes):
             if i:
@@ -216,9 +221,14 @@ class GpuWorker(ReplicaWorker):
                 batches.append(self._await_batch(answer=False))
                 idle += self._context.now() - before
             self._micro_step(train_fn, batches.popleft(), size, size / total)
-        idle += self._stepper.finish(total)
-        self._lockstep_index += 1
-        self._count(len(sizes), total, self._context.now() - start - idle)
+        try:
+            end = self._stepper.finish(total)
+        except (CollectiveAborted, CollectiveTimeout):
+            self._reporter.meter.log.retract(mark)  # the window is trained again
+            raise
+        self._together.stepped(0 if end.dropped else total)
+        elapsed = self._context.now() - start - idle - end.waited_s
+        self._count(len(sizes), total, elapsed, dropped=end.dropped)
         return True
 
     def _await_batch(self, *, answer: bool) -> Any:
@@ -261,16 +271,21 @@ class GpuWorker(ReplicaWorker):
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
-        if self._stop_reached():
+        if self._together.stop_reached:
             self._sync_buffers()
+        self._end_plan(plan)
+
+    def _end_plan(self, plan: m.EpochPlan) -> None:
+        if self._lockstep or self.world_size == 1:
+            self._judge.require_finite()  # no round follows: the report closes the epoch
         self._protocol.end_plan()
         self.report_epoch(plan.epoch)
 
     def _sync_buffers(self) -> None:
         """Under lockstep, average the buffers: every rank is between the same two steps."""
         if self._lockstep:
-            self._averager.sync_buffers(self._buffer_samples)
-            self._buffer_samples = 0
+            self._averager.sync_buffers(self._together.buffer_samples)
+            self._together.synced()
 
     # -- messages ------------------------------------------------------------------
 
@@ -301,7 +316,9 @@ class GpuWorker(ReplicaWorker):
         if isinstance(message, m.StartEpoch) and not self._protocol.leaving:
             self._submit(message.plan)
         work = self._protocol.receive(message)
-        if work is not None:
+        if isinstance(work, m.Regroup):
+            self._regroup(work)
+        elif work is not None:
             self._answers.answer(work)
 
     # -- the thread's life ---------------------------------------------------------------
@@ -309,22 +326,44 @@ class GpuWorker(ReplicaWorker):
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
         self._reporter.put(m.Ready(rank=self.rank))
-        try:
-            while (plan := self.wait_for_epoch_plan()) is not None:
-                if self.run_epoch_plan(plan):
-                    break
-        except CollectiveAborted:
-            # Another rank failed, which is told by that rank: wait for the end.
-            self.drain_until_shutdown()
+        while True:
+            try:
+                self._train_plans()
+                break
+            except CollectiveAborted:
+                # Another rank failed, which is told by that rank.
+                if not (self.config.survives and self._lockstep):
+                    self.drain_until_shutdown()
+            except CollectiveTimeout:
+                # A peer is late, not dead: with others that wait, meet it anew.
+                if not (self.config.survives and self._lockstep):
+                    raise
+            if self._protocol.leaving:
+                break
+            self._halt()
         if self._wants_snapshot():
             self.send_final_snapshot()
         self.report_exiting()
 
-    def send_final_snapshot(self) -> None:
-        """Send the last state, with the samples trained since the last round."""
-        payload = self._averager.snapshot(reuse=True)
+    def _train_plans(self) -> None:
+        while (plan := self.wait_for_epoch_plan()) is not None:
+            if self.run_epoch_plan(plan):
+                return
+
+    def _halt(self) -> None:
+        """The group of ranks is broken: leave the plan, say where, and wait for the new one."""
+        if self._loader is not None:
+            self._loader.cancel()
+        self._submitted.clear()
+        self._protocol.halt()
         self._reporter.put(
-            m.FinalSnapshot(rank=self.rank, payload=payload, num_samples=self._protocol.samples)
+            m.Halted(
+                rank=self.rank,
+                generation=self._protocol.generation,
+                step=self._together.step,
+                num_syncs=self._together.num_syncs,
+                report=self._reporter.take_report(),
+            )
         )
 
     def report_exiting(self) -> None:
@@ -341,5 +380,11 @@ class GpuWorker(ReplicaWorker):
                 self._protocol.receive(message)
 
     def close(self) -> bool:
-        """End the loader; returns whether its thread has ended. Idempotent."""
-        return True if self._loader is None else bool(self._loader.close())
+        """End the loader; returns whether its thread has ended. Idempotent.
+
+        The worker cannot train any more. What is left is freed as soon as nobody holds it.
+        """
+        ended = True if self._loader is None else bool(self._loader.close())
+        self._loader = None
+        self._let_go()
+        return ended

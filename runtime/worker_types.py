@@ -43,9 +43,11 @@ class WorkerConfig:
         accumulate: Micro-batches in an optimizer step.
         max_grad_norm: Clip the gradients' norm to this.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         lr_scale: Multiplies the learning rate.
         total_steps: Positions of the schedule.
         num_cpu_workers: CPU workers that share the cores.
+        survives: Whether the worker goes on when another one dies.
         report_interval_s: Trained batches are told at the latest after this long.
     """
 
@@ -59,9 +61,11 @@ class WorkerConfig:
     accumulate: int = 1
     max_grad_norm: float | None = None
     precision: str = "fp32"
+    on_non_finite: str = "raise"
     lr_scale: float = 1.0
     total_steps: int | None = None
     num_cpu_workers: int = 1
+    survives: bool = False
     report_interval_s: float = 0.05
 
 

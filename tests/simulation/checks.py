@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from coordinator import messages as m
 from coordinator.commands import Average, Command, PublishEpoch, Send
 from coordinator.dispatch import count_batches
-from coordinator.errors import AveragingFailed
+from coordinator.errors import AveragingFailed, RunStalled
+from coordinator.outcome import Failure
 from coordinator.policy import ApplyPolicy
 from coordinator.world import RankState
+from runtime.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Checks:
             case Send():
                 self._on_send(command.rank, command.message)
             case Average():
-                if self._sim.average_pending:
+                if self._sim.average_pending and not self._sim.dead:  # else that round is void
                     raise Violation("two averages are computed at a time")
             case PublishEpoch():
                 self._on_publish(command)
@@ -67,14 +69,15 @@ class Checks:
             self._asked_at[rank] = self._sim.now
         if isinstance(message, m.SyncNow | m.RequestParams):
             self._on_request(rank, message.round)
-        elif isinstance(message, m.SetGlobalStep) and message.step != len(self._sim.result.base):
-            raise Violation(f"{message}, but the average holds {len(self._sim.result.base)}")
+        elif isinstance(message, m.SetGlobalStep) and message.step != len(self._sim.averaged()):
+            raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
     def _on_request(self, rank: int, round_id: int) -> None:
         if round_id == self._asked:
             self._unanswered.add(rank)
             return
         given_up = self._sim.machine.core.num_failed_rounds
+        self._unanswered -= self._sim.dead
         if self._unanswered and given_up == self._num_failed_rounds:
             raise Violation(
                 f"round {round_id} begins before the ranks {sorted(self._unanswered)} "
@@ -102,7 +105,8 @@ class Checks:
         by_rank = sum(r.num_samples for r in metrics.per_rank)
         if metrics.num_samples != samples or by_rank - metrics.num_retrained != samples:
             raise Violation(f"{samples} samples are trained in an epoch, told: {metrics}")
-        self._must_hold(metrics.epoch, self._sim.settled(), "closed")
+        if self._sim.num_live:
+            self._must_hold(metrics.epoch, self._sim.settled(), "closed")
         if c.evaluate and ("evaluated", metrics.epoch) not in self._done_per_epoch:
             raise Violation(f"epoch {metrics.epoch} is published before it was evaluated")
 
@@ -128,7 +132,9 @@ class Checks:
     def on_trained(self, rank: int, batch: Batch, size: int) -> None:
         """The rank trained a batch."""
         before = self._trained.get(batch)
-        if before is not None and before not in self._sim.dead:
+        # Under lockstep the effect of a batch may die with a rank that did not train it.
+        lost = self._sim.dead if self.needs_rounds else self._sim.dead and {before}
+        if before is not None and before not in lost:
             raise Violation(f"rank {rank} trains {batch}, which rank {before} trained")
         if not 0 <= batch[1] < self._per_epoch or size != self._sim.samples_of(batch):
             raise Violation(f"rank {rank} trains {batch} with {size} samples")
@@ -137,7 +143,7 @@ class Checks:
 
     def on_per_epoch(self, rank: int, what: str, epoch: int, held: frozenset[Batch]) -> None:
         """The rank evaluates or hands over what must be the average that closes an epoch."""
-        if (what, epoch) in self._done_per_epoch:
+        if (what, epoch) in self._done_per_epoch and not self._sim.dead:
             raise Violation(f"epoch {epoch} is {what} twice")
         self._done_per_epoch.append((what, epoch))
         self._must_hold(epoch, held, what)
@@ -152,12 +158,10 @@ class Checks:
             raise Violation(f"the run is done and the ranks {left} still run")
         outcome = machine.outcome
         if outcome.failure is not None:
-            expected = isinstance(outcome.failure.error, AveragingFailed)
-            if not (self._sim.dead or (expected and self._sim.schedule.late_chance)):
-                raise Violation("the run failed for no reason") from outcome.failure.error
+            self._must_have_failed(outcome.failure)
             return
-        if self._sim.dead:
-            raise Violation(f"the ranks {sorted(self._sim.dead)} died and nobody was told")
+        if {f.rank for f in outcome.failures} != self._sim.dead:
+            raise Violation(f"{sorted(self._sim.dead)} died, told: {outcome.failures}")
         payload = outcome.payload
         if not isinstance(payload, Traced):
             assert payload is None
@@ -167,25 +171,42 @@ class Checks:
         effects = payload.base.union(payload.local)
         if len(effects) != len(payload.base) + len(payload.local):
             raise Violation("a batch is in the result twice")
-        if effects != self._trained.keys():
+        if effects - self._trained.keys():
+            raise Violation(f"never trained: {sorted(effects - self._trained.keys())}")
+        if effects != self._trained.keys() and not self._sim.dead:
             raise Violation(f"trained, not in the result: {sorted(self._trained.keys() - effects)}")
-        self._all_was_done(outcome.stopped)
+        self._all_was_done(len(effects), outcome.stopped)
 
-    def _all_was_done(self, stopped: bool) -> None:
+    def _must_have_failed(self, failure: Failure) -> None:
+        """A run fails when a rank dies, or, if the others may go on, when nobody can."""
+        sim, s = self._sim, self._sim.schedule
+        late = s.late_chance or s.collective_timeout_s
+        if late and isinstance(failure.error, AveragingFailed | CollectiveTimeout | RunStalled):
+            return
+        if not sim.dead:
+            raise Violation("the run failed for no reason") from failure.error
+        if not self._config.continue_on_failure or len(sim.dead) == len(sim.workers):
+            return
+        if 0 in sim.dead and not sim.workers[0].was_built:
+            return
+        raise Violation("the run failed although it could go on") from failure.error
+
+    def _all_was_done(self, num_effects: int, stopped: bool) -> None:
         c = self._config
         total = self._per_epoch * c.num_epochs
         wanted = total if c.max_steps is None else min(total, c.max_steps)
-        if len(self._trained) > wanted or (not stopped and len(self._trained) != wanted):
-            raise Violation(f"{len(self._trained)} batches of {wanted} are trained")
+        if num_effects > wanted or (not stopped and num_effects != wanted):
+            raise Violation(f"{num_effects} batches of {wanted} are in the result")
         if stopped:
             return
         if len(self._closed) != wanted // self._per_epoch:
             raise Violation(f"only the epochs {self._closed} have closed")
         if c.max_steps is None:
-            for rank in range(c.world_size):
+            for rank in set(range(c.world_size)) - self._sim.dead:
                 if self._begun[rank] != list(range(c.num_epochs)):
                     raise Violation(f"rank {rank} began the epochs {self._begun[rank]}")
-        self._shares()
+        if not self._sim.dead:
+            self._shares()
 
     def _shares(self) -> None:
         """Fixed ratios hold in every epoch to a batch."""

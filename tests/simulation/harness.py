@@ -12,23 +12,25 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
 from coordinator import messages as m
-from coordinator.commands import AbortCollective, Average, Command, Send
+from coordinator.commands import AbortCollective, Average, Command, ReportStall, Send
 from coordinator.machine import Coordinator
 from coordinator.policy import AverageBackend
 from runtime.agreement import StopAgreement
-from runtime.errors import CollectiveAborted
+from runtime.errors import CollectiveAborted, CollectiveTimeout
 from runtime.worker_types import WAKE
 from tests.simulation.checks import Checks
 from tests.simulation.effects import SamplesOf, Traced, Violation, average, replica
-from tests.simulation.schedule import Schedule, draw_schedule
+from tests.simulation.schedule import Death, Schedule, draw_schedule
 from tests.simulation.sim_worker import GET, Join, Op, SimWorker
 
 MAX_EVENTS = 50_000
 TRACE_LINES = 400
+STUCK = "nothing can happen any more and the run is not done"
 
 
 class SimulationFailed(AssertionError):
@@ -39,11 +41,18 @@ class Vanish(BaseException):
     """Raised by a hook: the worker's thread ends without a word."""
 
 
+class UserError(RuntimeError):
+    """What a user's function raises."""
+
+
 class Hooks:
     """Where faults are put in. These do nothing; a subclass overrides what it needs."""
 
     def before_step(self, worker: SimWorker) -> None:
         """Called before a step; may raise: any exception kills the worker, as in a thread."""
+
+    def before_death(self, worker: SimWorker) -> None:
+        """Called before a worker dies of what the schedule says."""
 
     def extra_delay_s(self, sim: Simulation, rank: int, message: object) -> float:
         """Time that a message travels beyond the schedule's own delay."""
@@ -104,8 +113,11 @@ class Simulation:
         self._channel_ends: dict[tuple[str, int], float] = {}
         self._waiting: set[int] = set()
         self._ended: set[int] = set()
-        self._joined: dict[int, Join] = {}
-        self._aborted = False
+        self._joined: dict[int, dict[int, Join]] = {}
+        self._groups: dict[int, tuple[int, ...]] = {0: tuple(range(c.world_size))}
+        self._broken: set[int] = set()
+        self._over = False
+        self._marked: dict[int, Exception | Vanish] = {}
         self.workers = [SimWorker(self, rank) for rank in range(c.world_size)]
 
     # -- for the workers ---------------------------------------------------------------
@@ -140,10 +152,22 @@ class Simulation:
 
     def settled(self) -> frozenset[tuple[int, int]]:
         """What is in the result whoever dies now."""
-        if self.checks.needs_rounds:
+        alive = [w for w in self.workers if w.rank not in self.dead] or self.workers
+        if len(alive) == 1:
+            return self.averaged().union(alive[0].base, alive[0].local)
+        return self.averaged()
+
+    def averaged(self) -> frozenset[tuple[int, int]]:
+        """What is in the last average that every rank has, or is about to take."""
+        if self.checks.needs_rounds and self.schedule.config.backend is AverageBackend.CPU:
             return self.result.base
-        lead = self.workers[0]
-        return lead.base.union(lead.local)
+        alive = [w for w in self.workers if w.rank not in self.dead] or self.workers
+        return frozenset.intersection(*(w.base for w in alive))
+
+    @property
+    def num_live(self) -> int:
+        """Ranks that have not died."""
+        return len(self.workers) - len(self.dead)
 
     # -- channels --------------------------------------------------------------------
 
@@ -199,23 +223,31 @@ class Simulation:
     def _execute(self, command: Command) -> None:
         match command:
             case Send():
+                if isinstance(command.message, m.Update):
+                    assert isinstance(command.message.average, Traced)
+                    self.result = command.message.average
+                elif isinstance(command.message, m.Regroup):
+                    self._groups[command.message.generation] = command.message.ranks
                 self._send_to_worker(command.rank, command.message)
             case Average():
                 self.average_pending = True
                 self._at(self.now + self.draw(self.schedule.average_s), self._averager(command))
             case AbortCollective():
-                self._abort()
+                self._abort(command.generation)
+            case ReportStall():
+                if not self.schedule.collective_timeout_s:  # else a rank may come late for ever
+                    raise Violation(STUCK) from command.error
 
     def _averager(self, job: Average) -> Callable[[], None]:
         def finish() -> None:
             parts = [p for p in job.payloads if isinstance(p, Traced)]
             self.average_pending = False
-            self.result = average(parts, job.weights, self.samples_of)
+            mean = average(parts, job.weights, self.samples_of)
             divergences = tuple((r, self.draw(self.schedule.divergence)) for r in job.ranks)
             self._handle(
                 m.Averaged(
                     round=job.round,
-                    average=self.result,
+                    average=mean,
                     num_samples=sum(job.weights),
                     divergences=divergences,
                     compute_s=self.schedule.average_s,
@@ -232,8 +264,13 @@ class Simulation:
         """Let a worker run until it blocks."""
         if worker.rank in self._ended:
             return
+        died = self._marked.pop(worker.rank, None)
+        if died is not None:
+            self.hooks.before_death(worker)
         try:
-            op: Op = worker.steps.throw(error) if error else worker.steps.send(value)
+            op: Op = (
+                worker.steps.throw(died or error) if died or error else worker.steps.send(value)
+            )
             while op is GET and worker.inbox:
                 op = worker.steps.send(worker.inbox.popleft())
         except StopIteration:
@@ -242,16 +279,10 @@ class Simulation:
         except Violation:
             raise
         except Vanish:
-            self.dead.add(worker.rank)
-            self._end(worker)
+            self._die(worker, None)
             return
-        except Exception as died:
-            self.dead.add(worker.rank)
-            step, epoch = worker.num_steps, 0
-            self.send_to_coordinator(
-                worker.rank, m.Failed(rank=worker.rank, epoch=epoch, step=step, error=died)
-            )
-            self._end(worker)
+        except Exception as error:
+            self._die(worker, error)
             return
         if isinstance(op, Join):
             self._join(worker, op)
@@ -261,45 +292,96 @@ class Simulation:
             assert isinstance(op, float | int)
             self._at(self.now + op, lambda: self._resume(worker))
 
+    def _die(self, worker: SimWorker, error: Exception | None) -> None:
+        self.dead.add(worker.rank)
+        if error is not None:
+            failed = m.Failed(rank=worker.rank, epoch=0, step=worker.num_steps, error=error)
+            self.send_to_coordinator(worker.rank, failed)
+        self._end(worker)
+
     def _end(self, worker: SimWorker) -> None:
         self.send_to_coordinator(worker.rank, m.ThreadEnded(rank=worker.rank))
         self._ended.add(worker.rank)
+
+    def _mark(self, death: Death) -> None:
+        """The worker dies as soon as its thread runs again."""
+        worker = self.workers[death.rank]
+        self._marked[death.rank] = Vanish() if death.vanishes else UserError("raised")
+        self.trace.append((self.now, f"rank {death.rank} dies", death))
+        if death.rank in self._waiting:
+            self._waiting.remove(death.rank)
+            self._resume(worker)
 
     # -- collectives ---------------------------------------------------------------------
 
     def _join(self, worker: SimWorker, join: Join) -> None:
         self.trace.append((self.now, f"rank {worker.rank} joins", join.key))
-        if self._aborted:
+        generation, ranks = join.generation, self._groups[join.generation]
+        if self._is_broken(generation):
             self._at(self.now, lambda: self._resume(worker, error=CollectiveAborted("aborted")))
             return
-        if any(other.key != join.key for other in self._joined.values()):
-            peers = {rank: other.key for rank, other in self._joined.items()}
+        joined = self._joined.setdefault(generation, {})
+        if any(other.key != join.key for other in joined.values()):
+            peers = {rank: other.key for rank, other in joined.items()}
             raise Violation(f"rank {worker.rank} joins {join.key}, its peers {peers}")
-        self._joined[worker.rank] = join
-        if len(self._joined) == len(self.workers):
-            self._reduce()
+        if worker.rank not in ranks:
+            raise Violation(f"rank {worker.rank} joins {join.key} of {ranks}")
+        joined[worker.rank] = join
+        if len(joined) == len(ranks):
+            self._reduce(generation)
+        elif self.schedule.collective_timeout_s:
+            late = self.now + self.schedule.collective_timeout_s
+            self._at(late, lambda: self._time_out(worker, join))
 
-    def _reduce(self) -> None:
-        joined = sorted(self._joined.items())
-        self._joined = {}
-        state = average(
-            [j.state for _, j in joined],
-            [j.weight if j.key[0] != "buffers" else 0 for _, j in joined],
-            self.samples_of,
-        )
-        self.result = state
+    def _is_broken(self, generation: int) -> bool:
+        return self._over or generation in self._broken
+
+    def _reduce(self, generation: int) -> None:
+        joined = sorted(self._joined.pop(generation).items())
+        state: Traced | None = None
+        name = joined[0][1].key[0]
+        if name != "regroup":
+            weights = [j.weight if name != "buffers" else 0 for _, j in joined]
+            state = average([j.state for _, j in joined], weights, self.samples_of)
+        if name == "step":
+            for rank, join in joined:
+                for batch in join.state.local:
+                    self.checks.on_trained(rank, batch, self.samples_of(batch))
         time = self.now + self.draw(self.schedule.sync_s)
         for rank, _ in joined:
             # The ranks leave one after the other, in any order.
             later = time + self.draw(self.schedule.delay_s)
-            worker = self.workers[rank]
-            self._at(later, lambda w=worker: self._resume(w, state))  # type: ignore[misc]
+            self._at(later, self._leaver(self.workers[rank], generation, state))
 
-    def _abort(self) -> None:
-        self._aborted = True
-        joined, self._joined = self._joined, {}
-        for rank in sorted(joined):
-            self._resume(self.workers[rank], error=CollectiveAborted("aborted"))
+    def _leaver(
+        self, worker: SimWorker, generation: int, state: Traced | None
+    ) -> Callable[[], None]:
+        def leave() -> None:
+            # A group that breaks meanwhile may take the result from some ranks, not all.
+            if self._is_broken(generation) and self._lot(self.schedule.torn_chance):
+                self._resume(worker, error=CollectiveAborted("aborted"))
+            else:
+                self._resume(worker, state)
+
+        return leave
+
+    def _time_out(self, worker: SimWorker, join: Join) -> None:
+        if self._joined.get(join.generation, {}).get(worker.rank) is not join:
+            return
+        self.trace.append((self.now, f"rank {worker.rank} waits", "too long"))
+        del self._joined[join.generation][worker.rank]
+        self._abort(join.generation)
+        self._resume(worker, error=CollectiveTimeout("too long"))
+
+    def _abort(self, generation: int | None) -> None:
+        if generation is None:
+            self._over = True
+        else:
+            self._broken.add(generation)
+        for broken in sorted(self._joined):
+            if self._is_broken(broken):
+                for rank in sorted(self._joined.pop(broken)):
+                    self._resume(self.workers[rank], error=CollectiveAborted("aborted"))
 
     # -- the run -----------------------------------------------------------------------
 
@@ -321,6 +403,8 @@ class Simulation:
             self._resume(worker)
         if self.schedule.stop_at_s is not None:
             self._at(self.schedule.stop_at_s, lambda: self._handle(m.StopRequested()))
+        for death in self.schedule.deaths:
+            self._at(death.at_s, partial(self._mark, death))
         while not (self.machine.done and len(self._ended) == len(self.workers)):
             deadline = self.machine.deadline
             if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
@@ -330,7 +414,7 @@ class Simulation:
                 self.now, _, action = heapq.heappop(self._heap)
                 action()
             else:
-                raise Violation("nothing can happen any more and the run is not done")
+                raise Violation(STUCK)
             self.num_events += 1
             if self.num_events > MAX_EVENTS:
                 raise Violation(f"{MAX_EVENTS} events and no end")

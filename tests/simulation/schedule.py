@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from coordinator.config import CoordinatorConfig
@@ -15,6 +16,15 @@ class Pace:
 
     start_s: float
     batch_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A worker raises, or its thread ends without a word, from a time on."""
+
+    rank: int
+    at_s: float
+    vanishes: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +47,10 @@ class Schedule:
         report_interval_s: See ``WorkerConfig``.
         stop_at_s: When ``stop()`` is called, if at all.
         divergence: Largest divergence that a round shows.
+        deaths: Workers that die.
+        torn_chance: Chance that a rank loses the result of a collective which breaks
+            after all have joined.
+        collective_timeout_s: How long a rank waits for its peers; 0: for ever.
     """
 
     seed: int = 0
@@ -56,6 +70,9 @@ class Schedule:
     report_interval_s: float = 0.05
     stop_at_s: float | None = None
     divergence: float = 0.0
+    deaths: tuple[Death, ...] = ()
+    torn_chance: float = 0.0
+    collective_timeout_s: float = 0.0
 
     def batch_s(self, rank: int, now: float) -> float:
         """Seconds of a full batch on a rank at a time."""
@@ -79,17 +96,19 @@ class Draw:
     def schedule(self) -> Schedule:
         """The schedule of the seed."""
         rng = self.rng
-        world = rng.choice((1, 2, 2, 2, 3, 3, 4, 5, 8))
+        world = rng.choice((1, 2, 2, 2, 3, 3, 4, 5, 6, 7, 8))
         config = self._config(world)
         step_s = 10 ** rng.uniform(-3.5, -1.5)
         timeouts = config.snapshot_timeout_s < 1
+        impatient = self.maybe(0.1) and config.max_failed_rounds < 10
+        build_s = rng.choice((0.0, 10 * step_s))
         total_s = config.num_epochs * config.num_samples / config.batch_size * step_s
         return Schedule(
             seed=self.seed,
             config=config,
             paces=tuple(self._paces(step_s, total_s) for _ in range(world)),
             jitter=rng.choice((0.0, 0.1, 1.0)),
-            build_s=rng.choice((0.0, 10 * step_s)),
+            build_s=build_s,
             delay_s=rng.choice((0.0, 0.01, 0.5, 3.0)) * step_s,
             late_chance=rng.choice((0.1, 0.3)) if timeouts else 0.0,
             late_s=5 * max(config.snapshot_timeout_s, 3 * step_s) if timeouts else 0.0,
@@ -102,7 +121,26 @@ class Draw:
             report_interval_s=rng.choice((0.0, 0.01, 0.05, 0.05, 10.0)),
             stop_at_s=rng.uniform(0.0, 1.2) * total_s / world if self.maybe(0.2) else None,
             divergence=rng.choice((0.0, 0.2)),
+            deaths=tuple(self._deaths(world, total_s / world, build_s)),
+            torn_chance=rng.choice((0.0, 0.5)),
+            collective_timeout_s=rng.uniform(1, 20) * step_s if impatient else 0.0,
         )
+
+    def _deaths(self, world: int, lasts_s: float, build_s: float) -> Iterator[Death]:
+        """None in most runs, else of one rank or of several, now and then at once."""
+        rng = self.rng
+        if not self.maybe(0.4 if world > 1 else 0.1):
+            return
+
+        def time_s() -> float:
+            start_s = 0.0 if self.maybe(0.1) else build_s
+            return start_s + rng.uniform(0.0, 1.0) * lasts_s
+
+        at_s = time_s()
+        for rank in rng.sample(range(world), min(world, rng.choice((1, 1, 1, 2, 2, world - 1, 8)))):
+            yield Death(rank=rank, at_s=at_s, vanishes=self.maybe(0.3))
+            if self.maybe(0.7):
+                at_s = time_s()
 
     def _config(self, world: int) -> CoordinatorConfig:
         rng = self.rng
@@ -136,6 +174,7 @@ class Draw:
             checkpoint_every=rng.choice((None, None, 1, 2)),
             snapshot_timeout_s=rng.choice((5.0, 5.0, 0.001)),
             max_failed_rounds=rng.choice((5, 1000)),
+            continue_on_failure=self.maybe(0.75),
         )
 
     def _paces(self, step_s: float, total_s: float) -> tuple[Pace, ...]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from coordinator import messages as m
 from coordinator.policy import ApplyPolicy
-from runtime.errors import CollectiveAborted
+from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.lockstep import Lockstep
 from runtime.protocol import WorkerProtocol
 from runtime.reporter import Reporter
 from runtime.windows import Windows
@@ -34,11 +35,19 @@ GET: Final = Get()
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Enter a collective; ``key`` says which, and every rank must enter the same."""
+    """Enter a collective.
+
+    Attributes:
+        key: Which one; every rank must enter the same.
+        state: The replica.
+        weight: Samples behind it.
+        generation: The group of ranks that it is entered with.
+    """
 
     key: tuple[str, int]
     state: Traced
     weight: int
+    generation: int
 
 
 Op = float | Get | Join
@@ -62,6 +71,7 @@ class SimWorker:
         self.local: list[Batch] = []
         self.inbox: deque[Any] = deque()
         self.num_steps = 0
+        self.was_built = False
         self._sim = sim
         self._lockstep = c.world_size > 1 and c.policy is ApplyPolicy.SYNC
         self._config = WorkerConfig(
@@ -80,8 +90,9 @@ class SimWorker:
         )
         self._deferred: deque[Any] = deque()
         self._begun_epoch = -1
-        self._lockstep_index = 0
+        self._together = Lockstep(sim.agreement)
         self._snapshot: tuple[Batch, ...] = ()
+        self._before: Traced | None = None
         self.steps = self._run()
 
     @property
@@ -94,21 +105,65 @@ class SimWorker:
     def _run(self) -> Steps:
         yield self._sim.draw(self._sim.schedule.build_s)
         self.protocol.built()
+        self.was_built = True
         self._reporter.put(m.Ready(rank=self.rank))
-        try:
-            while (plan := (yield from self._wait_for_plan())) is not None:
-                if (yield from self._run_plan(plan)):
-                    break
-        except CollectiveAborted:
-            yield from self._drain_until_shutdown()
+        while True:
+            try:
+                yield from self._train_plans()
+                break
+            except CollectiveAborted:
+                if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
+                    yield from self._drain_until_shutdown()
+            except CollectiveTimeout:
+                if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
+                    raise
+            self.local.clear()  # what no reduction has taken
+            if self.protocol.leaving:
+                break
+            self._halt()
         if self._wants_snapshot():
             self._reporter.put(
                 m.FinalSnapshot(
-                    rank=self.rank, payload=self.state, num_samples=self.protocol.samples
+                    rank=self.rank,
+                    payload=self.state,
+                    num_samples=0 if self._lockstep else self.protocol.samples,
+                    step=self._together.step if self._lockstep else 0,
                 )
             )
         self.protocol.gone()
         self._reporter.put(m.Exiting(rank=self.rank))
+
+    def _train_plans(self) -> Steps:
+        while (plan := (yield from self._wait_for_plan())) is not None:
+            if (yield from self._run_plan(plan)):
+                return
+
+    def _halt(self) -> None:
+        self.protocol.halt()
+        self._reporter.put(
+            m.Halted(
+                rank=self.rank,
+                generation=self.protocol.generation,
+                step=self._together.step,
+                num_syncs=self._together.num_syncs,
+                report=self._reporter.take_report(),
+            )
+        )
+
+    def _regroup(self, message: m.Regroup) -> Steps:
+        self.protocol.regrouped(message.generation)
+        if message.step is None:
+            return
+        if message.donor is not None:
+            donor = self._sim.workers[message.donor]
+            if self._together.standing < donor._together.standing:
+                self.base = donor.base
+                self._together.copy_from(donor._together)
+        yield self._join("regroup", message.generation, 0)
+        self._reporter.put(m.Regrouped(rank=self.rank, generation=message.generation))
+
+    def _join(self, name: str, number: int, weight: int) -> Join:
+        return Join((name, number), self.state, weight, self.protocol.generation)
 
     def _drain_until_shutdown(self) -> Steps:
         self.protocol.leave()
@@ -126,8 +181,10 @@ class SimWorker:
     def _wait_for_plan(self) -> Steps:
         while True:
             leaving = yield from self._handle_control()
-            together = self._lockstep and self._wants_snapshot() and not self._stop_reached()
-            plan = self.protocol.begin_plan(leaving_too=together)
+            all_begin = self._lockstep and self._wants_snapshot()
+            plan = self.protocol.begin_plan(
+                leaving_too=all_begin and not self._together.stop_reached
+            )
             if plan is not None:
                 return plan
             if leaving:
@@ -150,7 +207,8 @@ class SimWorker:
             if not (yield from self._run_window(windows.sizes(index), batches)):
                 yield from self._abandon(plan)
                 return True
-            self._reporter.report_if_due()
+            if index + 1 < windows.count:
+                self._reporter.report_if_due()
         yield from self._sync_buffers()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
@@ -159,26 +217,24 @@ class SimWorker:
     def _may_step(self) -> Steps:
         if (yield from self._handle_control()) and not self._finish_together():
             return False
-        return not (self._lockstep and self._stop_reached())
-
-    def _stop_reached(self) -> bool:
-        return self._sim.agreement.reached(self._lockstep_index)
+        return not (self._lockstep and self._together.stop_reached)
 
     def _finish_together(self) -> bool:
         if self._lockstep and self._wants_snapshot():
-            self._sim.agreement.propose(self._lockstep_index + 1)
+            self._together.propose_stop()
             return True
         return False
 
     def _abandon(self, plan: m.EpochPlan) -> Steps:
-        if self._stop_reached():
+        if self._together.stop_reached:
             yield from self._sync_buffers()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
 
     def _sync_buffers(self) -> Steps:
         if self._lockstep:
-            yield Join(("buffers", self._lockstep_index), self.state, 0)
+            yield self._join("buffers", self._together.step, 0)
+            self._together.synced()
 
     def _run_window(self, sizes: Any, batches: deque[Batch]) -> Steps:
         if sizes and not (yield from self._await_batch(answer=not self.protocol.leaving)):
@@ -192,13 +248,13 @@ class SimWorker:
             yield step_s
             elapsed += step_s
             batch = batches.popleft()
-            self._sim.checks.on_trained(self.rank, batch, size)
+            if not self._lockstep:  # there it counts once the gradients are averaged
+                self._sim.checks.on_trained(self.rank, batch, size)
             self.local.append(batch)
         if self._lockstep:
-            key = ("step", self._lockstep_index)
-            self.base = (yield Join(key, self.state, sum(sizes))).base
+            self.base = (yield self._join("step", self._together.step, sum(sizes))).base
             self.local.clear()
-        self._lockstep_index += 1
+        self._together.stepped(sum(sizes))
         self.num_steps += 1
         self._reporter.meter.add(len(sizes), sum(sizes), elapsed)
         if self._lockstep:
@@ -261,6 +317,14 @@ class SimWorker:
                 yield from self._per_epoch(work.epoch, None)
             case m.Checkpoint():
                 yield from self._per_epoch(None, work.version)
+            case m.Halt():
+                raise CollectiveAborted("a rank died")
+            case m.Regroup():
+                yield from self._regroup(work)
+            case m.Rollback():
+                assert self._before is not None
+                self.base = self._before.base
+                self.local = [*self._before.local, *self.local]
             case _:
                 raise Violation(f"the protocol leaves {work} to the worker")
 
@@ -268,10 +332,12 @@ class SimWorker:
         report = self._reporter.take_report()
         ok = False
         try:
-            join = Join(("round", message.round), self.state, self.protocol.samples)
-            self.base = (yield join).base
+            self._before = self.state
+            self.base = (yield self._join("round", message.round, self.protocol.samples)).base
             self.local.clear()
             ok = True
+        except (CollectiveAborted, CollectiveTimeout):
+            pass
         finally:
             self.protocol.synced(message, ok=ok)
             divergence = self._sim.draw(self._sim.schedule.divergence) if ok else None
@@ -285,7 +351,8 @@ class SimWorker:
                     report=report,
                 )
             )
-        yield from self._per_epoch(message.evaluate, message.checkpoint)
+        if ok:
+            yield from self._per_epoch(message.evaluate, message.checkpoint)
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
         report = self._reporter.take_report()
@@ -317,7 +384,7 @@ class SimWorker:
 
     def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> Steps:
         c = self._sim.schedule.config
-        held = self.base if c.world_size > 1 else self.base.union(self.local)
+        held = self.base if self._sim.num_live > 1 else self.base.union(self.local)
         if evaluate is not None and c.evaluate:
             self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)
             yield self._sim.schedule.evaluate_s

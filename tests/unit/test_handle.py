@@ -84,9 +84,9 @@ def test_ctrl_c_stops_the_run_and_keeps_its_state(monkeypatch, wait):
     handle = builder(train=gate, dataset=FOREVER).run()
     main, real_wait = threading.get_ident(), handle._wait
 
-    def noticed_wait(ready, deadline):
+    def noticed_wait(*args):
         waiting.set()  # from here on the interrupt is the handle's to answer
-        return real_wait(ready, deadline)
+        return real_wait(*args)
 
     def interrupt():
         gate.await_entry()

@@ -38,6 +38,7 @@ reports = st.builds(
     Tally,
     num_batches=st.integers(0, 5),
     num_samples=st.integers(0, 50),
+    num_skipped=st.integers(0, 50),
     compute_s=st.floats(0, 10),
     loss_sum=st.floats(-1e3, 1e3),
     loss_samples=st.integers(0, 50),
@@ -113,6 +114,8 @@ def test_a_loss_that_is_not_finite_stays_visible(loss):
 def test_what_the_caller_knows_is_passed_on():
     tally = EpochTally(2)
     tally.add(0, report(110, 1.0))
+    tally.add(0, Tally(num_skipped=3))
+    tally.add(1, Tally(num_skipped=1))
     metrics = close(
         tally,
         epoch=3,
@@ -120,7 +123,6 @@ def test_what_the_caller_knows_is_passed_on():
         num_samples=100,
         num_averagings=7,
         num_retrained=10,
-        num_skipped=4,
         devices=["cpu", "cuda:0"],
         extra_scalars={"eval/accuracy": 0.5},
     )

@@ -221,7 +221,7 @@ def test_a_death_opens_what_was_not_settled_and_counts_what_was_trained():
         pool.freeze(rank)
         pool.settle(rank)
         pool.trained(rank, 3)
-    pool.take_back(1)
+    pool.take_back(1, (1.0, 0.0))
     assert pool.oldest.num_retrained == 3
     assert len(pool.oldest.open) == 4
     assert pool.ledgers[1].num_assigned == 0
@@ -235,7 +235,7 @@ def test_a_death_opens_what_was_not_settled_and_counts_what_was_trained():
 def test_a_death_gives_back_what_it_took_of_a_limit():
     pool = pool_of(10, max_batches=6, progressive=False)
     assert size(deal(pool, 1)) == 5
-    pool.take_back(1)
+    pool.take_back(1, (1.0, 0.0))
     while deal(pool, 0, None, (1.0, 0.0)):
         pass
     assert pool.ledgers[0].num_assigned == 6

@@ -24,7 +24,7 @@ LEGAL = {
 
 def begun(state=RoundState.COLLECTING, ranks=(0, 1)):
     rnd = Round()
-    rnd.begin(state, ranks, closing=False, evaluate=None, checkpoint=None, deadline=None)
+    rnd.begin(state, ranks, epoch=None, generation=0, evaluate=None, checkpoint=None, deadline=None)
     return rnd
 
 
@@ -48,7 +48,13 @@ def test_a_round_does_not_begin_while_another_is_in_flight():
     rnd = begun(RoundState.SYNCING)
     with pytest.raises(AssertionError):
         rnd.begin(
-            RoundState.SYNCING, (0, 1), closing=False, evaluate=None, checkpoint=None, deadline=None
+            RoundState.SYNCING,
+            (0, 1),
+            epoch=None,
+            generation=0,
+            evaluate=None,
+            checkpoint=None,
+            deadline=None,
         )
 
 
@@ -57,7 +63,15 @@ def test_every_round_has_its_own_id_and_starts_empty():
     rnd.snapshots[0] = snapshot()
     rnd.divergences[0] = 1.0
     rnd.move(RoundState.NONE)
-    rnd.begin(RoundState.SYNCING, (0,), closing=True, evaluate=2, checkpoint=None, deadline=None)
+    rnd.begin(
+        RoundState.SYNCING,
+        (0,),
+        epoch=None,
+        generation=0,
+        evaluate=2,
+        checkpoint=None,
+        deadline=None,
+    )
     assert rnd.id == 2
     assert (rnd.snapshots, rnd.acks, rnd.divergences) == ({}, {}, {})  # D28
 
@@ -67,7 +81,13 @@ def test_a_reply_to_an_old_round_is_refused():
     rnd = begun()
     rnd.move(RoundState.NONE)
     rnd.begin(
-        RoundState.COLLECTING, (0, 1), closing=False, evaluate=None, checkpoint=None, deadline=None
+        RoundState.COLLECTING,
+        (0, 1),
+        epoch=None,
+        generation=0,
+        evaluate=None,
+        checkpoint=None,
+        deadline=None,
     )
     assert not rnd.accepts(snapshot(round_id=1), RoundState.COLLECTING)
     assert rnd.accepts(snapshot(round_id=2), RoundState.COLLECTING)

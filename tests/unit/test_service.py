@@ -58,7 +58,7 @@ class Bench:
             machine,
             self.inbox,
             self.outboxes,
-            abort_collective=lambda: self.log.append("abort"),
+            abort_collective=lambda generation: self.log.append("abort"),
             on_epoch=lambda metrics: self.log.append(metrics.epoch),
             on_end=self.end,
         )

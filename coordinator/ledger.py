@@ -1,0 +1,74 @@
+"""The records of the chunk pool: an open epoch, and what a rank holds of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from coordinator.dispatch import BatchSet
+from coordinator.metrics import EpochTally
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One open epoch.
+
+    ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
+    its evaluation and checkpoint to ``lead``, ``evaluation`` is what came back, ``saved``
+    says that the checkpoint function has returned.
+    """
+
+    epoch: int
+    num_batches: int
+    started_at: float
+    tally: EpochTally
+    open: BatchSet
+    quotas: list[int] | None = None
+    num_settled: int = 0
+    num_samples: int = 0
+    num_retrained: int = 0
+    num_averagings: int = 0
+    told: set[int] = field(default_factory=set)
+    worked: bool = False
+    lead: int = -1
+    evaluation: dict[str, float] | None = None
+    saved: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the effect of every batch is in the result."""
+        return self.num_settled == self.num_batches
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What one rank holds, oldest first, as ``(epoch, ranges of batches)``."""
+
+    assigned: deque[tuple[int, range]] = field(default_factory=deque)
+    trained: list[tuple[int, range]] = field(default_factory=list)
+    in_round: list[tuple[int, range]] = field(default_factory=list)
+
+    @property
+    def num_assigned(self) -> int:
+        return sum(len(span) for _, span in self.assigned)
+
+
+@dataclass(slots=True)
+class LockstepPlan:
+    """What all ranks were dealt together under ``SYNC``, and what is known of it.
+
+    Attributes:
+        epoch: Its epoch.
+        parts: The batches of each rank, in order.
+        first_window: Optimizer steps that every rank had made before it.
+        num_windows: Optimizer steps in it.
+        first_step: Batches that all ranks had trained before it.
+        told: Batches of it that each rank has reported.
+    """
+
+    epoch: int
+    parts: dict[int, tuple[range, ...]]
+    first_window: int
+    num_windows: int
+    first_step: int
+    told: dict[int, int] = field(default_factory=dict)

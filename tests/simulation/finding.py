@@ -1,0 +1,30 @@
+"""What the tests of planted faults share: a simulator that finds nothing proves nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.harness import SimulationFailed, simulate
+
+NUM_SCHEDULES = 5000
+STUCK = "nothing can happen any more"
+
+
+def assert_is_found(expected: str) -> None:
+    """Some schedule of those in the test run fails, with a message that says how."""
+    for seed in range(NUM_SCHEDULES):
+        try:
+            simulate(seed)
+        except SimulationFailed as error:
+            text = str(error)
+            if expected in text.splitlines()[0]:
+                assert f"--seed {seed}" in text
+                assert "coordinator ->" in text
+                return
+    pytest.fail(f"{NUM_SCHEDULES} schedules found nothing")
+
+
+def simulate_all_quietly() -> None:
+    """The change made so far is none that a run could not bear."""
+    for seed in range(100):
+        simulate(seed)

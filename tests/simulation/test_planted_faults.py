@@ -1,0 +1,204 @@
+"""Faults planted in the machine and in the protocol: the simulator must find each."""
+
+from __future__ import annotations
+
+from coordinator import messages as m
+from coordinator.gate import Gate
+from coordinator.machine import Coordinator
+from coordinator.pool import ChunkPool
+from coordinator.rounds import Round
+from runtime.protocol import WorkerProtocol
+from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly
+from tests.simulation.harness import Simulation
+
+
+def test_a_dropped_resume_is_found(monkeypatch):
+    send = Simulation._send_to_worker
+
+    def dropping(self, rank, message):
+        if not (isinstance(message, m.Resume) and self.machine.core.num_averagings):
+            send(self, rank, message)
+
+    monkeypatch.setattr(Simulation, "_send_to_worker", dropping)
+    assert_is_found(STUCK)
+
+
+def test_a_parked_rank_that_a_round_does_not_wake_is_found(monkeypatch):
+    new_round = WorkerProtocol._new_round
+
+    def asleep(self, allowance):
+        limit = self._allowance.limit if self.parked else allowance.limit
+        parked = self.parked
+        new_round(self, m.Allowance(limit=limit, report_after=allowance.report_after))
+        if parked:
+            self._allowance = m.Allowance(limit=0)
+            self._settle()
+
+    monkeypatch.setattr(WorkerProtocol, "_new_round", asleep)
+    assert_is_found(STUCK)
+
+
+def test_a_parked_rank_counted_as_busy_is_found(monkeypatch):
+    """A round that waits for a rank which waits for the round."""
+    due = Gate.due
+
+    def blind(self, live):
+        return not any(r.parked for r in live) and due(self, live)
+
+    monkeypatch.setattr(Gate, "due", blind)
+    assert_is_found(STUCK)
+
+
+def test_a_coordinator_that_accepts_an_old_round_is_found(monkeypatch):
+    def forgetful(self, message, state):
+        seen = self.snapshots if isinstance(message, m.ParamSnapshot) else self.acks
+        return self.state is state and message.rank in self.ranks and message.rank not in seen
+
+    monkeypatch.setattr(Round, "accepts", forgetful)
+    assert_is_found("Violation")
+
+
+def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
+    updated = WorkerProtocol.updated
+
+    def forgetful(self, update):
+        if self._mark is None:
+            self.snapshot_taken(update.round)
+        return updated(self, update)
+
+    def drop_and_repeat(self, rank, message):
+        send(self, rank, message)
+        if isinstance(message, m.Update):
+            send(self, rank, message)
+
+    send = Simulation._send_to_worker
+    monkeypatch.setattr(Simulation, "_send_to_worker", drop_and_repeat)
+    simulate_all_quietly()
+    monkeypatch.setattr(WorkerProtocol, "updated", forgetful)
+    assert_is_found("Violation")
+
+
+def test_one_batch_that_is_never_settled_is_found(monkeypatch):
+    settle = ChunkPool.settle
+
+    def skipping(self, rank):
+        in_round = self.ledgers[rank].in_round
+        if in_round and in_round[-1] == (0, range(3, 4)):
+            in_round.pop()
+        settle(self, rank)
+
+    monkeypatch.setattr(ChunkPool, "settle", skipping)
+    assert_is_found(STUCK)
+
+
+def test_a_batch_settled_before_it_is_averaged_is_found(monkeypatch):
+    def early(self, rank):
+        ChunkPool.freeze(self, rank)
+        ChunkPool.settle(self, rank)
+
+    trained = ChunkPool.trained
+
+    def trained_and_settled(self, rank, count):
+        trained(self, rank, count)
+        early(self, rank)
+
+    monkeypatch.setattr(ChunkPool, "trained", trained_and_settled)
+    assert_is_found("is closed without the effect")
+
+
+def test_a_batch_dealt_twice_is_found(monkeypatch):
+    assign = ChunkPool._assign
+
+    def twice(self, epoch, rank, count):
+        spans = assign(self, epoch, rank, count)
+        if epoch.num_settled == 0 and spans and spans[0].start == 2:
+            epoch.open.put_back([range(2, 3)])
+        return spans
+
+    monkeypatch.setattr(ChunkPool, "_assign", twice)
+    assert_is_found("trains (")
+
+
+def test_a_lost_plan_is_found(monkeypatch):
+    receive = WorkerProtocol.receive
+
+    def deaf_when_parked(self, message):
+        if self.parked and isinstance(message, m.StartEpoch):
+            return None
+        return receive(self, message)
+
+    monkeypatch.setattr(WorkerProtocol, "receive", deaf_when_parked)
+    assert_is_found(STUCK)
+
+
+def test_a_round_that_begins_before_the_last_was_acknowledged_is_found(monkeypatch):
+    def hasty(self):
+        return len(self.acks) >= len(self.ranks) - 1
+
+    monkeypatch.setattr(Round, "all_acks", property(hasty))
+    assert_is_found("acknowledged round")
+
+
+def test_counters_zeroed_by_an_update_are_found(monkeypatch):
+    updated = WorkerProtocol.updated
+
+    def zeroed(self, update):
+        taken = updated(self, update)
+        if taken:
+            self.batches = self.samples = 0
+        return taken
+
+    monkeypatch.setattr(WorkerProtocol, "updated", zeroed)
+    assert_is_found("Violation: weight")
+
+
+def test_a_worker_that_joins_a_round_while_it_leaves_is_found(monkeypatch):
+    receive = WorkerProtocol.receive
+
+    def eager(self, message):
+        if self.leaving and isinstance(message, m.SyncNow):
+            return message
+        return receive(self, message)
+
+    def resend(self, rank, message):
+        send(self, rank, message)
+        if isinstance(message, m.Shutdown):
+            send(self, rank, m.SyncNow(round=99))
+
+    send = Simulation._send_to_worker
+    monkeypatch.setattr(Simulation, "_send_to_worker", resend)
+    simulate_all_quietly()
+    monkeypatch.setattr(WorkerProtocol, "receive", eager)
+    assert_is_found(STUCK)
+
+
+def test_a_lockstep_rank_that_leaves_alone_is_found(monkeypatch):
+    """Its peer has begun the plan that came before the stop, and waits in the reduction."""
+    begin_plan = WorkerProtocol.begin_plan
+
+    def alone(self, *, leaving_too=False):
+        return begin_plan(self)
+
+    monkeypatch.setattr(WorkerProtocol, "begin_plan", alone)
+    assert_is_found(STUCK)
+
+
+def test_a_message_to_the_dead_is_found(monkeypatch):
+    handle = Coordinator.handle
+
+    def chatty(self, event, now):
+        commands = handle(self, event, now)
+        if isinstance(event, m.Exiting):
+            self.core.send(event.rank, m.SetGlobalStep(step=0))
+        return commands
+
+    monkeypatch.setattr(Coordinator, "handle", chatty)
+    assert_is_found("a message to rank")
+
+
+def test_epochs_that_close_out_of_order_are_found(monkeypatch):
+    def newest_first(self):
+        return self.epochs.pop()
+
+    monkeypatch.setattr(ChunkPool, "pop_oldest", newest_first)
+    assert_is_found("")

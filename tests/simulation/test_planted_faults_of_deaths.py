@@ -1,0 +1,190 @@
+"""Faults planted in what follows a death: the simulator must find each."""
+
+from __future__ import annotations
+
+from coordinator import messages as m
+from coordinator.epochs import Epochs
+from coordinator.ledger import Ledger
+from coordinator.machine import Coordinator
+from coordinator.pool import ChunkPool
+from coordinator.round_keeper import RoundKeeper
+from coordinator.survival import Survival
+from runtime.lockstep import Lockstep
+from runtime.protocol import WorkerProtocol
+from tests.simulation.finding import STUCK, assert_is_found
+from tests.simulation.harness import Simulation
+from tests.simulation.sim_worker import SimWorker
+
+
+def without(monkeypatch, owner, name, dropped):
+    """Messages that ``dropped`` picks do not arrive."""
+    send = getattr(owner, name)
+
+    def dropping(self, rank, message):
+        if not dropped(message):
+            send(self, rank, message)
+
+    monkeypatch.setattr(owner, name, dropping)
+
+
+def test_batches_that_die_with_a_rank_are_missed(monkeypatch):
+    take_back = ChunkPool.take_back
+
+    def forgetful(self, rank, shares, *, in_round=True):
+        settled = self.ledgers[rank]
+        settled.in_round, lost = [*settled.in_round, *settled.trained], settled.trained
+        settled.trained = []
+        self.settle(rank)
+        take_back(self, rank, shares, in_round=in_round)
+        assert lost is not None
+
+    monkeypatch.setattr(ChunkPool, "take_back", forgetful)
+    assert_is_found("Violation")
+
+
+def test_batches_that_were_only_assigned_to_the_dead_are_missed(monkeypatch):
+    take_back = ChunkPool.take_back
+
+    def forgetful(self, rank, shares, *, in_round=True):
+        self.ledgers[rank].assigned.clear()
+        take_back(self, rank, shares, in_round=in_round)
+
+    monkeypatch.setattr(ChunkPool, "take_back", forgetful)
+    assert_is_found(STUCK)
+
+
+def test_a_share_that_is_kept_for_the_dead_is_found(monkeypatch):
+    monkeypatch.setattr(ChunkPool, "_hand_over", lambda self, epoch, rank, shares: None)
+    assert_is_found(STUCK)
+
+
+def test_a_round_that_waits_for_the_dead_is_found(monkeypatch):
+    monkeypatch.setattr(RoundKeeper, "on_death", lambda self, rank: True)
+    assert_is_found(STUCK)
+
+
+def test_a_round_that_keeps_what_the_dead_never_told_is_found(monkeypatch):
+    on_death = RoundKeeper.on_death
+
+    def trusting(self, rank):
+        going_on = on_death(self, rank)
+        self.round.doomed = False
+        return going_on or on_death(self, rank)
+
+    monkeypatch.setattr(RoundKeeper, "on_death", trusting)
+    assert_is_found("Violation")
+
+
+def test_a_round_that_is_not_undone_is_found(monkeypatch):
+    without(
+        monkeypatch, Simulation, "_send_to_worker", lambda message: isinstance(message, m.Rollback)
+    )
+    assert_is_found("Violation")
+
+
+def test_counters_that_are_not_restored_when_a_round_is_undone_are_found(monkeypatch):
+    rolled_back = WorkerProtocol.rolled_back
+
+    def careless(self, round_id):
+        batches, samples = self.batches, self.samples
+        undone = rolled_back(self, round_id)
+        self.batches, self.samples = batches, samples
+        return undone
+
+    monkeypatch.setattr(WorkerProtocol, "rolled_back", careless)
+    assert_is_found("Violation")
+
+
+def test_ranks_left_in_a_broken_collective_are_found(monkeypatch):
+    monkeypatch.setattr(Simulation, "_abort", lambda self, generation: None)
+    assert_is_found(STUCK)
+
+
+def test_a_group_that_is_not_replaced_is_found(monkeypatch):
+    without(
+        monkeypatch, Simulation, "_send_to_worker", lambda message: isinstance(message, m.Regroup)
+    )
+    assert_is_found(STUCK)
+
+
+def test_the_last_rank_kept_on_a_leash_is_found(monkeypatch):
+    become_alone = Survival.become_alone
+
+    def quietly(self):
+        sent = len(self._core.out)
+        become_alone(self)
+        del self._core.out[sent:]
+
+    monkeypatch.setattr(Survival, "become_alone", quietly)
+    assert_is_found(STUCK)
+
+
+def test_an_evaluation_that_dies_with_the_lead_is_found(monkeypatch):
+    monkeypatch.setattr(Epochs, "orphan", lambda self: None)
+    assert_is_found(STUCK)
+
+
+def test_lockstep_ranks_that_are_not_told_to_halt_are_found(monkeypatch):
+    without(monkeypatch, Simulation, "_send_to_worker", lambda message: isinstance(message, m.Halt))
+    assert_is_found(STUCK)
+
+
+def test_a_step_counted_by_what_was_told_is_found(monkeypatch):
+    """What the dead rank had no time to report would be trained twice."""
+    recount = ChunkPool.recount
+
+    def by_reports(self, rank, number, spans, *, told, made):
+        return recount(self, rank, number, spans, told=told, made=told)
+
+    monkeypatch.setattr(ChunkPool, "recount", by_reports)
+    assert_is_found("Violation")
+
+
+def test_a_laggard_that_copies_nothing_is_found(monkeypatch):
+    monkeypatch.setattr(Lockstep, "standing", property(lambda self: (0, 0)))
+    assert_is_found("Violation")
+
+
+def test_a_plan_dealt_before_all_have_halted_is_found(monkeypatch):
+    def hasty(self):
+        return bool(self._halted) and self.recovery.value == "halting"
+
+    monkeypatch.setattr(Survival, "all_halted", property(hasty))
+    assert_is_found("")
+
+
+def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
+    halt = SimWorker._halt
+
+    def stubborn(self):
+        plan = self.protocol.plan
+        halt(self)
+        if plan is not None:
+            self.protocol.plans.append(plan)
+
+    monkeypatch.setattr(SimWorker, "_halt", stubborn)
+    assert_is_found("Violation")
+
+
+def test_a_dead_rank_that_is_dealt_to_is_found(monkeypatch):
+    on_death = Coordinator._on_death
+
+    def deal_first(self, failure, now, *, fatal=False):
+        self._core.send(failure.rank, m.SetGlobalStep(step=0))
+        on_death(self, failure, now, fatal=fatal)
+
+    monkeypatch.setattr(Coordinator, "_on_death", deal_first)
+    assert_is_found("a message to rank")
+
+
+def test_a_ledger_that_the_dead_keep_is_found(monkeypatch):
+    take_back = ChunkPool.take_back
+
+    def hoarding(self, rank, shares, *, in_round=True):
+        held = list(self.ledgers[rank].assigned)
+        take_back(self, rank, shares, in_round=in_round)
+        self.ledgers[rank] = Ledger()
+        self.ledgers[rank].assigned.extend(held)
+
+    monkeypatch.setattr(ChunkPool, "take_back", hoarding)
+    assert_is_found(STUCK)

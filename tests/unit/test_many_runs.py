@@ -1,0 +1,139 @@
+"""Many runs in one process, one after the other and at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from runtime import ApplyPolicy, Trainer
+from tests.unit.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+
+WAYS = [(CADENCE, OVER_CPU), (SYNC, THREAD), (ASYNC, THREAD), (SYNC, GLOO), (CADENCE, GLOO)]
+NUM_RUNS, NUM_BEFORE = 200, 20
+ROOT = Path(__file__).parents[2]
+
+
+def run_once(way, *, fails=False):
+    """A real training of a small model, sometimes with a death on the way."""
+    deaths = iter([True] if fails else [])
+
+    def fit(model, batch):
+        (x,) = batch
+        if next(deaths, False):
+            raise ValueError("planted")
+        return model(x.float().unsqueeze(1)).square().mean()
+
+    b = builder(
+        model=lambda device: nn.Sequential(nn.Linear(1, 256), nn.Linear(256, 256)),
+        optim=lambda params: torch.optim.AdamW(params),
+        train=fit,
+        dataset=24,
+        batch_size=4,
+        epochs=2,
+        ranks=2,
+        way=way,
+    )
+    state = b.on_worker_failure("continue").run().join(WAIT_S)
+    assert [m.num_samples for m in state.metrics] == [24, 24]
+
+
+def held():
+    gc.collect()
+    process = psutil.Process()
+    return threading.active_count(), process.num_fds(), process.memory_info().rss
+
+
+def main():
+    """200 runs of every kind; prints what the process held after 20 of them and at the end."""
+    for i in range(NUM_RUNS):
+        if i == NUM_BEFORE:
+            before = held()
+        run_once(WAYS[i % len(WAYS)], fails=i % 7 == 0)
+    print(*before, *held())
+
+
+@pytest.mark.timeout(180)
+def test_200_runs_leave_no_thread_no_descriptor_and_no_memory():
+    """In a process of its own, so that nothing but the runs decides what it holds."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        [sys.executable, "-c", "from tests.unit.test_many_runs import main; main()"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    threads, fds, rss, threads_now, fds_now, rss_now = map(int, found.stdout.split())
+    assert (threads_now, fds_now) == (threads, fds)
+    assert rss_now <= 1.05 * rss, f"{rss / 2**20:.1f} MiB after {NUM_BEFORE}, {rss_now / 2**20:.1f}"
+
+
+@pytest.mark.parametrize("other", [(SYNC, GLOO), (ASYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_two_trainers_at_once_are_both_right(other):
+    """Both are held in a step of theirs until the other has come as far."""
+    meeting = threading.Barrier(2)
+    met = [threading.Lock(), threading.Lock()]
+    x = torch.linspace(-1, 1, 64).unsqueeze(1)
+    results = []
+    for which, (way, slope) in enumerate([((SYNC, THREAD), 2.0), (other, -3.0)]):
+
+        def fit(model, batch, which=which):
+            if met[which].acquire(blocking=False):
+                meeting.wait(WAIT_S)
+            inputs, targets = batch
+            return (model(inputs) - targets).square().mean()
+
+        results.append(
+            Trainer.builder(
+                lambda device: nn.Linear(1, 1),
+                lambda params: torch.optim.SGD(params, 0.2),
+                fit,
+            )
+            .dataset((x, slope * x + 1))
+            .batch_size(8)
+            .num_epochs(20)
+            .devices(["cpu"] * 2)
+            .policy(way[0])
+            .backend(way[1])
+            .run()
+        )
+    for handle, slope in zip(results, (2.0, -3.0), strict=True):
+        state = handle.join(WAIT_S)
+        assert [m.num_samples for m in state.metrics] == [64] * 20
+        assert float(state.params["weight"]) == pytest.approx(slope, abs=0.05)
+        assert float(state.params["bias"]) == pytest.approx(1.0, abs=0.05)
+
+
+def test_runs_at_once_give_the_same_bits_as_runs_alone():
+    def start(seed):
+        return (
+            Trainer.builder(
+                lambda device: nn.Linear(1, 4),
+                lambda params: torch.optim.AdamW(params, 0.01),
+                lambda model, batch: model(batch[0]).square().mean(),
+            )
+            .dataset((torch.arange(40.0).unsqueeze(1),))
+            .batch_size(4)
+            .num_epochs(3)
+            .devices(["cpu"] * 2)
+            .policy(ApplyPolicy.SYNC)
+            .seed(seed)
+            .run()
+        )
+
+    alone = [start(seed).join(WAIT_S) for seed in (1, 2)]
+    at_once = [handle.join(WAIT_S) for handle in [start(1), start(2)]]
+    for one, other in zip(alone, at_once, strict=True):
+        assert all(torch.equal(p, other.params[name]) for name, p in one.params.items())

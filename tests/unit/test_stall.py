@@ -1,0 +1,273 @@
+"""Runs that stand still, with real threads, and the report of what everybody was doing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from coordinator import messages as m
+from coordinator.stall_report import KEPT, MAX_CHARS, MessageLog, thread_stacks
+from runtime import RunStalled
+from runtime.errors import GpuWorkerError
+from tests.unit.running import (
+    ASYNC,
+    CADENCE,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    Gate,
+    builder,
+    count_up,
+    train,
+)
+from tests.unit.test_service import Bench, Scripted
+
+TIMEOUT_S = 0.5
+BOUND_S = 5.0
+"""More than the timeout and the grace together, less than any wait of the run's own."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm():
+    """The first run of a process takes longer to build than the timeout here."""
+    train()
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch):
+    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
+
+
+class Stuck:
+    """The user's function that does not return until it is released."""
+
+    def __init__(self):
+        self.released = threading.Event()
+
+    def stand_still(self, *args):
+        assert self.released.wait(WAIT_S)
+
+
+@pytest.fixture
+def stuck():
+    stuck = Stuck()
+    yield stuck
+    stuck.released.set()
+
+
+def report_of(run):
+    """Let a run stall; gives the error that comes out in time."""
+    handle = run.stall_timeout(TIMEOUT_S).run()
+    start = time.monotonic()
+    with pytest.raises(RunStalled, match="raise stall_timeout") as caught:
+        handle.join()
+    assert TIMEOUT_S * 0.9 < time.monotonic() - start < BOUND_S
+    with pytest.raises(RunStalled):
+        handle.join()
+    assert handle.state is None
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "way",
+    [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)],
+    ids=lambda way: f"{way[0].name}-{way[1].name}",
+)
+def test_a_step_that_does_not_return_ends_the_run_with_a_report(way, stuck, caplog):
+    gate = Gate(rank=1)
+    gate.opened = stuck.released
+    error = report_of(builder(train=gate, dataset=1000, way=way))
+    assert isinstance(error, GpuWorkerError)
+    assert "thread gpu-worker-1:" in error.report
+    stack = error.report.split("thread gpu-worker-1:")[1].split("\nthread ")[0]
+    assert "self.opened.wait(WAIT_S)" in stack
+    assert "thread gpu-worker-0:" in error.report
+    assert "thread MainThread:" in error.report
+    assert f"phase running, policy {way[0].name} over {way[1].name}" in error.report
+    assert "rank 1: rank=1, state=live" in error.report
+    assert "pool: epoch 0" in error.report
+    assert "to rank 1:\n" in error.report
+    assert "s ago  StartEpoch(plan=EpochPlan(epoch=0" in error.report
+    assert "s ago  Ready(rank=1)" in error.report
+    assert any("stuck in user code: gpu-worker-1" in note for note in error.__notes__)
+    assert error.report in error.__notes__
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert record.getMessage() == error.report
+
+
+def test_a_model_that_is_never_built_ends_the_run_before_any_message(stuck):
+    error = report_of(builder(model=stuck.stand_still))
+    assert "phase starting" in error.report
+    assert "in stand_still" in error.report
+    assert "== last messages ==\nnone" in error.report
+    stuck.released.set()
+
+
+def test_an_evaluation_that_does_not_return_ends_the_run(stuck):
+    def evaluate(model, epoch):
+        stuck.stand_still()
+        return {}
+
+    error = report_of(builder().eval_fn(evaluate))
+    assert "in evaluate" in error.report
+    assert "in the round" in error.report
+
+
+@pytest.mark.leaks_thread("prefetch-0", "prefetch-1")
+def test_a_data_set_that_does_not_return_ends_the_run_and_names_its_thread(stuck):
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, i):
+            stuck.stand_still()
+            return torch.tensor(i)
+
+    error = report_of(builder(dataset=Slow()))
+    (stack, *_) = error.report.split("thread prefetch-0:")[1].split("\nthread ")
+    assert "in stand_still" in stack
+
+
+def test_steps_shorter_than_the_timeout_are_no_stall_however_many():
+    pause = threading.Event()
+
+    def slow(model, batch):
+        pause.wait(0.02)
+        return count_up(model, batch)
+
+    run = builder(train=slow, dataset=70, batch_size=1, ranks=1).stall_timeout(1.0)
+    start = time.monotonic()
+    run.run().join(WAIT_S)
+    assert time.monotonic() - start > 1.0
+
+
+def test_the_longest_timeout_is_no_shorter_than_it_says():
+    builder().stall_timeout(sys.float_info.max).run().join(WAIT_S)
+
+
+# -- the service ----------------------------------------------------------------------
+
+
+class Watched(Scripted):
+    """A machine that notes when its watch starts."""
+
+    def __init__(self, deadline):
+        super().__init__(self.end, deadline=deadline)
+        self.starts = []
+
+    def watch(self, now):
+        self.starts.append(now)
+
+    @staticmethod
+    def end(machine, event):
+        machine.ended = True
+        return []
+
+
+@pytest.mark.parametrize(("late_s", "starts"), [(0.0, 1), (60.0, 2)])
+def test_time_in_which_the_process_was_suspended_does_not_count(late_s, starts):
+    machine = Watched(time.monotonic() + 0.01 - late_s)
+    Bench(machine).run()
+    assert machine.events == [m.Tick()]
+    assert len(machine.starts) == starts
+
+
+def test_a_report_that_cannot_be_made_still_ends_the_run(stuck, monkeypatch, caplog):
+    def broken(*args):
+        raise OSError("no source")
+
+    monkeypatch.setattr("coordinator.service.stall_report", broken)
+    error = report_of(builder(train=stuck.stand_still, ranks=1))
+    assert error.report == ""
+    assert "no report could be made" in caplog.text
+
+
+# -- the messages kept -------------------------------------------------------------------
+
+
+def test_the_last_messages_are_told_by_rank_and_direction_with_their_age():
+    log = MessageLog()
+    log.received(m.Ready(rank=1), 10.0)
+    log.sent(1, m.Throttle(limit=3), 10.5)
+    log.received(m.StopRequested(), 11.0)
+    log.received(m.Ready(rank=0), 11.5)
+    assert log.text(12.0).splitlines() == [
+        "from the service:",
+        "      1.000 s ago  StopRequested()",
+        "from rank 0:",
+        "      0.500 s ago  Ready(rank=0)",
+        "from rank 1:",
+        "      2.000 s ago  Ready(rank=1)",
+        "to rank 1:",
+        "      1.500 s ago  Throttle(limit=3)",
+    ]
+
+
+def test_only_the_last_messages_are_kept_and_long_ones_are_cut():
+    log = MessageLog()
+    for step in range(100):
+        log.sent(0, m.SetGlobalStep(step=step), float(step))
+    values = tuple((f"value {i}", 0.0) for i in range(100))
+    log.received(m.EvalReport(rank=0, epoch=0, values=values), 100.0)
+    lines = log.text(100.0).splitlines()
+    assert [line.split("=")[1] for line in lines[3:]] == [f"{i})" for i in range(92, 100)]
+    assert len(lines) == KEPT + 3
+    assert lines[1].endswith(" ...")
+    assert len(lines[1]) < MAX_CHARS + 30
+
+
+def with_tensors(tensor):
+    payload = m.Payload(params=(tensor,))
+
+    def fail(held):
+        raise ValueError("with a frame that holds it")
+
+    try:
+        fail(tensor)
+    except ValueError as error:
+        failed = m.Failed(rank=0, epoch=0, step=0, error=error)
+    return (
+        m.ParamSnapshot(rank=0, round=7, payload=payload, num_samples=1, num_batches=1),
+        m.FinalSnapshot(rank=0, payload=payload, num_samples=1),
+        m.Averaged(round=7, average=payload),
+        failed,
+    ), m.Update(round=7, average=payload)
+
+
+def test_no_message_kept_holds_a_tensor():
+    log = MessageLog()
+    tensor = torch.zeros(3)
+    alive = weakref.ref(tensor)
+    events, update = with_tensors(tensor)
+    for event in events:
+        log.received(event, 0.0)
+    log.sent(0, update, 0.0)
+    del tensor, events, event, update
+    gc.collect()
+    assert alive() is None
+    assert log.text(0.0).count("(round=7)") == 3
+    assert "s ago  Failed(epoch=0, step=0)" in log.text(0.0)
+
+
+def test_the_stack_of_every_thread_is_told_with_its_name(stuck):
+    started = threading.Event()
+
+    def here_it_waits():
+        started.set()
+        stuck.stand_still()
+
+    thread = threading.Thread(target=here_it_waits, name="some thread")
+    thread.start()
+    assert started.wait(WAIT_S)
+    text = thread_stacks()
+    stuck.released.set()
+    thread.join(WAIT_S)
+    assert "in here_it_waits" in text.split("thread some thread:")[1].split("\nthread ")[0]
+    assert "test_the_stack_of_every_thread" in text.split("thread MainThread:")[1]

@@ -1,0 +1,359 @@
+"""Going on after a worker's death: nobody hangs, nothing is lost, the result says so."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter as Tallies
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import AverageBackend, NonFiniteError, ReplicaMismatch, WorkerFailed, current_worker
+from tests.unit.running import (
+    ASYNC,
+    CADENCE,
+    GLOO,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    builder,
+    count_up,
+)
+
+BATCH = 2
+NUM_SAMPLES = 21
+"""Eleven batches, the last one short."""
+
+WAYS = [*LOCAL_WAYS, (SYNC, GLOO), (CADENCE, GLOO)]
+every_way = pytest.mark.parametrize("way", WAYS, ids=[f"{p.value}-{b.value}" for p, b in WAYS])
+
+
+class Effects(nn.Module):
+    """One number for each sample, which only training that sample changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(NUM_SAMPLES, dtype=torch.float64))
+
+
+def effects(device):
+    return Effects().to(device)
+
+
+def train_samples(model, batch):
+    (indices,) = batch
+    return -model.w[indices].mean()
+
+
+class Dies:
+    """A ``train_fn`` that raises on some ranks at some of their steps, and counts it."""
+
+    def __init__(self, *deaths, inner=train_samples, error=None):
+        self._deaths = set(deaths)
+        self._inner = inner
+        self._error = error or (lambda: ValueError("planted"))
+        self._steps = Tallies()
+        self._lock = threading.Lock()
+        self.num_shots = 0
+
+    def __call__(self, model, batch):
+        rank = current_worker().rank
+        with self._lock:
+            step = self._steps[rank]
+            self._steps[rank] += 1
+            dies = (rank, step) in self._deaths
+            self.num_shots += dies
+        if dies:
+            raise self._error()
+        return self._inner(model, batch)
+
+
+def run(fault, way, *, ranks=3, epochs=1, model=effects, **settings):
+    b = builder(
+        model=model,
+        train=fault,
+        dataset=NUM_SAMPLES,
+        batch_size=BATCH,
+        epochs=epochs,
+        ranks=ranks,
+        way=way,
+    ).on_worker_failure("continue")
+    for name, value in settings.items():
+        getattr(b, name)(value)
+    return b.run()
+
+
+def assert_whole(state, fault, *, epochs=1):
+    assert len(state.failures) == fault.num_shots
+    assert [m.epoch for m in state.metrics] == list(range(epochs))
+    for m in state.metrics:
+        assert m.num_samples == NUM_SAMPLES
+        assert sum(r.num_samples for r in m.per_rank) - m.num_retrained == NUM_SAMPLES
+    if "w" in state.params:
+        assert bool((state.params["w"] > 0).all()), state.params["w"]
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("rank", range(3))
+@every_way
+def test_a_death_at_any_step_of_any_rank_loses_no_sample(way, rank, step):
+    fault = Dies((rank, step))
+    state = run(fault, way, epochs=2).join(WAIT_S)
+    assert_whole(state, fault, epochs=2)
+    for failure in state.failures:
+        assert (failure.rank, str(failure.error)) == (rank, "planted")
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_under_sync_every_sample_has_its_effect_exactly_once(ranks, step):
+    """A step gives each of its samples one part of the step; twice would be two parts."""
+    fault = Dies((1, step))
+    state = run(fault, (SYNC, THREAD), ranks=ranks).join(WAIT_S)
+    assert fault.num_shots
+    assert_whole(state, fault)
+    parts = {1 / n for n in range(1, BATCH * ranks + 1)}
+    assert all(any(abs(v - p) < 1e-12 for p in parts) for v in state.params["w"].tolist())
+    # Every step of 1 is shared out whole.
+    assert float(state.params["w"].sum()) == pytest.approx(round(float(state.params["w"].sum())))
+
+
+@every_way
+def test_ranks_die_one_after_the_other_down_to_one(way):
+    fault = Dies((0, 1), (2, 2))
+    state = run(fault, way, epochs=3).join(WAIT_S)
+    assert fault.num_shots == 2
+    assert {f.rank for f in state.failures} == {0, 2}
+    assert_whole(state, fault, epochs=3)
+
+
+@every_way
+def test_when_the_last_rank_dies_the_run_fails_with_its_error(way):
+    fault = Dies((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
+    handle = run(fault, way)
+    with pytest.raises(WorkerFailed, match="planted") as caught:
+        handle.join(WAIT_S)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@every_way
+def test_ranks_that_die_at_once_are_survived(way):
+    meeting = threading.Barrier(2)
+
+    def together():
+        meeting.wait(WAIT_S)
+        return ValueError("planted")
+
+    fault = Dies((1, 1), (2, 1), error=together)
+    state = run(fault, way, epochs=2).join(WAIT_S)
+    assert fault.num_shots == 2
+    assert_whole(state, fault, epochs=2)
+
+
+@every_way
+def test_a_rank_that_cannot_be_built_is_done_without(way):
+    def brittle(device):
+        if current_worker().rank == 1:
+            raise MemoryError("planted")
+        return effects(device)
+
+    state = run(train_samples, way, model=brittle).join(WAIT_S)
+    assert [(f.rank, f.step) for f in state.failures] == [(1, 0)]
+    assert bool((state.params["w"] > 0).all())
+
+
+def test_rank_0_that_cannot_be_built_ends_the_run():
+    def brittle(device):
+        if current_worker().rank == 0:
+            raise MemoryError("planted")
+        return effects(device)
+
+    with pytest.raises(WorkerFailed, match="planted"):
+        run(train_samples, (CADENCE, OVER_CPU), model=brittle).join(WAIT_S)
+
+
+def test_replicas_that_differ_end_the_run_in_any_case():
+    def odd(device):
+        return nn.Linear(1 + current_worker().rank, 1)
+
+    with pytest.raises(ReplicaMismatch):
+        run(train_samples, (CADENCE, OVER_CPU), model=odd).join(WAIT_S)
+
+
+def test_a_value_that_is_not_finite_ends_the_run_in_any_case():
+    def poisoned(model, batch):
+        return train_samples(model, batch) * (float("nan") if current_worker().rank == 1 else 1.0)
+
+    with pytest.raises(WorkerFailed) as caught:
+        run(poisoned, (CADENCE, OVER_CPU)).join(WAIT_S)
+    assert isinstance(caught.value.__cause__, NonFiniteError)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD)])
+def test_an_evaluation_that_kills_the_lead_is_done_by_the_next(way):
+    evaluated = []
+
+    def evaluate(model, epoch):
+        rank = current_worker().rank
+        if rank == 0 and epoch == 1:
+            raise ValueError("planted")
+        evaluated.append((rank, epoch))
+        return {"seen": float((model.w > 0).sum())}
+
+    state = run(train_samples, way, epochs=3, eval_fn=evaluate).join(WAIT_S)
+    assert [f.rank for f in state.failures] == [0]
+    assert [m.scalars["eval/seen"] for m in state.metrics] == [NUM_SAMPLES] * 3
+    assert evaluated == [(0, 0), (1, 1), (1, 2)]
+
+
+def test_without_the_setting_the_first_death_ends_the_run():
+    fault = Dies((1, 1))
+    handle = builder(train=fault, model=effects, dataset=NUM_SAMPLES, ranks=3).run()
+    with pytest.raises(WorkerFailed) as caught:
+        handle.join(WAIT_S)
+    assert (caught.value.rank, caught.value.step, caught.value.epoch) == (1, 1, 0)
+
+
+class Wave(nn.Module):
+    """A model with buffers, so that a rank that takes over has more to take."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("backend", [THREAD, GLOO])
+def test_under_sync_the_survivors_stay_identical(backend):
+    """Momentum, schedule and buffers included: what the last steps make of them is the same."""
+    models = {}
+    held = threading.Lock()
+
+    def fit(model, batch):
+        with held:
+            models[current_worker().rank] = model
+        (x,) = batch
+        x = x.double().unsqueeze(1)
+        return ((model(x) - x.sin()) ** 2).mean()
+
+    fault = Dies((1, 3), inner=fit)
+    state = (
+        builder(
+            model=lambda device: Wave(),
+            optim=lambda params: torch.optim.Adam(params, 0.01),
+            train=fault,
+            dataset=40,
+            batch_size=4,
+            epochs=3,
+            ranks=3,
+            way=(SYNC, backend),
+        )
+        .scheduler(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5))
+        .on_worker_failure("continue")
+        .run()
+        .join(WAIT_S)
+    )
+    assert fault.num_shots == 1
+    assert [f.rank for f in state.failures] == [1]
+    first, other = models[0].state_dict(), models[2].state_dict()
+    for key, value in first.items():
+        assert torch.equal(value, other[key]), key
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
+def test_statistics_and_the_stop_work_after_a_death(way):
+    died = threading.Event()
+
+    def note(model, batch):
+        if current_worker().rank == 1:
+            died.set()
+            raise ValueError("planted")
+        return count_up(model, batch)
+
+    handle = (
+        builder(train=note, dataset=50, epochs=10_000, ranks=3, way=way)
+        .on_worker_failure("continue")
+        .run()
+    )
+    assert died.wait(WAIT_S)
+    assert handle.next_metrics(WAIT_S) is not None
+    alive = [r.alive for r in handle.statistics().ranks]
+    handle.stop()
+    state = handle.join(WAIT_S)
+    assert alive == [True, False, True]
+    assert state.stopped
+    assert [f.rank for f in state.failures] == [1]
+
+
+def test_a_death_is_logged_as_it_happens(caplog):
+    fault = Dies((1, 1))
+    run(fault, (CADENCE, OVER_CPU)).join(WAIT_S)
+    (record,) = [r for r in caplog.records if "the others go on if" in r.getMessage()]
+    assert "rank 1" in record.getMessage()
+    assert "planted" in str(record.exc_info[1])
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="pass 'raise' or 'continue'"):
+        builder().on_worker_failure("ignore")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, GLOO), (ASYNC, AverageBackend.THREAD)]
+)
+def test_digits_are_learned_although_one_of_three_workers_dies_in_the_middle(way):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = torch.tensor(digits.data, dtype=torch.float32) / 16
+    y = torch.tensor(digits.target)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    train, test = order[359:], order[:359]
+
+    def fit(model, batch):
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels)
+
+    # 23 batches an epoch and rank: the sixth of twelve epochs.
+    fault = Dies((1, 130), inner=fit)
+    state = (
+        builder(
+            model=lambda device: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+            optim=lambda params: torch.optim.AdamW(params, 3e-3),
+            train=fault,
+            dataset=(x[train], y[train]),
+            batch_size=16,
+            epochs=12,
+            ranks=3,
+            way=way,
+        )
+        .on_worker_failure("continue")
+        .run()
+        .join(90)
+    )
+    assert fault.num_shots == 1
+    assert [f.rank for f in state.failures] == [1]
+    assert [m.num_samples for m in state.metrics] == [len(train)] * 12
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model.load_state_dict(state.state_dict())
+    accuracy = float((model(x[test]).argmax(1) == y[test]).float().mean())
+    assert accuracy >= 0.95
+
+
+def test_under_sync_the_mean_loss_counts_no_batch_twice():
+    """A step that was not made is made again; its first loss is forgotten."""
+
+    def constant(model, batch):
+        (indices,) = batch
+        return model.w[indices].mean() * 0.0 + float(indices.double().mean())
+
+    fault = Dies((1, 0), inner=constant)
+    state = run(fault, (SYNC, THREAD)).join(WAIT_S)
+    assert fault.num_shots == 1
+    assert state.metrics[0].avg_loss == pytest.approx((NUM_SAMPLES - 1) / 2)
