@@ -124,6 +124,11 @@ class WorkerProtocol:
         """Whether nothing but ``Shutdown`` matters any more."""
         return self.state in (_S.LEAVING, _S.GONE)
 
+    @property
+    def takes_plans(self) -> bool:
+        """Whether a plan that comes now is to be trained; one sent before a halt is void."""
+        return not self.leaving and self.state is not _S.HALTED
+
     def built(self) -> None:
         """The replica exists."""
         self.transition(_S.IDLE)
@@ -156,7 +161,8 @@ class WorkerProtocol:
             return None
         match message:
             case m.StartEpoch():
-                self.plans.append(message.plan)
+                if self.takes_plans:
+                    self.plans.append(message.plan)
             case m.Throttle():
                 self._allowance = m.Allowance(
                     limit=message.limit, report_after=self._allowance.report_after

@@ -99,6 +99,7 @@ class Run:
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._workers: list[GpuWorker | None] = [None] * len(names)
         self._threads: list[threading.Thread] = []
+        self._workers_started = threading.Event()
         self._peers = Peers(Groups(self._make_group))
         self._collectives: dict[int, Collective] = {}
         self._loaders: dict[int, ProcessLoader] = {}
@@ -203,14 +204,16 @@ class Run:
             loader.start()
 
     def _start_workers(self) -> None:
-        self._threads = [
-            threading.Thread(
-                target=self._worker_main, args=(rank,), name=f"gpu-worker-{rank}", daemon=True
-            )
-            for rank in range(len(self.devices))
-        ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for rank in range(len(self.devices)):
+                name = f"gpu-worker-{rank}"
+                thread = threading.Thread(target=self._worker_main, args=(rank,), name=name)
+                thread.daemon = True
+                self._threads.append(thread)
+            for thread in self._threads:
+                thread.start()
+        finally:
+            self._workers_started.set()
 
     def _end_missing_workers(self) -> None:
         self._order.fail()
@@ -345,6 +348,7 @@ class Run:
 
     def _join_workers(self) -> list[str]:
         """Wait once for all workers' threads; one stuck in the user's code is named (D22)."""
+        self._workers_started.wait()  # a run can end before the last of them was started
         self._order.fail()
         # Ranks that did not leave in time after a failure have had their grace.
         grace_s = 0.1 if self._machine.outcome.missing else WORKER_GRACE_S

@@ -313,7 +313,7 @@ class GpuWorker(ReplicaWorker):
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):
             return
-        if isinstance(message, m.StartEpoch) and not self._protocol.leaving:
+        if isinstance(message, m.StartEpoch) and self._protocol.takes_plans:
             self._submit(message.plan)
         work = self._protocol.receive(message)
         if isinstance(work, m.Regroup):

@@ -173,7 +173,7 @@ class Draw:
             evaluate=self.maybe(0.4),
             checkpoint_every=rng.choice((None, None, 1, 2)),
             snapshot_timeout_s=rng.choice((5.0, 5.0, 0.001)),
-            max_failed_rounds=rng.choice((5, 1000)),
+            max_failed_rounds=rng.choice((5, 50)),
             continue_on_failure=self.maybe(0.75),
         )
 

@@ -1,0 +1,112 @@
+"""Which test holds which hazard, and why some have none here.
+
+Every test of this folder begins its docstring with the ids of its hazards (``D8, S2: ...``).
+``D`` are deadlocks and races, ``S`` are wrong results. ``python -m tests.deadlock.catalogue``
+prints the table.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HAZARDS = [f"D{n}" for n in range(1, 36)] + [f"S{n}" for n in range(1, 28)]
+
+ELSEWHERE = {
+    "D8": [
+        "tests/simulation/test_unequal_speeds.py::test_a_stalled_loader_delays_no_acknowledgement"
+    ],
+    "D12": ["tests/unit/test_protocol.py::test_a_parked_worker_still_answers"],
+    "D15": ["tests/unit/test_rounds.py::test_a_reply_to_an_old_round_is_refused"],
+    "D17": ["tests/unit/test_averaging.py::test_tensors_off_the_cpu_are_refused"],
+    "D19": ["tests/unit/test_protocol.py::test_seven_and_four_minus_five_and_three_is_two_and_one"],
+    "D22": ["tests/unit/test_machine.py::test_ranks_that_do_not_leave_in_time_are_named"],
+    "D23": ["tests/unit/test_collectives.py::test_abort_wakes_a_waiting_rank_at_once_and_for_good"],
+    "D29": [
+        "tests/unit/test_collectives.py::test_a_rank_that_cannot_connect_is_reported_with_its_cause"
+    ],
+    "D31": ["tests/unit/test_loader.py::test_an_epoch_abandoned_half_way_leaves_nothing_behind"],
+    "D34": ["tests/unit/test_schedule.py::test_the_scale_multiplies_every_rate"],
+    "S1": [
+        "tests/simulation/test_unequal_speeds.py::test_no_rank_leads_by_more_than_max_batch_diff"
+    ],
+    "S8": [
+        "tests/unit/test_averaging_runtime.py::test_what_is_trained_while_an_average_is_computed_stays"
+    ],
+    "S9": [
+        "tests/unit/test_averaging_runtime.py::test_every_transport_gives_the_same_average_and_divergence",
+        "tests/unit/test_averaging_runtime.py::test_buffers_are_averaged_and_integers_taken_from_the_most_samples",
+    ],
+    "S11": [
+        "tests/unit/test_convergence.py::test_nudge_down_is_reached_after_three_rounds_that_do_not_fall"
+    ],
+    "S13": [
+        "tests/parity/test_sync_equals_ddp.py::test_sync_equals_distributed_data_parallel_on_the_same_batches"
+    ],
+    "S15": ["tests/unit/test_exactly_once.py::test_every_epoch_trains_every_index_exactly_once"],
+    "S19": [
+        "tests/unit/test_non_finite.py::test_a_fault_of_one_rank_ends_the_run_before_anything_is_used"
+    ],
+    "S20": ["tests/unit/test_metrics.py::test_throughput_divides_by_the_sum_of_compute_time"],
+}
+"""Tests of other folders that show a hazard as well."""
+
+NO_STREAMS = "needs CUDA streams: on a CPU a thread does one thing after another"
+NOT_THERE = "the part of the runtime that it is about does not exist yet"
+ABSENT = {
+    "D30": f"{NO_STREAMS}, and PyTorch can warn of no mismatch; warnings are errors in all tests",
+    "S4": NO_STREAMS,
+    "S5": f"{NO_STREAMS}; the order of messages is D16",
+    "S6": NO_STREAMS,
+    "S7": f"{NO_STREAMS}; a batch on the CPU has memory of its own",
+    "S17": f"{NOT_THERE}: there is no resident mode, batches are gathered on the CPU",
+    "S18": f"{NOT_THERE}: no batch is scattered over replicas in a loop of the user's own",
+    "S21": f"{NOT_THERE}: no checkpoint to resume from is written",
+    "S26": "is about the benchmarks, which are no part of a run; benchmarks/README.md",
+}
+"""Hazards without a test here, and why."""
+
+IN_PART = {
+    "D9": "the calls are looked for in the source; that they deadlock needs a GPU",
+    "D17": "on the CPU every snapshot lies there anyway; a layout on another device is asked for",
+    "S10": "the cost is measured by a clock; events need a GPU",
+    "S22": "reads of a value are counted on the CPU; waits of a stream need a GPU",
+    "S24": "reports alone: there is no timeline yet",
+    "S27": "lockstep training alone: nothing else deals samples to replicas yet",
+}
+"""Hazards of which a part is left out, and which."""
+
+_IDS = re.compile(r"((?:[DS]\d+(?:, )?)+):")
+
+
+def found_here() -> dict[str, list[str]]:
+    """The tests of this folder for each hazard, by their docstrings."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                ids = _IDS.match(ast.get_docstring(node) or "")
+                for hazard in ids.group(1).split(", ") if ids else ():
+                    found[hazard].append(f"{path.relative_to(ROOT).as_posix()}::{node.name}")
+    return dict(found)
+
+
+def table() -> dict[str, list[str]]:
+    """For each hazard its tests, or the reason why there is none."""
+    here = found_here()
+    return {
+        hazard: [
+            *here.get(hazard, ()),
+            *ELSEWHERE.get(hazard, ()),
+            *(f"({why[hazard]})" for why in (ABSENT, IN_PART) if hazard in why),
+        ]
+        for hazard in HAZARDS
+    }
+
+
+if __name__ == "__main__":
+    for hazard, lines in table().items():
+        print(f"{hazard:<4}", "\n     ".join(lines))

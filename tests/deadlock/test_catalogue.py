@@ -1,0 +1,46 @@
+"""The catalogue of hazards is complete, and what it names is there."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.deadlock.catalogue import (
+    ABSENT,
+    ELSEWHERE,
+    HAZARDS,
+    IN_PART,
+    ROOT,
+    found_here,
+    table,
+)
+
+
+@pytest.mark.parametrize("hazard", HAZARDS)
+def test_every_hazard_has_a_test_or_a_reason(hazard):
+    assert table()[hazard]
+    tested = hazard in found_here() or hazard in ELSEWHERE
+    assert tested != (hazard in ABSENT)
+    assert tested >= (hazard in IN_PART)
+
+
+def test_no_test_names_a_hazard_that_is_not_in_the_catalogue():
+    assert set(found_here()) | set(ELSEWHERE) | set(ABSENT) | set(IN_PART) == set(HAZARDS)
+
+
+@pytest.mark.parametrize("node_id", [node for nodes in ELSEWHERE.values() for node in nodes])
+def test_a_test_of_another_folder_exists(node_id):
+    path, name = node_id.split("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_of_the_folder_but_those_of_its_tools_names_its_hazards():
+    named = {node for nodes in found_here().values() for node in nodes}
+    tools = ("test_faults.py", "test_catalogue.py")
+    for path in sorted((ROOT / "tests/deadlock").glob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                node_id = f"tests/deadlock/{path.name}::{node.name}"
+                assert node_id in named or path.name in tools, node_id

@@ -1,0 +1,335 @@
+"""A fault anywhere ends the run in bounded time, with the truth about it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from coordinator import messages as m
+from coordinator.averaging import Averager
+from coordinator.machine import Coordinator
+from runtime import CollectiveAborted, WorkerFailed, current_worker
+from runtime import run as run_module
+from runtime.collective import AbortableBarrier, process_group
+from tests.deadlock.faults import BOUND_S, Planted
+from tests.deadlock.tap import within
+from tests.unit.running import (
+    CADENCE,
+    GLOO,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAYS,
+    builder,
+    count_up,
+)
+
+by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
+every_way = pytest.mark.parametrize("way", WAYS, **by_name)
+local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+FAST_S = 4.0
+"""Far more than a failure takes to reach everyone, far less than any timeout of a run."""
+
+RANKS, STEPS = 3, 4
+
+
+def run_with(planted, way):
+    """Three ranks with four steps each, so that every planted step is reached."""
+    b = planted.builder(dataset=24, ranks=RANKS, way=way).anchor(2)
+    return b.partition_ratios([1] * RANKS).run()
+
+
+# -- a worker dies --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@every_way
+def test_an_exception_at_any_step_comes_out_of_join(way, rank, faults):
+    """S2, D1, D23: whatever the others wait for at that time."""
+    for step in range(STEPS):
+        error = Planted(f"rank {rank}, step {step}")
+        handle = run_with(faults().fail_at(rank=rank, step=step, error=error), way)
+        with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+            handle.join(BOUND_S)
+        assert (failed.value.rank, failed.value.step, failed.value.epoch) == (rank, step, 0)
+        assert failed.value.__cause__ is error
+        assert handle.state is None
+        with pytest.raises(WorkerFailed):
+            handle.next_metrics(BOUND_S)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@every_way
+def test_a_worker_that_vanishes_at_any_step_is_missed(way, rank, faults):
+    """S2, D22: it says nothing, and the others may wait for it in a collective."""
+    for step in range(STEPS):
+        handle = run_with(faults().vanish_at(rank=rank, step=step), way)
+        with within(FAST_S), pytest.raises(WorkerFailed, match="without a word") as failed:
+            handle.join(BOUND_S)
+        assert failed.value.rank == rank
+
+
+@pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
+@pytest.mark.parametrize("way", [w for w in WAYS if OVER_CPU not in w], **by_name)
+def test_a_peer_inside_the_collective_is_woken(way, how, faults, tap, monkeypatch):
+    """S2, D23: rank 0 sleeps in the collective when rank 1 dies; its abort comes first."""
+    waiting, held = threading.Event(), threading.Event()
+    wait = AbortableBarrier.wait
+
+    def seen(barrier, rank, *args):
+        if rank == 0:
+            waiting.set()
+        wait(barrier, rank, *args)
+
+    monkeypatch.setattr(AbortableBarrier, "wait", seen)
+    step = 0 if way[0] is SYNC else 1
+    planted = faults().hold(rank=1, step=step, until=held)
+    getattr(planted, how)(rank=1, step=step)
+    if step:
+        planted.slow(rank=1, seconds=0.01)
+    handle = planted.builder(dataset=40, batch_size=1, way=way).anchor(1).run()
+    assert waiting.wait(BOUND_S), "rank 0 never came to the collective"
+    with within(FAST_S):
+        held.set()
+        with pytest.raises(WorkerFailed) as failed:
+            handle.join(BOUND_S)
+    assert failed.value.rank == 1
+    assert tap.came(m.Exiting, 0)
+    if way[0] is not SYNC:
+        assert [ack.ok for ack in tap.came(m.SyncAck, 0)] == [False]
+
+
+@every_way
+def test_the_first_of_two_deaths_is_told(way, faults, tap):
+    """S2: rank 1 dies while the others are held; then rank 2 dies as well."""
+    held = threading.Event()
+    planted = faults().meet_at(ranks=(1, 2), step=0).fail_at(rank=1, step=0)
+    planted.stall_at(rank=2, step=0, until=held).fail_at(rank=2, step=0)
+    handle = run_with(planted, way)
+    tap.await_came(m.Failed, 1)
+    held.set()
+    with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+        handle.join(BOUND_S)
+    assert failed.value.rank == 1
+
+
+@local_ways
+def test_a_failure_after_the_last_step_is_no_success(way, faults):
+    """S2: in the evaluation of the last epoch, when every sample is trained."""
+    planted = faults().fail_in_eval(epoch=1)
+    handle = planted.builder(epochs=2, way=way).eval_fn(planted.evaluate).run()
+    with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+        handle.join(BOUND_S)
+    assert isinstance(failed.value.__cause__, Planted)
+
+
+# -- a worker is never built ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["fail_in_build", "fail_in_optimizer"])
+@pytest.mark.parametrize("rank", range(RANKS))
+@every_way
+def test_a_worker_that_cannot_be_built_is_told_and_its_peers_end(way, rank, what, faults):
+    """D32: those that are built wait for a plan, the others for their turn."""
+    planted = getattr(faults(), what)(rank=rank)
+    with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+        run_with(planted, way).join(BOUND_S)
+    assert (failed.value.rank, failed.value.step) == (rank, 0)
+    assert isinstance(failed.value.__cause__, Planted)
+    assert not planted.steps
+
+
+@every_way
+def test_peers_of_a_slow_factory_are_not_trained_alone(way, faults, tap):
+    """D7: nobody begins before everyone is built, and a stop does not wait for it."""
+    held = threading.Event()
+    planted = faults().stall_in_build(rank=2, until=held)
+    handle = run_with(planted, way)
+    tap.await_came(m.Ready, 0)
+    planted.await_all()
+    assert not planted.steps
+    handle.stop()
+    held.set()
+    assert handle.join(BOUND_S).stopped
+
+
+# -- the collective cannot be made --------------------------------------------------------
+
+
+def test_a_group_that_does_not_connect_is_an_error_of_run(monkeypatch):
+    """D29: all ranks are connected in one place, with a timeout, before any worker starts."""
+    connect, release, workers = process_group._connect_gloo, threading.Event(), []
+
+    def connect_late(rank, *args):
+        workers.extend(t.name for t in threading.enumerate() if t.name.startswith("gpu-worker"))
+        if rank == 1:
+            release.wait(BOUND_S)
+            raise RuntimeError("no route")
+        return connect(rank, *args)
+
+    monkeypatch.setattr(process_group, "_connect_gloo", connect_late)
+    timer = threading.Timer(0.05, release.set)
+    timer.start()
+    b = builder(way=(CADENCE, GLOO)).collective_timeout(0.1)
+    with within(FAST_S), pytest.raises(CollectiveAborted, match="could not connect"):
+        b.run()
+    timer.join()
+    assert workers == []
+
+
+# -- threads that cannot be ended -----------------------------------------------------------
+
+
+@pytest.mark.leaks_thread
+def test_stuck_workers_are_waited_for_once_and_named(faults, monkeypatch):
+    """D22, S25: four ranks are stuck in user code; the bound is for all, not for each."""
+    monkeypatch.setattr(run_module, "WORKER_GRACE_S", 1.0)
+    held, planted = threading.Event(), faults().meet_at(ranks=range(5), step=0)
+    planted.fail_at(rank=4, step=0)
+    for rank in range(4):
+        planted.stall_at(rank=rank, step=0, until=held)
+    handle = planted.builder(dataset=400, ranks=5, way=(CADENCE, OVER_CPU)).run()
+    planted.await_all()
+    with within(2.5), pytest.raises(WorkerFailed) as failed:
+        handle.join(BOUND_S)
+    (note,) = failed.value.__notes__
+    assert [name for name in ("0", "1", "2", "3", "4") if f"gpu-worker-{name}" in note] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    held.set()
+
+
+@local_ways
+def test_the_dead_are_not_waited_for(way, faults):
+    """D22: two of three ranks are dead; the last one ends the run."""
+    held, planted = threading.Event(), faults().meet_at(ranks=range(3), step=0)
+    planted.fail_at(rank=0, step=0).vanish_at(rank=2, step=0)
+    planted.stall_at(rank=1, step=0, until=held)
+    handle = run_with(planted, way)
+    planted.await_all()
+    held.set()
+    with within(FAST_S), pytest.raises(WorkerFailed):
+        handle.join(BOUND_S)
+
+
+# -- the coordinator's thread -----------------------------------------------------------------
+
+
+class _Broken(Exception):
+    """What the machine dies of."""
+
+
+@pytest.mark.parametrize("num_events", [0, 2, 6, 12])
+@every_way
+def test_a_coordinator_that_dies_wakes_every_worker_and_every_waiter(way, num_events, monkeypatch):
+    """D35: Python's queues never disconnect, so everyone must be told."""
+    handle_event, left = Coordinator.handle, [num_events]
+
+    def breaking(machine, event, now):
+        left[0] -= 1
+        if left[0] == -1:
+            raise _Broken("planted")
+        return handle_event(machine, event, now)
+
+    monkeypatch.setattr(Coordinator, "handle", breaking)
+    handle = builder(dataset=4000, batch_size=1, ranks=RANKS, way=way).anchor(1).run()
+    told = queue.SimpleQueue()
+
+    def wait(how):
+        try:
+            how()
+        except BaseException as error:
+            told.put(error)
+
+    ways_to_wait = (handle.join, handle.next_metrics, lambda: list(handle.metrics()))
+    waiters = [threading.Thread(target=wait, args=(how,)) for how in ways_to_wait]
+    with within(FAST_S):
+        for waiter in waiters:
+            waiter.start()
+        errors = [told.get(timeout=BOUND_S) for _ in waiters]
+        for waiter in waiters:
+            waiter.join(BOUND_S)
+    assert [type(error) for error in errors] == [_Broken] * 3
+    assert left[0] == -1
+
+
+def test_a_parked_and_an_idle_worker_are_woken_by_the_death_of_the_coordinator(
+    faults, tap, monkeypatch
+):
+    """D35: nobody but the coordinator would ever release them."""
+    held = threading.Event()
+    planted = faults().hold(rank=1, step=0, until=held)
+    b = planted.builder(dataset=60, batch_size=1, way=(CADENCE, OVER_CPU)).anchor(100)
+    handle = b.max_batch_diff(1).run()
+    tap.wait_for(lambda: tap.parked(0))
+    monkeypatch.setattr(Coordinator, "_on_report", None)
+    held.set()
+    with within(FAST_S), pytest.raises(TypeError):
+        handle.join(BOUND_S)
+
+
+# -- the averaging thread ---------------------------------------------------------------------
+
+
+def test_no_averaging_thread_outlives_the_run(tap, monkeypatch):
+    """D20: a rank dies while an average is computed; the run ends once it is."""
+    computing, held = threading.Event(), threading.Event()
+    average = Averager.average
+
+    def slow(averager, payloads, weights):
+        computing.set()
+        assert held.wait(BOUND_S)
+        return average(averager, payloads, weights)
+
+    def die_meanwhile(model, batch):
+        if current_worker().rank == 1 and computing.is_set():
+            raise Planted("planted")
+        return count_up(model, batch)
+
+    monkeypatch.setattr(Averager, "average", slow)
+    b = builder(train=die_meanwhile, dataset=8000, batch_size=1, way=(CADENCE, OVER_CPU))
+    handle = b.anchor(1).run()
+    assert computing.wait(BOUND_S)
+    tap.await_came(m.Failed, 1)
+    averagers = [t for t in threading.enumerate() if t.name == "averager"]
+    assert [t.is_alive() for t in averagers] == [True]
+    with pytest.raises(TimeoutError):
+        handle.join(0.05)  # it is waited for, since it reads the replicas' snapshots
+    held.set()
+    with within(FAST_S), pytest.raises(WorkerFailed):
+        handle.join(BOUND_S)
+    assert not averagers[0].is_alive()
+    assert not [t for t in threading.enumerate() if t.name in ("averager", "coordinator")]
+
+
+def test_an_average_that_cannot_be_computed_hangs_nobody(monkeypatch):
+    """D20: every round fails, and after some in a row the run ends with an error."""
+    num_calls = [0]
+
+    def broken(averager, payloads, weights):
+        num_calls[0] += 1
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(Averager, "average", broken)
+    b = builder(dataset=4000, batch_size=1, way=(CADENCE, OVER_CPU)).anchor(1)
+    with within(FAST_S), pytest.raises(RuntimeError, match="3 averaging rounds failed in a row"):
+        b.max_failed_rounds(3).run().join(BOUND_S)
+    assert num_calls[0] == 3
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, THREAD), (CADENCE, GLOO)], **by_name)
+def test_a_stop_in_the_middle_of_rounds_leaves_a_state_and_nobody_waiting(way, faults, tap):
+    """D23: over collectives, asked for while one is in flight."""
+    planted = faults().slow(rank=1, seconds=0.005)
+    handle = planted.builder(dataset=4000, batch_size=1, way=way).anchor(1).run()
+    planted.wait_for(lambda: planted.steps[1] >= 5)
+    handle.stop()
+    with within(FAST_S):
+        assert handle.join(BOUND_S).stopped
+    assert len(tap.came(m.Exiting)) == 2

@@ -1,0 +1,195 @@
+"""``on_worker_failure("continue")``: the others go on, and the books are right."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from coordinator import messages as m
+from runtime import WorkerFailed
+from runtime.collective import AbortableBarrier
+from tests.deadlock.faults import BOUND_S, Planted
+from tests.deadlock.tap import within
+from tests.deadlock.test_averaging_meanwhile import HeldAverage
+from tests.deadlock.test_throttle_and_gate import a_rank_too_far_ahead
+from tests.unit.running import ASYNC, CADENCE, GLOO, LOCAL_WAYS, OVER_CPU, SYNC, THREAD
+from tests.unit.test_survival import BATCH, NUM_SAMPLES, effects, train_samples
+
+by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
+MOST_WAYS = [*LOCAL_WAYS, (SYNC, GLOO), (ASYNC, GLOO)]
+most_ways = pytest.mark.parametrize("way", MOST_WAYS, **by_name)
+both = pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
+RANKS, STEPS = 3, 3
+FAST_S = 5.0
+
+
+def run_with(planted, way, *, ranks=RANKS, epochs=1):
+    """Eleven batches, the last one short; each rank has three of them or more."""
+    b = planted.builder(dataset=NUM_SAMPLES, batch_size=BATCH, ranks=ranks, epochs=epochs, way=way)
+    b.anchor(2).partition_ratios([1] * ranks)
+    return b.on_worker_failure("continue").run()
+
+
+def check_books(state, dead, *, epochs=1):
+    """Every epoch has closed with every sample once; what was trained again is told."""
+    assert sorted(f.rank for f in state.failures) == sorted(dead)
+    assert [e.num_samples for e in state.metrics] == [NUM_SAMPLES] * epochs
+    for epoch in state.metrics:
+        trained = sum(r.num_samples for r in epoch.per_rank)
+        assert trained - epoch.num_retrained == NUM_SAMPLES
+        assert 0 <= epoch.num_retrained <= NUM_SAMPLES
+    # A sample whose effect died with a rank has none.
+    assert (state.params["w"] > 0).all()
+
+
+@both
+@pytest.mark.parametrize("rank", range(RANKS))
+@most_ways
+def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, how, faults):
+    """S2: whatever the others wait for at that time, none hangs and no sample is lost."""
+    for step in range(STEPS):
+        planted = getattr(faults(train_samples, effects), how)(rank=rank, step=step)
+        handle = run_with(planted, way, epochs=2)
+        with within(FAST_S):
+            state = handle.join(BOUND_S)
+        check_books(state, [rank], epochs=2)
+        if how == "fail_at":
+            assert (state.failures[0].step, state.failures[0].epoch) == (step, 0)
+            assert isinstance(state.failures[0].error, Planted)
+
+
+@both
+@most_ways
+def test_ranks_die_down_to_one(way, how, faults):
+    """S2: rank 0 first, then rank 2; the last trains what is left."""
+    planted = faults(train_samples, effects)
+    getattr(planted, how)(rank=0, step=1)
+    getattr(planted, how)(rank=2, step=2)
+    with within(FAST_S):
+        state = run_with(planted, way, epochs=2).join(BOUND_S)
+    check_books(state, [0, 2], epochs=2)
+
+
+@most_ways
+def test_the_death_of_the_last_is_the_end(way, faults):
+    """S2: nobody is left to go on."""
+    planted = faults().meet_at(ranks=range(RANKS), step=0)
+    for rank in range(RANKS):
+        planted.fail_at(rank=rank, step=0)
+    with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+        run_with(planted, way).join(BOUND_S)
+    assert isinstance(failed.value.__cause__, Planted)
+
+
+@both
+@pytest.mark.parametrize("way", [w for w in MOST_WAYS if OVER_CPU not in w], **by_name)
+def test_a_survivor_comes_out_of_the_collective_and_goes_on(way, how, faults, tap, monkeypatch):
+    """D1: rank 0 sleeps in the round that rank 1 will never join."""
+    waiting, held = threading.Event(), threading.Event()
+    wait = AbortableBarrier.wait
+
+    def seen(barrier, rank, *args):
+        if rank == 0 and barrier.parties == 2:
+            waiting.set()
+        wait(barrier, rank, *args)
+
+    monkeypatch.setattr(AbortableBarrier, "wait", seen)
+    step = 0 if way[0] is SYNC else 1
+    planted = faults(train_samples, effects).hold(rank=1, step=step, until=held)
+    getattr(planted, how)(rank=1, step=step)
+    if step:
+        planted.slow(rank=1, seconds=0.01)
+    b = planted.builder(dataset=NUM_SAMPLES, batch_size=BATCH, way=way).anchor(1)
+    handle = b.on_worker_failure("continue").run()
+    assert waiting.wait(BOUND_S), "rank 0 never came to the collective"
+    with within(FAST_S):
+        held.set()
+        state = handle.join(BOUND_S)
+    check_books(state, [1])
+    assert tap.came(m.Exiting, 0)
+
+
+@pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is not SYNC], **by_name)
+def test_a_throttled_survivor_is_released_by_the_death_of_the_slow_rank(way, faults, tap):
+    """D11: nobody will ever catch up with it."""
+    held, planted = threading.Event(), faults()
+    with a_rank_too_far_ahead(planted, tap, way, held, "continue") as handle:
+        planted.vanish_at(rank=1, step=0)
+        held.set()
+        with within(FAST_S):
+            state = handle.join(BOUND_S)
+    assert [f.rank for f in state.failures] == [1]
+    assert state.params["w"].item() == planted.steps[0] == 60
+
+
+@pytest.mark.parametrize("way", [(ASYNC, OVER_CPU), (ASYNC, THREAD)], **by_name)
+def test_a_survivor_parked_by_the_gate_is_woken(way, faults, tap):
+    """D27: the averaging that would have woken it never comes."""
+    held, planted = threading.Event(), faults()
+    planted.hold(rank=1, step=0, until=held).fail_at(rank=1, step=0)
+    b = planted.builder(dataset=60, batch_size=1, way=way).anchor(2).max_overshoot(0)
+    handle = b.on_worker_failure("continue").run()
+    tap.wait_for(lambda: tap.parked(0))
+    held.set()
+    with within(FAST_S):
+        state = handle.join(BOUND_S)
+    assert state.params["w"].item() == 60.0
+    assert state.metrics[0].num_samples == 60
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
+def test_the_part_of_a_rank_that_dies_while_it_is_averaged_is_trained_once_more(
+    policy, ranks, faults, tap, monkeypatch
+):
+    """D15: its round is given up; the average that comes later is taken by nobody."""
+    held, gone = HeldAverage(monkeypatch), threading.Event()
+    planted = faults(train_samples, effects).hold(rank=1, step=2, until=gone)
+    planted.slow(rank=1, seconds=0.005).fail_at(rank=1, step=3)
+    b = planted.builder(dataset=NUM_SAMPLES, batch_size=1, ranks=ranks, way=(policy, OVER_CPU))
+    b.anchor(2).max_overshoot(100).partition_ratios([1] * ranks)
+    handle = b.on_worker_failure("continue").run()
+    tap.await_sent(m.RequestParams, 1)
+    gone.set()  # it answers after this step, and dies in the next
+    held.await_start()
+    tap.await_came(m.Failed, 1)
+    if ranks == 3:  # the others are at the same point of the next round
+        tap.wait_for(lambda: len(tap.averages) == 2)
+    held.opened.set()
+    with within(FAST_S):
+        state = handle.join(BOUND_S)
+    check_books(state, [1])
+    assert tap.averages[0].weights[1] == state.metrics[0].num_retrained == 3
+    assert tap.averages[0].round not in [update.round for update in tap.sent(m.Update)]
+    if ranks == 2:  # rank 0 was alone from then on, and trained every sample itself
+        assert state.params["w"].tolist() == [1.0] * NUM_SAMPLES
+
+
+def test_a_batch_that_kills_whoever_reads_it_ends_the_run(faults):
+    """S2: it goes from one rank to the next, and the last one tells."""
+    planted = faults().fail_in_data(batch=5)
+    b = planted.builder(dataset=planted.dataset(40), ranks=3, way=(CADENCE, OVER_CPU))
+    with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+        b.on_worker_failure("continue").run().join(BOUND_S)
+    assert isinstance(failed.value.__cause__, Planted)
+    assert planted.num_shots == 3
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@most_ways
+def test_a_rank_that_is_never_built_is_done_without(way, rank, faults):
+    """D32: the others wait for its turn to build, and then for nobody."""
+    planted = faults(train_samples, effects).fail_in_build(rank=rank)
+    with within(FAST_S):
+        state = run_with(planted, way).join(BOUND_S)
+    check_books(state, [rank])
+
+
+@most_ways
+def test_rank_0_that_is_never_built_ends_the_run(way, faults):
+    """D32: there are no weights to begin from."""
+    planted = faults().fail_in_build(rank=0)
+    with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+        run_with(planted, way).join(BOUND_S)
+    assert failed.value.rank == 0

@@ -1,0 +1,278 @@
+"""Averaging rounds: who joins, who waits for whom, and ranks that leave during one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from coordinator import messages as m
+from coordinator.rounds import RoundState
+from runtime import create_collectives
+from runtime.protocol import WorkerState
+from runtime.replica import BuildOrder
+from tests.deadlock.faults import BOUND_S
+from tests.deadlock.stage import Stage, running
+from tests.deadlock.tap import Sent, within
+from tests.unit.running import (
+    ASYNC,
+    CADENCE,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAYS,
+    Trace,
+    builder,
+)
+from tests.unit.test_worker import Alone, plan, start
+
+by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
+rounds = pytest.mark.parametrize("way", [w for w in WAYS if w[0] is not SYNC], **by_name)
+local_rounds = pytest.mark.parametrize(
+    "way", [w for w in LOCAL_WAYS if w[0] is not SYNC], **by_name
+)
+
+
+# -- leaving ---------------------------------------------------------------------------
+
+
+def test_no_rank_is_sent_into_a_collective_once_its_peer_has_left(tap):
+    """D1: the first round goes out, the peer takes part and leaves, no second one does."""
+    with Stage(backend=THREAD, anchor=1) as stage:
+        stage.train()
+        call = stage.join_round()
+        tap.await_came(m.SyncAck, 0)
+        stage.play(m.Exiting(rank=1), m.SyncAck(rank=1, round=call.round))
+        failure = stage.join().failure
+    assert "left before the run was over" in str(failure.error)
+    left = tap.where(lambda e: isinstance(e, m.Exiting) and e.rank == 1)[0]
+    sent = tap.where(lambda e: isinstance(e, Sent) and isinstance(e.message, m.SyncNow))
+    assert sent
+    assert max(sent) < left
+
+
+def test_a_round_already_sent_out_is_aborted_when_a_peer_leaves(tap):
+    """D1: rank 0 is in the collective, rank 1 says that it leaves: rank 0 comes out."""
+    with Stage(backend=THREAD, anchor=1) as stage:
+        entered = threading.Event()
+        barrier = stage.collectives[0].barrier
+        stage.collectives[0].barrier = lambda: (entered.set(), barrier())
+        stage.train()
+        stage.expect(m.SyncNow)
+        assert entered.wait(BOUND_S)
+        with within(5):
+            stage.play(m.Exiting(rank=1))
+            stage.join()
+    assert [(ack.rank, ack.ok) for ack in tap.came(m.SyncAck)] == [(0, False)]
+    assert tap.came(m.Exiting, 0)
+
+
+@pytest.fixture
+def ends():
+    """The ends of a group of two."""
+    made = create_collectives(2, "thread", None, BOUND_S)
+    yield made
+    for collective in made:
+        collective.close()
+
+
+STALE = [*(m.SyncNow(round=r) for r in (1, 2, 3)), m.Checkpoint(version=1), start(range(3, 6))]
+
+
+def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
+    """D2: ``SyncNow`` x3, ``Checkpoint``, ``StartEpoch``, ``Shutdown`` ends in exit."""
+    saved, trace = [], Trace()
+    alone = Alone(
+        train=trace,
+        world_size=2,
+        policy=SYNC,
+        collective=ends[0],
+        build_order=BuildOrder(alone=True),
+        checkpoint_fn=lambda version, model: saved.append(version),
+    )
+    with running(alone):
+        alone.send(m.StartEpoch(plan=plan(range(3), shares=(3, 3))))
+        trace.wait_for(lambda: trace.steps[0] == 1)
+        alone.send(*STALE)
+        assert not alone.control.empty()
+        ends[1].abort()  # it comes out of the reduction, and leaves
+    assert [type(r) for r in alone.take()] == [m.Ready, m.Exiting]
+    assert (alone.control.empty(), trace.steps[0], saved) == (True, 1, [])
+
+
+def test_a_worker_told_to_leave_skips_what_comes_after(ends, faults):
+    """D2: it finds the order to leave, and behind it the rounds of peers that are gone."""
+    held = threading.Event()
+    planted = faults().stall_at(rank=0, step=0, until=held)
+    alone = Alone(train=planted, collective=ends[0], build_order=BuildOrder(alone=True))
+    with running(alone):
+        alone.send(start(range(3)))
+        planted.await_all()
+        alone.send(m.Shutdown(snapshot=False), *STALE)
+        with within(5):
+            held.set()
+            alone.take_next(m.Exiting)
+    assert (planted.steps[0], alone.w) == (1, 1.0)
+
+
+@rounds
+def test_shutdown_behind_a_round_loses_neither(way, faults, tap):
+    """D2: the run is stopped while the round lies in the inbox of a rank that is busy."""
+    held = threading.Event()
+    planted = faults().hold(rank=1, step=1, until=held).slow(rank=1, seconds=0.01)
+    handle = planted.builder(dataset=400, batch_size=1, way=way).anchor(1).run()
+    tap.await_sent(m.RequestParams if way[1] is OVER_CPU else m.SyncNow, 1)
+    handle.stop()
+    tap.wait_for(lambda: tap.came(m.StopRequested))
+    assert not tap.came(m.SyncAck, 1)
+    held.set()
+    with within(5):
+        assert handle.join(BOUND_S).stopped
+    assert [(ack.round, ack.ok) for ack in tap.came(m.SyncAck, 1)] == [(1, True)]
+    assert len(tap.sent(m.Shutdown)) == 2
+
+
+# -- who joins ------------------------------------------------------------------------
+
+
+def test_an_idle_rank_still_joins_a_round(ends):
+    """D3: rank 1 has no plan; rank 0 waits for it in the collective."""
+    ranks = [
+        Alone(rank=r, world_size=2, collective=ends[r], build_order=BuildOrder(alone=True))
+        for r in (0, 1)
+    ]
+    with running(*ranks):
+        ranks[0].send(start(range(3)))
+        ranks[0].take_next(m.EpochReport)
+        assert ranks[1].worker._protocol.state is WorkerState.IDLE
+        for alone in ranks:
+            alone.send(m.SyncNow(round=1))
+        acks = [alone.take_next(m.SyncAck) for alone in ranks]
+        assert [(ack.ok, ack.round) for ack in acks] == [(True, 1), (True, 1)]
+        assert [alone.w for alone in ranks] == [3.0, 3.0]
+
+
+@rounds
+def test_a_rank_that_never_has_a_batch_acknowledges_every_round(way, tap):
+    """D4, D7: the acknowledgement is a message of its own, so the next averaging arms again."""
+    b = builder(dataset=20, batch_size=1, epochs=2, way=way).anchor(2).max_anchor(2)
+    state = b.partition_ratios([1, 0]).run().join(BOUND_S)
+    kind = m.RequestParams if way[1] is OVER_CPU else m.SyncNow
+    asked = [[msg.round for msg in tap.sent(kind, rank)] for rank in (0, 1)]
+    told = [[ack.round for ack in tap.came(m.SyncAck, rank)] for rank in (0, 1)]
+    assert len(asked[0]) >= 2
+    assert asked[0] == asked[1] == told[0] == told[1]
+    assert sum(r.tally.num_batches for r in tap.came(m.EpochReport, 1)) == 0
+    assert state.params["w"].item() == 40.0
+
+
+@pytest.mark.parametrize("way", WAYS, **by_name)
+def test_ranks_without_any_batch_hold_nobody_up(way):
+    """D7: one batch for three ranks."""
+    with within(5):
+        state = builder(dataset=2, epochs=3, ranks=3, way=way).run().join(BOUND_S)
+    assert [e.num_samples for e in state.metrics] == [2, 2, 2]
+
+
+def test_a_rank_that_has_not_begun_its_first_batch_blocks_nobody(faults, tap):
+    """D7: its first batch is being loaded; the policy waits for it with its rounds."""
+    loading = threading.Event()
+    planted = faults().stall_in_data(rank=1, read=0, until=loading)
+    b = planted.builder(dataset=planted.dataset(40), batch_size=1, way=(CADENCE, THREAD))
+    handle = b.anchor(1).partition_ratios([39, 1]).run()
+    planted.await_all()
+    # All but the batch that is being loaded: rank 0 is not held up in a collective.
+    planted.wait_for(lambda: planted.steps[0] == 39)
+    assert not tap.came(m.Failed)
+    assert planted.steps[1] == 0
+    loading.set()
+    assert [e.num_samples for e in handle.join(BOUND_S).metrics] == [40]
+
+
+# -- one round at a time -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
+def test_reports_that_flood_in_during_a_round_start_no_second_one(policy, tap):
+    """D6: rank 0 trains and reports on while rank 1 has not answered."""
+    with Stage(policy=policy, anchor=1, max_overshoot=50) as stage:
+        stage.train()
+        first = stage.expect(m.RequestParams)
+        tap.wait_for(lambda: sum(r.tally.num_batches for r in tap.came(m.EpochReport, 0)) >= 20)
+        assert stage.machine.core.ranks[0].since_round >= 20  # ten rounds would be due
+        assert [r.round for r in tap.sent(m.RequestParams)] == [first.round] * 2
+        stage.play(stage.snapshot(first.round, 1.0, 1))
+        update = stage.expect(m.Update)
+        stage.train()
+        tap.await_came(m.EpochReport, 1, 2)
+        tap.await_came(m.SyncAck, 0)
+        assert [r.round for r in tap.sent(m.RequestParams)] == [first.round] * 2
+        stage.play(m.SyncAck(rank=1, round=update.round))
+        assert stage.expect(m.RequestParams).round == first.round + 1
+
+
+def test_a_batch_report_passes_for_no_acknowledgement(tap):
+    """S12: after its peer's acknowledgement rank 1 reports batches, and nothing moves on."""
+    with Stage(backend=THREAD, anchor=1) as stage:
+        stage.train()
+        call = stage.join_round()
+        tap.await_came(m.SyncAck, 0)
+        stage.train()
+        report = m.BatchReport(rank=1, epoch=0, tally=m.Tally())
+        stage.play(*[report] * 5)
+        tap.await_came(m.BatchReport, 1, 5)
+        assert stage.machine.rounds.round.state is RoundState.SYNCING
+        assert stage.machine.core.num_averagings == 0
+        stage.play(m.SyncAck(rank=1, round=call.round - 1))
+        stage.play(m.SyncAck(rank=1, round=call.round))
+        tap.wait_for(lambda: stage.machine.core.num_averagings == 1 or tap.came(m.Failed))
+        assert stage.machine.core.num_averagings == 1
+
+
+def test_a_snapshot_of_a_round_that_was_given_up_is_not_averaged_into_the_next(tap):
+    """D15: it comes late, while the next round collects."""
+    with Stage(num_batches=60, anchor=1, snapshot_timeout_s=0.05, max_failed_rounds=1000) as stage:
+        stage.train()
+        old = stage.expect(m.RequestParams).round
+        new = stage.expect(m.RequestParams).round
+        assert new > old
+        assert stage.machine.core.num_failed_rounds >= 1
+        while not tap.averages:
+            stage.play(stage.snapshot(old, 1e9, 1000), stage.snapshot(new, 1.0, 1))
+            tap.wait_for(lambda n=new: tap.averages or tap.sent(m.RequestParams, 1)[-1].round > n)
+            new = tap.sent(m.RequestParams, 1)[-1].round
+        assert tap.where(lambda e: isinstance(e, m.ParamSnapshot) and e.round == old and e.rank)
+        update = stage.expect(m.Update)
+    assert tap.averages[0].weights[1] == 1
+    assert 0 < float(update.average.params[0][0]) < 1000
+
+
+@local_rounds
+def test_ten_batches_and_their_acknowledgements_are_ten_batches(way, tap):
+    """D5: the schedule follows batches; no acknowledgement moves it."""
+    handle = builder(dataset=10, batch_size=1, way=way).anchor(1).max_anchor(1).run()
+    handle.join(BOUND_S)
+    assert len(tap.came(m.SyncAck)) >= 2
+    assert handle.statistics().global_step == 10
+    assert [msg.step for msg in tap.sent(m.SetGlobalStep)][-1] == 10
+
+
+def test_final_snapshots_and_those_of_a_round_are_told_apart(faults, tap):
+    """D21: the run is stopped while a round collects; both kinds travel on one queue."""
+    held = threading.Event()
+    planted = faults().hold(rank=1, step=2, until=held)
+    b = planted.builder(dataset=400, batch_size=1, way=(CADENCE, OVER_CPU)).anchor(2)
+    handle = b.snapshot_timeout(60).run()
+    tap.await_came(m.ParamSnapshot, 0)
+    handle.stop()
+    tap.wait_for(lambda: tap.came(m.StopRequested))
+    assert not tap.came(m.ParamSnapshot, 1)
+    held.set()
+    state = handle.join(BOUND_S)
+    assert len(tap.came(m.FinalSnapshot)) == 2
+    # Every sample is behind one weight: that of a round, or that of the end.
+    weights = [sum(job.weights) for job in tap.averages]
+    assert tap.averages[0].weights[1] > 0
+    assert sum(weights) == sum(planted.steps.values())
+    assert state.stopped

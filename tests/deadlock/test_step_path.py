@@ -1,0 +1,151 @@
+"""The step waits for no device: what the source may not call, and what a run does not read."""
+
+from __future__ import annotations
+
+import ast
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import record_scalar
+from runtime.step import Stepper
+from tests.deadlock.faults import BOUND_S
+from tests.unit.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
+from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative
+
+ENTRIES = ("worker.py", "loader.py", "collective/thread.py", "collective/process_group.py")
+THE_DEVICE = ROOT / "runtime" / "device.py"
+"""The one place that speaks to a device, and where streams and events belong."""
+
+
+def step_path():
+    """What runs in a step: the entries and whatever of the runtime they import."""
+    found, todo = set(), [ROOT / "runtime" / name for name in ENTRIES]
+    while todo:
+        path = todo.pop()
+        if path not in found and path.exists():
+            found.add(path)
+            names = (name for name in imported_modules(path) if name.startswith("runtime."))
+            todo += [ROOT / f"{name.replace('.', '/')}.py" for name in names]
+    return sorted(found - {THE_DEVICE})
+
+
+FORBIDDEN = {
+    "synchronize": "waits for the whole device",
+    "current_stream": "may be the default stream: take the worker's own",
+    "default_stream": "is ordered with nothing",
+    "empty_cache": "frees memory while a collective may be in flight",
+    "ipc_collect": "frees memory while a collective may be in flight",
+    "set_per_process_memory_fraction": "may free memory",
+    "collect": "may free device memory at any time",
+}
+
+
+@pytest.mark.parametrize("path", step_path(), ids=relative)
+def test_the_step_path_neither_syncs_a_device_nor_frees_its_memory(path):
+    """D9: such a call deadlocks with the collective of a peer that waits for this rank."""
+    calls = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+    found = [
+        f"{called(call)} in line {call.lineno} {FORBIDDEN[called(call).split('.')[-1]]}"
+        for call in calls
+        if called(call).split(".")[-1] in FORBIDDEN
+    ]
+    assert found == []
+
+
+def test_the_step_path_holds_what_a_step_runs():
+    """D9: the search above finds the files that matter."""
+    found = {path.name for path in step_path()}
+    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "answers.py"}
+    assert found >= {"loader.py", "data.py", "base.py", "thread.py", "protocol.py", "schedule.py"}
+
+
+READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
+
+
+class Reads:
+    """Notes every read of a tensor's value between the start and the end of a step."""
+
+    def __init__(self, monkeypatch):
+        self.found, self.num_steps = [], 0
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        for name in READS:
+            monkeypatch.setattr(torch.Tensor, name, self._noting(name, getattr(torch.Tensor, name)))
+        begin, finish = Stepper.begin, Stepper.finish
+
+        def begun(stepper):
+            self._local.inside = True
+            begin(stepper)
+
+        def finished(stepper, *args, **kwargs):
+            try:
+                return finish(stepper, *args, **kwargs)
+            finally:
+                self._local.inside = False
+                with self._lock:
+                    self.num_steps += 1
+
+        monkeypatch.setattr(Stepper, "begin", begun)
+        monkeypatch.setattr(Stepper, "finish", finished)
+
+    def _noting(self, name, read):
+        def noting(tensor, *args, **kwargs):
+            if getattr(self._local, "inside", False):
+                with self._lock:
+                    self.found.append(name)
+            return read(tensor, *args, **kwargs)
+
+        return noting
+
+
+class Net(nn.Module):
+    """A model with a buffer, whose loss is not a plain sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.linear = nn.Linear(3, 2)
+
+
+def train(model, batch):
+    loss = model.linear(model.norm(batch[0])).square().mean()
+    record_scalar("loss", loss)
+    return loss
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "way", [(CADENCE, OVER_CPU), (ASYNC, THREAD)], ids=lambda w: f"{w[0].name}-{w[1].name}"
+)
+def test_a_step_reads_no_value_of_a_tensor(way, ranks, monkeypatch):
+    """S22: neither the loss before backward nor a norm now and then; recorded ones come late."""
+    reads = Reads(monkeypatch)
+    b = builder(
+        model=lambda device: Net(),
+        optim=lambda params: torch.optim.SGD(params, 0.01, momentum=0.9),
+        train=train,
+        dataset=(torch.randn(128, 3),),
+        batch_size=4,
+        ranks=ranks,
+        way=way,
+    )
+    state = b.run().join(BOUND_S)
+    assert reads.num_steps == 32
+    assert reads.found == []
+    assert state.metrics[0].scalars["loss"] == pytest.approx(state.metrics[0].avg_loss)
+
+
+def test_a_loss_read_in_the_step_is_noticed(monkeypatch):
+    """S22: the fault itself, so that the test above means something."""
+    reads = Reads(monkeypatch)
+
+    def eager(model, batch):
+        loss = -model.w.sum()
+        assert loss.item() <= 0
+        return loss
+
+    builder(train=eager, ranks=1).run().join(BOUND_S)
+    assert reads.found == ["item"] * 10

@@ -1,0 +1,116 @@
+"""What a run tells of itself is so, and telling it holds nothing up."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+
+import pytest
+
+from coordinator import messages as m
+from runtime import NonFiniteError, WorkerFailed, current_worker, record_scalar
+from tests.deadlock.faults import BOUND_S
+from tests.deadlock.tap import within
+from tests.simulation.harness import Simulation
+from tests.simulation.test_unequal_speeds import FAST_S, schedule_of
+from tests.unit.running import CADENCE, LOCAL_WAYS, OVER_CPU, builder, count_up
+
+by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
+local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+
+
+@local_ways
+def test_a_metrics_function_that_blocks_stops_no_dispatch(way):
+    """S23: it is in its first call while all epochs are trained and read by others."""
+    called, opened = threading.Event(), threading.Event()
+
+    def block(metrics):
+        called.set()
+        assert opened.wait(BOUND_S)
+
+    handle = builder(epochs=4, way=way).metrics_fn(block).run()
+    assert [handle.next_metrics(BOUND_S).epoch for _ in range(4)] == [0, 1, 2, 3]
+    assert called.wait(BOUND_S)
+    assert not opened.is_set()
+    opened.set()
+    with within(5):
+        assert len(handle.join(BOUND_S).metrics) == 4
+
+
+@local_ways
+def test_a_metrics_function_that_raises_is_logged_and_ends_nothing(way, caplog):
+    """S23: every epoch is still handed to it."""
+    seen = []
+
+    def fail(metrics):
+        seen.append(metrics.epoch)
+        raise ZeroDivisionError("in the user's function")
+
+    with caplog.at_level(logging.ERROR, "runtime.progress"):
+        state = builder(epochs=3, way=way).metrics_fn(fail).run().join(BOUND_S)
+    assert seen == [e.epoch for e in state.metrics] == [0, 1, 2]
+    assert len(caplog.records) == 3
+
+
+def recording(model, batch):
+    record_scalar("samples", float(len(batch[0])))
+    return count_up(model, batch)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_device_reports_as_many_do_and_keeps_nothing(ranks, tap):
+    """S24: the same metrics by the same path, and no report, batch or tensor left over."""
+    b = builder(train=recording, dataset=45, batch_size=2, epochs=3, ranks=ranks)
+    state = b.backend(OVER_CPU).run().join(BOUND_S)
+    for epoch in state.metrics:
+        assert epoch.num_samples == sum(r.num_samples for r in epoch.per_rank) == 45
+        assert sum(r.num_batches for r in epoch.per_rank) == 23
+        assert epoch.scalars["samples"] == pytest.approx((22 * 2 * 2 + 1) / 45)
+        assert all(r.compute_s > 0 for r in epoch.per_rank if r.num_batches)
+    reported = [r.tally for r in tap.came(m.EpochReport | m.BatchReport)]
+    reported += [r.report.tally for r in tap.came(m.ParamSnapshot) if r.report]
+    assert sum(tally.num_batches for tally in reported) == 3 * 23
+    assert sum(tally.loss_samples for tally in reported) == 3 * 45
+    core = tap.machine.core
+    assert not core.pool.epochs
+    assert all(not (led.assigned or led.trained or led.in_round) for led in core.pool.ledgers)
+    assert [rank.final for rank in core.ranks] == [None] * ranks
+
+
+def test_throughput_divides_by_the_time_of_all_chunks():
+    """S20: on the virtual clock, where an epoch comes in many chunks of known time."""
+    schedule = schedule_of(
+        CADENCE, OVER_CPU, slowness=(1.0, 2.0), jitter=0.0, num_samples=6000, num_epochs=1
+    )
+    (epoch,) = Simulation(schedule).run().machine.outcome.metrics
+    wanted = [10 / FAST_S, 10 / (2 * FAST_S)]
+    assert list(epoch.per_rank_throughput) == pytest.approx(wanted)
+    # The longest chunk is a small part of it.
+    assert all(r.compute_s > 0.5 for r in epoch.per_rank)
+
+
+@local_ways
+def test_a_loss_that_is_not_a_number_is_an_error_that_names_its_step(way, faults):
+    """S19: one rank's loss is NaN at one step; no maximum and no comparison hides it."""
+    planted = faults(poisoned_at(rank=1, step=2))
+    b = planted.builder(dataset=40, batch_size=1, way=way).anchor(1)
+    handle = b.partition_ratios([1, 1]).run()
+    with within(5), pytest.raises(WorkerFailed) as failed:
+        handle.join(BOUND_S)
+    cause = failed.value.__cause__
+    assert isinstance(cause, NonFiniteError)
+    assert (cause.rank, cause.step) == (1, 2)
+    assert handle.state is None
+    assert planted.steps[1] > 2
+
+
+def poisoned_at(*, rank, step):
+    """A ``train_fn`` whose loss is NaN once."""
+
+    def train(model, batch):
+        worker = current_worker()
+        loss = count_up(model, batch)
+        return loss * math.nan if (worker.rank, worker.local_step) == (rank, step) else loss
+
+    return train

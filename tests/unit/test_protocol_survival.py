@@ -1,0 +1,100 @@
+"""What the protocol makes of a broken group of ranks."""
+
+from __future__ import annotations
+
+from coordinator import messages as m
+from runtime.protocol import WorkerProtocol, WorkerState
+
+PLAN = m.EpochPlan(epoch=0, batches=(range(100),))
+
+
+def training():
+    protocol = WorkerProtocol(0)
+    protocol.built()
+    protocol.receive(m.StartEpoch(plan=PLAN))
+    assert protocol.begin_plan() is PLAN
+    return protocol
+
+
+def halted():
+    protocol = training()
+    protocol.halt()
+    return protocol
+
+
+def test_a_halt_is_answered_once_for_each_group():
+    protocol = training()
+    halt = m.Halt(generation=0)
+    assert protocol.receive(halt) is halt
+    protocol.halt()
+    assert protocol.receive(halt) is None
+    protocol.regrouped(1)
+    assert protocol.receive(halt) is None  # of a group that it has left
+    assert protocol.receive(m.Halt(generation=1)) is not None
+
+
+def test_a_halt_forgets_the_plan_and_those_behind_it():
+    protocol = training()
+    protocol.receive(m.StartEpoch(plan=PLAN))
+    protocol.halt()
+    assert protocol.begin_plan() is None
+    assert protocol.state is WorkerState.HALTED
+
+
+def test_a_plan_that_was_sent_before_the_halt_is_void():
+    """The group broke while it was on its way; its batches are dealt out anew."""
+    protocol = halted()
+    assert not protocol.takes_plans
+    protocol.receive(m.StartEpoch(plan=PLAN))
+    assert protocol.begin_plan() is None
+    protocol.regrouped(1)
+    assert protocol.begin_plan() is None
+    protocol.receive(m.StartEpoch(plan=PLAN))
+    assert protocol.begin_plan() is PLAN
+
+
+def test_a_halted_worker_leaves_when_it_is_told_to():
+    protocol = halted()
+    protocol.receive(m.Shutdown())
+    assert protocol.leaving
+    protocol.gone()
+
+
+def test_a_new_group_does_not_disturb_a_worker_that_is_in_no_lockstep():
+    protocol = training()
+    regroup = m.Regroup(generation=1, ranks=(0, 2))
+    assert protocol.receive(regroup) is regroup
+    protocol.regrouped(1)
+    assert protocol.plan is PLAN
+    assert protocol.may_train
+
+
+def test_a_leaving_worker_joins_no_new_group():
+    protocol = training()
+    protocol.receive(m.Shutdown())
+    assert protocol.receive(m.Regroup(generation=1, ranks=(0, 2))) is None
+    assert protocol.receive(m.Halt(generation=0)) is None
+
+
+def test_an_undone_round_waits_for_the_next_with_what_came_after():
+    protocol = training()
+    protocol.trained(5, 50)
+    message = m.SyncNow(round=3)
+    assert protocol.receive(message) is message
+    protocol.synced(message, ok=True)
+    protocol.trained(2, 20)
+    rollback = m.Rollback(round=3)
+    assert protocol.receive(rollback) is rollback
+    assert (protocol.batches, protocol.samples) == (7, 70)
+    assert protocol.receive(rollback) is None  # once
+    assert (protocol.batches, protocol.samples) == (7, 70)
+
+
+def test_a_round_that_was_not_taken_is_not_undone():
+    protocol = training()
+    protocol.trained(5, 50)
+    message = m.SyncNow(round=3)
+    protocol.receive(message)
+    protocol.synced(message, ok=False)
+    assert protocol.receive(m.Rollback(round=3)) is None
+    assert (protocol.batches, protocol.samples) == (5, 50)
