@@ -34,6 +34,7 @@ class CoordinatorConfig:
         evaluate: Whether there is an evaluation function.
         checkpoint_every: Epochs between two calls of the checkpoint function.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
+        collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
         continue_on_failure: Go on with the ranks that are left when one dies.
         stall_timeout_s: Seconds without progress after which the run fails.
@@ -61,6 +62,7 @@ class CoordinatorConfig:
     evaluate: bool = False
     checkpoint_every: int | None = None
     snapshot_timeout_s: float = 5.0
+    collective_timeout_s: float = 60.0
     max_failed_rounds: int = 5
     continue_on_failure: bool = False
     stall_timeout_s: float = 300.0

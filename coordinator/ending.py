@@ -28,6 +28,9 @@ class Ending:
 
     def dismiss(self) -> None:
         """Ask every rank to leave with its last state."""
+        core = self._core
+        whole = core.outcome.stopped or core.config.max_steps is not None
+        assert whole or not core.pool.epochs, "the run is over and an epoch is still open"
         for rank in self._core.ranks:
             if rank.state in (RankState.LIVE, RankState.BUILDING):
                 snapshot = rank.state is RankState.LIVE

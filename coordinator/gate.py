@@ -15,6 +15,9 @@ from coordinator.policy import ApplyPolicy
 from coordinator.pool import ChunkPool
 from coordinator.world import Rank
 
+_OVERRUN = 4
+"""Times its count after which a rank waits no more for one that does not get on."""
+
 
 class Gate:
     """The rules of cadence, overshoot and lead.
@@ -91,6 +94,8 @@ class Gate:
             return True
         counts = self._elche.batch_counts
         if self._config.policy is ApplyPolicy.CADENCE:
+            if any(r.since_round >= _OVERRUN * counts[r.rank] for r in busy):
+                return True
             seconds = self._elche.seconds_per_batch
             if seconds is not None:
                 slow = max(busy, key=lambda r: (r.rank == self._pacer, seconds[r.rank]))

@@ -107,7 +107,7 @@ class Coordinator:
             case m.SyncAck():
                 if event.report is not None:
                     self._on_report(event.report)
-                if not self._rounds.on_ack(event):
+                if not self._rounds.on_ack(event, now):
                     self._give_up(now, counts=not self._rounds.round.doomed)
             case m.EvalReport():
                 self._epochs.on_evaluated(event)
@@ -139,7 +139,7 @@ class Coordinator:
     def _on_averaged(self, event: m.Averaged, now: float) -> None:
         if event.round == FINAL_ROUND:
             self._ending.on_averaged(event)
-        elif not self._rounds.on_averaged(event):
+        elif not self._rounds.on_averaged(event, now):
             self._give_up(now)
 
     def _on_ready(self, event: m.Ready) -> None:
@@ -258,21 +258,29 @@ class Coordinator:
             self._core.send(rank, m.Rollback(round=rnd.id))
         if not counts:
             rnd.num_failed -= 1
-        limit, c = self._core.config.max_failed_rounds, self._core.config
-        if rnd.num_failed >= limit and self._core.phase is Phase.RUNNING:
-            setting = (
-                f"collective_timeout or max_failed_rounds ({limit})"
-                if broken
-                else f"snapshot_timeout ({c.snapshot_timeout_s} s)"
-            )
+        if self._too_many_failed():
             error = AveragingFailed(
-                f"{limit} averaging rounds failed in a row; raise {setting} if the steps are long"
+                f"{rnd.num_failed} averaging rounds failed in a row; {self._remedy()}"
             )
             self._ending.fail(Failure(error=error), now)
             return
         if broken and rnd.generation == self._core.generation:
             self._survival.regroup()
         self._readjust()
+
+    def _too_many_failed(self) -> bool:
+        failed = self._rounds.round.num_failed >= self._core.config.max_failed_rounds
+        return failed and self._core.phase is Phase.RUNNING
+
+    def _remedy(self) -> str:
+        c = self._core.config
+        on_cpu = c.backend is AverageBackend.CPU
+        name, value = (
+            ("snapshot_timeout", c.snapshot_timeout_s)
+            if on_cpu
+            else ("collective_timeout", c.collective_timeout_s)
+        )
+        return f"raise {name} ({value:g} s) or max_failed_rounds if the steps are long"
 
     def _readjust(self) -> None:
         """Tell every rank anew how far it may go, and whose count makes a round due."""
@@ -289,8 +297,16 @@ class Coordinator:
             self._core.send(rank.rank, m.Resume(allowance=self._core.gate.relimit(rank, limit)))
 
     def _on_tick(self, now: float) -> None:
-        if self._rounds.round.deadline is not None and now >= self._rounds.round.deadline:
-            self._give_up(now)
+        rnd = self._rounds.round
+        if rnd.deadline is not None and now >= rnd.deadline:
+            if rnd.state is RoundState.COLLECTING:
+                self._give_up(now)
+            elif (missing := self._rounds.late(now)) and self._too_many_failed():
+                error = AveragingFailed(
+                    f"the ranks {list(missing)} have not answered a round for "
+                    f"{rnd.num_failed} times {rnd.deadline - now:g} s; {self._remedy()}"
+                )
+                self._ending.fail(Failure(error=error), now)
         if self._ending.deadline is not None and now >= self._ending.deadline:
             self._core.outcome.missing = tuple(r.rank for r in self._core.ranks if r.present)
             self._ending.finish()

@@ -41,12 +41,7 @@ class RoundKeeper:
         evaluate, checkpoint = work
         ranks = tuple(r.rank for r in self._core.live)
         on_cpu = self._core.config.backend is AverageBackend.CPU
-        deadline = None
-        if on_cpu:
-            slowest = (
-                max(self._core.elche.seconds_per_batch or (0.0,)) * self._core.config.accumulate
-            )
-            deadline = now + max(self._core.config.snapshot_timeout_s, 3 * slowest)
+        deadline = now + self._patience_s() if on_cpu else None
         self.round.begin(
             RoundState.COLLECTING if on_cpu else RoundState.SYNCING,
             ranks,
@@ -73,6 +68,28 @@ class RoundKeeper:
                 ),
             )
 
+    def _patience_s(self) -> float:
+        """How long an answer may take before it counts as late."""
+        if self._core.config.backend is not AverageBackend.CPU:
+            return self._core.config.collective_timeout_s
+        slowest = max(self._core.elche.seconds_per_batch or (0.0,)) * self._core.config.accumulate
+        return max(self._core.config.snapshot_timeout_s, 3 * slowest)
+
+    def late(self, now: float) -> tuple[int, ...]:
+        """The deadline of a round has passed that cannot be given up before all have answered.
+
+        Returns:
+            The ranks that it waits for, but for a lead that evaluates.
+        """
+        rnd = self.round
+        rnd.deadline = now + self._patience_s()
+        busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NONE else -1
+        missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
+        if missing:
+            rnd.num_failed += 1
+            self._core.num_failed_rounds += 1
+        return missing
+
     def on_snapshot(self, event: m.ParamSnapshot) -> None:
         """A rank's state has come; with the last of them the average is computed."""
         if not self.round.accepts(event, RoundState.COLLECTING):
@@ -95,7 +112,7 @@ class RoundKeeper:
                 )
             )
 
-    def on_averaged(self, event: m.Averaged) -> bool:
+    def on_averaged(self, event: m.Averaged, now: float) -> bool:
         """The average is there, or could not be computed; returns whether the round goes on."""
         if event.round != self.round.id or self.round.state is not RoundState.COMPUTING:
             return True
@@ -103,6 +120,7 @@ class RoundKeeper:
         if event.average is None:
             return False
         self.round.move(RoundState.DELIVERING)
+        self.round.deadline = now + self._patience_s()
         self.round.divergences = dict(event.divergences)
         self.round.average_s = event.compute_s
         self._commit(self.round.ranks)
@@ -126,7 +144,7 @@ class RoundKeeper:
             self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
         return True
 
-    def on_ack(self, event: m.SyncAck) -> bool:
+    def on_ack(self, event: m.SyncAck, now: float) -> bool:
         """A rank has done its part; returns False if the round must be given up."""
         if self.round.accepts(event, RoundState.SYNCING):
             # The worker reported all it had trained before it joined.
@@ -134,9 +152,11 @@ class RoundKeeper:
             self._core.ranks[event.rank].set_limit(self.round.limits[event.rank])
             self._core.pool.freeze(event.rank)
             self.round.acks[event.rank] = event
-            if not self.round.all_acks:
-                return True
-            return self._end_sync()
+            if self.round.all_acks:
+                return self._end_sync()
+            if not event.ok and self.round.deadline is None:
+                self.round.deadline = now + self._patience_s()
+            return True
         if self.round.accepts(event, RoundState.DELIVERING):
             self.round.acks[event.rank] = event
             if self.round.all_acks:
@@ -201,6 +221,7 @@ class RoundKeeper:
         """Every rank has acknowledged: learn from the round."""
         rnd = self.round
         rnd.move(RoundState.NONE)
+        rnd.deadline = None
         rnd.num_failed = 0
         for rank, ack in rnd.acks.items():
             self._core.ranks[rank].sync_s += ack.sync_s

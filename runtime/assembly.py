@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.dispatch import count_batches
 from coordinator.policy import ApplyPolicy, AverageBackend
 from runtime.config import TrainConfig
+from runtime.errors import NonFiniteError, ReplicaMismatch
+from runtime.worker import GpuWorker
 from runtime.worker_types import UserFunctions, WorkerConfig
 
 
@@ -55,6 +58,7 @@ def coordinator_config(
         evaluate=c.eval_fn is not None,
         checkpoint_every=c.checkpoint_every,
         snapshot_timeout_s=c.snapshot_timeout,
+        collective_timeout_s=c.collective_timeout,
         max_failed_rounds=c.max_failed_rounds,
         continue_on_failure=c.on_worker_failure == "continue",
         stall_timeout_s=c.stall_timeout,
@@ -99,4 +103,15 @@ def user_functions(c: TrainConfig) -> UserFunctions:
         eval_fn=c.eval_fn,
         epoch_fn=c.epoch_fn,
         checkpoint_fn=c.checkpoint_fn,
+    )
+
+
+def failed(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
+    """What the coordinator is told of a worker that died, built or not."""
+    return m.Failed(
+        rank=rank,
+        epoch=worker.current_epoch if worker else 0,
+        step=worker.local_step if worker else 0,
+        error=error,
+        fatal=isinstance(error, (ReplicaMismatch, NonFiniteError)),
     )

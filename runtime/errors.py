@@ -37,6 +37,10 @@ class WorkerFailed(GpuWorkerError):
         self.rank = rank
         self.epoch = epoch
         self.step = step
+        self._error = error
+
+    def __reduce__(self) -> tuple[type[WorkerFailed], tuple[object, ...]]:
+        return type(self), (self.rank, self.epoch, self.step, self._error)
 
 
 class NonFiniteError(GpuWorkerError, ArithmeticError):
@@ -62,6 +66,9 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
         self.step = step
         self.what = what
         self.parameter = parameter
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[object, ...]]:
+        return type(self), (self.rank, self.step, self.what, self.parameter)
 
 
 class ReplicaMismatch(ValueError):

@@ -7,8 +7,10 @@ it takes none: it counts, and puts requests into queues that allow for that.
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,17 +21,23 @@ LOOK_S = 0.2
 """A signal that comes in the instant before a lock is waited for is seen by Python only
 when that wait ends, so no wait is longer than this."""
 
+EXIT_S = 10.0
+"""How long runs that are in progress at the end of the process may take to end."""
+
 Disposition = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Stoppable(Protocol):
-    """A run, as the handler sees it. Both methods return at once and take no lock."""
+    """A run, as the handler sees it. The first two return at once and take no lock."""
 
     def stop(self) -> None:
         """End at a step boundary."""
 
     def abort(self) -> None:
         """End without waiting for one."""
+
+    def wait_threads(self, timeout_s: float | None = None) -> None:
+        """Wait until the run has ended, or for a while."""
 
 
 class Period:
@@ -141,6 +149,18 @@ class Interrupts:
         elif signal.getsignal(signum) == signal.SIG_DFL:
             signal.raise_signal(signum)
 
+    def at_exit(self) -> None:
+        """The interpreter ends: its daemon threads must not be in the middle of a step then.
+
+        Blocks for some seconds at most.
+        """
+        runs = self._runs
+        for run in runs:
+            run.abort()
+        deadline = time.monotonic() + EXIT_S
+        for run in runs:
+            run.wait_threads(max(0.0, deadline - time.monotonic()))
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         period = self._period
         if period is None:
@@ -157,3 +177,4 @@ class Interrupts:
 
 INTERRUPTS = Interrupts()
 """The one of this process."""
+atexit.register(INTERRUPTS.at_exit)

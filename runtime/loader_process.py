@@ -196,12 +196,14 @@ def _identity(item: Any) -> Any:
 
 
 def _init_process(process: int) -> None:
+    # A terminal or a job manager signals the whole group; the run needs its data to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _terminate(processes: list[Any]) -> None:
     for process in processes:
-        process.terminate()
+        process.kill()
 
 
 class _Discard:

@@ -143,5 +143,5 @@ class MetricsThread:
         try:
             if self._metrics_fn(metrics) is False:
                 self._on_stop()
-        except Exception:
+        except BaseException:  # SystemExit would end the thread, and the epochs to come
             logger.exception("metrics_fn failed for epoch %d; training goes on", metrics.epoch)

@@ -198,6 +198,8 @@ class WorkerProtocol:
             leaving_too: Also take it while leaving, as lockstep ranks must where their
                 peers may have begun it.
         """
+        if self.state is _S.HALTED:
+            return None
         if self.plan is None and self.plans and (leaving_too or not self.leaving):
             self.plan = self.plans.popleft()
             self._settle()

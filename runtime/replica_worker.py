@@ -203,6 +203,15 @@ class ReplicaWorker:
             self.copy_from(donor)
             self._together.copy_from(donor._together)
 
+    def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+        """A copy of the buffers where a step may have to be undone."""
+        buffers = self._state.buffers
+        if not (buffers and self._lockstep and self.config.survives):
+            return None
+        kept = buffers.empty()
+        buffers.read_into(*kept)
+        return kept
+
     def _let_go(self) -> None:
         """Break the cycles of references, or only the collector of cycles frees the replica."""
         self._reporter.meter.log.on_bad_loss = None

@@ -23,12 +23,12 @@ from coordinator.service import Service
 from coordinator.world import Statistics
 from runtime import allocator
 from runtime.agreement import StopAgreement
-from runtime.assembly import coordinator_config, user_functions, worker_config
+from runtime.assembly import coordinator_config, failed, user_functions, worker_config
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
 from runtime.device import IntraOpThreads, open_device
-from runtime.errors import CollectiveAborted, NonFiniteError, ReplicaMismatch, error_of
+from runtime.errors import CollectiveAborted, error_of
 from runtime.groups import Groups
 from runtime.handle import TrainerHandle
 from runtime.interrupts import INTERRUPTS
@@ -216,6 +216,7 @@ class Run:
             self._workers_started.set()
 
     def _end_missing_workers(self) -> None:
+        self._inbox.put(m.AbortRequested())  # whatever the settings say of dead workers
         self._order.fail()
         for rank, thread in enumerate(self._threads):
             if thread.ident is None:
@@ -237,24 +238,18 @@ class Run:
                 pass
             self._inbox.put(m.Exiting(rank=rank))
         except BaseException as error:
-            self._inbox.put(
-                m.Failed(
-                    rank=rank,
-                    epoch=worker.current_epoch if worker else 0,
-                    step=worker.local_step if worker else 0,
-                    error=error,
-                    fatal=isinstance(error, (ReplicaMismatch, NonFiniteError)),
-                )
-            )
+            self._inbox.put(failed(rank, worker, error))
             if self.config.on_worker_failure == "continue":
                 logger.warning("rank %d died; the others go on if they can", rank, exc_info=error)
-                # They may train for long: let go of what the rank held.
+                # They may train for long: let go of what the rank and its frames held.
                 self._workers[rank] = None
                 self._peers.replicas.pop(rank, None)
+                traceback.clear_frames(error.__traceback__)
         finally:
             try:
                 if worker is not None:
                     worker.close()
+                worker = None
             finally:
                 self._inbox.put(m.ThreadEnded(rank=rank))
 
@@ -312,9 +307,10 @@ class Run:
         current = threading.current_thread()
         return current in self._threads or self._metrics.owns(current)
 
-    def wait_threads(self) -> None:
+    def wait_threads(self, timeout_s: float | None = None) -> None:
         """Wait until the coordinator's thread has ended, after the handle was told."""
-        self._service.join()
+        if self._service.started:
+            self._service.join(timeout_s)
 
     def statistics(self) -> Statistics:
         """A snapshot of the coordinator's counters."""
@@ -342,9 +338,12 @@ class Run:
                 state = self._state()
         except BaseException as caught:
             error = caught
-        finally:
+        try:
             self._take_down()
-            self._handle.finish(state, error)
+        except BaseException as caught:
+            error = error or caught
+        finally:
+            self._handle.finish(None if error else state, error)
 
     def _join_workers(self) -> list[str]:
         """Wait once for all workers' threads; one stuck in the user's code is named (D22)."""
@@ -362,9 +361,6 @@ class Run:
         outcome = self._machine.outcome
         lead = next(w for w in self._workers if w is not None)
         assert outcome.payload is not None, "a run without a failure leaves a state"
-        for failure in outcome.failures:
-            # Its frames hold the dead rank's replica, for as long as the state lives.
-            traceback.clear_frames(failure.error.__traceback__)
         return assemble(
             lead.model,
             lead.flat_state,

@@ -214,6 +214,7 @@ class GpuWorker(ReplicaWorker):
         total = sum(sizes)
         start, idle = self._context.now(), 0.0
         mark = self._reporter.meter.log.mark()
+        kept = self._keep_buffers()
         self._stepper.begin()
         for i, size in enumerate(sizes):
             if i:
@@ -224,7 +225,10 @@ class GpuWorker(ReplicaWorker):
         try:
             end = self._stepper.finish(total)
         except (CollectiveAborted, CollectiveTimeout):
-            self._reporter.meter.log.retract(mark)  # the window is trained again
+            # The window is trained again, as if it had not been.
+            self._reporter.meter.log.retract(mark)
+            if kept is not None:
+                self._state.buffers.write_from(*kept)
             raise
         self._together.stepped(0 if end.dropped else total)
         elapsed = self._context.now() - start - idle - end.waited_s

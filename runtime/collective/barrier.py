@@ -103,7 +103,8 @@ class AbortableBarrier:
             self._aborted = True
             self._break(f"{names} did not join a collective within {timeout_s:g} s")
         raise CollectiveTimeout(
-            f"rank {rank} waited {timeout_s:g} s in a collective for {names}; the group is aborted"
+            f"rank {rank} waited {timeout_s:g} s in a collective for {names}; the group is "
+            "aborted. If a step can take that long, raise collective_timeout"
         )
 
     def _refuse_if_broken(self) -> None:

@@ -69,7 +69,11 @@ class Checks:
             self._asked_at[rank] = self._sim.now
         if isinstance(message, m.SyncNow | m.RequestParams):
             self._on_request(rank, message.round)
-        elif isinstance(message, m.SetGlobalStep) and message.step != len(self._sim.averaged()):
+        elif (
+            isinstance(message, m.SetGlobalStep)
+            and self._sim.num_live
+            and message.step != len(self._sim.averaged())
+        ):
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
     def _on_request(self, rank: int, round_id: int) -> None:
@@ -205,7 +209,7 @@ class Checks:
             for rank in set(range(c.world_size)) - self._sim.dead:
                 if self._begun[rank] != list(range(c.num_epochs)):
                     raise Violation(f"rank {rank} began the epochs {self._begun[rank]}")
-        if not self._sim.dead:
+        if not self._sim.dead and not self._sim.machine.core.generation:
             self._shares()
 
     def _shares(self) -> None:

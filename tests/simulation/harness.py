@@ -350,7 +350,7 @@ class Simulation:
         time = self.now + self.draw(self.schedule.sync_s)
         for rank, _ in joined:
             # The ranks leave one after the other, in any order.
-            later = time + self.draw(self.schedule.delay_s)
+            later = time + self.draw(self.schedule.delay_s) + self.draw(self.schedule.linger_s)
             self._at(later, self._leaver(self.workers[rank], generation, state))
 
     def _leaver(

@@ -50,6 +50,7 @@ class Schedule:
         deaths: Workers that die.
         torn_chance: Chance that a rank loses the result of a collective which breaks
             after all have joined.
+        linger_s: Longest time until a rank gets to run after a collective.
         collective_timeout_s: How long a rank waits for its peers; 0: for ever.
     """
 
@@ -72,6 +73,7 @@ class Schedule:
     divergence: float = 0.0
     deaths: tuple[Death, ...] = ()
     torn_chance: float = 0.0
+    linger_s: float = 0.0
     collective_timeout_s: float = 0.0
 
     def batch_s(self, rank: int, now: float) -> float:
@@ -121,12 +123,13 @@ class Draw:
             report_interval_s=rng.choice((0.0, 0.01, 0.05, 0.05, 10.0)),
             stop_at_s=rng.uniform(0.0, 1.2) * total_s / world if self.maybe(0.2) else None,
             divergence=rng.choice((0.0, 0.2)),
-            deaths=tuple(self._deaths(world, total_s / world, build_s)),
+            deaths=tuple(self._deaths(world, total_s / world, build_s, step_s)),
             torn_chance=rng.choice((0.0, 0.5)),
+            linger_s=rng.choice((0.0, 0.0, 5.0)) * step_s,
             collective_timeout_s=rng.uniform(1, 20) * step_s if impatient else 0.0,
         )
 
-    def _deaths(self, world: int, lasts_s: float, build_s: float) -> Iterator[Death]:
+    def _deaths(self, world: int, lasts_s: float, build_s: float, step_s: float) -> Iterator[Death]:
         """None in most runs, else of one rank or of several, now and then at once."""
         rng = self.rng
         if not self.maybe(0.4 if world > 1 else 0.1):
@@ -139,8 +142,10 @@ class Draw:
         at_s = time_s()
         for rank in rng.sample(range(world), min(world, rng.choice((1, 1, 1, 2, 2, world - 1, 8)))):
             yield Death(rank=rank, at_s=at_s, vanishes=self.maybe(0.3))
-            if self.maybe(0.7):
+            if self.maybe(0.4):
                 at_s = time_s()
+            elif self.maybe(0.5):  # while the others are still bringing themselves together
+                at_s += rng.uniform(0.0, 10.0) * step_s
 
     def _config(self, world: int) -> CoordinatorConfig:
         rng = self.rng

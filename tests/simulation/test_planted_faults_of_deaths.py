@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from coordinator import messages as m
+from coordinator.config import CoordinatorConfig
 from coordinator.epochs import Epochs
 from coordinator.ledger import Ledger
 from coordinator.machine import Coordinator
+from coordinator.policy import ApplyPolicy, AverageBackend
 from coordinator.pool import ChunkPool
 from coordinator.round_keeper import RoundKeeper
 from coordinator.survival import Survival
 from runtime.lockstep import Lockstep
 from runtime.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found
-from tests.simulation.harness import Simulation
+from tests.simulation.harness import Simulation, SimulationFailed
+from tests.simulation.schedule import Death, Pace, Schedule
 from tests.simulation.sim_worker import SimWorker
 
 
@@ -188,3 +195,53 @@ def test_a_ledger_that_the_dead_keep_is_found(monkeypatch):
 
     monkeypatch.setattr(ChunkPool, "take_back", hoarding)
     assert_is_found(STUCK)
+
+
+def two_deaths(seed):
+    """The second falls into the meeting after the first, which some ranks leave late."""
+    rng = random.Random(seed)
+    first_s = rng.uniform(0.01, 0.03)
+    config = CoordinatorConfig(
+        devices=("cpu",) * 5,
+        num_samples=150,
+        batch_size=5,
+        num_epochs=2,
+        policy=ApplyPolicy.SYNC,
+        backend=AverageBackend.THREAD,
+        continue_on_failure=True,
+    )
+    return Schedule(
+        seed=seed,
+        config=config,
+        paces=((Pace(start_s=0.0, batch_s=0.004),),) * 5,
+        delay_s=0.0002,
+        linger_s=0.03,
+        load_chance=0.5,
+        load_s=0.01,
+        torn_chance=1.0,
+        deaths=(
+            Death(rank=1, at_s=first_s, vanishes=False),
+            Death(rank=2, at_s=first_s + rng.uniform(0.005, 0.04), vanishes=False),
+        ),
+    )
+
+
+def _run_all(count):
+    for seed in range(count):
+        Simulation(two_deaths(seed)).run()
+
+
+def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
+    """By a rank that comes late out of the meeting of a group which has broken since."""
+    _run_all(200)
+    begin_plan = WorkerProtocol.begin_plan
+
+    def even_halted(self, *, leaving_too=False):
+        if self.plan is None and self.plans and not self.leaving:
+            self.plan = self.plans.popleft()
+        return begin_plan(self, leaving_too=leaving_too) or self.plan
+
+    monkeypatch.setattr(WorkerProtocol, "takes_plans", property(lambda self: not self.leaving))
+    monkeypatch.setattr(WorkerProtocol, "begin_plan", even_halted)
+    with pytest.raises(SimulationFailed, match="Violation"):
+        _run_all(200)

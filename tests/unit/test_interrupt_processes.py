@@ -29,6 +29,7 @@ def tell(text):
 class Listener:
     stop = lambda self: tell("asked to stop")
     abort = lambda self: tell("asked to abort")
+    wait_threads = lambda self, timeout_s: None
 
 def train(model, batch):
     while signal.getsignal(signal.SIGTERM) is default:
@@ -41,7 +42,8 @@ def train(model, batch):
 def caught(error):
     tell(f"{{type(error).__name__}}, {{'no state' if handle.state is None else 'a state'}}")
 
-INTERRUPTS.add(Listener())
+listener = Listener()
+INTERRUPTS.add(listener)
 handle = builder(train=train, dataset=100_000, ranks=1).run()
 try:
     handle.join()
@@ -52,6 +54,8 @@ except KeyboardInterrupt as error:
     except RuntimeError as error:
         caught(error)
     raise
+finally:
+    INTERRUPTS.remove(listener)
 """
 
 

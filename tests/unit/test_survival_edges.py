@@ -1,0 +1,245 @@
+"""Deaths and delays at the edges of a run: its start, its end, its memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from coordinator.commands import AbortCollective
+from coordinator.errors import AveragingFailed, RunStalled
+from runtime import ApplyPolicy, NonFiniteError, WorkerFailed, current_worker
+from tests.simulation.harness import Simulation
+from tests.simulation.schedule import Pace, Schedule
+from tests.simulation.test_unequal_speeds import every_way, schedule_of
+from tests.unit.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Trace, builder, count_up
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+@pytest.mark.parametrize("mode", ["raise", "continue"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_worker_thread_that_cannot_be_started_ends_the_run(way, mode, error, monkeypatch):
+    """Also where dead workers are survived: run() has not returned, nobody could stop it."""
+    start, trace = threading.Thread.start, Trace()
+
+    def refuse(thread):
+        if thread.name == "gpu-worker-1":
+            raise error("planted")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    b = builder(train=trace, dataset=10_000, way=way).on_worker_failure(mode)
+    with pytest.raises(error, match="planted"):
+        b.run()
+    assert len(trace.batches) < 100
+
+
+@every_way
+def test_a_rank_that_is_stuck_for_ever_ends_the_run_with_its_name(policy, backend):
+    """No rank may train on for hours without an averaging; under ASYNC all park meanwhile."""
+    schedule = schedule_of(
+        policy,
+        backend,
+        slowness=(1.0, 1.0, 1.0),
+        num_samples=100_000,
+        num_epochs=1,
+        collective_timeout_s=2.0,
+        snapshot_timeout_s=2.0,
+    )
+    stuck = (*schedule.paces[1], Pace(start_s=0.5, batch_s=1e9))
+    paces = (schedule.paces[0], stuck, schedule.paces[2])
+    run = Simulation(
+        Schedule(
+            config=schedule.config,
+            paces=paces,
+            average_s=schedule.average_s,
+            delay_s=schedule.delay_s,
+            collective_timeout_s=2.0,
+        )
+    ).run()
+    error = run.machine.outcome.failure.error
+    parks = policy is ApplyPolicy.ASYNC
+    assert isinstance(error, RunStalled if parks else AveragingFailed)
+    assert "timeout" in str(error)
+    (failed_s,) = [time for time, _, what in run.trace if what == AbortCollective()]
+    assert failed_s < (310.0 if parks else 30.0)
+
+
+def run_script(script, *arguments, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 2,
+        check=False,
+        **kwargs,
+    )
+
+
+EXIT = """
+import sys, threading
+from tests.unit.running import ApplyPolicy, AverageBackend, builder, count_up
+begun = threading.Event()
+def train(model, batch):
+    begun.set()
+    return count_up(model, batch)
+way = (ApplyPolicy(sys.argv[1]), AverageBackend(sys.argv[2]))
+handle = builder(train=train, dataset=10, epochs=10**6, way=way).run()
+begun.wait(20)
+if sys.argv[3] == "raises":
+    raise ValueError("planted")
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "raises"])
+@pytest.mark.parametrize("way", [("sync", "thread"), ("cadence", "gloo"), ("cadence", "cpu")])
+def test_a_process_that_ends_without_a_join_ends_quietly(way, how):
+    """Daemon threads that are killed inside PyTorch would abort the process."""
+    found = run_script(EXIT, *way, how)
+    assert found.returncode == (how == "raises"), found.stderr
+    assert "terminate called" not in found.stderr
+    assert ("planted" in found.stderr) == (how == "raises")
+
+
+GROUP = """
+import os, signal, sys, threading
+import torch
+from torch.utils.data import Dataset
+from tests.unit.running import builder, count_up
+class Read(Dataset):
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        return torch.tensor(index)
+def train(model, batch):
+    if not sent.is_set():
+        sent.set()
+        os.killpg(0, signal.SIGTERM)
+    return count_up(model, batch)
+if __name__ == "__main__":
+    sent = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    b = builder(train=train, dataset=Read(), epochs=10**6)
+    handle = b.loader_workers(1).run()
+    try:
+        handle.join()
+    except KeyboardInterrupt:
+        print("state" if handle.state is not None else "none")
+"""
+
+
+def test_sigterm_to_the_whole_group_leaves_the_loaders_to_their_work(tmp_path):
+    """As a job manager sends it: the run stops at a step boundary and needs its data."""
+    path = tmp_path / "group.py"
+    path.write_text(GROUP, encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 2,
+        check=False,
+        start_new_session=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["state"], found.stderr
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+class Seen(nn.Module):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_under_sync_buffers_forget_a_step_that_was_not_made(step):
+    steps = 0
+
+    def look(model, batch):
+        nonlocal steps
+        if current_worker().rank == 1:
+            steps += 1
+            if steps > step:
+                raise ValueError("planted")
+        model.seen += 1
+        return count_up(model, batch)
+
+    state = (
+        builder(model=lambda device: Seen(), train=look, dataset=20, way=(SYNC, THREAD))
+        .on_worker_failure("continue")
+        .run()
+        .join(WAIT_S)
+    )
+    assert [f.rank for f in state.failures] == [1]
+    assert int(state.buffers["seen"]) == state.metrics[0].per_rank[0].num_batches
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD)])
+def test_the_replica_of_a_dead_rank_is_freed_while_the_others_train(way):
+    models = []
+
+    def die(model, batch):
+        if current_worker().rank == 1:
+            models.append(weakref.ref(model))
+            raise ValueError("planted")
+        return count_up(model, batch)
+
+    handle = (
+        builder(train=die, dataset=20, epochs=10_000, ranks=3, way=way)
+        .on_worker_failure("continue")
+        .run()
+    )
+    while handle.statistics().ranks[1].alive or not handle.poll_metrics():
+        handle.next_metrics(WAIT_S)
+    gc.collect()
+    assert models[0]() is None
+    handle.stop()
+    assert len(handle.join(WAIT_S).failures) == 1
+
+
+def test_a_metrics_function_that_exits_ends_neither_the_run_nor_the_epochs(caplog):
+    seen = []
+
+    def leave(metrics):
+        seen.append(metrics.epoch)
+        raise SystemExit
+
+    builder(epochs=3).metrics_fn(leave).run().join(WAIT_S)
+    assert seen == [0, 1, 2]
+    assert "metrics_fn failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [WorkerFailed(1, 2, 3, ValueError("planted")), NonFiniteError(1, 2, "gradient", "w")],
+)
+def test_errors_can_be_sent_to_another_process(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert again.rank == 1
+
+
+def test_a_late_rank_is_told_what_to_raise():
+    from runtime.collective.barrier import AbortableBarrier
+    from runtime.errors import CollectiveTimeout
+
+    with pytest.raises(CollectiveTimeout, match="raise collective_timeout"):
+        AbortableBarrier(2).wait(0, 0.01)
