@@ -70,6 +70,8 @@ class Tally:
         num_samples: Samples in them.
         num_skipped: Samples whose effect was dropped because a value was not finite.
         compute_s: Time spent in training steps, waits for data and peers excluded.
+        num_timed: Micro-batches behind ``compute_s``, where they are not ``num_batches``
+            because the times of the last ones are still in flight on the device.
         loss_sum: Sum over batches of mean loss times samples, in step order.
         loss_samples: Samples behind ``loss_sum``. Less than ``num_samples`` where
             losses are still in flight on the device; they come with a later report.
@@ -80,6 +82,7 @@ class Tally:
     num_samples: int = 0
     num_skipped: int = 0
     compute_s: float = 0.0
+    num_timed: int | None = None
     loss_sum: float = 0.0
     loss_samples: int = 0
     scalars: tuple[tuple[str, float, int], ...] = ()

@@ -163,8 +163,9 @@ class Coordinator:
         rank, tally = self._core.ranks[event.rank], event.tally
         if rank.state is RankState.DEAD:
             return
-        if tally.num_batches and self._core.phase is Phase.RUNNING:
-            self._core.elche.observe(event.rank, tally.compute_s, tally.num_batches)
+        timed = tally.num_batches if tally.num_timed is None else tally.num_timed
+        if timed and self._core.phase is Phase.RUNNING:
+            self._core.elche.observe(event.rank, tally.compute_s, timed)
         rank.note(tally)
         epoch = self._core.pool.find(event.epoch)
         if epoch is not None:

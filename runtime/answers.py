@@ -10,7 +10,7 @@ from torch import nn
 from coordinator import messages as m
 from runtime.averaging import ReplicaAverager
 from runtime.context import worker_context
-from runtime.device import DeviceContext
+from runtime.device import Arrival, DeviceContext
 from runtime.errors import CollectiveAborted, CollectiveTimeout
 from runtime.evaluation import evaluate_model, hand_over
 from runtime.finite import ReplicaJudge
@@ -120,8 +120,9 @@ class Answers:
     def _send_snapshot(self, message: m.RequestParams) -> None:
         healthy = self._judge.enter_round(self._protocol.samples)
         report = self._reporter.take_report()
+        self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory
         start = self._clock.now()
-        payload = self._averager.snapshot(reuse=True)
+        payload, arrival = self._averager.start_snapshot()
         self._protocol.snapshot_taken(message.round)
         self._snapshot_s = self._clock.now() - start
         self._reporter.put(
@@ -133,7 +134,8 @@ class Answers:
                 num_batches=self._protocol.batches,
                 healthy=healthy,
                 report=report,
-            )
+            ),
+            arrival,
         )
 
     def _take_update(self, message: m.Update) -> None:
@@ -148,17 +150,19 @@ class Answers:
             aside = self._clock.now() - before
 
         wanted = message.evaluate is not None or message.checkpoint is not None
+        arrival: Arrival | None = None
         if self._judge.poisoned:
-            self._replace(message)
+            arrival = self._replace(message)
             per_epoch()
         elif message.num_samples > 0 or wanted:
             # If nobody trained anything the average is what all replicas are, and what the
             # lead has trained since is not shown to the user's functions.
-            self._averager.take(message.average, meanwhile=per_epoch if wanted else None)
+            arrival = self._averager.take(message.average, per_epoch if wanted else None)
         sync_s = self._snapshot_s + self._clock.now() - start - aside
-        self._reporter.put(m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s))
+        # With it the rank gives the average back, which is overwritten two rounds later.
+        self._reporter.put(m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s), arrival)
 
-    def _replace(self, message: m.Update) -> None:
+    def _replace(self, message: m.Update) -> Arrival | None:
         """The replica was not finite: take the average alone.
 
         Adding to it what was trained since the snapshot would spoil it again.
@@ -168,8 +172,9 @@ class Answers:
         """
         if message.num_samples == 0:
             self._judge.require_finite()
-        self._averager.replace(message.average)
+        arrival = self._averager.replace(message.average)
         self._judge.healed(self._protocol.forget_samples())
+        return arrival
 
     def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> None:
         """What is to be done while the live state is an average."""

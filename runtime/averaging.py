@@ -15,7 +15,7 @@ from torch import Tensor
 from coordinator.averaging import usable_weights
 from coordinator.messages import Payload
 from runtime.collective import Collective
-from runtime.device import DeviceContext
+from runtime.device import Arrival, DeviceContext
 from runtime.flat import FlatState, change, norm
 
 TINY_NORM = 1e-10
@@ -39,7 +39,11 @@ class ReplicaAverager:
         self._state = state
         self._device = device
         self.collective = collective
-        self._snapshot: Payload | None = None
+        # The snapshot where the replica lies, and where the coordinator can read it; one
+        # and the same on a CPU.
+        self._base: Payload | None = None
+        self._twin: Payload | None = None
+        self._arrival: Arrival | None = None
         self._before: list[Tensor] | None = None
         self._before_buffers: tuple[Tensor, ...] = ()
         self.version = 0
@@ -47,31 +51,70 @@ class ReplicaAverager:
     # -- the CPU path ------------------------------------------------------------
 
     def snapshot(self, *, reuse: bool) -> Payload:
-        """Copy the live state to CPU memory.
+        """Copy the live state to CPU memory; blocks until it is there.
 
         Args:
             reuse: Use this replica's one snapshot buffer, which stays valid until the
-                next call; otherwise memory of its own.
+                next call, and which an average can be taken against; otherwise memory of
+                its own.
         """
         if not reuse:
-            payload = self._state.new_payload()
-        else:
-            if self._snapshot is None:
-                self._snapshot = self._state.new_payload()
-            payload = self._snapshot
-        with self._device.comm():
-            self._state.snapshot_into(payload)
+            return self._copy_out(None)
+        payload, arrival = self.start_snapshot()
+        if arrival is not None:
+            arrival.wait()
         return payload
 
-    def take(self, average: Payload, meanwhile: Callable[[], None] | None = None) -> None:
+    def last_snapshot(self) -> Payload:
+        """As :meth:`snapshot`, where no average follows: takes no more memory of the device."""
+        return self._copy_out(self._twin)
+
+    def _copy_out(self, twin: Payload | None) -> Payload:
+        if self._device.device.type == "cpu":
+            payload = twin or self._state.new_payload()
+            with self._device.comm():
+                self._state.snapshot_into(payload)
+            return payload
+        with self._device.comm():
+            live = self._state.live()
+            payload = twin or self._device.host_twin(live)
+            arrival = self._device.fetch(live, payload)
+        if arrival is not None:
+            arrival.wait()
+        return payload
+
+    def start_snapshot(self) -> tuple[Payload, Arrival | None]:
+        """Take a snapshot whose copy to CPU memory may still be on its way.
+
+        Returns:
+            The payload, valid until the next snapshot, and when it may be read; ``None``:
+            at once.
+        """
+        if self._base is None:
+            self._base = self._state.new_base()
+        if self._twin is None:
+            self._twin = self._device.host_twin(self._base)
+        with self._device.comm():
+            self._state.snapshot_into(self._base)
+        # Behind the copy on the device, which is all that training waits for.
+        self._arrival = self._device.fetch(self._base, self._twin)
+        return self._twin, self._arrival
+
+    def take(self, average: Payload, meanwhile: Callable[[], None] | None = None) -> Arrival | None:
         """Add ``average - snapshot`` to the live state, losing nothing trained since.
 
         Args:
-            average: The average that the last snapshot went into.
+            average: The average that the last snapshot went into; not read any more once
+                this returns and what it returns has arrived.
             meanwhile: Called while the live state is exactly the average.
+
+        Returns:
+            When the average has reached the device; ``None``: it has.
         """
-        base = self._snapshot
+        base, twin = self._base, self._twin
         assert base is not None, "an update follows a snapshot"
+        assert twin is not None, "an update follows a snapshot"
+        average = self._staged(average, twin)
         floats, others = self._state.buffers.empty()
         scratch = Payload(params=(), buffers=floats, taken=others)
         with self._device.comm():
@@ -85,13 +128,26 @@ class ReplicaAverager:
         with self._device.comm():
             self._state.load_plus(average, base, scratch)
         self.version += 1
+        self._arrival = self._device.arrival()
+        return self._arrival
 
-    def replace(self, average: Payload) -> None:
-        """Replace the live state, whatever was trained."""
+    def replace(self, average: Payload) -> Arrival | None:
+        """Replace the live state, whatever was trained; as :meth:`take` otherwise."""
         self._state.check_payload(average)
+        staged = self._staged(average, self._twin or self._device.host_twin(average))
+        if staged is not average:
+            self._twin = staged
         with self._device.comm():
-            self._state.load(average)
+            self._state.load(staged)
         self.version += 1
+        self._arrival = self._device.arrival()
+        return self._arrival
+
+    def _staged(self, average: Payload, twin: Payload) -> Payload:
+        """The average where the device can copy from; it is not read any more after that."""
+        if self._arrival is not None:
+            self._arrival.wait()  # the last copy from or to the same memory
+        return self._device.stage(average, twin)
 
     # -- collectives ---------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -84,18 +84,43 @@ def read_batch(
         return adapter.load(indices)
 
 
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """``batch`` with ``change(part)`` in place of every tensor and whatever else has ``.to()``.
+
+    Containers of any depth are made anew; other values stay as they are.
+    """
+    if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(part, change) for part in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_batch(part, change) for part in batch)
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)  # keeps what a subclass holds, such as a default factory
+        made.update({key: map_batch(part, change) for key, part in batch.items()})
+        return made
+    if isinstance(batch, Mapping):
+        return {key: map_batch(part, change) for key, part in batch.items()}
+    return batch
+
+
 def move_batch(batch: Any, device: torch.device) -> Any:
     """``batch`` with every tensor, at any depth, on ``device``; other values as they are."""
-    if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_batch(part, device) for part in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(move_batch(part, device) for part in batch)
-    if isinstance(batch, MutableMapping):
-        moved = copy.copy(batch)  # keeps what a subclass holds, such as a default factory
-        moved.update({key: move_batch(part, device) for key, part in batch.items()})
-        return moved
-    if isinstance(batch, Mapping):
-        return {key: move_batch(part, device) for key, part in batch.items()}
-    return batch
+    return map_batch(batch, lambda part: part.to(device))
+
+
+def parts_of(batch: Any) -> list[Any]:
+    """Every tensor of ``batch`` and whatever else has ``.to()``, in the order of its containers."""
+    parts: list[Any] = []
+
+    def keep(part: Any) -> Any:
+        parts.append(part)
+        return part
+
+    map_batch(batch, keep)
+    return parts
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of the elements of all tensors in ``batch``; what else it holds is not counted."""
+    return sum(part.nbytes for part in parts_of(batch) if isinstance(part, Tensor))

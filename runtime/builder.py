@@ -97,6 +97,24 @@ class TrainerBuilder:
         """Let one thread at a time read the data set (default off)."""
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 
+    def prefetch(self, depth: int) -> TrainerBuilder:
+        """Batches that a thread loads ahead of the one in training (default: by the memory
+        that is left after the first steps, up to 8). On a CUDA device it is an upper limit
+        within :meth:`vram_fraction`. 0 loads each batch in the worker's thread, when it is
+        needed. Tensors in memory are not loaded ahead for CPU devices.
+
+        On a CUDA device a batch is good until ``train_fn`` is called again: clone what is to
+        be kept of it."""
+        return self._set(prefetch=check_int("prefetch", depth, 0))
+
+    def resident(self, flag: bool) -> TrainerBuilder:
+        """Keep the data set on the device and gather batches there (default: where tensors
+        in memory fit into what the first steps leave of :meth:`vram_fraction`). ``True``
+        brings it there at the start, memory maps too, and is an error where it does not
+        fit; ``False`` always streams. Only for tensors and arrays. Workers on one device
+        share the copy."""
+        return self._set(resident=check_flag("resident", flag))
+
     # -- devices and averaging -------------------------------------------------
 
     def devices(self, devices: Sequence[str | torch.device]) -> TrainerBuilder:
@@ -283,6 +301,12 @@ class TrainerBuilder:
         if mode not in ON_WORKER_FAILURE:
             raise ValueError(f"on_worker_failure({mode!r}): pass 'raise' or 'continue'")
         return self._set(on_worker_failure=mode)
+
+    def vram_fraction(self, f: float) -> TrainerBuilder:
+        """Part of each CUDA device's memory that the run may reserve, above 0 and at most 1
+        (default 0.9): models, activations and batches of all workers on it. It caps
+        PyTorch's allocator for the whole process while the run lasts."""
+        return self._set(vram_fraction=check_float("vram_fraction", f, 0.0, 1.0, above=True))
 
     def tune_allocator(self, flag: bool) -> TrainerBuilder:
         """Keep freed memory in the process while CPU workers train (default on). It acts on

@@ -25,6 +25,11 @@ class MappedArray:
     def __len__(self) -> int:
         return len(self._array)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, as they are once read."""
+        return self._array.nbytes
+
     def index_select(self, dim: int, indices: Tensor) -> Tensor:
         """Read rows, as ``Tensor.index_select`` with ``dim=0`` would; blocks on the disk."""
         assert dim == 0
@@ -47,6 +52,11 @@ class MappedArray:
 
 
 Column = Tensor | MappedArray
+
+
+def row_bytes(column: Column) -> int:
+    """Bytes of one row of a column."""
+    return column.nbytes // max(1, len(column))
 
 
 def _reopen(

@@ -138,6 +138,9 @@ class TrainConfig:
     max_failed_rounds: int = 5
     on_worker_failure: str = "raise"
     stall_timeout: float = 300.0
+    vram_fraction: float = 0.90
+    prefetch: int | None = None
+    resident: bool | None = None
     tune_allocator: bool = True
     progress: bool | None = None
 
@@ -173,6 +176,11 @@ class TrainConfig:
         if self.anchor > self.max_anchor:
             raise ValueError(
                 f"anchor({self.anchor}) is above max_anchor({self.max_anchor}); raise max_anchor"
+            )
+        if self.prefetch == 0 and self.loader_workers:
+            raise ValueError(
+                f"prefetch(0) does not go with loader_workers({self.loader_workers}), which load "
+                "ahead by nature; leave one of them out"
             )
         if self.checkpoint_every is not None and self.checkpoint_fn is None:
             raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from coordinator.dispatch import batch_bounds, permutation
-from runtime.columns import Column, as_column
+from runtime.columns import Column, as_column, row_bytes
 
 Collate = Callable[[list[Any]], Any]
 
@@ -89,6 +89,26 @@ class ColumnAdapter(DatasetAdapter):
                 for column in self._columns
             ]
         )
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample: of one row of every column."""
+        return sum(row_bytes(column) for column in self._columns)
+
+    def load_into(self, indices: Tensor, out: Sequence[Tensor]) -> None:
+        """Gather the rows ``indices`` into CPU tensors, one for each column.
+
+        Args:
+            indices: See :meth:`load`.
+            out: Tensors of a batch's shapes and dtypes; pinned ones are filled directly.
+        """
+        if self._rows is not None:
+            indices = self._rows.index_select(0, indices)
+        for column, target in zip(self._columns, out, strict=True):
+            if isinstance(column, Tensor):
+                torch.index_select(column, 0, indices, out=target)
+            else:
+                target.copy_(column.index_select(0, indices))
 
     def subset(self, indices: Sequence[int]) -> ColumnAdapter:
         """The same columns restricted to the samples ``indices`` (negative: from the end)."""
@@ -346,9 +366,22 @@ class EpochIndex:
         Raises:
             IndexError: The epoch has no such batch.
         """
+        start, stop = self.bounds(batch)
+        return self.order(epoch)[start:stop]
+
+    def bounds(self, batch: int) -> tuple[int, int]:
+        """Where a batch starts and stops in an epoch's permutation.
+
+        Raises:
+            IndexError: An epoch has no such batch.
+        """
         start, stop = batch_bounds(batch, self.num_samples, self.batch_size)
         if not 0 <= start < stop:
             raise IndexError(f"no batch {batch} in an epoch of {self.num_samples} samples")
+        return start, stop
+
+    def order(self, epoch: int) -> Tensor:
+        """The permutation of an epoch, not to be written to; blocks as :meth:`indices` does."""
         with self._lock:
             order = self._orders.get(epoch)
             if order is None:
@@ -362,4 +395,4 @@ class EpochIndex:
                 order.permutation = torch.from_numpy(
                     permutation(self.num_samples, epoch, self.seed)
                 )
-            return order.permutation[start:stop]
+            return order.permutation

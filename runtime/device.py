@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from coordinator.messages import Tally
+from coordinator.messages import Payload, Tally
+from runtime.timing import HostTimer, StepTimer
 
 
 class LogMark(NamedTuple):
@@ -33,6 +34,40 @@ class LogMark(NamedTuple):
     losses: int
     scalars: int
     step: int
+
+
+Harvest = tuple[float, int, tuple[tuple[str, float, int], ...]]
+"""Loss sum, the samples behind it, and ``(name, weighted sum, samples)`` of each scalar."""
+
+
+class Sums:
+    """Adds up losses and scalars in step order.
+
+    Args:
+        on_bad_loss: See :class:`ValueLog`.
+    """
+
+    def __init__(self, on_bad_loss: Callable[[int], None] | None) -> None:
+        self._on_bad_loss = on_bad_loss
+        self._loss_sum, self._loss_samples = 0.0, 0
+        self._scalars: dict[str, tuple[float, int]] = {}
+
+    def add_loss(self, loss: float, num_samples: int, step: int) -> None:
+        """Add the mean loss of a batch."""
+        if self._on_bad_loss is not None and not math.isfinite(loss):
+            self._on_bad_loss(step)
+        self._loss_sum += loss * num_samples
+        self._loss_samples += num_samples
+
+    def add_scalar(self, name: str, value: float, num_samples: int) -> None:
+        """Add a scalar of a batch."""
+        total, weight = self._scalars.get(name, (0.0, 0))
+        self._scalars[name] = (total + value * num_samples, weight + num_samples)
+
+    def harvest(self) -> Harvest:
+        """Everything that was added."""
+        scalars = tuple((k, s, w) for k, (s, w) in self._scalars.items())
+        return self._loss_sum, self._loss_samples, scalars
 
 
 class ValueLog:
@@ -79,21 +114,20 @@ class ValueLog:
         self.rewind(mark)
         self._step = mark.step
 
-    def harvest(self) -> tuple[float, int, tuple[tuple[str, float, int], ...]]:
-        """``(loss sum, its samples, scalars)`` of everything that is ready."""
+    def harvest(self, *, wait: bool = True) -> Harvest:
+        """``(loss sum, its samples, scalars)`` of everything that is ready.
+
+        Args:
+            wait: Wait for what is still on the device; else it comes with a later harvest.
+        """
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
-        loss_sum, loss_samples = 0.0, 0
+        sums = Sums(self.on_bad_loss)
         for loss, (_, n, step) in zip(_read([t for t, _, _ in losses]), losses, strict=True):
-            if self.on_bad_loss is not None and not math.isfinite(loss):
-                self.on_bad_loss(step)
-            loss_sum += loss * n
-            loss_samples += n
-        sums: dict[str, tuple[float, int]] = {}
+            sums.add_loss(loss, n, step)
         for value, (name, _, n) in zip(_read([v for _, v, _ in scalars]), scalars, strict=True):
-            total, weight = sums.get(name, (0.0, 0))
-            sums[name] = (total + value * n, weight + n)
-        return loss_sum, loss_samples, tuple((k, s, w) for k, (s, w) in sums.items())
+            sums.add_scalar(name, value, n)
+        return sums.harvest()
 
 
 def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
@@ -109,19 +143,24 @@ def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
 class StepMeter:
     """Batches, samples and compute time since the last report.
 
+    Args:
+        log: Losses and scalars of the steps.
+        timer: Times the steps; ``None``: :meth:`add` is told their time.
+
     Attributes:
         num_skipped: Samples whose effect was dropped because of values that are not finite.
     """
 
-    def __init__(self, log: ValueLog) -> None:
+    def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
         self.log = log
+        self.timer = timer
         self.num_batches = 0
         self.num_samples = 0
         self.num_skipped = 0
         self.compute_s = 0.0
 
     def add(
-        self, num_batches: int, num_samples: int, compute_s: float, *, num_skipped: int = 0
+        self, num_batches: int, num_samples: int, compute_s: float = 0.0, *, num_skipped: int = 0
     ) -> None:
         """Count a step, and those of its samples whose effect was dropped."""
         self.num_batches += num_batches
@@ -129,14 +168,23 @@ class StepMeter:
         self.num_samples += num_samples
         self.compute_s += compute_s
 
-    def take(self) -> Tally:
-        """Everything since the last call."""
-        loss_sum, loss_samples, scalars = self.log.harvest()
+    def take(self, *, wait: bool = True) -> Tally:
+        """Everything since the last call.
+
+        Args:
+            wait: Wait for losses and times that are still on the device; else they come
+                with a later tally.
+        """
+        compute_s, num_timed = self.compute_s, self.num_batches
+        if self.timer is not None:
+            compute_s, num_timed = self.timer.take(wait=wait)
+        loss_sum, loss_samples, scalars = self.log.harvest(wait=wait)
         tally = Tally(
             num_batches=self.num_batches,
             num_samples=self.num_samples,
             num_skipped=self.num_skipped,
-            compute_s=self.compute_s,
+            compute_s=compute_s,
+            num_timed=num_timed,
             loss_sum=loss_sum,
             loss_samples=loss_samples,
             scalars=scalars,
@@ -144,6 +192,19 @@ class StepMeter:
         self.num_batches = self.num_samples = self.num_skipped = 0
         self.compute_s = 0.0
         return tally
+
+
+class Arrival(ABC):
+    """Copies that are on their way between a device and the CPU."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all of them have arrived."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until they have."""
 
 
 class DeviceContext(ABC):
@@ -159,9 +220,56 @@ class DeviceContext(ABC):
     def comm(self) -> AbstractContextManager[None]:
         """Context for copies and collectives: after all compute, before any that follows."""
 
-    @abstractmethod
     def now(self) -> float:
-        """Time for measuring steps, in seconds."""
+        """Wall time in seconds, for measuring what the host waits for."""
+        return time.perf_counter()
+
+    def new_log(self) -> ValueLog:
+        """A log for losses and scalars that live on this device."""
+        return ValueLog()
+
+    def new_timer(self) -> StepTimer:
+        """A timer for steps on this device."""
+        return HostTimer()
+
+    def pin_accumulators(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Tie the accumulation of these parameters' gradients to the compute stream."""
+        return
+
+    def finish(self) -> None:
+        """Block until all that this worker gave to the device is done. Never in a step."""
+        return
+
+    # -- state on its way to the coordinator and back ------------------------------
+
+    def host_twin(self, payload: Payload) -> Payload:
+        """CPU memory for a payload of the device; the payload itself if it is there."""
+        return payload
+
+    def fetch(self, source: Payload, target: Payload) -> Arrival | None:
+        """Start copying a payload of the device to its :meth:`host_twin`.
+
+        Ordered behind everything in :meth:`comm`; what follows the copy there waits for it,
+        compute does not. The target may be read, and the source be written outside
+        :meth:`comm`, once it has arrived.
+
+        Returns:
+            ``None`` where the two are the same.
+        """
+        return None
+
+    def stage(self, average: Payload, twin: Payload) -> Payload:
+        """A payload of the CPU in memory that the device can copy from; blocks for that.
+
+        Args:
+            average: Only read, and not any more once this returns.
+            twin: A :meth:`host_twin` that nobody else uses now.
+        """
+        return average
+
+    def arrival(self) -> Arrival | None:
+        """When all that :meth:`comm` was given so far has arrived; ``None``: it has."""
+        return None
 
 
 class CpuDevice(DeviceContext):
@@ -188,10 +296,6 @@ class CpuDevice(DeviceContext):
         """Nothing to order: the thread does one thing after another."""
         yield
 
-    def now(self) -> float:
-        """Wall time; a CPU step is over when its call returns."""
-        return time.perf_counter()
-
 
 def num_cores() -> int:
     """Cores that this process may use."""
@@ -211,10 +315,12 @@ def open_device(device: torch.device, num_cpu_workers: int) -> DeviceContext:
     Raises:
         ValueError: A kind of device that this version does not run on.
     """
+    if device.type == "cuda":
+        from runtime.cuda_device import CudaDevice  # which builds on this module
+
+        return CudaDevice(device)
     if device.type != "cpu":
-        raise ValueError(
-            f"device {device}: this version trains on CPU devices alone; call .devices(['cpu'])"
-        )
+        raise ValueError(f"device {device} is not supported; pass 'cpu' or 'cuda:N'")
     # What the process was told to use, by OMP_NUM_THREADS or torch.set_num_threads, holds
     # for all workers together.
     return CpuDevice(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))

@@ -155,15 +155,12 @@ class FlatBuffers:
         return bool(self._other_groups)
 
     def empty(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """New CPU tensors for :meth:`read_into`."""
+        """New tensors on the buffers' device for :meth:`read_into`."""
         return self._alloc(self._float_groups), self._alloc(self._other_groups)
 
     def _alloc(self, groups: list[list[int]]) -> tuple[Tensor, ...]:
         tensors = self.tensors()
-        return tuple(
-            torch.empty(sum(tensors[i].numel() for i in g), dtype=tensors[g[0]].dtype)
-            for g in groups
-        )
+        return tuple(tensors[g[0]].new_empty(sum(tensors[i].numel() for i in g)) for g in groups)
 
     def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Copy all buffers into flat tensors."""
@@ -171,7 +168,7 @@ class FlatBuffers:
 
     def write_from(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Copy flat tensors into the buffers."""
-        self._each(floats, others, lambda buffer, flat: buffer.copy_(flat))
+        self._each(floats, others, lambda buffer, flat: buffer.copy_(flat, non_blocking=True))
 
     def _each(
         self,
@@ -205,13 +202,22 @@ class FlatState:
         self.params = FlatParams(module)
         self.buffers = FlatBuffers(module)
 
+    def new_base(self) -> Payload:
+        """Memory for a snapshot, where the state lies."""
+        floats, others = self.buffers.empty()
+        return Payload(
+            params=tuple(torch.empty_like(f) for f in self.params.flats),
+            buffers=floats,
+            taken=others,
+        )
+
     def new_payload(self) -> Payload:
-        """CPU memory for a snapshot."""
+        """Memory of the CPU for a snapshot."""
         floats, others = self.buffers.empty()
         return Payload(
             params=tuple(torch.empty_like(f, device="cpu") for f in self.params.flats),
-            buffers=floats,
-            taken=others,
+            buffers=tuple(torch.empty_like(f, device="cpu") for f in floats),
+            taken=tuple(torch.empty_like(f, device="cpu") for f in others),
         )
 
     @torch.no_grad()
@@ -221,6 +227,14 @@ class FlatState:
         for out, flat in zip(payload.params, self.params.flats, strict=True):
             out.copy_(flat)
         self.buffers.read_into(payload.buffers, payload.taken)
+
+    @torch.no_grad()
+    def live(self) -> Payload:
+        """The live state, with its buffers copied side by side; parameters are no copies."""
+        self.params.check()
+        floats, others = self.buffers.empty()
+        self.buffers.read_into(floats, others)
+        return Payload(params=tuple(self.params.flats), buffers=floats, taken=others)
 
     def check_payload(self, payload: Payload) -> None:
         """Raise ``ValueError`` unless the payload has this replica's layout."""
@@ -248,9 +262,9 @@ class FlatState:
 
     @torch.no_grad()
     def load(self, average: Payload) -> None:
-        """Replace the live state."""
+        """Replace the live state; an average in pinned memory is still read afterwards."""
         for flat, mean in zip(self.params.flats, average.params, strict=True):
-            flat.copy_(mean)
+            flat.copy_(mean, non_blocking=True)
         self.buffers.write_from(average.buffers, average.taken)
 
     @torch.no_grad()
@@ -268,11 +282,14 @@ class FlatState:
 
     @torch.no_grad()
     def load_plus(self, average: Payload, progress: Payload, scratch: Payload) -> None:
-        """The live state becomes ``average + progress``; exact where progress is zero."""
+        """The live state becomes ``average + progress``; exact where progress is zero.
+
+        An average in pinned memory is still read afterwards.
+        """
         for flat, mean, delta in zip(
             self.params.flats, average.params, progress.params, strict=True
         ):
-            torch.add(mean, delta, out=flat)
+            _add(mean, delta, out=flat)
         if self.buffers:
             for live, (mean, delta) in zip(
                 (*scratch.buffers, *scratch.taken), _pairs(average, progress), strict=True
@@ -280,8 +297,17 @@ class FlatState:
                 if live.dtype is torch.bool:
                     live.copy_(delta)
                 else:
-                    torch.add(mean, delta, out=live)
+                    _add(mean, delta, out=live)
             self.buffers.write_from(scratch.buffers, scratch.taken)
+
+
+def _add(mean: Tensor, delta: Tensor, out: Tensor) -> None:
+    """``mean + delta``, where the mean may still lie on the CPU."""
+    if mean.device == out.device:
+        torch.add(mean, delta, out=out)
+    else:
+        out.copy_(mean, non_blocking=True)
+        out.add_(delta)
 
 
 def _pairs(a: Payload, b: Payload) -> Iterable[tuple[Tensor, Tensor]]:

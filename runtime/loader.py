@@ -7,13 +7,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from coordinator.messages import EpochPlan
 from runtime.batches import PlanQueue, Position, move_batch, read_batch
 from runtime.data import DatasetAdapter, EpochIndex
+from runtime.stage import Stage
+
+if TYPE_CHECKING:
+    from runtime.slots import DeviceSlot
 
 
 @dataclass(slots=True)
@@ -25,12 +29,14 @@ class LoadedBatch:
         num_samples: Samples in it.
         epoch: Epoch it belongs to.
         batch: Its position in the epoch's permutation.
+        slot: The memory that it lies in, if that is used again for a later batch.
     """
 
     data: Any
     num_samples: int
     epoch: int
     batch: int
+    slot: DeviceSlot | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +90,9 @@ class Loader(ABC):
         """Take the next batch in order; ``None`` if it is not there yet.
 
         Never waits for the data set (:class:`InlineLoader` excepted, which reads here).
+        With this call the batch taken before is used up: all work on it has been issued to
+        the current stream, and its memory may be written to again.
+
         Whatever the data set raised for a batch is raised in its place, with its
         traceback; the batches after it follow, and ``cancel`` forgets them.
         """
@@ -163,7 +172,9 @@ class ThreadLoader(Loader):
         adapter: See :class:`Loader`; so are the arguments that are not listed here.
         on_ready: Called in the loader's thread after each batch that became ready or
             failed. A call may be late: by then the batch can be taken or cancelled.
-        depth: How many loaded batches may wait.
+        depth: How many loaded batches may wait; 0: each is loaded when it is asked for.
+        stage: Carries batches to the device and says, in place of ``depth``, how many
+            may wait.
     """
 
     def __init__(
@@ -177,15 +188,19 @@ class ThreadLoader(Loader):
         on_ready: Callable[[], None],
         worker: object = None,
         depth: int = 1,
+        stage: Stage | None = None,
     ) -> None:
         super().__init__(adapter, index, device=device, seed=seed, rank=rank, worker=worker)
         self._on_ready = on_ready
-        self._depth = depth
+        self._stage = Stage(depth) if stage is None else stage
+        self._moves = self._moves and not self._stage.brings
         self._thread: threading.Thread | None = None
         # The condition guards everything below, and the positions.
         self._changed = threading.Condition()
         self._ready: deque[LoadedBatch | _Failure] = deque()
         self._generation = 0  # counts cancellations: what an older one loads is discarded
+        self._depth = self._stage.depth
+        self._asked = False  # the worker waits for a batch
         self._closed = False
 
     def submit(self, plan: EpochPlan) -> None:
@@ -195,6 +210,7 @@ class ThreadLoader(Loader):
                 raise RuntimeError("the loader is closed")
             self._positions.put(plan)
             self._changed.notify_all()
+        self._stage.submitted(plan.num_batches)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"prefetch-{self.rank}", daemon=True)
             thread.start()
@@ -202,22 +218,31 @@ class ThreadLoader(Loader):
 
     def try_next(self) -> LoadedBatch | None:
         """Take the next batch if it is ready, and let the thread go on."""
+        self._stage.advance()
+        return self._take_ready()
+
+    def _take_ready(self) -> LoadedBatch | None:
         with self._changed:
-            if not self._ready:
+            self._depth = self._stage.depth
+            self._changed.notify_all()
+            self._asked = not self._ready
+            if self._asked:
                 return None
             loaded = self._ready.popleft()
-            self._changed.notify_all()
+        self._stage.taken()
         if isinstance(loaded, _Failure):
             try:
                 raise loaded.error
             finally:
                 del loaded  # the traceback refers to this frame: no cycle
+        self._stage.take(loaded)
         return self._on_device(loaded)
 
     def cancel(self) -> None:
         """Forget all that was submitted and not taken, a batch in the making included."""
         with self._changed:
             self._forget()
+        self._stage.cancelled()
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End the thread, waiting for at most ``timeout_s``."""
@@ -226,20 +251,30 @@ class ThreadLoader(Loader):
             self._forget()
         if self._thread is not None:
             self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
+            if self._thread.is_alive():
+                return False
+        return self._stage.close(timeout_s)
 
     def _forget(self) -> None:
         self._generation += 1
         self._positions.clear()
+        for loaded in self._ready:
+            self._drop(loaded)
         self._ready.clear()
+        self._asked = False
         self._changed.notify_all()
+
+    def _drop(self, loaded: LoadedBatch | _Failure) -> None:
+        if isinstance(loaded, LoadedBatch):
+            self._stage.drop(loaded)
 
     def _run(self) -> None:
         while (generation := self._wait_for_work()) is not None:
             loaded: LoadedBatch | _Failure | None
             try:
                 loaded = self._load_next(generation)
+                if loaded is not None and generation == self._generation:
+                    self._stage.put(loaded)
             except BaseException as error:  # the worker raises it, whatever it is
                 loaded = _Failure(error)
             if loaded is None:
@@ -248,6 +283,8 @@ class ThreadLoader(Loader):
                 is_wanted = generation == self._generation
                 if is_wanted:
                     self._ready.append(loaded)
+                else:
+                    self._drop(loaded)
             del loaded  # or a batch would live on while the thread waits
             if is_wanted:
                 self._on_ready()
@@ -256,7 +293,8 @@ class ThreadLoader(Loader):
         """Wait until a batch can be loaded; its generation, or ``None`` once closed."""
         with self._changed:
             while not self._closed:
-                if len(self._ready) < self._depth and self._has_work():
+                # One that is asked for is loaded even where none may be ahead.
+                if len(self._ready) < max(self._depth, self._asked) and self._has_work():
                     return self._generation
                 self._changed.wait()
         return None

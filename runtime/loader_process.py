@@ -19,6 +19,7 @@ from coordinator.messages import EpochPlan
 from runtime.batches import Position, read_batch
 from runtime.data import DatasetAdapter, EpochIndex
 from runtime.loader import LoadedBatch, ThreadLoader
+from runtime.stage import Stage
 
 Request = tuple[int, int, npt.NDArray[np.int64]]
 """Epoch, batch position, samples: what a loader process is asked for."""
@@ -95,9 +96,17 @@ class ProcessLoader(ThreadLoader):
         on_ready: Callable[[], None],
         num_processes: int,
         depth: int = 1,
+        stage: Stage | None = None,
     ) -> None:
         super().__init__(
-            adapter, index, device=device, seed=seed, rank=rank, on_ready=on_ready, depth=depth
+            adapter,
+            index,
+            device=device,
+            seed=seed,
+            rank=rank,
+            on_ready=on_ready,
+            depth=depth,
+            stage=stage,
         )
         self._num_processes = num_processes
         self._dataloader: Any = None

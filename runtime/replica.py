@@ -87,11 +87,11 @@ class BuildOrder:
         with self._lock:
             yield self._template
 
-    def seeded(self, rank: int) -> Any:
-        """The process generator seeded for rank 0's model, restored after."""
+    def seeded(self, rank: int, device: torch.device) -> Any:
+        """The generators of CPU and device seeded for rank 0's model, restored after."""
         if rank != 0 or self._seed is None:
             return nullcontext()
-        return _seeded(self._seed)
+        return _seeded(self._seed, device)
 
     def publish(self, template: Template) -> None:
         """Rank 0 is built."""
@@ -113,13 +113,10 @@ class BuildOrder:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    before = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(seed)
         yield
-    finally:
-        torch.random.set_rng_state(before)
 
 
 def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
@@ -231,15 +228,17 @@ def build_replica(
     param_groups: ParamGroups | None = None,
     scheduler: SchedulerFactory | None = None,
     total_steps: int | None = None,
+    finish: Callable[[], None] = lambda: None,
 ) -> Replica:
     """Build a rank's replica in its turn, with rank 0's weights.
 
     Parameters are moved into flat tensors before the optimizer is built, so that its
-    state belongs to them.
+    state belongs to them. ``finish`` waits for the device: others copy rank 0's weights on
+    streams of their own, and rank 0 trains on as soon as they have told to be ready.
     """
     try:
         with order.turn(rank) as template:
-            with order.seeded(rank):
+            with order.seeded(rank, device):
                 model = build_model(model_factory, device)
             if template is not None:
                 adopt(model, template, rank)
@@ -247,6 +246,7 @@ def build_replica(
             state = FlatState(model)
             optimizer = build_optimizer(optim_factory, model, state.params.params, param_groups)
             schedule = Schedule(optimizer, scheduler, total_steps)
+            finish()
         if rank == 0:
             order.publish(Template.of(model))
     except BaseException:

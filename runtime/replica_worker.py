@@ -15,7 +15,7 @@ from runtime.answers import Answers
 from runtime.averaging import ReplicaAverager
 from runtime.collective import Collective
 from runtime.context import worker_context
-from runtime.device import DeviceContext
+from runtime.device import DeviceContext, StepMeter
 from runtime.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
 from runtime.finite import ReplicaJudge, StepJudge
 from runtime.flat import FlatState
@@ -76,8 +76,13 @@ class ReplicaWorker:
         self._peers = peers
         self._lockstep = collective is not None and config.policy is ApplyPolicy.SYNC
         self._protocol = WorkerProtocol(config.rank)
+        self._timer = device.new_timer()
         self._reporter = Reporter(
-            self._protocol, endpoints.outbox, self._context, config.report_interval_s
+            self._protocol,
+            endpoints.outbox,
+            self._context,
+            config.report_interval_s,
+            StepMeter(device.new_log(), self._timer),
         )
         self._batch_samples = 1
         self._key_generator(0)
@@ -95,6 +100,7 @@ class ReplicaWorker:
                 param_groups=f.param_groups,
                 scheduler=f.scheduler,
                 total_steps=c.total_steps,
+                finish=self._context.finish,
             )
         self.model = replica.model
         self.optimizer = replica.optimizer
@@ -106,11 +112,12 @@ class ReplicaWorker:
             else:
                 self.set_lr_scale(c.lr_scale)
         params = self._state.params
+        self._context.pin_accumulators(params.params)
         lockstep = collective if self._lockstep else None
         step_judge = self._step_judge()
         self._reducer = None
         if lockstep is not None:
-            self._reducer = GradientReducer(params, lockstep, step_judge)
+            self._reducer = GradientReducer(params, lockstep, step_judge, self._context.comm)
         self._stepper = Stepper(
             self.model,
             params,
@@ -120,6 +127,7 @@ class ReplicaWorker:
             max_grad_norm=c.max_grad_norm,
             reducer=self._reducer,
             judge=step_judge,
+            timer=self._timer,
         )
         self._judge = ReplicaJudge(
             c.on_non_finite,
@@ -131,14 +139,17 @@ class ReplicaWorker:
             averaged=c.world_size > 1 and not self._lockstep,
         )
         self._averager = ReplicaAverager(self._state, self._context, collective)
-        self._answers = Answers(
+        self._answers = self._make_answers()
+
+    def _make_answers(self) -> Answers:
+        return Answers(
             self,
             self.model,
             self._protocol,
             self._averager,
             self._judge,
             self._reporter,
-            f,
+            self._functions,
             self._context,
         )
 
@@ -201,6 +212,7 @@ class ReplicaWorker:
     def _copy_if_behind(self, donor: ReplicaWorker) -> None:
         if self._together.standing < donor._together.standing:
             self.copy_from(donor)
+            self._context.finish()  # the donor trains on as soon as this is told
             self._together.copy_from(donor._together)
 
     def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
@@ -299,7 +311,7 @@ class ReplicaWorker:
     def send_final_snapshot(self) -> None:
         """Send the last state, with the samples trained since the last round."""
         fault = self._judge.final_fault(self.current_epoch)
-        payload = self._averager.snapshot(reuse=True)
+        payload = self._averager.last_snapshot()
         together = self._together
         self._reporter.put(
             m.FinalSnapshot(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from typing import Any
 
 from coordinator import messages as m
-from runtime.device import DeviceContext, StepMeter, ValueLog
+from runtime.device import Arrival, DeviceContext, StepMeter, ValueLog
 from runtime.protocol import WorkerProtocol
 
 
@@ -18,6 +19,7 @@ class Reporter:
         outbox: The coordinator's inbox.
         clock: Tells the time.
         interval_s: A report is due at the latest after this long.
+        meter: Counts the batches; ``None``: a new one, which is told their time.
 
     Attributes:
         epoch: Epoch that the next batches belong to.
@@ -30,18 +32,48 @@ class Reporter:
         outbox: queue.SimpleQueue[Any],
         clock: DeviceContext,
         interval_s: float,
+        meter: StepMeter | None = None,
     ) -> None:
         self.epoch = 0
-        self.meter = StepMeter(ValueLog())
+        self.meter = meter or StepMeter(ValueLog())
         self._protocol = protocol
         self._outbox = outbox
         self._clock = clock
         self._interval_s = interval_s
         self._last = clock.now()
+        self._held: deque[tuple[Arrival | None, m.FromWorker]] = deque()
 
-    def put(self, message: m.FromWorker) -> None:
-        """Send a message."""
-        self._outbox.put(message)
+    def put(self, message: m.FromWorker, arrival: Arrival | None = None) -> None:
+        """Send a message, once the copies that it depends on have arrived.
+
+        Messages never overtake each other: the coordinator takes what was told before a
+        snapshot for what is in it.
+
+        Args:
+            message: What to send.
+            arrival: When it may be sent; ``None``: at once.
+        """
+        if arrival is None and not self._held:
+            self._outbox.put(message)
+        else:
+            self._held.append((arrival, message))
+            self.flush()
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Send what was held back and may be sent now.
+
+        Args:
+            wait: Block until everything may; the worker has nothing better to do.
+        """
+        while self._held:
+            arrival, message = self._held[0]
+            if arrival is not None:
+                if wait:
+                    arrival.wait()
+                elif not arrival.done:
+                    return
+            self._held.popleft()
+            self._outbox.put(message)
 
     def report_if_due(self) -> None:
         """Report if the protocol or the clock asks for it."""
@@ -61,13 +93,18 @@ class Reporter:
         self.put(self._report())
 
     def _report(self) -> m.BatchReport:
-        return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=self._take())
+        tally = self._take(wait=False)
+        return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=tally)
 
     def report_epoch(self, epoch: int) -> None:
-        """Tell that a plan is done, with what no report has told yet."""
-        self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, tally=self._take()))
+        """Tell that a plan is done, with what no report has told yet.
 
-    def _take(self) -> m.Tally:
+        Waits for the losses and times of its last steps: nothing may follow that tells them.
+        """
+        tally = self._take(wait=True)
+        self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, tally=tally))
+
+    def _take(self, *, wait: bool) -> m.Tally:
         self._last = self._clock.now()
         self._protocol.reported()
-        return self.meter.take()
+        return self.meter.take(wait=wait)

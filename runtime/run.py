@@ -7,8 +7,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,20 +26,19 @@ from runtime.assembly import coordinator_config, failed, user_functions, worker_
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
+from runtime.data_path import DataPath
 from runtime.device import IntraOpThreads, open_device
 from runtime.errors import CollectiveAborted, error_of
 from runtime.groups import Groups
 from runtime.handle import TrainerHandle
 from runtime.interrupts import INTERRUPTS
-from runtime.loader import InlineLoader, Loader, ThreadLoader
-from runtime.loader_process import ProcessLoader
 from runtime.peers import Peers
 from runtime.progress import MetricsThread
 from runtime.replica import BuildOrder
 from runtime.state import TrainedState, WorkerFailure, assemble
 from runtime.summary import device_summary
 from runtime.worker import GpuWorker
-from runtime.worker_types import WAKE, WorkerEndpoints
+from runtime.worker_types import WorkerEndpoints
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +92,8 @@ class Run:
         # Fails here, before any thread, for a device that cannot be trained on.
         self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
         self._adapter = adapter
-        self._index = EpochIndex(adapter.num_samples, self.batch_size, config.seed or 0)
+        index = EpochIndex(adapter.num_samples, self.batch_size, config.seed or 0)
+        self._data_path = DataPath(config, adapter, index, self._contexts)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._workers: list[GpuWorker | None] = [None] * len(names)
@@ -102,7 +101,6 @@ class Run:
         self._workers_started = threading.Event()
         self._peers = Peers(Groups(self._make_group))
         self._collectives: dict[int, Collective] = {}
-        self._loaders: dict[int, ProcessLoader] = {}
         self._order = BuildOrder(config.seed)
         self._agreement = StopAgreement()
         self._machine = Coordinator(
@@ -157,7 +155,7 @@ class Run:
         started = False
         INTERRUPTS.add(self)
         try:
-            self._start_loader_processes()
+            self._data_path.start(self._outboxes)
             if self._needs_collectives():
                 ranks = range(len(self.devices))
                 for rank in ranks:
@@ -186,22 +184,6 @@ class Run:
         kind = _KINDS[self.backend] if len(ranks) > 1 else "thread"
         devices = [self.devices[rank] for rank in ranks]
         return create_collectives(len(ranks), kind, devices, self.config.collective_timeout)
-
-    def _start_loader_processes(self) -> None:
-        if self.config.loader_workers == 0 or self._adapter.in_memory:
-            return  # a gather from memory is faster than any process
-        for rank, device in enumerate(self.devices):
-            loader = ProcessLoader(
-                self._adapter,
-                self._index,
-                device=device,
-                seed=self.config.seed or 0,
-                rank=rank,
-                on_ready=partial(self._outboxes[rank].put, WAKE),
-                num_processes=self.config.loader_workers,
-            )
-            self._loaders[rank] = loader
-            loader.start()
 
     def _start_workers(self) -> None:
         try:
@@ -238,6 +220,8 @@ class Run:
                 pass
             self._inbox.put(m.Exiting(rank=rank))
         except BaseException as error:
+            # Bound to the same name, which is deleted here: else its traceback holds itself.
+            error = self._data_path.explain(rank, error)
             self._inbox.put(failed(rank, worker, error))
             if self.config.on_worker_failure == "continue":
                 logger.warning("rank %d died; the others go on if they can", rank, exc_info=error)
@@ -261,34 +245,12 @@ class Run:
             ),
             user_functions(c),
             WorkerEndpoints(self._outboxes[rank], self._inbox),
-            make_loader=self._make_loader,
+            make_loader=self._data_path.make_loader,
             collective=self._collectives.get(rank),
             build_order=self._order,
             agreement=self._agreement,
             peers=self._peers if self._collectives else None,
             device=self._contexts[rank],
-        )
-
-    def _make_loader(self, worker: GpuWorker, wake: Callable[[], None]) -> Loader:
-        if worker.rank in self._loaders:
-            return self._loaders[worker.rank]
-        if self._adapter.in_memory:
-            return InlineLoader(
-                self._adapter,
-                self._index,
-                device=worker.device,
-                seed=self.config.seed or 0,
-                rank=worker.rank,
-                worker=worker,
-            )
-        return ThreadLoader(
-            self._adapter,
-            self._index,
-            device=worker.device,
-            seed=self.config.seed or 0,
-            rank=worker.rank,
-            worker=worker,
-            on_ready=wake,
         )
 
     # -- while it runs -----------------------------------------------------------
@@ -380,8 +342,7 @@ class Run:
         self._peers.groups.close()
         self._peers.replicas.clear()
         self._collectives = {}
-        for loader in self._loaders.values():
-            loader.close()
+        self._data_path.close()
         self._workers = []
         # The run itself lives until the collector of cycles comes; the state does not need it.
         self._machine.outcome.payload = None

@@ -8,7 +8,6 @@ say which parameters got a gradient, where this rank alone cannot know.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from runtime.collective import Collective
 from runtime.finite import StepJudge
 from runtime.flat import FlatParams
+from runtime.timing import HostTimer, StepTimer
 
 TrainFn = Callable[[nn.Module, Any], Tensor]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,11 +28,9 @@ class StepEnd(NamedTuple):
     """How a step ended.
 
     Attributes:
-        waited_s: Seconds spent in the reduction, waits for peers included.
         dropped: Whether it was dropped because of a value that is not finite.
     """
 
-    waited_s: float
     dropped: bool
 
 
@@ -47,14 +45,20 @@ class GradientReducer:
         params: The replica's parameters.
         collective: Where the ranks meet.
         judge: Judges what was reduced.
+        comm: The context for collectives, see :meth:`DeviceContext.comm`.
     """
 
     def __init__(
-        self, params: FlatParams, collective: Collective, judge: StepJudge | None = None
+        self,
+        params: FlatParams,
+        collective: Collective,
+        judge: StepJudge | None = None,
+        comm: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._params = params.params
         self.collective = collective
         self._judge = judge
+        self._comm = comm
         num = len(self._params)
         first, *rest = params.flats
         extra = num if judge is None else num + 1
@@ -84,10 +88,12 @@ class GradientReducer:
         elif num_samples > 0:
             for view, grad in zip(self._views, grads, strict=True):
                 view.zero_() if grad is None else view.copy_(grad)
-            self._flags.copy_(torch.tensor([g is not None for g in grads]))
+            told = torch.tensor([g is not None for g in grads])
+            self._flags.copy_(told, non_blocking=True)
         if self._judge is not None:
             self._judge.write_flag(self._loss_flag)
-        self.collective.weighted_mean_(self._flats, num_samples)
+        with self._comm():
+            self.collective.weighted_mean_(self._flats, num_samples)
         if self._judge is not None and not self._judge.accept_reduced(
             self._flats, self._loss_flag, grads, self.collective
         ):
@@ -109,6 +115,7 @@ class Stepper:
         max_grad_norm: Clip the gradients' norm to this, after the reduction.
         reducer: Averages gradients over the ranks; ``None``: each rank keeps its own.
         judge: Judges each step before it is made; ``None``: nothing is judged.
+        timer: Times the steps; what the reduction takes is left out.
     """
 
     def __init__(
@@ -122,6 +129,7 @@ class Stepper:
         max_grad_norm: float | None = None,
         reducer: GradientReducer | None = None,
         judge: StepJudge | None = None,
+        timer: StepTimer | None = None,
     ) -> None:
         self._model = model
         self._params = params.params
@@ -132,6 +140,7 @@ class Stepper:
         self._max_grad_norm = max_grad_norm
         self._reducer = reducer
         self._judge = judge
+        self._timer = timer or HostTimer()
         self._checked = False
         self._scaler: torch.amp.GradScaler | None = None
         if precision == "fp16":
@@ -219,16 +228,16 @@ class Stepper:
         Args:
             num_samples: Samples behind this rank's gradients; 0 only under lockstep.
         """
-        reduce_s, accepted = 0.0, True
+        accepted = True
         if self._reducer is not None:
-            start = time.perf_counter()
+            self._timer.pause()
             accepted = self._reducer.reduce(num_samples)
-            reduce_s = time.perf_counter() - start
+            self._timer.resume()
         elif self._judge is not None:
             accepted = self._judge.accept()
         if accepted:
             self._step()
-        return StepEnd(reduce_s, not accepted)
+        return StepEnd(not accepted)
 
     def _step(self) -> None:
         # A dropped step never comes here: the scaler neither unscales nor counts it.

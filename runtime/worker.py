@@ -101,14 +101,14 @@ class GpuWorker(ReplicaWorker):
         """
         samples = count_samples(batch)
         self._advance_schedule()
-        start = self._context.now()
+        self._timer.start()
         self._stepper.begin()
         with worker_context(self):
             loss = self._micro_step(train_fn or self._functions.train_fn, batch, samples, 1.0)
         end = self._stepper.finish(samples)
-        elapsed = self._context.now() - start - end.waited_s
-        self._count(1, samples, elapsed, dropped=end.dropped)
-        return StepResult(loss, elapsed)
+        time = self._timer.stop(1)
+        self._count(1, samples, dropped=end.dropped)
+        return StepResult(loss, time)
 
     def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
         self._batch_samples = samples
@@ -116,10 +116,10 @@ class GpuWorker(ReplicaWorker):
         self._reporter.meter.log.push_loss(loss, samples)
         return loss
 
-    def _count(self, batches: int, samples: int, elapsed: float, *, dropped: bool) -> None:
+    def _count(self, batches: int, samples: int, *, dropped: bool) -> None:
         self.local_step += batches
         weight = 0 if dropped else samples
-        self._reporter.meter.add(batches, samples, elapsed, num_skipped=samples - weight)
+        self._reporter.meter.add(batches, samples, num_skipped=samples - weight)
         if self._lockstep:
             self._protocol.lockstep(batches)
         else:
@@ -150,7 +150,7 @@ class GpuWorker(ReplicaWorker):
                 return plan
             if leaving:
                 return None
-            self._receive(self._inbox.get())
+            self._receive(self._next_message())
 
     def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFn | None = None) -> bool:
         """Train a plan to its end, answering messages between steps.
@@ -212,15 +212,15 @@ class GpuWorker(ReplicaWorker):
             batches.append(first)
         self._advance_schedule(windows.position(index) if self._lockstep else None)
         total = sum(sizes)
-        start, idle = self._context.now(), 0.0
+        self._timer.start()
         mark = self._reporter.meter.log.mark()
         kept = self._keep_buffers()
         self._stepper.begin()
         for i, size in enumerate(sizes):
             if i:
-                before = self._context.now()
+                self._timer.pause()
                 batches.append(self._await_batch(answer=False))
-                idle += self._context.now() - before
+                self._timer.resume()
             self._micro_step(train_fn, batches.popleft(), size, size / total)
         try:
             end = self._stepper.finish(total)
@@ -230,9 +230,9 @@ class GpuWorker(ReplicaWorker):
             if kept is not None:
                 self._state.buffers.write_from(*kept)
             raise
+        self._timer.stop(len(sizes))
         self._together.stepped(0 if end.dropped else total)
-        elapsed = self._context.now() - start - idle - end.waited_s
-        self._count(len(sizes), total, elapsed, dropped=end.dropped)
+        self._count(len(sizes), total, dropped=end.dropped)
         return True
 
     def _await_batch(self, *, answer: bool) -> Any:
@@ -243,7 +243,7 @@ class GpuWorker(ReplicaWorker):
         """
         assert self._loader is not None, "a worker without a loader has no plans"
         while (loaded := self._loader.try_next()) is None:
-            message = self._inbox.get()
+            message = self._next_message()
             if isinstance(message, Wake):
                 continue
             if not answer:
@@ -299,6 +299,7 @@ class GpuWorker(ReplicaWorker):
         Returns:
             Whether ``Shutdown`` came.
         """
+        self._reporter.flush()
         while True:
             while self._deferred:
                 self._receive(self._deferred.popleft())
@@ -312,7 +313,12 @@ class GpuWorker(ReplicaWorker):
                 return False
             if self._protocol.report_due:
                 self.report_timing()
-            self._receive(self._inbox.get())
+            self._receive(self._next_message())
+
+    def _next_message(self) -> Any:
+        """Block for a message; what still waits for copies is sent first."""
+        self._reporter.flush(wait=True)
+        return self._inbox.get()
 
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):
@@ -359,6 +365,7 @@ class GpuWorker(ReplicaWorker):
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
+        self._context.finish()  # a peer may copy from this replica as soon as it is told
         self._protocol.halt()
         self._reporter.put(
             m.Halted(
@@ -374,20 +381,18 @@ class GpuWorker(ReplicaWorker):
         """Tell the coordinator that nothing more will come."""
         self._protocol.gone()
         self._reporter.put(m.Exiting(rank=self.rank))
+        self._reporter.flush(wait=True)
 
     def drain_until_shutdown(self) -> None:
         """Take messages, joining no round and training nothing, until ``Shutdown`` (D2)."""
         self._protocol.leave()
         while self._protocol.shutdown is None:
-            message = self._deferred.popleft() if self._deferred else self._inbox.get()
+            message = self._deferred.popleft() if self._deferred else self._next_message()
             if not isinstance(message, Wake):
                 self._protocol.receive(message)
 
     def close(self) -> bool:
-        """End the loader; returns whether its thread has ended. Idempotent.
-
-        The worker cannot train any more. What is left is freed as soon as nobody holds it.
-        """
+        """End the loader and the worker; returns whether its thread has ended. Idempotent."""
         ended = True if self._loader is None else bool(self._loader.close())
         self._loader = None
         self._let_go()

@@ -14,6 +14,7 @@ from coordinator.policy import ApplyPolicy
 from runtime.replica import ModelFactory, OptimFactory, ParamGroups
 from runtime.schedule import SchedulerFactory
 from runtime.step import TrainFn
+from runtime.timing import StepTime
 
 if TYPE_CHECKING:
     from runtime.worker import GpuWorker
@@ -101,12 +102,17 @@ class WorkerChannels:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Handles of a step: reading ``loss`` waits for the device, so read it late.
+    """Handles of a step: reading them waits for the device, so read them late.
 
     Attributes:
         loss: Mean loss of the batch, detached, on the device.
-        compute_s: Seconds of the step, the wait for peers excluded.
+        time: The time of the step, the wait for peers excluded.
     """
 
     loss: Tensor
-    compute_s: float
+    time: StepTime
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step; waits for it. In the worker's thread alone."""
+        return self.time.seconds

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed
 
 from runtime.collective.barrier import AbortableBarrier
 from runtime.collective.base import Collective, Group, ReduceOp
+from runtime.collective.nccl import NcclCollective, create_nccl_groups
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
+from runtime.collective.staged import StagedThreadCollective
 from runtime.collective.thread import ThreadCollective
 
 __all__ = [
     "AbortableBarrier",
     "Collective",
+    "NcclCollective",
     "ProcessGroupCollective",
     "ReduceOp",
+    "StagedThreadCollective",
     "ThreadCollective",
     "create_collectives",
 ]
@@ -33,10 +38,11 @@ def create_collectives(
 
     Args:
         world_size: How many ranks, at least 1.
-        kind: ``"thread"`` or ``"gloo"``.
+        kind: ``"thread"``, which serves devices of any kind and number; ``"gloo"``, for
+            CPU devices; ``"nccl"``, for a distinct CUDA device for each rank.
         devices: Each rank's device; ``None``: all on the CPU.
         timeout_s: How long a collective may wait for a rank to arrive, in seconds; over
-            Gloo as long again for the exchange.
+            Gloo and NCCL as long again for the exchange.
 
     Returns:
         The end of each rank, in order of rank.
@@ -52,24 +58,37 @@ def create_collectives(
         raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
     if devices is not None and len(devices) != world_size:
         raise ValueError(f"{len(devices)} devices for {world_size} ranks; pass one for each rank")
-    placed = None if devices is None else [torch.device(device) for device in devices]
-    if kind == "nccl":
-        _refuse_nccl(placed)
-    if placed is not None and any(device.type != "cpu" for device in placed):
-        raise ValueError(f"{kind!r} collectives reduce CPU tensors; pass CPU devices")
+    placed = [_place(device) for device in devices or ["cpu"] * world_size]
     if kind == "thread":
         group = Group(world_size, timeout_s)
-        return [ThreadCollective(rank, world_size, group) for rank in range(world_size)]
+        return [_thread_end(rank, group, device) for rank, device in enumerate(placed)]
     if kind == "gloo":
-        return list(create_process_groups(kind, world_size, timeout_s))
-    raise ValueError(f"unknown kind {kind!r}; pass 'thread' or 'gloo'")
+        if any(device.type != "cpu" for device in placed):
+            raise ValueError("'gloo' collectives reduce CPU tensors; pass CPU devices")
+        return list(create_process_groups(world_size, timeout_s))
+    if kind == "nccl":
+        _check_nccl(placed)
+        return list(create_nccl_groups(placed, timeout_s))
+    raise ValueError(f"unknown kind {kind!r}; pass 'thread', 'gloo' or 'nccl'")
 
 
-def _refuse_nccl(devices: Sequence[torch.device] | None) -> None:
-    if (
-        devices is None
-        or any(device.type != "cuda" for device in devices)
-        or len(set(devices)) < len(devices)
-    ):
+def _place(device: torch.device | str) -> torch.device:
+    """The device with its number, as its tensors tell it."""
+    placed = torch.device(device)
+    if placed.type not in ("cpu", "cuda"):
+        raise ValueError(f"no collective serves {placed}; pass CPU or CUDA devices")
+    return placed if placed.type == "cpu" else torch.device("cuda", placed.index or 0)
+
+
+def _thread_end(rank: int, group: Group, device: torch.device) -> Collective:
+    world_size = group.barrier.parties
+    if device.type == "cpu":
+        return ThreadCollective(rank, world_size, group)
+    return StagedThreadCollective(rank, world_size, group, device)
+
+
+def _check_nccl(devices: Sequence[torch.device]) -> None:
+    if any(device.type != "cuda" for device in devices) or len(set(devices)) < len(devices):
         raise ValueError("'nccl' needs a distinct CUDA device for each rank; use 'thread'")
-    raise ValueError("'nccl' is not available in this version; use 'thread' on CPU devices")
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        raise ValueError("'nccl': this build of PyTorch has no NCCL; use 'thread'")

@@ -89,7 +89,7 @@ class Collective(ABC):
     Attributes:
         rank: This rank.
         world_size: How many ranks there are.
-        kind: ``"thread"`` or ``"gloo"``.
+        kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
     """
 
     kind: str

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Any: the type stubs leave out most of the names below.
 _c10d: Any = torch.distributed
 
+EndT = TypeVar("EndT", bound=Collective)
+
 
 class ProcessGroupCollective(Collective):
     """One rank of a process group whose ranks are threads of this process.
@@ -32,7 +34,6 @@ class ProcessGroupCollective(Collective):
     :func:`create_process_groups`.
 
     Args:
-        kind: ``"gloo"``.
         rank: This rank.
         world_size: How many ranks there are.
         store: Shared by the ranks; the connection is set up through it.
@@ -41,9 +42,10 @@ class ProcessGroupCollective(Collective):
         gate: Shared by the ranks.
     """
 
+    kind = "gloo"
+
     def __init__(
         self,
-        kind: str,
         rank: int,
         world_size: int,
         store: Store,
@@ -52,11 +54,20 @@ class ProcessGroupCollective(Collective):
         gate: Group,
     ) -> None:
         super().__init__(rank, world_size, gate)
-        self.kind = kind
         self._timeout_s = timeout_s
-        self._backend: Any = _connect_gloo(
-            rank, world_size, _c10d.PrefixStore(prefix, store), timeout_s
-        )
+        self._backend: Any = self._connect(_c10d.PrefixStore(prefix, store))
+
+    def _connect(self, store: Store) -> Any:
+        """The backend, connected to the other ranks'."""
+        return _connect_gloo(self.rank, self.world_size, store, self._timeout_s)
+
+    def _options(self, kind: Any) -> Any:
+        """Options of an operation of the backend."""
+        return kind()
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an operation of the backend, before the next is issued."""
+        work.wait()
 
     def _release(self) -> None:
         self._backend = None  # its destructor closes sockets and joins its threads
@@ -103,9 +114,9 @@ class ProcessGroupCollective(Collective):
                     self._all_gather(output.view(-1), input.view(-1))
             case "broadcast_":
                 assert isinstance(op, int)
-                options = _c10d.BroadcastOptions()
+                options = self._options(_c10d.BroadcastOptions)
                 options.rootRank = op
-                self._connected().broadcast([_as_bytes(request.tensors[0])], options).wait()
+                self._wait(self._connected().broadcast([_as_bytes(request.tensors[0])], options))
 
     def _connected(self) -> Any:
         if self._backend is None:
@@ -143,42 +154,59 @@ class ProcessGroupCollective(Collective):
             flat.copy_(wire)
 
     def _sum_(self, flat: Tensor) -> None:
-        options = _c10d.AllreduceOptions()
+        options = self._options(_c10d.AllreduceOptions)
         options.reduceOp = _c10d.ReduceOp.SUM
-        self._connected().allreduce([flat], options).wait()
+        self._wait(self._connected().allreduce([flat], options))
 
     def _all_gather(self, output: Tensor, input: Tensor) -> None:
-        self._connected()._allgather_base(_as_bytes(output), _as_bytes(input)).wait()
+        options = self._options(_c10d.distributed_c10d.AllgatherOptions)
+        backend = self._connected()
+        self._wait(backend._allgather_base(_as_bytes(output), _as_bytes(input), options))
 
 
-def create_process_groups(
-    kind: str, world_size: int, timeout_s: float
-) -> list[ProcessGroupCollective]:
+def create_process_groups(world_size: int, timeout_s: float) -> list[ProcessGroupCollective]:
+    """Connects the ranks of one group over Gloo; see :func:`connect_ranks`."""
+    gate = Group(world_size, timeout_s)
+    store = _c10d.HashStore()
+
+    def connect(rank: int) -> ProcessGroupCollective:
+        return ProcessGroupCollective(rank, world_size, store, "collective", timeout_s, gate)
+
+    return connect_ranks(connect, world_size, timeout_s)
+
+
+def connect_ranks(
+    connect: Callable[[int], EndT],
+    world_size: int,
+    timeout_s: float,
+    give_up: Callable[[], None] = lambda: None,
+) -> list[EndT]:
     """Connects the ranks of one group, each in a thread that ends with this call.
 
     Blocks until all have connected, or failed.
+
+    Args:
+        connect: Gives the connected end of a rank; called in that rank's thread.
+        world_size: How many ranks there are.
+        timeout_s: How long they may take, in seconds.
+        give_up: Called as soon as one of them fails, from any thread, and when time is up.
 
     Raises:
         CollectiveAborted: A rank could not connect; the cause is the original exception.
         CollectiveTimeout: A rank did not connect within ``timeout_s`` seconds.
     """
-    gate = Group(world_size, timeout_s)
-    store = _c10d.HashStore()
-    ends: list[ProcessGroupCollective | None] = [None] * world_size
+    ends: list[EndT | None] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
-    def connect(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
-            ends[rank] = ProcessGroupCollective(
-                kind, rank, world_size, store, "collective", timeout_s, gate
-            )
+            ends[rank] = connect(rank)
         except BaseException as error:
             errors.append((rank, error))
+            give_up()
 
     threads = [
-        threading.Thread(
-            target=connect, args=(rank,), name=f"collective-connect-{rank}", daemon=True
-        )
+        threading.Thread(target=run, args=(rank,), name=f"collective-connect-{rank}", daemon=True)
         for rank in range(world_size)
     ]
     for thread in threads:
@@ -190,16 +218,19 @@ def create_process_groups(
     connected = [end for end in ends if end is not None]
     if len(connected) == world_size:
         return connected
+    give_up()
     _close_all(connected)
     if not errors:
         missing = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         raise CollectiveTimeout(f"ranks {missing} did not connect within {timeout_s:g} s")
     # The first to fail; the others failed because it did not come.
     rank, error = errors[0]
+    if isinstance(error, CollectiveTimeout):
+        raise error
     raise CollectiveAborted(f"rank {rank} could not connect to its peers: {error}") from error
 
 
-def _close_all(ends: Sequence[ProcessGroupCollective]) -> None:
+def _close_all(ends: Sequence[Collective]) -> None:
     for end in ends:
         end.close()
 

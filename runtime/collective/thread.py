@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.collective.base import LOW_PRECISION, Collective, Plan, ReduceOp, Request
+from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
 
 # Elements. A block stays in cache while it is reduced and copied back; smaller ones cost
 # more in calls, each of which may have to wait for the interpreter, than they gain.
@@ -81,15 +81,39 @@ class ThreadCollective(Collective):
     def _carry_out(
         self, steps: Sequence[Step], op: ReduceOp | None, factors: Sequence[float] | None
     ) -> None:
-        # A rank that leaves by an abort waits for this lock, so that nobody writes to
-        # its tensors any more; whoever takes it later finds the group aborted.
-        with self._group.writing[self.rank], torch.no_grad():
-            for step in steps:
-                self._group.go_on()
-                result = _reduce(step, op, factors)
-                for target in step.targets:
-                    if target is not result:
-                        target.copy_(result)
+        carry_out(self._group, self.rank, steps, op, factors)
+
+
+def carry_out(
+    group: Group,
+    rank: int,
+    steps: Sequence[Step],
+    op: ReduceOp | None,
+    factors: Sequence[float] | None,
+) -> None:
+    """Does a share of the work in the thread of a rank."""
+    # A rank that leaves by an abort waits for this lock, so that nobody writes to
+    # its tensors any more; whoever takes it later finds the group aborted.
+    with group.writing[rank], torch.no_grad():
+        for step in steps:
+            group.go_on()
+            result = _reduce(step, op, factors)
+            for target in step.targets:
+                if target is not result:
+                    target.copy_(result)
+
+
+def reduce_at_once(group: Group, rank: int, requests: Sequence[Request], plan: Plan) -> Plan:
+    """Does all the work in the thread of one rank, while the others sleep.
+
+    Returns:
+        What is left to do: nothing.
+    """
+    detail = requests[0].detail
+    op = detail if isinstance(detail, ReduceOp) else None
+    for steps in _shares(requests, 1):
+        carry_out(group, rank, steps, op, plan.factors)
+    return Plan(total=plan.total)
 
 
 def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) -> Tensor:

@@ -21,8 +21,9 @@ from runtime.collective import AbortableBarrier, Collective, ReduceOp, create_co
 from runtime.collective import process_group as process_group_module
 from runtime.collective import thread as thread_module
 from runtime.errors import CollectiveAborted, CollectiveTimeout
+from tests.unit.posing import POSING, posing_group
 
-KINDS = ("thread", "gloo")
+KINDS = ("thread", "gloo", *POSING)
 WORLD_SIZES = (1, 2, 3, 4)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -40,6 +41,10 @@ each_size = pytest.mark.parametrize("size", [7, LARGE])
 def group_of(
     world_size: int, kind: str, timeout_s: float = TIMEOUT_S
 ) -> Iterator[list[Collective]]:
+    if kind in POSING:
+        with posing_group(world_size, kind, timeout_s) as posing:
+            yield posing
+        return
     ends = create_collectives(world_size, kind, timeout_s=timeout_s)
     try:
         yield ends
@@ -524,14 +529,14 @@ def test_wrong_arguments_raise_on_every_rank_and_leave_the_group_usable(kind, ca
     ("arguments", "message"),
     [
         ({"world_size": 0}, "at least 1"),
-        ({"world_size": 2, "kind": "carrier pigeon"}, "pass 'thread' or 'gloo'"),
+        ({"world_size": 2, "kind": "carrier pigeon"}, "pass 'thread', 'gloo' or 'nccl'"),
         ({"world_size": 2, "timeout_s": 0.0}, "positive"),
         ({"world_size": 2, "devices": ["cpu"]}, "1 devices for 2 ranks"),
         ({"world_size": 2, "kind": "gloo", "devices": ["cuda:0", "cuda:1"]}, "CPU devices"),
         ({"world_size": 2, "kind": "nccl"}, "distinct CUDA device"),
         ({"world_size": 2, "kind": "nccl", "devices": ["cuda:0", "cuda:0"]}, "distinct CUDA"),
         ({"world_size": 2, "kind": "nccl", "devices": ["cuda:0", "cpu"]}, "distinct CUDA"),
-        ({"world_size": 2, "kind": "nccl", "devices": ["cuda:0", "cuda:1"]}, "not available"),
+        ({"world_size": 2, "kind": "nccl", "devices": ["cuda:0", "cuda:1"]}, "no NCCL"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(arguments, message):
@@ -594,14 +599,14 @@ def test_a_rank_that_dies_at_its_work_takes_its_peers_out(kind, error, monkeypat
         raise error("planted")
 
     with group_of(2, kind, timeout_s=1.0) as ends:
-        target = "_carry_out" if kind == "thread" else "_exchange"
+        target = "_carry_out" if kind in ("thread", "staged") else "_exchange"
         monkeypatch.setattr(ends[1], target, die)
         begin = time.monotonic()
         errors = errors_of(ends, lambda end: end.all_reduce_(torch.ones(300)))
         assert time.monotonic() - begin < 1.0 + WAKE_S
         assert died
         assert isinstance(errors[0], CollectiveAborted)
-        if kind == "gloo" and error is RuntimeError:  # as the backend's own errors
+        if kind in ("gloo", "nccl") and error is RuntimeError:  # as the backend's own errors
             assert isinstance(errors[1], CollectiveAborted)
             assert isinstance(errors[1].__cause__, RuntimeError)
         else:

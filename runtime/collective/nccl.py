@@ -1,0 +1,229 @@
+"""Collectives over NCCL: one process group and one issuing thread for each GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from runtime import cuda_api
+from runtime.collective.base import Group, Plan, Request
+from runtime.collective.communicators import Communicators
+from runtime.collective.process_group import ProcessGroupCollective, connect_ranks
+from runtime.collective.thread import reduce_at_once
+from runtime.errors import CollectiveAborted, CollectiveTimeout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+# Any: the type stubs leave out most of the names below.
+_c10d: Any = torch.distributed
+
+ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+"""Keeps PyTorch's watchdog from ending the process; read when a group is made. What the user
+has set stands."""
+
+ABORT_GRACE_S = 5.0
+"""How long a kernel may take to end once its communicator was aborted."""
+_FIRST_NAP_S = 20e-6
+_LONGEST_NAP_S = 250e-6
+
+_incarnations = itertools.count()
+
+
+class NcclCollective(ProcessGroupCollective):
+    """One rank of a group over NCCL.
+
+    The ranks meet at ``gate`` first, as over Gloo; the exchange then runs on the stream that
+    is current in the calling thread, behind what was given to it. The rank looks at an event
+    behind the exchange until it is complete, and owns the time limit: whoever is late, all
+    communicators are aborted, and every rank raises. A result is only trusted if the group
+    was not aborted by then, for an aborted exchange ends without an error.
+
+    Tensors of the CPU, with which ranks take small decisions, are exchanged at the gate.
+
+    Args:
+        rank: This rank.
+        store: Shared by the ranks; the connection is set up through it.
+        prefix: Name of the group in the store; fresh for every group.
+        timeout_s: Limit of one exchange, and of the connection.
+        gate: Shared by the ranks.
+        devices: The GPU of each rank.
+        communicators: Shared by the ranks.
+    """
+
+    kind = "nccl"
+
+    def __init__(
+        self,
+        rank: int,
+        store: Store,
+        prefix: str,
+        timeout_s: float,
+        gate: Group,
+        devices: Sequence[torch.device],
+        communicators: Communicators,
+    ) -> None:
+        self._api = cuda_api.API
+        self._devices = devices
+        self._communicators = communicators
+        self._event: Any = None
+        super().__init__(rank, len(devices), store, prefix, timeout_s, gate)
+
+    def _connect(self, store: Store) -> Any:
+        device = self._devices[self.rank]
+        with self._api.on_device(device):
+            self._event = self._api.new_event()
+            backend = new_backend(store, self.rank, self.world_size, self._timeout_s)
+            self._communicators.add(self.rank, backend)
+            # Nobody connects before all can: a connection cannot be broken off (D29).
+            self._group.barrier.wait(self.rank, self._timeout_s)
+            backend.eager_connect_single_device(device)
+        return backend
+
+    def abort(self) -> None:
+        """As :meth:`Collective.abort`; the exchange in progress ends on every rank."""
+        super().abort()
+        self._communicators.abort()
+
+    def check(self) -> None:
+        """As :meth:`Collective.check`; sees the errors that the backend has noticed, too."""
+        super().check()
+        # Not every build of PyTorch tells it.
+        get_error = getattr(self._backend, "get_error", None)
+        error = getattr(get_error() if get_error else None, "name", "SUCCESS")
+        if error != "SUCCESS":
+            self.abort()
+            raise CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}")
+
+    def _release(self) -> None:
+        super()._release()
+        if self._group.barrier.aborted:
+            self._communicators.abort()
+        self._communicators.leave(self.rank)
+
+    def _placement_fault(self, tensor: Tensor) -> str | None:
+        device = self._api.device_of(tensor)
+        return None if device.type in ("cpu", "cuda") else f"passed a tensor on {device}"
+
+    def _plan(self, requests: Sequence[Request]) -> Plan:
+        plan = super()._plan(requests)
+        if plan.fault is not None:
+            return plan
+        fault, on_cpu = self._look_where(requests)
+        if fault is not None:
+            return Plan(fault=f"{requests[0].name}: {fault}")
+        if on_cpu and not plan.done:
+            return reduce_at_once(self._group, self.rank, requests, plan)
+        return plan
+
+    def _look_where(self, requests: Sequence[Request]) -> tuple[str | None, bool]:
+        """What is wrong with where the tensors lie, and whether they lie on the CPU."""
+        kinds = set()
+        for rank, request in enumerate(requests):
+            for tensor in request.tensors:
+                device = self._api.device_of(tensor)
+                kinds.add(device.type)
+                if device.type == "cuda" and device != self._devices[rank]:
+                    return f"rank {rank} passed a tensor on {device}, not its own device", False
+        if len(kinds) > 1:
+            return "some tensors are on the CPU, others on a GPU; pass all on one side", False
+        return None, kinds == {"cpu"}
+
+    def _take_part(self, request: Request, plan: Plan) -> None:
+        start = time.monotonic()
+        try:
+            with self._api.on_device(self._devices[self.rank]), torch.no_grad():
+                self._exchange(request, plan)
+                self._api.record(self._event)
+            self._await_end(request.name, start + self._timeout_s)
+        except (CollectiveAborted, CollectiveTimeout):
+            raise
+        except RuntimeError as error:
+            self.abort()
+            raise CollectiveAborted(f"rank {self.rank}: {request.name} failed") from error
+        self.check()  # an aborted exchange completes, with garbage
+
+    def _await_end(self, name: str, deadline: float) -> None:
+        """Wait until the device is through; past the deadline abort, and let it come to an end.
+
+        Raises:
+            CollectiveTimeout: The deadline was this rank's to notice.
+        """
+        barrier, nap_s, late = self._group.barrier, _FIRST_NAP_S, False
+        grace_end: float | None = None
+        while not self._api.is_complete(self._event):
+            now = time.monotonic()
+            if grace_end is None and (barrier.aborted or now >= deadline):
+                late = not barrier.aborted
+                barrier.abort(f"{name} did not end within {self._timeout_s:g} s")
+                self._communicators.abort()
+                grace_end = now + ABORT_GRACE_S
+            elif grace_end is not None and now >= grace_end:
+                break  # what it writes to is lost with the device
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 1.5, _LONGEST_NAP_S)
+        if late:
+            raise CollectiveTimeout(
+                f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group is "
+                "aborted"
+            )
+
+    def _options(self, kind: Any) -> Any:
+        options = kind()
+        options.asyncOp = False  # on the current stream, which keeps its order
+        return options
+
+    def _wait(self, work: Any) -> None:
+        """Nothing: the next operation is behind this one on the stream."""
+
+
+def new_backend(store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
+    """One rank's process group, not connected yet."""
+    backend = _c10d.ProcessGroupNCCL
+    options = backend.Options()
+    # The watchdog's own limit, never the first to be reached.
+    options._timeout = timedelta(seconds=2 * timeout_s + 60.0)
+    return backend(store, rank, world_size, options)
+
+
+def create_nccl_groups(devices: Sequence[torch.device], timeout_s: float) -> list[NcclCollective]:
+    """Connects the ranks of one group over NCCL; see :func:`connect_ranks`.
+
+    A rank that does not come back from NCCL's own connection cannot be called back: its
+    thread stays, a daemon.
+
+    Args:
+        devices: The GPU of each rank, all distinct.
+        timeout_s: How long the connection, a meeting or an exchange may take, in seconds.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    world_size = len(devices)
+    gate = Group(world_size, timeout_s)
+    store = _c10d.HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    prefix = f"nccl-{next(_incarnations)}"
+    communicators = Communicators(world_size)
+
+    def connect(rank: int) -> NcclCollective:
+        return NcclCollective(rank, store, prefix, timeout_s, gate, devices, communicators)
+
+    def give_up() -> None:
+        gate.barrier.abort("a rank could not connect to its peers")
+        communicators.abort()
+
+    return connect_ranks(connect, world_size, timeout_s, give_up)

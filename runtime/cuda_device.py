@@ -1,0 +1,189 @@
+"""A worker's CUDA device: its streams, what orders them, and the copies to and from the CPU.
+
+Training runs on the compute stream, everything that moves state on the comm stream, batches
+on the copy stream. Nothing runs on the default stream, and nothing waits for the whole
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from coordinator.messages import Payload
+from runtime import cuda_api
+from runtime.cuda_api import CudaApi, Event, Stream
+from runtime.cuda_log import CudaLog
+from runtime.cuda_timing import CudaTimer, EventPool
+from runtime.device import Arrival, DeviceContext, ValueLog
+from runtime.timing import StepTimer
+
+MAX_RUN_AHEAD = 3
+
+
+class CudaArrival(Arrival):
+    """Copies in front of an event. For the thread that started them."""
+
+    def __init__(self, events: EventPool, event: Event) -> None:
+        self._events = events
+        self._event: Event | None = event
+
+    @property
+    def done(self) -> bool:
+        """Whether the event is complete; it then serves again elsewhere."""
+        if self._event is not None and self._events.api.is_complete(self._event):
+            self._release()
+        return self._event is None
+
+    def wait(self) -> None:
+        """Block until the event is complete."""
+        if self._event is not None:
+            self._events.api.wait_host(self._event)
+            self._release()
+
+    def _release(self) -> None:
+        self._events.give_back(self._event)
+        self._event = None
+
+
+class CudaDevice(DeviceContext):
+    """One worker's part of a GPU. Made anywhere, used in one thread, inside :meth:`activate`.
+
+    Args:
+        device: The GPU; several workers may share it.
+        max_run_ahead: Steps that may be outstanding on it.
+        api: The way to CUDA; ``None``: the real one.
+
+    Attributes:
+        compute: Stream of forward, backward and optimizer.
+        comm_stream: Stream of collectives, snapshots and updates.
+        copy: Stream of batches on their way to the device; ordered by whoever uses it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_run_ahead: int = MAX_RUN_AHEAD,
+        api: CudaApi | None = None,
+    ) -> None:
+        self.device = device
+        self.api = cuda_api.API if api is None else api
+        self._max_run_ahead = max_run_ahead
+        self._streams: tuple[Stream, Stream, Stream] | None = None
+        self._events = EventPool(self.api)
+        self._accumulators: list[Any] = []
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Make the device and a compute stream of its own current; run backward here.
+
+        On leaving, waits for all that the worker gave the device, so that other threads may
+        use its tensors; not if it leaves by an exception.
+        """
+        with self.api.on_device(self.device):
+            compute, comm, copy = (self.api.new_stream(self.device) for _ in range(3))
+            self._streams = compute, comm, copy
+            try:
+                # Thread-local: backward of this thread's graphs stays on this thread.
+                with self.api.stream(compute), torch.autograd.set_multithreading_enabled(False):
+                    yield
+                self.finish()
+            finally:
+                self._accumulators = []
+
+    @property
+    def compute(self) -> Stream:
+        """The compute stream."""
+        return self._stream(0)
+
+    @property
+    def comm_stream(self) -> Stream:
+        """The comm stream."""
+        return self._stream(1)
+
+    @property
+    def copy(self) -> Stream:
+        """The copy stream."""
+        return self._stream(2)
+
+    def _stream(self, index: int) -> Stream:
+        if self._streams is None:
+            raise RuntimeError(
+                f"the streams of {self.device} exist only inside its activate(): build and use "
+                "the worker in 'with device.activate():'"
+            )
+        return self._streams[index]
+
+    @contextmanager
+    def comm(self) -> Iterator[None]:
+        """The comm stream, behind all compute before it and in front of all that follows."""
+        self._order(self.comm_stream, behind=self.compute)
+        try:
+            with self.api.stream(self.comm_stream):
+                yield
+        finally:
+            self._order(self.compute, behind=self.comm_stream)
+
+    def _order(self, stream: Stream, *, behind: Stream) -> None:
+        event = self._events.record(behind)
+        self.api.wait_event(event, stream)
+        # A wait is for the recording of before, so the event may be recorded again at once.
+        self._events.give_back(event)
+
+    def new_log(self) -> ValueLog:
+        """A log that reads late."""
+        return CudaLog(self._events)
+
+    def new_timer(self) -> StepTimer:
+        """A timer that bounds the run-ahead."""
+        return CudaTimer(self.api, self.compute, self._max_run_ahead)
+
+    def pin_accumulators(self, params: Sequence[nn.Parameter]) -> None:
+        """Create the nodes that accumulate gradients, and keep them while active.
+
+        A node belongs to the stream under which it was created. One that lived only as long
+        as a graph could come from an evaluation under another stream.
+        """
+        edges = [torch.autograd.graph.get_gradient_edge(p) for p in params]
+        self._accumulators = [edge.node for edge in edges]
+
+    def finish(self) -> None:
+        """Block until the compute and the comm stream have done what they got so far."""
+        for stream in (self.compute, self.comm_stream):
+            CudaArrival(self._events, self._events.record(stream)).wait()
+
+    # -- state on its way to the coordinator and back ------------------------------
+
+    def host_twin(self, payload: Payload) -> Payload:
+        """Pinned memory of the same shapes and dtypes."""
+        return Payload(
+            params=tuple(self.api.empty_pinned(t.shape, t.dtype) for t in payload.params),
+            buffers=tuple(self.api.empty_pinned(t.shape, t.dtype) for t in payload.buffers),
+            taken=tuple(self.api.empty_pinned(t.shape, t.dtype) for t in payload.taken),
+        )
+
+    def fetch(self, source: Payload, target: Payload) -> Arrival:
+        """Copy to pinned memory on the comm stream."""
+        with self.api.stream(self.comm_stream):
+            for pinned, tensor in zip(_tensors(target), _tensors(source), strict=True):
+                self.api.copy(pinned, tensor)
+        return self.arrival()
+
+    def stage(self, average: Payload, twin: Payload) -> Payload:
+        """Copy to pinned memory, on the CPU and at once."""
+        for pinned, tensor in zip(_tensors(twin), _tensors(average), strict=True):
+            pinned.copy_(tensor)
+        return twin
+
+    def arrival(self) -> Arrival:
+        """When the comm stream has done what it got so far."""
+        return CudaArrival(self._events, self._events.record(self.comm_stream))
+
+
+def _tensors(payload: Payload) -> tuple[torch.Tensor, ...]:
+    return (*payload.params, *payload.buffers, *payload.taken)

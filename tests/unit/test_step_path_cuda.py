@@ -1,0 +1,118 @@
+"""The step holds no device up: what the sources may not call, and the one way to CUDA."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative, sources
+
+ENTRIES = ("worker.py", "cuda_device.py", "collective/__init__.py")
+
+BOUNDARY = ("runtime/cuda_api.py", "runtime/cuda_memory.py")
+"""What speaks to CUDA, and has stand-ins in tests."""
+
+HARMLESS = {"is_available", "device_count", "get_device_properties"}
+"""Asked before a run, of no stream."""
+
+FORBIDDEN = {
+    "synchronize": "waits for the whole device",
+    "current_stream": "may be the default stream: take the worker's own",
+    "default_stream": "is ordered with nothing",
+    "record_stream": "lets memory grow: order streams by events",
+    "wait_stream": "makes an event each time: record one of a pool",
+    "empty_cache": "frees memory while a collective may be in flight",
+    "ipc_collect": "frees memory while a collective may be in flight",
+    "item": "waits for the device",
+    "tolist": "waits for the device",
+    "cpu": "waits for the device",
+    "numpy": "waits for the device",
+    "nonzero": "waits for the device",
+    "masked_select": "waits for the device",
+}
+
+ALLOWED = {
+    ("runtime/step.py", "reduce", "tolist"): "flags of parameters that this rank has not used",
+    ("runtime/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
+    ("runtime/device.py", "_read", "tolist"): "the log of a CPU",
+    ("runtime/columns.py", "index_select", "numpy"): "indices, of the CPU",
+    ("runtime/data.py", "load", "tolist"): "indices, of the CPU",
+    ("runtime/cuda_log.py", "_land", "tolist"): "pinned memory, behind its event",
+}
+"""Reads that are none of a device, or documented."""
+
+
+def step_path():
+    """What runs in a step: the entries and whatever of the runtime they import."""
+    found, todo = set(), [ROOT / "runtime" / name for name in ENTRIES]
+    while todo:
+        path = todo.pop()
+        if path not in found and path.exists():
+            found.add(path)
+            names = (name for name in imported_modules(path) if name.startswith("runtime."))
+            todo += [ROOT / f"{name.replace('.', '/')}.py" for name in names]
+    return sorted(path for path in found if relative(path) not in BOUNDARY)
+
+
+def forbidden_calls(path):
+    """``(path, function, name)`` of every forbidden call, with its line."""
+    for function in ast.walk(parse(path)):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                name = called(node).split(".")[-1] if isinstance(node, ast.Call) else None
+                if name in FORBIDDEN:
+                    yield (relative(path), function.name, name), node.lineno
+
+
+@pytest.mark.parametrize("path", step_path(), ids=relative)
+def test_the_step_path_neither_syncs_a_device_nor_frees_its_memory(path):
+    """D9: such a call stalls the step, or deadlocks with a peer's collective."""
+    found = [
+        f"{name} in line {line} of {function}() {FORBIDDEN[name]}"
+        for (where, function, name), line in forbidden_calls(path)
+        if (where, function, name) not in ALLOWED
+    ]
+    assert found == []
+
+
+def test_every_exception_is_needed():
+    found = {call for path in step_path() for call, _ in forbidden_calls(path)}
+    assert set(ALLOWED) <= found
+
+
+def test_the_step_path_holds_what_a_step_runs():
+    found = {path.name for path in step_path()}
+    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "answers.py"}
+    assert found >= {"cuda_device.py", "cuda_log.py", "cuda_timing.py", "staged.py", "nccl.py"}
+
+
+def cuda_names(path):
+    """``name`` of every ``torch.cuda.name`` in a file, with its line."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            inner = node.value
+            if isinstance(inner.value, ast.Name) and (inner.value.id, inner.attr) == (
+                "torch",
+                "cuda",
+            ):
+                yield node.attr, node.lineno
+
+
+@pytest.mark.parametrize("path", sources("runtime", "coordinator"), ids=relative)
+def test_cuda_is_reached_through_one_place(path):
+    """A stand-in in its place then sees everything."""
+    if relative(path) in BOUNDARY:
+        assert list(cuda_names(path))
+        return
+    found = [f"torch.cuda.{n} in line {line}" for n, line in cuda_names(path) if n not in HARMLESS]
+    found += [name for name in imported_modules(path) if name.startswith("torch.cuda")]
+    assert found == []
+
+
+def test_a_planted_call_is_found(tmp_path):
+    source = tmp_path / "planted.py"
+    source.write_text("def step(loss):\n    import torch\n    torch.cuda.synchronize()\n", "utf-8")
+    node = next(n for n in ast.walk(parse(source)) if isinstance(n, ast.Call))
+    assert called(node).split(".")[-1] in FORBIDDEN
+    assert list(cuda_names(source)) == [("synchronize", 3)]
