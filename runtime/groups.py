@@ -28,6 +28,7 @@ class Groups:
         self._lock = threading.Lock()
         self._ends: dict[int, dict[int, Collective]] = {}
         self._broken: set[int] = set()
+        self._all_broken = False
         self._closed = False
 
     def end(self, generation: int, ranks: Sequence[int], rank: int) -> Collective:
@@ -49,7 +50,8 @@ class Groups:
 
     def _keep(self, generation: int, ends: dict[int, Collective]) -> None:
         with self._lock:
-            closed, broken = self._closed, generation in self._broken
+            closed = self._closed
+            broken = self._all_broken or generation in self._broken
             if not closed:
                 self._ends[generation] = ends
         for end in ends.values():
@@ -59,9 +61,10 @@ class Groups:
                 end.abort()
 
     def abort(self, generation: int | None = None) -> None:
-        """Break a group, made or to be made; ``None``: all of them. Never waits for one."""
+        """Break a group, made or to be made; ``None``: all of them, for good. Never waits."""
         with self._lock:
             if generation is None:
+                self._all_broken = True
                 chosen = list(self._ends.values())
             else:
                 self._broken.add(generation)

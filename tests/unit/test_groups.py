@@ -116,3 +116,24 @@ def test_a_run_that_ends_while_a_group_is_made_closes_it():
     thread.join(WAIT_S)
     with pytest.raises(CollectiveAborted):
         found[0].barrier()
+
+
+@pytest.mark.parametrize("made_first", [True, False])
+def test_a_run_that_fails_while_a_group_is_made_breaks_that_group_too(made_first):
+    """Its ranks would meet nobody, and wait for them until their timeout."""
+    hold = threading.Event()
+    make = Maker(hold)
+    groups = Groups(make)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(groups.end(1, (0,), 0)))
+    if not made_first:
+        groups.abort()
+    thread.start()
+    assert make.entered.wait(WAIT_S)
+    if made_first:
+        groups.abort()
+    hold.set()
+    thread.join(WAIT_S)
+    with pytest.raises(CollectiveAborted):
+        found[0].barrier()
+    groups.close()
