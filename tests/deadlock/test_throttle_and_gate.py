@@ -161,8 +161,10 @@ def test_a_lead_below_the_anchor_and_a_lead_of_0_do_not_hang(
     with within(8):
         state = b.max_batch_diff(max_batch_diff).run().join(BOUND_S)
     assert [e.num_samples for e in state.metrics] == [120, 120]
-    if max_batch_diff == 0:  # each rank waits for the others after every batch
-        assert all(r.num_throttles > 10 for r in tap.machine.statistics().ranks)
+    if (anchor, max_batch_diff) == (10, 0):
+        # Whoever is first waits for the last after each of the 10 batches between two
+        # rounds. Which rank that is, the operating system decides.
+        assert sum(r.num_throttles for r in tap.machine.statistics().ranks) > 10
 
 
 class _Parked(Hooks):
