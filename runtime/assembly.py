@@ -89,6 +89,7 @@ def worker_config(
         total_steps=c.num_epochs * per_epoch,
         num_cpu_workers=sum(d.type == "cpu" for d in devices),
         survives=c.on_worker_failure == "continue",
+        cuda_graphs=c.cuda_graphs,
     )
 
 

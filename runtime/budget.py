@@ -98,12 +98,22 @@ class DeviceBudget:
         fraction: Of the total memory; see ``vram_fraction``.
         num_workers: Workers on the device.
         margin: Bytes kept free; ``None``: :func:`margin_bytes`.
+        graphs: Whether steps are captured: a graph keeps the memory of a step for itself,
+            beside what the steps take that are made eagerly.
     """
 
-    def __init__(self, fraction: float, num_workers: int = 1, margin: int | None = None) -> None:
+    def __init__(
+        self,
+        fraction: float,
+        num_workers: int = 1,
+        margin: int | None = None,
+        *,
+        graphs: bool = False,
+    ) -> None:
         self.fraction = fraction
         self.num_workers = num_workers
         self._margin = margin
+        self._num_graphs = num_workers if graphs else 0
         self._lock = threading.Lock()
         self._held: dict[Hashable, int] = {}
         self._extra_bytes = 0
@@ -183,4 +193,5 @@ class DeviceBudget:
         margin = margin_bytes(capacity) if self._margin is None else self._margin
         # Those that have not shown what a step takes will take as much as the others.
         coming = max(0, self.num_workers - len(self._seen)) * self._step_bytes
+        coming += self._num_graphs * self._step_bytes
         return max(0, capacity - self._reserve_bytes - self._extra_bytes - coming - margin)

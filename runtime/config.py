@@ -141,6 +141,7 @@ class TrainConfig:
     vram_fraction: float = 0.90
     prefetch: int | None = None
     resident: bool | None = None
+    cuda_graphs: bool = False
     tune_allocator: bool = True
     progress: bool | None = None
 

@@ -6,8 +6,8 @@ recording stand-in can take this object's place. Importing the module touches no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ Stream = Any
 Event = Any
 """A mark in a stream, made by :meth:`CudaApi.new_event`. One that was never recorded is
 complete; recording it again moves it."""
+Graph = Any
+"""Work that was recorded once and can be given to a stream again and again."""
 
 
 class CudaApi:
@@ -80,9 +82,69 @@ class CudaApi:
         """
         target.copy_(source, non_blocking=True)
 
+    def new_pool(self) -> Any:
+        """Memory that the graphs of one stream may share."""
+        return torch.cuda.graph_pool_handle()
+
+    def free_cache(self) -> None:
+        """Give back what the allocator keeps and nobody uses, on all devices.
+
+        Waits for a device whose memory is freed, so no collective may be in flight.
+        """
+        torch.cuda.empty_cache()
+
+    def capture(
+        self, work: Callable[[], None], *, pool: Any, generators: Sequence[torch.Generator] = ()
+    ) -> Graph:
+        """Record what ``work`` gives to the current stream, without running it.
+
+        If ``work`` raises, or does what cannot be captured, the device's generators are put
+        back into use and the first error comes out. One capture at a time in the process.
+
+        Args:
+            work: Called once, in this thread.
+            pool: From :meth:`new_pool`.
+            generators: Of the current device, which ``work`` may draw from; its default one
+                need not be named.
+        """
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        spare = [(g, g.clone_state()) for g in (default, *generators)]
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            try:
+                work()
+            except BaseException:
+                # It would only tell that the capture is broken.
+                with suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
+            with suppress(Exception):
+                graph.reset()
+            for generator, state in spare:
+                _mend(generator, state)
+            raise
+        return graph
+
+    def replay(self, graph: Graph) -> None:
+        """Give the work of a graph to the current stream; generators move on."""
+        graph.replay()
+
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where a tensor lies."""
         return tensor.device
+
+
+def _mend(generator: torch.Generator, state: torch.Generator) -> None:
+    """Let a generator draw again that a broken capture may have left waiting for its end."""
+    try:
+        torch.empty(1, device=generator.device).uniform_(generator=generator)
+    except RuntimeError:
+        generator.graphsafe_set_state(state)
 
 
 API = CudaApi()

@@ -7,8 +7,9 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from coordinator.messages import Payload
 from runtime import cuda_api
+from runtime.capture_gate import GATE, CaptureGate, GateMember
 from runtime.cuda_api import CudaApi, Event, Stream
 from runtime.cuda_log import CudaLog
 from runtime.cuda_timing import CudaTimer, EventPool
@@ -23,6 +25,10 @@ from runtime.device import Arrival, DeviceContext, ValueLog
 from runtime.timing import StepTimer
 
 MAX_RUN_AHEAD = 3
+_OUTSIDE = (
+    "the streams of {} exist only inside its activate(): build and use the worker in "
+    "'with device.activate():'"
+)
 
 
 class CudaArrival(Arrival):
@@ -57,6 +63,7 @@ class CudaDevice(DeviceContext):
         device: The GPU; several workers may share it.
         max_run_ahead: Steps that may be outstanding on it.
         api: The way to CUDA; ``None``: the real one.
+        gate: Keeps others still while this one captures; ``None``: that of the process.
 
     Attributes:
         compute: Stream of forward, backward and optimizer.
@@ -64,12 +71,15 @@ class CudaDevice(DeviceContext):
         copy: Stream of batches on their way to the device; ordered by whoever uses it.
     """
 
+    has_graphs = True
+
     def __init__(
         self,
         device: torch.device,
         *,
         max_run_ahead: int = MAX_RUN_AHEAD,
         api: CudaApi | None = None,
+        gate: CaptureGate | None = None,
     ) -> None:
         self.device = device
         self.api = cuda_api.API if api is None else api
@@ -77,6 +87,9 @@ class CudaDevice(DeviceContext):
         self._streams: tuple[Stream, Stream, Stream] | None = None
         self._events = EventPool(self.api)
         self._accumulators: list[Any] = []
+        self._gate = GATE if gate is None else gate
+        self._member: GateMember | None = None
+        self._pool: Any = None
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -88,12 +101,14 @@ class CudaDevice(DeviceContext):
         with self.api.on_device(self.device):
             compute, comm, copy = (self.api.new_stream(self.device) for _ in range(3))
             self._streams = compute, comm, copy
+            member = self._member = self._gate.join()
             try:
                 # Thread-local: backward of this thread's graphs stays on this thread.
                 with self.api.stream(compute), torch.autograd.set_multithreading_enabled(False):
                     yield
                 self.finish()
             finally:
+                member.leave()
                 self._accumulators = []
 
     @property
@@ -113,21 +128,19 @@ class CudaDevice(DeviceContext):
 
     def _stream(self, index: int) -> Stream:
         if self._streams is None:
-            raise RuntimeError(
-                f"the streams of {self.device} exist only inside its activate(): build and use "
-                "the worker in 'with device.activate():'"
-            )
+            raise RuntimeError(_OUTSIDE.format(self.device))
         return self._streams[index]
 
     @contextmanager
     def comm(self) -> Iterator[None]:
         """The comm stream, behind all compute before it and in front of all that follows."""
-        self._order(self.comm_stream, behind=self.compute)
-        try:
-            with self.api.stream(self.comm_stream):
-                yield
-        finally:
-            self._order(self.compute, behind=self.comm_stream)
+        with self._entered().collective():
+            self._order(self.comm_stream, behind=self.compute)
+            try:
+                with self.api.stream(self.comm_stream):
+                    yield
+            finally:
+                self._order(self.compute, behind=self.comm_stream)
 
     def _order(self, stream: Stream, *, behind: Stream) -> None:
         event = self._events.record(behind)
@@ -156,6 +169,34 @@ class CudaDevice(DeviceContext):
         """Block until the compute and the comm stream have done what they got so far."""
         for stream in (self.compute, self.comm_stream):
             CudaArrival(self._events, self._events.record(stream)).wait()
+
+    # -- graphs -----------------------------------------------------------------------
+
+    def pause_point(self) -> None:
+        """Wait while another CUDA worker of the process captures."""
+        self._entered().pause_point()
+
+    def idle(self) -> AbstractContextManager[None]:
+        """See :meth:`GateMember.idle`."""
+        return self._entered().idle()
+
+    def alone(self) -> AbstractContextManager[bool]:
+        """See :meth:`GateMember.alone`."""
+        return self._entered().alone()
+
+    def capture(self, work: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+        """Capture on the compute stream; all graphs of this worker share one pool of memory."""
+        if self._pool is None:
+            self._pool = self.api.new_pool()
+        self.finish()
+        self.api.free_cache()  # the graph's memory is its own: it cannot use what is kept
+        graph = self.api.capture(work, pool=self._pool, generators=[generator])
+        return partial(self.api.replay, graph)
+
+    def _entered(self) -> GateMember:
+        if self._member is None:
+            raise RuntimeError(_OUTSIDE.format(self.device))
+        return self._member
 
     # -- state on its way to the coordinator and back ------------------------------
 

@@ -17,6 +17,7 @@ from runtime.cuda_device import CudaDevice
 from runtime.cuda_memory import CAPS, MEMORY, explain_out_of_memory
 from runtime.data import DatasetAdapter, EpochIndex
 from runtime.device import DeviceContext
+from runtime.graphs import WARM_UP_STEPS
 from runtime.loader import InlineLoader, Loader, ThreadLoader
 from runtime.loader_process import ProcessLoader
 from runtime.prefetch import PrefetchLoader, SlotStage
@@ -53,7 +54,9 @@ class DataPath:
         devices = [context.device for context in contexts]
         self._cuda = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._budgets = {
-            device: DeviceBudget(config.vram_fraction, devices.count(device))
+            device: DeviceBudget(
+                config.vram_fraction, devices.count(device), graphs=config.cuda_graphs
+            )
             for device in self._cuda
         }
         self._data: dict[torch.device, ResidentData] = {}
@@ -193,7 +196,9 @@ class DataPath:
         return HostStage(len(self._contexts), self._pace())
 
     def _pace(self) -> Pace:
-        return Pace(CALIBRATION_STEPS * self._config.accumulate, SIZING_BATCHES)
+        # With the step that is captured, whose memory is its own.
+        steps = max(CALIBRATION_STEPS, WARM_UP_STEPS + 1 if self._config.cuda_graphs else 0)
+        return Pace(steps * self._config.accumulate, SIZING_BATCHES)
 
     def _slots(self, rank: int) -> SlotStage:
         c, device = self._config, self._contexts[rank].device

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -211,6 +211,8 @@ class DeviceContext(ABC):
     """What a worker needs of its device."""
 
     device: torch.device
+    has_graphs = False
+    """Whether steps can be captured here."""
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
@@ -239,6 +241,34 @@ class DeviceContext(ABC):
     def finish(self) -> None:
         """Block until all that this worker gave to the device is done. Never in a step."""
         return
+
+    # -- graphs ---------------------------------------------------------------------
+
+    def pause_point(self) -> None:
+        """Between two steps: wait here while another worker captures a graph."""
+        return
+
+    def idle(self) -> AbstractContextManager[None]:
+        """Context around a wait in which this worker gives the device nothing."""
+        return nullcontext()
+
+    def alone(self) -> AbstractContextManager[bool]:
+        """Context in which no other worker gives its device anything, if that can be had now."""
+        return nullcontext(False)
+
+    def capture(self, work: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+        """Record what ``work`` gives to the device, without running it.
+
+        Blocks until what was given before is done. Inside :meth:`alone` only.
+
+        Args:
+            work: Called once.
+            generator: Which it may draw from, beside the device's own.
+
+        Returns:
+            What gives the work to the device again, any number of times.
+        """
+        raise NotImplementedError(f"{self.device} has no graphs")
 
     # -- state on its way to the coordinator and back ------------------------------
 

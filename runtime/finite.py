@@ -189,6 +189,9 @@ class StepJudge:
         log: Holds the losses of the step.
         device: Where the worker trains.
         losses_only: Leave the gradients to a gradient scaler.
+
+    Attributes:
+        skips: Whether bad steps are dropped.
     """
 
     def __init__(
@@ -205,8 +208,8 @@ class StepJudge:
         self._params = state.params
         self._buffers = state.buffers
         self._log = log
-        self._skips = mode == "skip"
-        self._at_once = self._skips or device.type == "cpu"
+        self.skips = mode == "skip"
+        self._at_once = self.skips or device.type == "cpu"
         self._losses_only = losses_only
         self._mark = log.mark()
         self._kept: list[Tensor] = []
@@ -214,12 +217,12 @@ class StepJudge:
     def begin(self) -> None:
         """A step begins: what follows can be taken back."""
         self._mark = self._log.mark()
-        if self._skips:
+        if self.skips:
             self._kept = [b.clone() for b in self._buffers.tensors()]
 
     def accept(self) -> bool:
         """Judge a step whose gradients are this rank's own; if refused, take it back."""
-        if not self._skips:
+        if not self.skips:
             return True
         grads = [p.grad for p in self._params.params]
         judged = [loss for loss, _, _ in self._log.since(self._mark)]
@@ -230,10 +233,10 @@ class StepJudge:
         self._drop(self._own_fault(grads))
         return False
 
-    def write_flag(self, slot: Tensor) -> None:
+    def write_flag(self, slot: Tensor, losses: Sequence[Tensor]) -> None:
         """Write NaN where a loss of this rank's step is not finite, else 0."""
         slot.zero_()
-        for loss, _, _ in self._log.since(self._mark):
+        for loss in losses:
             slot.add_(loss.reshape(-1) * 0)
 
     def accept_reduced(
@@ -261,7 +264,7 @@ class StepJudge:
         if not self._at_once or all_finite([slot] if self._losses_only else flats):
             return True
         fault = self._own_fault(grads)
-        if self._skips:
+        if self.skips:
             self._drop(fault)
             return False
         # One rank takes the blame, even if rounding alone is to blame: if none did, all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ from runtime.device import DeviceContext, StepMeter
 from runtime.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
 from runtime.finite import ReplicaJudge, StepJudge
 from runtime.flat import FlatState
+from runtime.graph_optimizer import CapturableOptimizer
 from runtime.lockstep import Lockstep
 from runtime.peers import Peers
 from runtime.protocol import WorkerProtocol
+from runtime.reducer import GradientReducer
 from runtime.replica import BuildOrder, build_replica
 from runtime.reporter import Reporter
 from runtime.schedule import SchedulerFactory
-from runtime.step import GradientReducer, Stepper
+from runtime.step import Stepper
 from runtime.worker_types import (
     UserFunctions,
     WorkerChannels,
@@ -84,6 +87,7 @@ class ReplicaWorker:
             config.report_interval_s,
             StepMeter(device.new_log(), self._timer),
         )
+        self._log = self._reporter.meter.log
         self._batch_samples = 1
         self._key_generator(0)
         self._build(order, collective)
@@ -113,6 +117,9 @@ class ReplicaWorker:
                 self.set_lr_scale(c.lr_scale)
         params = self._state.params
         self._context.pin_accumulators(params.params)
+        self._capturable = None
+        if c.cuda_graphs and self._context.has_graphs:
+            self._capturable = CapturableOptimizer(self.optimizer, c.device)
         lockstep = collective if self._lockstep else None
         step_judge = self._step_judge()
         self._reducer = None
@@ -128,6 +135,7 @@ class ReplicaWorker:
             reducer=self._reducer,
             judge=step_judge,
             timer=self._timer,
+            rates=nullcontext if self._capturable is None else self._capturable.rates,
         )
         self._judge = ReplicaJudge(
             c.on_non_finite,
@@ -227,6 +235,7 @@ class ReplicaWorker:
     def _let_go(self) -> None:
         """Break the cycles of references, or only the collector of cycles frees the replica."""
         self._reporter.meter.log.on_bad_loss = None
+        self.__dict__.pop("_graphs", None)
         self.__dict__.pop("_answers", None)
         self.__dict__.pop("_judge", None)
 
@@ -270,7 +279,7 @@ class ReplicaWorker:
         """See :func:`runtime.record_scalar`."""
         if isinstance(value, Tensor):
             value = value.data.clone()  # read later, when a parameter has moved on
-        self._reporter.meter.log.push_scalar(name, value, self._batch_samples)
+        self._log.push_scalar(name, value, self._batch_samples)
 
     def _key_generator(self, epoch: int) -> None:
         state = np.random.SeedSequence([self.config.seed, self.rank, epoch])

@@ -29,6 +29,7 @@ from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
 from runtime.data_path import DataPath
 from runtime.device import IntraOpThreads, open_device
 from runtime.errors import CollectiveAborted, error_of
+from runtime.graph_fallback import Fallbacks
 from runtime.groups import Groups
 from runtime.handle import TrainerHandle
 from runtime.interrupts import INTERRUPTS
@@ -103,6 +104,7 @@ class Run:
         self._collectives: dict[int, Collective] = {}
         self._order = BuildOrder(config.seed)
         self._agreement = StopAgreement()
+        self._fallbacks = Fallbacks()
         self._machine = Coordinator(
             coordinator_config(
                 config,
@@ -149,6 +151,8 @@ class Run:
         dropped = self._adapter.num_samples % self.batch_size if c.drop_last else 0
         if dropped:
             logger.info("drop_last leaves %d samples out of each epoch", dropped)
+        if c.cuda_graphs and not all(context.has_graphs for context in self._contexts):
+            logger.warning("cuda_graphs(True) has no effect on cpu: steps there are made eagerly")
         if c.tune_allocator and self._cpu_workers:
             allocator.acquire()
             self._keeps_memory = True
@@ -251,6 +255,7 @@ class Run:
             agreement=self._agreement,
             peers=self._peers if self._collectives else None,
             device=self._contexts[rank],
+            fallbacks=self._fallbacks,
         )
 
     # -- while it runs -----------------------------------------------------------

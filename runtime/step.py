@@ -1,23 +1,22 @@
 """One optimizer step: forward, backward, reduction under lockstep, clip, step.
 
 Nothing here waits for the device: losses stay tensors, and the only host reads are those
-of fp16's gradient scaler, of :mod:`runtime.finite` and, under lockstep, of the flags that
-say which parameters got a gradient, where this rank alone cannot know.
+of fp16's gradient scaler, of :mod:`runtime.finite` and of :mod:`runtime.reducer`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from runtime.collective import Collective
 from runtime.finite import StepJudge
 from runtime.flat import FlatParams
+from runtime.reducer import GradientReducer, Packed
 from runtime.timing import HostTimer, StepTimer
 
 TrainFn = Callable[[nn.Module, Any], Tensor]
@@ -34,76 +33,6 @@ class StepEnd(NamedTuple):
     dropped: bool
 
 
-class GradientReducer:
-    """Averages gradients over the ranks, weighted by samples, through one flat tensor.
-
-    Behind the gradients of the first dtype lies a flag for each parameter: a parameter
-    that got no gradient on any rank keeps ``.grad is None`` for the optimizer. Where steps
-    are judged, a last element tells every rank whether all losses are finite.
-
-    Args:
-        params: The replica's parameters.
-        collective: Where the ranks meet.
-        judge: Judges what was reduced.
-        comm: The context for collectives, see :meth:`DeviceContext.comm`.
-    """
-
-    def __init__(
-        self,
-        params: FlatParams,
-        collective: Collective,
-        judge: StepJudge | None = None,
-        comm: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._params = params.params
-        self.collective = collective
-        self._judge = judge
-        self._comm = comm
-        num = len(self._params)
-        first, *rest = params.flats
-        extra = num if judge is None else num + 1
-        self._flats = [first.new_zeros(first.numel() + extra), *(torch.zeros_like(f) for f in rest)]
-        self._flags = self._flats[0][first.numel() : first.numel() + num]
-        self._loss_flag = self._flats[0][first.numel() + num :]
-        self._views = params.views([self._flats[0][: first.numel()], *self._flats[1:]])
-
-    def reduce(self, num_samples: int) -> bool:
-        """Replace every ``.grad`` by the weighted mean over the ranks.
-
-        Args:
-            num_samples: Samples behind this rank's gradients; 0: it only receives.
-
-        Returns:
-            Whether the step may be made; if not, the gradients are this rank's own still.
-
-        Raises:
-            NonFiniteError, CollectiveAborted: See :meth:`StepJudge.accept_reduced`.
-        """
-        grads = [p.grad for p in self._params]
-        complete = num_samples > 0 and not any(g is None for g in grads)
-        if complete:
-            torch._foreach_copy_(self._views, grads)  # type: ignore[arg-type]
-            # Each time: a peer that lacks a parameter halves its flag, which would end at 0.
-            self._flags.fill_(1)
-        elif num_samples > 0:
-            for view, grad in zip(self._views, grads, strict=True):
-                view.zero_() if grad is None else view.copy_(grad)
-            told = torch.tensor([g is not None for g in grads])
-            self._flags.copy_(told, non_blocking=True)
-        if self._judge is not None:
-            self._judge.write_flag(self._loss_flag)
-        with self._comm():
-            self.collective.weighted_mean_(self._flats, num_samples)
-        if self._judge is not None and not self._judge.accept_reduced(
-            self._flats, self._loss_flag, grads, self.collective
-        ):
-            return False
-        used = None if complete else (self._flags > 0).tolist()
-        for i, (p, view) in enumerate(zip(self._params, self._views, strict=True)):
-            p.grad = view if used is None or used[i] else None
-        return True
-
-
 class Stepper:
     """Makes steps of a replica.
 
@@ -116,6 +45,7 @@ class Stepper:
         reducer: Averages gradients over the ranks; ``None``: each rank keeps its own.
         judge: Judges each step before it is made; ``None``: nothing is judged.
         timer: Times the steps; what the reduction takes is left out.
+        rates: Context around the optimizer's step, which puts its learning rates in place.
     """
 
     def __init__(
@@ -130,6 +60,7 @@ class Stepper:
         reducer: GradientReducer | None = None,
         judge: StepJudge | None = None,
         timer: StepTimer | None = None,
+        rates: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._model = model
         self._params = params.params
@@ -141,6 +72,8 @@ class Stepper:
         self._reducer = reducer
         self._judge = judge
         self._timer = timer or HostTimer()
+        self._rates = rates
+        self._losses: list[Tensor] = []
         self._checked = False
         self._scaler: torch.amp.GradScaler | None = None
         if precision == "fp16":
@@ -156,11 +89,46 @@ class Stepper:
             self._scaler.load_state_dict(other._scaler.state_dict())
 
     def begin(self) -> None:
-        """Forget the gradients of the last step."""
-        for p in self._params:
-            p.grad = None
+        """A step begins: what follows can be taken back, and has no gradients yet."""
+        self.open()
+        self.clear_gradients()
+
+    def open(self) -> None:
+        """A step begins: what follows can be taken back."""
         if self._judge is not None:
             self._judge.begin()
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients and losses of the last step."""
+        self._losses.clear()
+        for p in self._params:
+            p.grad = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients as they are now, in the order of the parameters."""
+        return [p.grad for p in self._params]
+
+    def packed(self) -> Packed | None:
+        """What was packed for the reduction; ``None`` where there is none."""
+        return None if self._reducer is None else self._reducer.packed
+
+    def give_gradients(self, grads: Sequence[Tensor | None], packed: Packed | None) -> None:
+        """Put gradients in place that were computed elsewhere.
+
+        Args:
+            grads: One for each parameter.
+            packed: What was packed of them already; ``None``: nothing.
+        """
+        if packed is not None and self._reducer is not None:
+            self._reducer.packed = packed
+            return
+        for p, grad in zip(self._params, grads, strict=True):
+            p.grad = grad
+
+    @property
+    def is_split(self) -> bool:
+        """Whether something comes between the gradients and the optimizer's step."""
+        return self._reducer is not None or (self._judge is not None and self._judge.skips)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._dtype is None:
@@ -205,7 +173,10 @@ class Stepper:
             self._check_gradients()
         # Unlike detach(), .data does not give up the interpreter: with 1 ms steps each
         # hand-over to another worker counts.
-        return loss.data
+        loss = loss.data
+        if self._reducer is not None:
+            self._losses.append(loss)
+        return loss
 
     def _check_gradients(self) -> None:
         self._checked = True
@@ -228,25 +199,42 @@ class Stepper:
         Args:
             num_samples: Samples behind this rank's gradients; 0 only under lockstep.
         """
-        accepted = True
-        if self._reducer is not None:
-            self._timer.pause()
-            accepted = self._reducer.reduce(num_samples)
-            self._timer.resume()
-        elif self._judge is not None:
-            accepted = self._judge.accept()
+        self.pack(num_samples)
+        accepted = self.settle(num_samples)
         if accepted:
-            self._step()
+            self.unpack()
+            self.apply()
         return StepEnd(not accepted)
 
-    def _step(self) -> None:
+    def pack(self, num_samples: int) -> None:
+        """Make this rank's part of the reduction ready; nothing where there is none."""
+        if self._reducer is not None:
+            self._reducer.pack(num_samples, self._losses)
+
+    def settle(self, num_samples: int) -> bool:
+        """Reduce what was packed, and judge; whether the step may be made."""
+        if self._reducer is not None:
+            self._timer.pause()
+            accepted = self._reducer.exchange(num_samples)
+            self._timer.resume()
+            return accepted
+        return self._judge is None or self._judge.accept()
+
+    def unpack(self) -> None:
+        """Put the reduced gradients in place; nothing where none are reduced."""
+        if self._reducer is not None:
+            self._reducer.unpack()
+
+    def apply(self) -> None:
+        """Clip and step."""
         # A dropped step never comes here: the scaler neither unscales nor counts it.
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+        with self._rates():
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()

@@ -11,24 +11,22 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from coordinator import messages as m
 from runtime.agreement import StopAgreement
 from runtime.collective import Collective
 from runtime.context import worker_context
 from runtime.device import DeviceContext, open_device
 from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.graph_fallback import Fallbacks
 from runtime.loader import Loader
 from runtime.lockstep import Lockstep
 from runtime.peers import Peers
 from runtime.replica import BuildOrder
-from runtime.replica_worker import ReplicaWorker
 from runtime.step import TrainFn
-from runtime.windows import Windows, count_samples
+from runtime.step_worker import StepWorker
+from runtime.windows import Windows
 from runtime.worker_types import (
     WAKE,
-    StepResult,
     UserFunctions,
     Wake,
     WorkerConfig,
@@ -36,7 +34,7 @@ from runtime.worker_types import (
 )
 
 
-class GpuWorker(ReplicaWorker):
+class GpuWorker(StepWorker):
     """Trains one replica on one device. Build and use it in one thread.
 
     Args:
@@ -50,6 +48,8 @@ class GpuWorker(ReplicaWorker):
         agreement: Shared by all workers of a lockstep run.
         peers: Shared by all workers of a run that meet in collectives; without it the
             worker cannot join a new group after a death.
+        device: Where it trains; ``None``: made from the settings.
+        fallbacks: Shared by all workers of a run; tells what is not captured.
 
     Raises:
         TypeError, ValueError: What a factory gives cannot be trained.
@@ -67,6 +67,7 @@ class GpuWorker(ReplicaWorker):
         agreement: StopAgreement | None = None,
         peers: Peers | None = None,
         device: DeviceContext | None = None,
+        fallbacks: Fallbacks | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -77,6 +78,7 @@ class GpuWorker(ReplicaWorker):
             device or open_device(config.device, config.num_cpu_workers),
             Lockstep(agreement),
             peers,
+            fallbacks,
         )
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
@@ -86,49 +88,6 @@ class GpuWorker(ReplicaWorker):
         self._protocol.built()
         if peers is not None:
             peers.replicas[self.rank] = self
-
-    # -- steps -------------------------------------------------------------------
-
-    def train_step(self, batch: Any, train_fn: TrainFn | None = None) -> StepResult:
-        """One optimizer step on one batch, in the calling thread.
-
-        Args:
-            batch: A tuple, list or dict of tensors on the worker's device.
-            train_fn: Instead of the worker's own.
-
-        Returns:
-            Device-side handles; nothing is synchronised.
-        """
-        samples = count_samples(batch)
-        self._advance_schedule()
-        self._timer.start()
-        self._stepper.begin()
-        with worker_context(self):
-            loss = self._micro_step(train_fn or self._functions.train_fn, batch, samples, 1.0)
-        end = self._stepper.finish(samples)
-        time = self._timer.stop(1)
-        self._count(1, samples, dropped=end.dropped)
-        return StepResult(loss, time)
-
-    def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
-        self._batch_samples = samples
-        loss = self._stepper.micro_step(train_fn, batch, fraction)
-        self._reporter.meter.log.push_loss(loss, samples)
-        return loss
-
-    def _count(self, batches: int, samples: int, *, dropped: bool) -> None:
-        self.local_step += batches
-        weight = 0 if dropped else samples
-        self._reporter.meter.add(batches, samples, num_skipped=samples - weight)
-        if self._lockstep:
-            self._protocol.lockstep(batches)
-        else:
-            self._protocol.trained(batches, weight)
-
-    def _advance_schedule(self, position: int | None = None) -> None:
-        if position is None:
-            position = self._protocol.global_step + self._protocol.batches
-        self._schedule.advance(position)
 
     # -- plans -------------------------------------------------------------------
 
@@ -204,35 +163,14 @@ class GpuWorker(ReplicaWorker):
     def _run_window(self, windows: Windows, index: int, train_fn: TrainFn) -> bool:
         """One optimizer step; returns False if ``Shutdown`` came while data was awaited."""
         sizes = windows.sizes(index)
-        batches: deque[Any] = deque()
+        first: Any = None
         if sizes:
             first = self._await_batch(answer=not self._protocol.leaving)
             if first is None:
                 return False
-            batches.append(first)
+        self._context.pause_point()
         self._advance_schedule(windows.position(index) if self._lockstep else None)
-        total = sum(sizes)
-        self._timer.start()
-        mark = self._reporter.meter.log.mark()
-        kept = self._keep_buffers()
-        self._stepper.begin()
-        for i, size in enumerate(sizes):
-            if i:
-                self._timer.pause()
-                batches.append(self._await_batch(answer=False))
-                self._timer.resume()
-            self._micro_step(train_fn, batches.popleft(), size, size / total)
-        try:
-            end = self._stepper.finish(total)
-        except (CollectiveAborted, CollectiveTimeout):
-            # The window is trained again, as if it had not been.
-            self._reporter.meter.log.retract(mark)
-            if kept is not None:
-                self._state.buffers.write_from(*kept)
-            raise
-        self._timer.stop(len(sizes))
-        self._together.stepped(0 if end.dropped else total)
-        self._count(len(sizes), total, dropped=end.dropped)
+        self._train_window(sizes, first, train_fn)
         return True
 
     def _await_batch(self, *, answer: bool) -> Any:
@@ -318,7 +256,8 @@ class GpuWorker(ReplicaWorker):
     def _next_message(self) -> Any:
         """Block for a message; what still waits for copies is sent first."""
         self._reporter.flush(wait=True)
-        return self._inbox.get()
+        with self._context.idle():
+            return self._inbox.get()
 
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):

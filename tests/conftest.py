@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ GRACE_S = 5.0
 
 POOLS = ("pytest_timeout", "tqdm_monitor")
 """Threads of the tools that run the tests, known by the start of their names."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a background job of a shell without job control, where tests of Ctrl-C, and the
+    # processes that they start, would see no signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # tqdm's monitor is one daemon thread for the process; no test needs it.
 tqdm.tqdm.monitor_interval = 0

@@ -16,6 +16,7 @@ import torch
 
 from runtime import cuda_api
 from runtime.cuda_api import CudaApi
+from tests.unit.tape import Tape
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -56,6 +57,8 @@ class FakeCuda(CudaApi):
         log: ``(what, ...)`` of every call, in order.
         done: Names of the marks that have run, in order.
         violations: What nobody may do.
+        graphs: The captures that succeeded, in order.
+        capturing: Whether one is under way.
     """
 
     def __init__(self, *, patience=2, allow_default=False, prompt=False):
@@ -64,6 +67,7 @@ class FakeCuda(CudaApi):
         self.prompt = prompt
         self.log, self.done, self.violations = [], [], []
         self.streams, self.events = [], []
+        self.graphs, self.capturing = [], False
         self.now_s = 0.0
         self._default = FakeStream("default")
         self._places = {}  # with the tensors, so that no address comes up twice
@@ -127,6 +131,8 @@ class FakeCuda(CudaApi):
             return True
 
     def wait_host(self, event):
+        if getattr(self._local, "captures", False):
+            self._forbid("the host waits in a capture")
         self._note("wait_host", event.number)
         with self._lock:
             self._reach(event, event.recorded, event.stream)
@@ -152,6 +158,35 @@ class FakeCuda(CudaApi):
             self._note("copy", stream.name)
             if self.prompt and self.device_of(target).type != "cpu":
                 self.run(stream)
+
+    def new_pool(self):
+        return object()
+
+    def free_cache(self):
+        self._note("free_cache")
+
+    def capture(self, work, *, pool, generators=()):
+        with self._lock:
+            if self.capturing:
+                self._forbid("two captures at once")
+            self.capturing = True
+        if any(stream.queue for stream in self.streams if stream is self.current):
+            self._forbid("a capture before the work in front of it is done")
+        self._local.captures = True
+        tape = Tape()
+        try:
+            with tape:
+                work()
+        finally:
+            self.capturing = self._local.captures = False
+            self._note("capture", self.current.name)
+        self.graphs.append(tape)
+        return tape
+
+    def replay(self, graph):
+        self._used(None, "a graph")
+        self._note("replay", self.graphs.index(graph))
+        graph.replay()
 
     def device_of(self, tensor):
         if tensor.device.type != "cpu":

@@ -149,6 +149,7 @@ WRONG = [
     ("prefetch", (None,), TypeError, "whole number"),
     ("resident", (1,), TypeError, "True or False"),
     ("resident", (None,), TypeError, "True or False"),
+    ("cuda_graphs", ("yes",), TypeError, "True or False"),
     ("tune_allocator", (1,), TypeError, "True or False"),
     ("progress", (0,), TypeError, "True or False"),
 ]
@@ -211,6 +212,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run():
         "vram_fraction": (1.0,),
         "prefetch": (2,),
         "resident": (True,),
+        "cuda_graphs": (False,),
         "tune_allocator": (False,),
         "progress": (False,),
     }

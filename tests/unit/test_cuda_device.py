@@ -12,7 +12,7 @@ from runtime.averaging import ReplicaAverager
 from runtime.cuda_device import CudaDevice
 from runtime.device import open_device
 from runtime.flat import FlatState
-from runtime.step import GradientReducer
+from runtime.reducer import GradientReducer
 from tests.unit.fake_cuda import GPU, FakeCuda
 
 ORDERS = list(permutations(range(3)))
@@ -107,7 +107,9 @@ def test_gradients_are_reduced_between_backward_and_the_optimizer(fake, device, 
     reducer = GradientReducer(state.params, Marking(), None, device.comm)
     model.w.sum().backward()
     fake.mark("backward")
-    reducer.reduce(2)
+    reducer.pack(2)
+    reducer.exchange(2)
+    reducer.unpack()
     fake.mark("optimizer")
     run_in(fake, order)
     assert fake.done == ["backward", "reduce", "optimizer"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from runtime.collective import create_collectives
 from runtime.flat import FlatParams
-from runtime.step import GradientReducer
+from runtime.reducer import GradientReducer
 
 
 class TwoNumbers(nn.Module):
@@ -29,7 +29,9 @@ def test_a_parameter_that_one_rank_never_uses_stays_used_on_every_rank_for_many_
         for _ in range(400):  # a flag halved 150 times is 0 in float32
             model.shared.grad = torch.ones(1)
             model.only_rank_0.grad = torch.ones(1) if rank == 0 else None
-            reducers[rank].reduce(1)
+            reducers[rank].pack(1)
+            assert reducers[rank].exchange(1)
+            reducers[rank].unpack()
             if model.only_rank_0.grad is None:
                 return False
         return float(model.only_rank_0.grad) == 0.5

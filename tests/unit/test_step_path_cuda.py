@@ -23,6 +23,7 @@ FORBIDDEN = {
     "record_stream": "lets memory grow: order streams by events",
     "wait_stream": "makes an event each time: record one of a pool",
     "empty_cache": "frees memory while a collective may be in flight",
+    "free_cache": "frees memory while a collective may be in flight",
     "ipc_collect": "frees memory while a collective may be in flight",
     "item": "waits for the device",
     "tolist": "waits for the device",
@@ -33,7 +34,12 @@ FORBIDDEN = {
 }
 
 ALLOWED = {
-    ("runtime/step.py", "reduce", "tolist"): "flags of parameters that this rank has not used",
+    ("runtime/reducer.py", "unpack", "tolist"): "flags of parameters that this rank has not used",
+    (
+        "runtime/cuda_device.py",
+        "capture",
+        "free_cache",
+    ): "once, with all other workers parked",
     ("runtime/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
     ("runtime/device.py", "_read", "tolist"): "the log of a CPU",
     ("runtime/columns.py", "index_select", "numpy"): "indices, of the CPU",

@@ -1,0 +1,159 @@
+"""Keeps all other CUDA workers still while one of them captures a graph.
+
+A capture must not meet another one, a draw from the same device's generator in another
+thread, or memory that is freed under a collective. So the worker that captures waits until
+every other one has parked: at the start of a step, in front of a collective, or where it
+waits for messages anyway. It never waits for a rank inside a collective, which may be waiting
+for the capturing rank itself; then there is no capture, and the step is made eagerly.
+
+Every wait is bounded: a rank that is stuck in the user's code costs the others a graph, not
+the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum, unique
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_WAIT_S = 2.0
+"""How long a capture waits for the others to park."""
+PARK_S = 60.0
+"""How long a worker stays parked for captures."""
+
+
+@unique
+class _State(Enum):
+    """What a worker is doing, as far as a capture is concerned."""
+
+    PARKED = "parked"
+    ACTIVE = "active"
+    JOINED = "joined"
+
+
+class CaptureGate:
+    """What the CUDA workers of a process share; thread-safe.
+
+    Args:
+        wait_s: How long a capture waits for the others.
+        park_s: How long a worker stays parked.
+    """
+
+    def __init__(self, wait_s: float = CAPTURE_WAIT_S, park_s: float = PARK_S) -> None:
+        self._wait_s = wait_s
+        self._park_s = park_s
+        self._changed = threading.Condition()
+        self._states: dict[GateMember, _State] = {}
+        self._owner: GateMember | None = None
+
+    def join(self) -> GateMember:
+        """A worker begins, active."""
+        member = GateMember(self)
+        with self._changed:
+            self._states[member] = _State.ACTIVE
+        return member
+
+
+class GateMember:
+    """One worker's end of the gate. For its own thread."""
+
+    def __init__(self, gate: CaptureGate) -> None:
+        self._gate = gate
+
+    def leave(self) -> None:
+        """The worker is gone: nobody waits for it any more. Idempotent."""
+        with self._gate._changed:
+            self._gate._states.pop(self, None)
+            self._gate._changed.notify_all()
+
+    def pause_point(self) -> None:
+        """Park here while another worker captures, or wants to."""
+        gate = self._gate
+        with gate._changed:
+            if gate._owner not in (None, self):
+                self._park()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Around a wait that gives the device nothing: captures need not wait for it."""
+        gate = self._gate
+        with gate._changed:
+            self._set(_State.PARKED)
+        try:
+            yield
+        finally:
+            with gate._changed:
+                if gate._owner in (None, self):
+                    self._set(_State.ACTIVE)
+                else:
+                    self._park()
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around what waits for other ranks; parks in front of it, never in it."""
+        gate = self._gate
+        with gate._changed:
+            if gate._owner not in (None, self):
+                self._park()
+            self._set(_State.JOINED)
+        try:
+            yield
+        finally:
+            with gate._changed:
+                self._set(_State.ACTIVE)
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Hold all others still; yields whether that was possible now.
+
+        Blocks while another worker captures, and then until the others have parked, for
+        a short while at most. Not if one of them is in a collective.
+        """
+        gate = self._gate
+        with gate._changed:
+            if gate._owner is not None:
+                self._park()
+            granted = self._claim()
+        try:
+            yield granted
+        finally:
+            if granted:
+                with gate._changed:
+                    gate._owner = None
+                    gate._changed.notify_all()
+
+    # -- with the lock held ---------------------------------------------------------
+
+    def _set(self, state: _State) -> None:
+        if self in self._gate._states:
+            self._gate._states[self] = state
+            self._gate._changed.notify_all()
+
+    def _park(self) -> None:
+        gate = self._gate
+        self._set(_State.PARKED)
+        if not gate._changed.wait_for(lambda: gate._owner is None, gate._park_s):
+            logger.warning("a capture takes more than %g s: going on beside it", gate._park_s)
+        self._set(_State.ACTIVE)
+
+    def _claim(self) -> bool:
+        gate = self._gate
+        if gate._owner is not None or _State.JOINED in self._others():
+            return False
+        gate._owner = self
+        if gate._changed.wait_for(lambda: self._others() <= {_State.PARKED}, gate._wait_s):
+            return True
+        gate._owner = None
+        gate._changed.notify_all()
+        return False
+
+    def _others(self) -> set[_State]:
+        return {state for member, state in self._gate._states.items() if member is not self}
+
+
+GATE = CaptureGate()
+"""That of the process."""

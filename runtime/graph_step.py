@@ -1,0 +1,208 @@
+"""One captured window: its graphs, and what a replay gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.device import ValueLog
+from runtime.graph_fallback import CannotCapture
+from runtime.graph_optimizer import CapturableOptimizer
+from runtime.reducer import Packed
+from runtime.step import StepEnd, Stepper
+
+Replay = Callable[[], None]
+CaptureWork = Callable[[Callable[[], None]], Replay]
+"""Records work of the device without running it, and gives what runs it."""
+
+
+class ValueTap(ValueLog):
+    """Takes the losses and scalars of a step while it is captured."""
+
+    def gather(self) -> StepValues:
+        """Make one tensor of them; to be captured behind the step."""
+        losses = [(None, loss, n) for loss, n, _ in self._losses]
+        entries: list[tuple[str | None, float | Tensor, int]] = [*losses, *self._scalars]
+        tensors = [v for _, v, _ in entries if isinstance(v, Tensor) and not v.is_cpu]
+        if not tensors:  # the stand-in of a device
+            tensors = [v for _, v, _ in entries if isinstance(v, Tensor)]
+        known = {id(t) for t in tensors}
+        return StepValues(
+            torch.stack([t.detach().reshape(()).double() for t in tensors]),
+            [(name, None if id(value) in known else float(value), n) for name, value, n in entries],
+        )
+
+
+class StepValues:
+    """Losses and scalars that a replay leaves on the device.
+
+    Args:
+        values: The values, of shape ``(n,)``; the next replay overwrites them.
+        entries: ``(name, number, samples)`` in order; a loss has no name, and what is in
+            ``values`` no number.
+    """
+
+    def __init__(
+        self, values: Tensor, entries: Sequence[tuple[str | None, float | None, int]]
+    ) -> None:
+        self._values = values
+        self._entries = entries
+
+    def push(self, log: ValueLog) -> None:
+        """Hand a copy of the values on."""
+        values = iter(self._values.clone().unbind())
+        for name, number, num_samples in self._entries:
+            value = next(values) if number is None else number
+            if name is not None:
+                log.push_scalar(name, value, num_samples)
+            elif isinstance(value, Tensor):
+                log.push_loss(value, num_samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """A captured window.
+
+    Attributes:
+        first: Forward, backward and, where they are packed or nothing comes between, more.
+        second: Clip and step, where something comes between; else ``None``.
+        is_whole: Whether ``first`` is all.
+        values: What ``first`` leaves.
+        grads: The gradients that it leaves; empty where nobody reads them.
+        packed: What it has packed; ``None``: nothing.
+        settings: Of the optimizer when it was captured.
+        state: Mark of the optimizer's state then; ``None``: no graph touches it.
+        kept: Tensors whose memory the graphs use.
+    """
+
+    first: Replay
+    second: Replay | None
+    is_whole: bool
+    values: StepValues
+    grads: Sequence[Tensor | None]
+    packed: Packed | None
+    settings: Any
+    state: tuple[Any, int, Any] | None
+    kept: Sequence[Tensor]
+
+    def run(self, stepper: Stepper, log: ValueLog, num_samples: int) -> StepEnd:
+        """Make the step on the batches that lie in the held memory."""
+        self.first()
+        self.values.push(log)
+        if self.is_whole:
+            return StepEnd(False)
+        stepper.give_gradients(self.grads, self.packed)
+        if self.second is None:
+            return stepper.finish(num_samples)
+        accepted = stepper.settle(num_samples)
+        if accepted:
+            self.second()
+        return StepEnd(not accepted)
+
+    def holds(self, optimizer: CapturableOptimizer) -> bool:
+        """Whether the optimizer's state is still the one that the graphs write to."""
+        if self.state is None:
+            return True
+        mapping, size, first = optimizer.state_mark()
+        return mapping is self.state[0] and size == self.state[1] and first is self.state[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a window is captured.
+
+    Attributes:
+        capture: Records work.
+        stepper: Makes the step.
+        optimizer: Its optimizer.
+        forward: Forward and backward of the window on the held batches.
+        redirect: Sends losses and scalars to a log meanwhile.
+        num_samples: Samples in the window.
+        is_split: Whether the ranks reduce, or a flag is read, before the optimizer steps.
+        with_optimizer: Whether clip and step are captured too.
+    """
+
+    capture: CaptureWork
+    stepper: Stepper
+    optimizer: CapturableOptimizer
+    forward: Callable[[], None]
+    redirect: Callable[[ValueLog], AbstractContextManager[None]]
+    num_samples: int
+    is_split: bool
+    with_optimizer: bool
+
+    def make(self) -> StepGraph:
+        """Capture. Nothing is trained; gradients are forgotten.
+
+        Raises:
+            CannotCapture: The optimizer's part cannot be captured.
+            BaseException: What the device, or the user's function, says of the rest.
+        """
+        stepper, whole = self.stepper, self.with_optimizer and not self.is_split
+        state = self.optimizer.state_mark() if self.with_optimizer else None
+        try:
+            values, first = self._first(whole)
+            grads = stepper.gradients()
+            split = self.with_optimizer and self.is_split
+            packed = stepper.packed() if split else None
+            if packed is not None and not packed.complete:
+                raise CannotCapture("a parameter gets no gradient, which the ranks tell each other")
+            second = self._second() if split else None
+        finally:
+            stepper.clear_gradients()
+        return StepGraph(
+            first=first,
+            second=second,
+            is_whole=whole,
+            values=values,
+            grads=() if whole else grads,
+            packed=packed,
+            settings=self.optimizer.settings() if self.with_optimizer else None,
+            state=state,
+            kept=self.optimizer.state_tensors() if self.with_optimizer else (),
+        )
+
+    def _first(self, whole: bool) -> tuple[StepValues, Replay]:
+        tap, made = ValueTap(), []
+        in_optimizer = False
+
+        def work() -> None:
+            nonlocal in_optimizer
+            self.stepper.clear_gradients()
+            with self.redirect(tap):
+                self.forward()
+            if self.with_optimizer and not whole:
+                self.stepper.pack(self.num_samples)
+            made.append(tap.gather())
+            if whole:
+                in_optimizer = True
+                self.stepper.apply()
+
+        try:
+            replay = self.capture(work)
+        except Exception as error:
+            if in_optimizer:
+                raise CannotCapture(first_line(error)) from error
+            raise
+        return made[0], replay
+
+    def _second(self) -> Replay:
+        def work() -> None:
+            self.stepper.unpack()
+            self.stepper.apply()
+
+        try:
+            return self.capture(work)
+        except Exception as error:
+            raise CannotCapture(first_line(error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,184 @@
+"""The part of a worker that makes optimizer steps, eagerly or as graphs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from runtime.collective import Collective
+from runtime.context import worker_context
+from runtime.device import DeviceContext, ValueLog
+from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.graph_fallback import Fallbacks
+from runtime.graph_optimizer import CapturableOptimizer
+from runtime.graphs import GraphedSteps, Window
+from runtime.lockstep import Lockstep
+from runtime.peers import Peers
+from runtime.replica import BuildOrder
+from runtime.replica_worker import ReplicaWorker
+from runtime.step import StepEnd, TrainFn
+from runtime.windows import count_samples
+from runtime.worker_types import StepResult, UserFunctions, WorkerConfig, WorkerEndpoints
+
+
+class StepWorker(ReplicaWorker):
+    """Makes the steps of :class:`~runtime.worker.GpuWorker`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        functions: UserFunctions,
+        endpoints: WorkerEndpoints,
+        collective: Collective | None,
+        order: BuildOrder,
+        device: DeviceContext,
+        lockstep: Lockstep,
+        peers: Peers | None,
+        fallbacks: Fallbacks | None,
+    ) -> None:
+        super().__init__(config, functions, endpoints, collective, order, device, lockstep, peers)
+        self._graphs: GraphedSteps | None = None
+        if self._capturable is not None:
+            self._graphs = self._make_graphs(self._capturable, fallbacks or Fallbacks())
+
+    def _make_graphs(self, optimizer: CapturableOptimizer, fallbacks: Fallbacks) -> GraphedSteps:
+        c = self.config
+        obstacle = None
+        if c.precision == "fp16":
+            obstacle = "fp16's gradient scaler reads the device in each step; use bf16"
+        return GraphedSteps(
+            self.rank,
+            self._context,
+            self._state,
+            self._stepper,
+            optimizer,
+            micro_step=self._micro_step,
+            redirect=self._redirected,
+            log=self._log,
+            full=[c.batch_size] * c.accumulate,
+            fallbacks=fallbacks,
+            generator=self.generator,
+            obstacle=obstacle,
+        )
+
+    def forget_graphs(self) -> None:
+        """Capture the step anew, after some eager ones.
+
+        With ``cuda_graphs``, for a change that Python code makes while the run goes on and
+        that a captured step cannot see: another rate of dropout, or another loss.
+        """
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    @contextmanager
+    def _redirected(self, log: ValueLog) -> Iterator[None]:
+        before, self._log = self._log, log
+        try:
+            yield
+        finally:
+            self._log = before
+
+    def train_step(self, batch: Any, train_fn: TrainFn | None = None) -> StepResult:
+        """One optimizer step on one batch, eagerly, in the calling thread.
+
+        Args:
+            batch: A tuple, list or dict of tensors on the worker's device.
+            train_fn: Instead of the worker's own.
+
+        Returns:
+            Device-side handles; nothing is synchronised.
+        """
+        samples = count_samples(batch)
+        self._advance_schedule()
+        self._timer.start()
+        self._stepper.begin()
+        with worker_context(self):
+            loss = self._micro_step(train_fn or self._functions.train_fn, batch, samples, 1.0)
+        end = self._stepper.finish(samples)
+        time = self._timer.stop(1)
+        self._count(1, samples, dropped=end.dropped)
+        return StepResult(loss, time)
+
+    def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
+        self._batch_samples = samples
+        loss = self._stepper.micro_step(train_fn, batch, fraction)
+        self._log.push_loss(loss, samples)
+        return loss
+
+    def _count(self, batches: int, samples: int, *, dropped: bool) -> None:
+        self.local_step += batches
+        weight = 0 if dropped else samples
+        self._reporter.meter.add(batches, samples, num_skipped=samples - weight)
+        if self._lockstep:
+            self._protocol.lockstep(batches)
+        else:
+            self._protocol.trained(batches, weight)
+
+    def _advance_schedule(self, position: int | None = None) -> None:
+        if position is None:
+            position = self._protocol.global_step + self._protocol.batches
+        self._schedule.advance(position)
+        if self._capturable is not None:
+            self._capturable.refresh()
+
+    @abstractmethod
+    def _await_batch(self, *, answer: bool) -> Any:
+        """The next batch of the plan in progress."""
+
+    def _train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFn) -> None:
+        """One optimizer step.
+
+        Args:
+            sizes: Samples of each batch; empty where this rank only receives.
+            first: The first batch; the others are awaited here.
+            train_fn: Gives a batch's mean loss.
+        """
+        total = sum(sizes)
+        self._timer.start()
+        mark = self._log.mark()
+        kept = self._keep_buffers()
+        try:
+            end = self._make_step(sizes, first, train_fn, total)
+        except (CollectiveAborted, CollectiveTimeout):
+            # The window is trained again, as if it had not been.
+            self._log.retract(mark)
+            if kept is not None:
+                self._state.buffers.write_from(*kept)
+            raise
+        self._timer.stop(len(sizes))
+        self._together.stepped(0 if end.dropped else total)
+        self._count(len(sizes), total, dropped=end.dropped)
+
+    def _make_step(
+        self, sizes: Sequence[int], batch: Any, train_fn: TrainFn, total: int
+    ) -> StepEnd:
+        window = self._graphs.window(sizes) if self._graphs is not None else None
+        if window is None:
+            self._stepper.begin()
+        else:
+            self._stepper.open()
+        for i, size in enumerate(sizes):
+            if i:
+                self._timer.pause()
+                batch = self._await_batch(answer=False)
+                self._timer.resume()
+            if window is not None:
+                if window.hold(batch):
+                    continue
+                self._make_held(window, train_fn, total)
+                window = None
+            self._micro_step(train_fn, batch, size, size / total)
+            batch = None  # the loader may use its memory again
+        if window is None:
+            return self._stepper.finish(total)
+        assert self._graphs is not None
+        return self._graphs.step(window, train_fn)
+
+    def _make_held(self, window: Window, train_fn: TrainFn, total: int) -> None:
+        """The batches so far, when the window turns out to be none for a graph."""
+        assert self._graphs is not None
+        self._graphs.eagerly(window, train_fn, total)
