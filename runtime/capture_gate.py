@@ -3,8 +3,9 @@
 A capture must not meet another one, a draw from the same device's generator in another
 thread, or memory that is freed under a collective. So the worker that captures waits until
 every other one has parked: at the start of a step, in front of a collective, or where it
-waits for messages anyway. It never waits for a rank inside a collective, which may be waiting
-for the capturing rank itself; then there is no capture, and the step is made eagerly.
+waits for messages anyway. A rank inside a collective may be waiting for the capturing rank
+itself: it gets a moment to come out of it, or else there is no capture now, and the step is made
+eagerly.
 
 Every wait is bounded: a rank that is stuck in the user's code costs the others a graph, not
 the run.
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 CAPTURE_WAIT_S = 2.0
 """How long a capture waits for the others to park."""
+JOINED_WAIT_S = 0.1
+"""How long it waits for ranks in a collective, which may be about to leave it."""
 PARK_S = 60.0
 """How long a worker stays parked for captures."""
 
@@ -40,11 +43,18 @@ class CaptureGate:
 
     Args:
         wait_s: How long a capture waits for the others.
+        joined_s: How long for those in a collective.
         park_s: How long a worker stays parked.
     """
 
-    def __init__(self, wait_s: float = CAPTURE_WAIT_S, park_s: float = PARK_S) -> None:
+    def __init__(
+        self,
+        wait_s: float = CAPTURE_WAIT_S,
+        joined_s: float = JOINED_WAIT_S,
+        park_s: float = PARK_S,
+    ) -> None:
         self._wait_s = wait_s
+        self._joined_s = joined_s
         self._park_s = park_s
         self._changed = threading.Condition()
         self._states: dict[GateMember, _State] = {}
@@ -111,7 +121,7 @@ class GateMember:
         """Hold all others still; yields whether that was possible now.
 
         Blocks while another worker captures, and then until the others have parked, for
-        a short while at most. Not if one of them is in a collective.
+        a short while at most, and a shorter one if one of them is in a collective.
         """
         gate = self._gate
         with gate._changed:
@@ -142,10 +152,12 @@ class GateMember:
 
     def _claim(self) -> bool:
         gate = self._gate
-        if gate._owner is not None or _State.JOINED in self._others():
+        if gate._owner is not None:
             return False
-        gate._owner = self
-        if gate._changed.wait_for(lambda: self._others() <= {_State.PARKED}, gate._wait_s):
+        gate._owner = self  # from here on nobody joins a collective
+        if gate._changed.wait_for(
+            lambda: _State.JOINED not in self._others(), gate._joined_s
+        ) and gate._changed.wait_for(lambda: self._others() <= {_State.PARKED}, gate._wait_s):
             return True
         gate._owner = None
         gate._changed.notify_all()

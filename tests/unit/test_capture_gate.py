@@ -81,7 +81,7 @@ def test_a_capture_waits_until_the_other_reaches_its_next_step(gate):
     assert order == ["step", "capture", "next step"]
 
 
-def test_a_rank_in_a_collective_is_never_waited_for(gate):
+def test_a_rank_in_a_collective_is_hardly_waited_for(gate):
     """It may be waiting for the one that wants to capture."""
     joined, leave = threading.Event(), threading.Event()
 
@@ -96,6 +96,31 @@ def test_a_rank_in_a_collective_is_never_waited_for(gate):
         with me.alone() as alone:
             assert not alone
         leave.set()
+
+
+def test_a_rank_that_is_about_to_leave_a_collective_is_waited_for():
+    gate = CaptureGate(wait_s=WAIT_S, joined_s=WAIT_S)
+    joined, leave = threading.Event(), threading.Event()
+
+    def reduce(member):
+        with member.collective():
+            joined.set()
+            assert leave.wait(WAIT_S)
+        member.pause_point()
+
+    me = gate.join()
+    with other(gate, reduce), ThreadPoolExecutor(1) as pool:
+        assert joined.wait(WAIT_S)
+
+        def capture():
+            with me.alone() as alone:
+                return alone
+
+        done = pool.submit(capture)
+        with gate._changed:
+            assert gate._changed.wait_for(lambda: gate._owner is me, WAIT_S)
+        leave.set()
+        assert done.result(WAIT_S)
 
 
 def test_a_rank_parks_in_front_of_a_collective(gate):
