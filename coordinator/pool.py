@@ -188,6 +188,8 @@ class ChunkPool:
                 return left
         if left == 0:
             return 0
+        if sum(share > 0 for share in shares) == 1:
+            return left  # nobody to balance with, and the end of a plan waits for the device
         if seconds is None or seconds[rank] <= 0:
             count = unmeasured
         else:

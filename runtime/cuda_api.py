@@ -40,6 +40,13 @@ class CudaApi:
         """Makes a stream current in this thread; orders nothing by itself."""
         return torch.cuda.stream(stream)
 
+    def mark_caller(self, device: torch.device) -> Event:
+        """An event behind all that the current stream of a device has got so far."""
+        with self.on_device(device):
+            event = self.new_event()
+            self.record(event)
+        return event
+
     def new_event(self, *, timing: bool = False) -> Event:
         """An event of the current device; a thread that waits for it leaves its core."""
         return torch.cuda.Event(  # type: ignore[no-untyped-call]
@@ -133,6 +140,15 @@ class CudaApi:
     def replay(self, graph: Graph) -> None:
         """Give the work of a graph to the current stream; generators move on."""
         graph.replay()
+
+    def lend(self, tensor: Tensor) -> None:
+        """Let memory of another stream, once freed, wait until the current one is done with it."""
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def seed(self, device: torch.device, seed: int) -> None:
+        """Seed the process's generator of one device; :func:`torch.manual_seed` seeds all."""
+        with self.on_device(device):
+            torch.cuda.manual_seed(seed)
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where a tensor lies."""

@@ -55,11 +55,15 @@ class CudaCopies(CopyDevice):
 
     def wait_host(self, event: Event) -> None:
         """Block this thread."""
-        self._api.wait_host(event)
+        # The loader's thread has no device of its own: on the first one, which the run may
+        # not use, the call would make a context.
+        with self._api.on_device(self.device):
+            self._api.wait_host(event)
 
     def is_complete(self, event: Event) -> bool:
         """Whether the work before the event is done."""
-        return self._api.is_complete(event)
+        with self._api.on_device(self.device):
+            return self._api.is_complete(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy in the current stream."""
@@ -81,7 +85,13 @@ class CudaCopies(CopyDevice):
         return pinned.copy_(tensor)
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device; PyTorch keeps a pinned source until the copy is done."""
+        """A tensor on the device; PyTorch keeps a pinned source until the copy is done.
+
+        One that lies there already was made in another stream, and must be complete.
+        """
+        if tensor.device == self.device:
+            self._api.lend(tensor)
+            return tensor
         return tensor.to(self.device, non_blocking=True)
 
     def memory(self) -> MemoryReading:

@@ -20,6 +20,7 @@ from runtime import cuda_api
 from runtime.capture_gate import GATE, CaptureGate, GateMember
 from runtime.cuda_api import CudaApi, Event, Stream
 from runtime.cuda_log import CudaLog
+from runtime.cuda_streams import STREAMS
 from runtime.cuda_timing import CudaTimer, EventPool
 from runtime.device import Arrival, DeviceContext, ValueLog
 from runtime.timing import StepTimer
@@ -85,6 +86,7 @@ class CudaDevice(DeviceContext):
         self.api = cuda_api.API if api is None else api
         self._max_run_ahead = max_run_ahead
         self._streams: tuple[Stream, Stream, Stream] | None = None
+        self._before: Event | None = None
         self._events = EventPool(self.api)
         self._accumulators: list[Any] = []
         self._gate = GATE if gate is None else gate
@@ -99,17 +101,26 @@ class CudaDevice(DeviceContext):
         use its tensors; not if it leaves by an exception.
         """
         with self.api.on_device(self.device):
-            compute, comm, copy = (self.api.new_stream(self.device) for _ in range(3))
-            self._streams = compute, comm, copy
+            streams = STREAMS.take(self.api, self.device)
+            self._streams = streams
+            # Data and weights that the user has put there may still be on their way.
+            before = self._before or self.api.mark_caller(self.device)
+            for stream in streams:
+                self.api.wait_event(before, stream)
             member = self._member = self._gate.join()
             try:
                 # Thread-local: backward of this thread's graphs stays on this thread.
-                with self.api.stream(compute), torch.autograd.set_multithreading_enabled(False):
+                with self.api.stream(streams[0]), torch.autograd.set_multithreading_enabled(False):
                     yield
                 self.finish()
+                STREAMS.give_back(self.api, self.device, streams)
             finally:
                 member.leave()
                 self._accumulators = []
+
+    def follow_caller(self) -> None:
+        """Let all that this thread's current stream has got so far come first."""
+        self._before = self.api.mark_caller(self.device)
 
     @property
     def compute(self) -> Stream:

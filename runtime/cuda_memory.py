@@ -37,11 +37,13 @@ class CudaMemory:
 
     def fraction(self, device: torch.device) -> float:
         """The part of the memory that the allocator may reserve."""
-        return float(torch.cuda.get_per_process_memory_fraction(device))
+        with torch.cuda.device(device):  # PyTorch may leave it current
+            return float(torch.cuda.get_per_process_memory_fraction(device))
 
     def set_fraction(self, device: torch.device, fraction: float) -> None:
         """Cap what the allocator may reserve from here on; what it has, it keeps."""
-        torch.cuda.set_per_process_memory_fraction(fraction, device)
+        with torch.cuda.device(device):  # PyTorch leaves it current
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 MEMORY = CudaMemory()

@@ -83,7 +83,8 @@ class ColumnAdapter(DatasetAdapter):
             indices = self._rows.index_select(0, indices)
         return tuple(
             [
-                column.index_select(0, indices.to(column.device))
+                # Without a wait for the device where the column lies on one.
+                column.index_select(0, indices.to(column.device, non_blocking=True))
                 if isinstance(column, Tensor)
                 else column.index_select(0, indices)
                 for column in self._columns

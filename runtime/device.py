@@ -222,6 +222,13 @@ class DeviceContext(ABC):
     def comm(self) -> AbstractContextManager[None]:
         """Context for copies and collectives: after all compute, before any that follows."""
 
+    def follow_caller(self) -> None:
+        """Let all that this thread has given the device so far come before the worker's work.
+
+        Called before :meth:`activate`, which else follows the stream it finds.
+        """
+        return
+
     def now(self) -> float:
         """Wall time in seconds, for measuring what the host waits for."""
         return time.perf_counter()

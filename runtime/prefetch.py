@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runtime.batches import Position, batch_bytes, map_batch
+from runtime.batches import Position, batch_bytes, map_batch, parts_of
 from runtime.budget import MAX_DEPTH, DeviceBudget, MemoryReading, host_depth, num_slots
 from runtime.copying import CopyDevice, available_host_bytes
 from runtime.data import ColumnAdapter, DatasetAdapter, EpochIndex
@@ -232,6 +232,11 @@ class SlotStage(Stage):
             )
         with self._copies.copy_stream():  # pins for this device, not for the first one
             loaded.data = map_batch(loaded.data, self._pin)
+            if any(isinstance(p, Tensor) and not p.is_cpu for p in parts_of(loaded.data)):
+                # The data set made it in this stream, which the worker's does not wait for.
+                made = self._copies.new_event()
+                self._copies.record(made)
+                self._copies.wait_host(made)
 
     def _pin(self, part: Any) -> Any:
         return self._copies.pin(part) if isinstance(part, Tensor) else part
@@ -326,4 +331,5 @@ class PrefetchLoader(ThreadLoader):
             if gathered is not None:
                 data, slot = gathered
                 return LoadedBatch(data, len(indices), *position, slot)
-        return super()._read(position)
+        with self._copies.copy_stream():  # for data sets that give tensors of the device
+            return super()._read(position)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime import cuda_api
 from runtime.errors import CollectiveAborted, ReplicaMismatch
 from runtime.flat import FlatState
 from runtime.schedule import Schedule, SchedulerFactory
@@ -115,7 +116,10 @@ class BuildOrder:
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        torch.manual_seed(seed)
+        # torch.manual_seed would leave the generators of all other devices seeded.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            cuda_api.API.seed(device, seed)
         yield
 
 

@@ -159,6 +159,8 @@ class Run:
         started = False
         INTERRUPTS.add(self)
         try:
+            for context in self._contexts:
+                context.follow_caller()
             self._data_path.start(self._outboxes)
             if self._needs_collectives():
                 ranks = range(len(self.devices))

@@ -152,6 +152,9 @@ class NcclCollective(ProcessGroupCollective):
             self._await_end(request.name, start + self._timeout_s)
         except (CollectiveAborted, CollectiveTimeout):
             raise
+        except torch.OutOfMemoryError:
+            self.abort()
+            raise  # nobody else would tell of it
         except RuntimeError as error:
             self.abort()
             raise CollectiveAborted(f"rank {self.rank}: {request.name} failed") from error

@@ -28,10 +28,29 @@ ELSEWHERE = {
     "D29": [
         "tests/unit/test_collectives.py::test_a_rank_that_cannot_connect_is_reported_with_its_cause"
     ],
+    "D30": [
+        "tests/unit/test_cuda_device.py::test_accumulators_are_made_under_the_compute_stream_and_kept",
+        "tests/gpu/test_streams.py::test_an_accumulator_of_another_stream_is_noticed",
+    ],
     "D31": ["tests/unit/test_loader.py::test_an_epoch_abandoned_half_way_leaves_nothing_behind"],
     "D34": ["tests/unit/test_schedule.py::test_the_scale_multiplies_every_rate"],
     "S1": [
         "tests/simulation/test_unequal_speeds.py::test_no_rank_leads_by_more_than_max_batch_diff"
+    ],
+    "S4": [
+        "tests/unit/test_cuda_device.py::test_the_comm_stream_is_ordered_both_ways_whichever_stream_runs_first",
+        "tests/gpu/test_streams.py::test_a_wait_that_is_forgotten_shows",
+    ],
+    "S5": [
+        "tests/unit/test_cuda_device.py::test_an_update_adds_what_was_trained_since_the_snapshot",
+        "tests/gpu/test_streams.py::test_a_thousand_averagings_of_two_workers_on_one_gpu_are_exact",
+    ],
+    "S6": [
+        "tests/unit/test_cuda_device.py::test_a_snapshot_holds_the_state_at_its_step_and_is_late"
+    ],
+    "S7": [
+        "tests/unit/test_slots.py::test_no_slot_is_used_too_early_whatever_the_delays",
+        "tests/unit/test_slots.py::test_the_checker_finds_every_wait_that_is_left_out",
     ],
     "S8": [
         "tests/unit/test_averaging_runtime.py::test_what_is_trained_while_an_average_is_computed_stays"
@@ -47,6 +66,7 @@ ELSEWHERE = {
         "tests/parity/test_sync_equals_ddp.py::test_sync_equals_distributed_data_parallel_on_the_same_batches"
     ],
     "S15": ["tests/unit/test_exactly_once.py::test_every_epoch_trains_every_index_exactly_once"],
+    "S17": ["tests/unit/test_resident.py::test_a_sample_counts_with_all_its_columns_and_its_dtype"],
     "S19": [
         "tests/unit/test_non_finite.py::test_a_fault_of_one_rank_ends_the_run_before_anything_is_used"
     ],
@@ -54,15 +74,8 @@ ELSEWHERE = {
 }
 """Tests of other folders that show a hazard as well."""
 
-NO_STREAMS = "needs CUDA streams: on a CPU a thread does one thing after another"
 NOT_THERE = "the part of the runtime that it is about does not exist yet"
 ABSENT = {
-    "D30": f"{NO_STREAMS}, and PyTorch can warn of no mismatch; warnings are errors in all tests",
-    "S4": NO_STREAMS,
-    "S5": f"{NO_STREAMS}; the order of messages is D16",
-    "S6": NO_STREAMS,
-    "S7": f"{NO_STREAMS}; a batch on the CPU has memory of its own",
-    "S17": f"{NOT_THERE}: there is no resident mode, batches are gathered on the CPU",
     "S18": f"{NOT_THERE}: no batch is scattered over replicas in a loop of the user's own",
     "S21": f"{NOT_THERE}: no checkpoint to resume from is written",
     "S26": "is about the benchmarks, which are no part of a run; benchmarks/README.md",
@@ -70,8 +83,12 @@ ABSENT = {
 """Hazards without a test here, and why."""
 
 IN_PART = {
+    "D30": "that PyTorch warns of it needs a GPU, where the test has not run yet",
     "D9": "the calls are looked for in the source; that they deadlock needs a GPU",
     "D17": "on the CPU every snapshot lies there anyway; a layout on another device is asked for",
+    **dict.fromkeys(
+        ("S4", "S5", "S6", "S7"), "on streams of a stand-in; the tests on a GPU have not run yet"
+    ),
     "S10": "the cost is measured by a clock; events need a GPU",
     "S22": "reads of a value are counted on the CPU; waits of a stream need a GPU",
     "S24": "reports alone: there is no timeline yet",

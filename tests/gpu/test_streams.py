@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
-from coordinator.averaging import Averager
 from runtime import (
     ApplyPolicy,
     AverageBackend,
@@ -19,152 +16,51 @@ from runtime import (
     Trainer,
     UserFunctions,
     WorkerConfig,
-    cuda_api,
 )
-from runtime.averaging import ReplicaAverager
-from runtime.collective import create_collectives
-from runtime.cuda_api import CudaApi
 from runtime.cuda_device import MAX_RUN_AHEAD, CudaDevice
-from runtime.flat import FlatState
+from tests.gpu import replicas
+from tests.gpu.delays import GPU, LONG, DelayedApi, Delays
+from tests.gpu.no_sync import no_sync
+from tests.unit.fake_cuda import standing_in
 
 pytestmark = pytest.mark.gpu
 
-GPU = torch.device("cuda", 0)
-SIZE = 1 << 16
 NUM_ROUNDS = 1000
-DELAY_CYCLES = 100_000  # some 50 microseconds
-STEP_CYCLES = 10_000_000  # some 5 milliseconds
-WAIT_S = 300.0
+STEP_CYCLES = LONG
+WAIT_S = 60.0
 
-slow_enough = pytest.mark.timeout(600)
-
-
-class DelayedApi(CudaApi):
-    """Holds the current stream up before every copy."""
-
-    def copy(self, target, source):
-        torch.cuda._sleep(DELAY_CYCLES)
-        super().copy(target, source)
-
-
-class Counter(nn.Module):
-    """Numbers and a buffer that every step adds to, late."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
-        self.register_buffer("seen", torch.zeros(7, dtype=torch.float64))
-
-    @torch.no_grad()
-    def step(self, amount):
-        torch.cuda._sleep(DELAY_CYCLES)
-        self.w.add_(amount)
-        self.seen.add_(amount)
-
-
-class Rank:
-    """A replica on the GPU in a thread of its own, and the number that it must hold."""
-
-    def __init__(self, rank):
-        self.rank, self.expected, self.base = rank, 0.0, 0.0
-        self.device = CudaDevice(GPU, api=DelayedApi())
-        self.pool = ThreadPoolExecutor(1)
-        self._active = self.device.activate()
-        self.run(self._build)
-
-    def run(self, work, *args):
-        return self.pool.submit(work, *args).result(WAIT_S)
-
-    def _build(self):
-        self._active.__enter__()
-        self.model = Counter().to(GPU)
-        self.state = FlatState(self.model)
-        self.averager = ReplicaAverager(self.state, self.device, None)
-
-    def close(self):
-        self.run(self._active.__exit__, None, None, None)
-        self.pool.shutdown()
-
-    def train(self, num_steps):
-        for _ in range(num_steps):
-            self.model.step(self.rank + 1)
-            self.expected += self.rank + 1
-
-    def snapshot(self):
-        payload, arrival = self.averager.start_snapshot()
-        self.base = self.expected
-        self.train(1)  # while the copy is on its way
-        arrival.wait()
-        return payload
-
-    def take(self, average, value):
-        self.train(1)
-        arrival = self.averager.take(average)
-        self.expected += value - self.base
-        self.train(1)
-        return arrival
-
-    def check(self):
-        for tensor in (self.model.w, self.model.seen):
-            assert bool((tensor == self.expected).all())
-
-
-@contextmanager
-def two_ranks():
-    ranks = [Rank(rank) for rank in range(2)]
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.close()
+slow_enough = pytest.mark.timeout(200)
 
 
 @slow_enough
 def test_a_thousand_averagings_of_two_workers_on_one_gpu_are_exact():
-    """S4 to S6: numbers are small enough to be exact, and any one too early shows."""
-    averager = Averager()
-    with two_ranks() as ranks:
-        for round_id in range(NUM_ROUNDS):
-            for rank in ranks:
-                rank.run(rank.train, 1 + round_id % 2)
-            payloads = [rank.run(rank.snapshot) for rank in ranks]
-            for rank, payload in zip(ranks, payloads, strict=True):
-                assert bool((payload.params[0] == rank.base).all())
-            result = averager.average(payloads, (1, 1))
-            value = (ranks[0].base + ranks[1].base) / 2
-            arrivals = [rank.run(rank.take, result.average, value) for rank in ranks]
-            if round_id % 100 == 99:
-                for rank in ranks:
-                    rank.run(rank.check)
-            for rank, arrival in zip(ranks, arrivals, strict=True):
-                rank.run(arrival.wait)
+    replicas.average_over_the_cpu(GPU, NUM_ROUNDS)
 
 
 @slow_enough
-def test_averagings_through_pinned_memory_are_exact(monkeypatch):
-    monkeypatch.setattr(cuda_api, "API", DelayedApi())
-    ends = create_collectives(2, "thread", [GPU, GPU], WAIT_S)
-    with two_ranks() as ranks:
+def test_a_thousand_averagings_through_pinned_memory_are_exact():
+    with standing_in(DelayedApi(Delays(GPU, 7))):
+        replicas.average_in_shared_memory(GPU, NUM_ROUNDS)
 
-        def reduce(rank, weight):
-            rank.train(1)
-            rank.averager.all_reduce(weight)
-            rank.train(1)
 
-        for rank, end in zip(ranks, ends, strict=True):
-            rank.averager.collective = end
-        for round_id in range(200):
-            futures = [rank.pool.submit(reduce, rank, 1) for rank in ranks]
-            for future in futures:
-                future.result(WAIT_S)
-            before = [rank.expected - (rank.rank + 1) for rank in ranks]
-            for rank in ranks:
-                rank.expected = sum(before) / 2 + rank.rank + 1
-            if round_id % 20 == 19:
-                for rank in ranks:
-                    rank.run(rank.check)
-    for end in ends:
-        end.close()
+class Unordered(CudaDevice):
+    """A device that forgets one of the two waits around its comm stream."""
+
+    def __init__(self, device, forgotten):
+        super().__init__(device)
+        self._forgotten = forgotten
+
+    def _order(self, stream, *, behind):
+        if (behind is self.compute) is not (self._forgotten == "before"):
+            super()._order(stream, behind=behind)
+
+
+@pytest.mark.parametrize("forgotten", ["before", "after"])
+def test_a_wait_that_is_forgotten_shows(forgotten, monkeypatch):
+    """The fault itself, so that the tests above mean something."""
+    monkeypatch.setattr(replicas, "context_of", lambda *_: Unordered(GPU, forgotten))
+    with pytest.raises(AssertionError):
+        replicas.average_over_the_cpu(GPU, 50)
 
 
 # -- the step -----------------------------------------------------------------------
@@ -201,18 +97,6 @@ def lone_worker(train_fn=loss_of, **settings):
 
 def batch():
     return torch.randn(64, 64, device=GPU), torch.randint(10, (64,), device=GPU)
-
-
-@contextmanager
-def no_sync():
-    """Any wait for the device that PyTorch knows of is an error, in the whole process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is called a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -292,15 +176,43 @@ def test_step_times_are_those_of_the_device():
     assert all(delay_s <= s < 3 * delay_s for s in seconds)
 
 
+@pytest.fixture
+def _every_warning():
+    """PyTorch gives some warnings once in a process, which an earlier test may have had."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+@pytest.mark.usefixtures("_every_warning")
 def test_accumulators_live_under_the_compute_stream():
     """D30: a mismatch is a warning of PyTorch, and warnings are errors here."""
     with lone_worker() as (worker, _):
         data = batch()
         for _ in range(3):
             worker.train_step(data)
-        with worker._context.comm(), torch.no_grad():
-            worker.model(data[0])
+        with worker._context.comm():
+            kept = loss_of(worker.model, data)  # would make new nodes, had they been let go
         worker.train_step(data)
+        assert kept.requires_grad
+
+
+@pytest.mark.usefixtures("_every_warning")
+def test_an_accumulator_of_another_stream_is_noticed():
+    """The fault itself, so that the test above means something."""
+    weight = nn.Parameter(torch.ones(8, device=GPU))
+    torch.cuda.synchronize(GPU)
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+    with (
+        torch.cuda.stream(torch.cuda.Stream(GPU)),
+        torch.autograd.set_multithreading_enabled(False),
+        pytest.warns(UserWarning, match="AccumulateGrad"),
+    ):
+        (weight * 2).sum().backward()
+    assert node is not None
+    torch.cuda.synchronize(GPU)
 
 
 # -- whole runs -------------------------------------------------------------------------

@@ -101,6 +101,13 @@ class FakeCuda(CudaApi):
             self._note("leave", stream.name)
             self._local.stream = before
 
+    def mark_caller(self, device):
+        with self._lock:
+            event = self.new_event()
+            event.recorded, event.stream = 1, self.current
+            self.current.queue.append(("record", event, 1))
+            return event
+
     def new_event(self, *, timing=False):
         with self._lock:
             self.events.append(FakeEvent(len(self.events), timing))

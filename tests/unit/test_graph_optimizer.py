@@ -30,7 +30,7 @@ def params():
 
 
 def step_both(optimizers, make_step):
-    """Eight steps with a rate that falls, on one side eager, on the other captured at the fourth."""
+    """Eight steps with a rate that falls, eager on one side, captured from the fourth on."""
     (plain, eager), (captured, capturable, wrapped) = optimizers
     generator, tape = torch.Generator().manual_seed(1), None
     for p in (*plain, *captured):

@@ -155,6 +155,18 @@ def test_a_generator_of_the_worker_goes_on_drawing(posing):
     assert posing.num_replays == [45]
 
 
+def test_short_batches_are_trained_without_a_graph(posing):
+    train(a_run(epochs=6).cuda_graphs(True))
+    assert posing.num_replays == [6 * 16 - 3]
+
+
+def test_a_rank_that_waits_for_messages_is_no_obstacle_to_a_capture(posing):
+    """Rank 1 has no batch in the whole run."""
+    state = train(a_run(ranks=2).partition_ratios([1, 0]).cuda_graphs(True))
+    assert [e.num_samples for e in state.metrics] == [66] * 3
+    assert posing.num_replays == [45]
+
+
 # -- what cannot be captured ------------------------------------------------------------------
 
 

@@ -370,6 +370,21 @@ def test_an_exchange_that_raises_takes_the_peers_out(stuck, monkeypatch):
     assert any("planted" in str(error.__cause__) for error in errors)
 
 
+def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch):
+    """Were it told as an abort, each rank would wait for another to say what happened."""
+    ends = stuck.group()
+
+    def raising(*_):
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(stuck.backends[0], "_run", raising)
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    begin = time.monotonic()
+    errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    assert time.monotonic() - begin < SOON_S
+    assert [type(error) for error in errors] == [torch.OutOfMemoryError, CollectiveAborted]
+
+
 # -- the end -----------------------------------------------------------------------
 
 

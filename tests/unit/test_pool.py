@@ -75,9 +75,15 @@ def test_a_slow_rank_gets_none_of_a_tail_that_the_others_finish_before_it():
 
 
 def test_a_chunk_is_whole_windows_but_for_the_end():
-    pool = pool_of(7, granularity=3, world_size=1)
-    sizes = [size(deal(pool, 0)) for _ in range(3)]
+    pool = pool_of(7, granularity=3)
+    sizes = [size(deal(pool, rank)) for rank in (0, 1, 0)]
     assert sizes == [3, 3, 1]
+
+
+@pytest.mark.parametrize(("world_size", "shares"), [(1, (1.0,)), (2, (0.0, 1.0))])
+def test_a_rank_that_is_alone_gets_all_that_is_left(world_size, shares):
+    pool = pool_of(50, world_size=world_size)
+    assert size(deal(pool, world_size - 1, None, shares)) == 50
 
 
 def test_fixed_ratios_hold_under_progressive_dispatch():

@@ -1,0 +1,82 @@
+"""Kernels that hold a stream up. On a device without streams nothing can come too early."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from runtime.cuda_api import CudaApi
+from runtime.cuda_device import CudaDevice
+from runtime.device import CpuDevice
+from runtime.flat import FlatState
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+SHORT = 100_000
+"""Cycles of a short delay, some 50 microseconds."""
+LONG = 10_000_000
+"""Cycles of a long one, some 5 milliseconds."""
+
+
+def delay(device, cycles=SHORT):
+    """Hold the current stream of this thread up."""
+    if device.type == "cuda":
+        torch.cuda._sleep(cycles)
+
+
+class Delays:
+    """Delays of lengths that a seed chooses: now one stream is the late one, now another."""
+
+    def __init__(self, device, seed):
+        self._device = device
+        self._random = random.Random(seed)
+
+    def __call__(self):
+        cycles = self._random.choice((0, 1, 1, 4)) * SHORT
+        if cycles:
+            delay(self._device, cycles)
+
+
+class DelayedApi(CudaApi):
+    """Holds the current stream up before every copy."""
+
+    def __init__(self, delays):
+        self._delays = delays
+
+    def copy(self, target, source):
+        self._delays()
+        super().copy(target, source)
+
+
+class DelayedState(FlatState):
+    """Holds the current stream up before it reads or writes parameters."""
+
+    def __init__(self, module, delays):
+        super().__init__(module)
+        self._delays = delays
+
+    def snapshot_into(self, payload):
+        self._delays()
+        super().snapshot_into(payload)
+        self._delays()
+
+    def load(self, average):
+        self._delays()
+        super().load(average)
+
+    def keep_progress(self, base, scratch):
+        self._delays()
+        super().keep_progress(base, scratch)
+
+    def load_plus(self, average, progress, scratch):
+        self._delays()
+        super().load_plus(average, progress, scratch)
+        self._delays()
+
+
+def context_of(device, delays=None):
+    """The device object of a worker."""
+    if device.type == "cuda":
+        return CudaDevice(device, api=DelayedApi(delays) if delays else None)
+    return CpuDevice(torch.get_num_threads())

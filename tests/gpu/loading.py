@@ -1,0 +1,231 @@
+"""A prefetching loader on a device, and what must hold of its batches."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from coordinator.messages import EpochPlan
+from runtime.budget import DeviceBudget
+from runtime.copying import CpuCopies
+from runtime.cuda_copies import CudaCopies
+from runtime.data import EpochIndex, adapt_dataset
+from runtime.prefetch import PrefetchLoader, SlotStage
+from runtime.resident import ResidentData
+from runtime.stage import Pace
+from tests.gpu.delays import context_of, delay
+
+N, SIZE, WIDTH = 1000, 8, 4096
+CALIBRATION = 3
+BATCH_DELAY = 2_000_000  # cycles, about a millisecond
+PLANS = [EpochPlan(epoch=epoch, batches=(range(N // SIZE),)) for epoch in range(3)]
+WAIT_S = 60.0
+
+
+class Rows(Dataset):
+    """Row i holds i everywhere; runs code, so that it is streamed. Counts its reads."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self.num_reads = 0
+
+    def __len__(self):
+        return N
+
+    def get_batch(self, indices):
+        with self._changed:
+            self.num_reads += 1
+            self._changed.notify_all()
+        return indices, indices[:, None].expand(-1, WIDTH).float()
+
+    def comes_to(self, num_reads, timeout_s=WAIT_S):
+        with self._changed:
+            return self._changed.wait_for(lambda: self.num_reads >= num_reads, timeout_s)
+
+
+class MadeThere(Rows):
+    """Makes its batches on the device, late, in the thread that reads them."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device = device
+
+    def get_batch(self, indices):
+        super().get_batch(indices)
+        there = indices.to(self._device)
+        delay(self._device, BATCH_DELAY)
+        return there, there[:, None].expand(-1, WIDTH).float()
+
+
+def tensors():
+    return torch.arange(N), torch.arange(N)[:, None].expand(-1, WIDTH).float()
+
+
+class DelayedCopies(CudaCopies):
+    """Holds the copy stream up before every batch."""
+
+    def wait_event(self, event):
+        super().wait_event(event)
+        delay(self.device, BATCH_DELAY)
+
+
+class Rig:
+    """A loader, and sums of its batches as the compute stream saw them."""
+
+    def __init__(self, device, dataset, copies, *, resident=False, depth=None):
+        self.device = device
+        self.ready = threading.Semaphore(0)
+        adapter, self.index = adapt_dataset(dataset), EpochIndex(N, SIZE, 0)
+        self.stage = SlotStage(
+            copies,
+            DeviceBudget(0.5),
+            rank=0,
+            batch_size=SIZE,
+            pace=Pace(CALIBRATION),
+            depth=depth,
+            data=ResidentData(adapter) if resident else None,
+        )
+        self.loader = PrefetchLoader(
+            adapter,
+            self.index,
+            stage=self.stage,
+            copies=copies,
+            seed=0,
+            rank=0,
+            on_ready=self.ready.release,
+        )
+        self._sums, self._wanted = [], []
+
+    def next(self):
+        while (loaded := self.loader.try_next()) is None:
+            assert self.ready.acquire(timeout=WAIT_S), "no batch became ready"
+        return loaded
+
+    def use(self, *, late=True):
+        """Take a batch and read it behind a delay: by then a slot used early holds another."""
+        loaded = self.next()
+        if late:
+            delay(self.device, BATCH_DELAY)
+        numbers, rows = loaded.data
+        self._sums.append(numbers.sum() + rows.double().sum())
+        indices = self.index.indices(loaded.epoch, loaded.batch)
+        self._wanted.append(float(indices.sum()) * (WIDTH + 1))
+        return loaded
+
+    def use_plan(self, plan, *, late=True):
+        self.loader.submit(plan)
+        for _ in range(plan.num_batches):
+            self.use(late=late)
+
+    def check(self):
+        assert torch.stack(self._sums).tolist() == self._wanted
+
+
+@contextmanager
+def rig_on(device, dataset, *, kind=CudaCopies, **settings):
+    """A rig under the compute stream of a device object of its own."""
+    context = context_of(device)
+    with context.activate():
+        on_cpu = device.type == "cpu"
+        copies = CpuCopies() if on_cpu else kind(device, lambda: context.copy)
+        rig = Rig(device, dataset, copies, **settings)
+        try:
+            yield rig
+        finally:
+            assert rig.loader.close(20)
+
+
+def exact(device, dataset, *, slow, **settings):
+    kind = CudaCopies if slow == "compute" else DelayedCopies
+    with rig_on(device, dataset, kind=kind, **settings) as rig:
+        for plan in PLANS:
+            rig.use_plan(plan, late=slow != "copy")
+        rig.check()
+        return rig.stage.depth
+
+
+def slower_than_the_model(device):
+    """The worker is kept waiting, not blocked: it can answer messages."""
+    let = threading.Semaphore(0)
+
+    class Slow(Rows):
+        def get_batch(self, indices):
+            assert let.acquire(timeout=WAIT_S)
+            return super().get_batch(indices)
+
+    with rig_on(device, Slow()) as rig:
+        rig.loader.submit(PLANS[0])
+        for _ in range(PLANS[0].num_batches):
+            assert rig.loader.try_next() is None
+            let.release()
+            rig.use(late=False)
+        rig.check()
+
+
+def faster_than_the_model(device):
+    """As many batches are ahead as the depth says, and no more."""
+    dataset = Rows()
+    with rig_on(device, dataset, depth=4) as rig:
+        rig.loader.submit(PLANS[0])
+        for _ in range(20):
+            rig.use()
+        assert rig.stage.depth == 4
+        assert dataset.comes_to(20 + 4)
+        assert not dataset.comes_to(20 + 5, timeout_s=0.1)
+        for _ in range(PLANS[0].num_batches - 20):
+            rig.use()
+        rig.check()
+
+
+def failing_in_the_middle(device):
+    """The error comes in the place of its batch; the batches around it are right."""
+    broken = 40
+
+    class Fails(Rows):
+        def get_batch(self, indices):
+            batch = super().get_batch(indices)
+            if self.num_reads == broken + 1:
+                raise KeyError("planted")
+            return batch
+
+    with rig_on(device, Fails()) as rig:
+        rig.loader.submit(PLANS[0])
+        for batch in range(PLANS[0].num_batches):
+            if batch == broken:
+                with pytest.raises(KeyError, match="planted"):
+                    rig.next()
+            else:
+                assert rig.use().batch == batch
+        rig.use_plan(PLANS[1])
+        rig.check()
+
+
+def abandoned_half_way(device):
+    """The next plan starts clean, and no slot is lost (D31)."""
+    with rig_on(device, Rows(), kind=DelayedCopies, depth=3) as rig:
+        for plan in PLANS:
+            rig.loader.submit(plan)
+            for _ in range(30):
+                rig.use()
+            rig.loader.cancel()
+            assert rig.loader.try_next() is None
+            rig.use_plan(plan)
+        rig.loader.cancel()
+        rig.stage.advance()
+        pool = rig.stage._pool
+        # The loader's thread may just be giving its last slot back.
+        rig.check()
+        assert rig.loader.close(20)
+        assert len(pool._free) == pool.num_device_slots == 4
+
+
+TROUBLES = (
+    slower_than_the_model,
+    faster_than_the_model,
+    failing_in_the_middle,
+    abandoned_half_way,
+)

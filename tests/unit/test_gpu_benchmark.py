@@ -1,0 +1,368 @@
+"""The GPU benchmark without a GPU: its dry run, and what it does when a section goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_report import Report, Row, SectionResult, section_table, summary
+from benchmarks.gpu_section import Bench, Section, SystemFailed, interleaved, run_section
+from benchmarks.gpu_supervisor import GRACE_S, RESERVE_S, Supervisor, budgets, run_here
+
+# What the process of the sections runs in the tests below. It starts without PyTorch.
+TABLE = """
+import os, threading
+from benchmarks.gpu_section import Section
+
+def facts():
+    return {"gpu": "Test GPU 9000"}
+
+def good(bench):
+    bench.row("ratio", 1.5, target=1.0)
+    bench.raw("rates", [1.0, 2.0, float("nan")])
+
+def bad(bench):
+    bench.row("before", 1.0)
+    raise ValueError("the reason")
+
+def hangs(bench):
+    bench.row("before", 2.0)
+    threading.Event().wait()
+
+def dies(bench):
+    bench.row("before", 3.0)
+    os._exit(7)
+
+SECTIONS = [
+    Section(name=run.__name__, title=run.__name__, seconds=1.0, run=run)
+    for run in (good, bad, hangs, dies)
+]
+"""
+
+
+def nothing(bench):
+    pass
+
+
+def section(name, run=nothing, seconds=10.0, **kwargs):
+    return Section(name=name, title=name, seconds=seconds, run=run, **kwargs)
+
+
+def report(**kwargs):
+    return Report(date="2030-01-02", dry=False, minutes=8.0, **kwargs)
+
+
+def raising(error):
+    def run(bench):
+        raise error
+
+    return run
+
+
+# -- figures and targets ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("figure", "at_most", "met"),
+    [
+        (0.97, False, True),
+        (0.969, False, False),
+        (0.96, True, True),
+        (0.98, True, False),
+        (None, False, False),
+        (None, True, False),
+    ],
+)
+def test_a_target_is_met_at_its_bound_and_never_without_a_figure(figure, at_most, met):
+    row = Row(name="x", figure=figure, target=0.97, at_most=at_most)
+    assert row.met is met
+
+
+def test_a_figure_without_a_target_is_only_told():
+    assert Row(name="x", figure=0.1).met is None
+
+
+def test_the_file_is_strict_json_under_the_name_of_the_gpu_and_the_day(tmp_path):
+    result = SectionResult(name="a", title="A", status="done")
+    result.apply({"type": "raw", "name": "rates", "values": [1.0, math.nan]})
+    result.apply({"type": "row", "row": vars(Row(name="r", figure=2.0, target=1.0))})
+    whole = report(facts={"gpu": "NVIDIA H200"}, sections=[result])
+    path = whole.write(tmp_path / "new")
+    assert path.name == "nvidia-h200-2030-01-02.json"
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert found["sections"][0]["raw"] == {"rates": [1.0, None]}
+    assert found["sections"][0]["rows"][0]["met"] is True
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_the_tables_say_met_missed_and_why_a_section_did_not_end():
+    result = SectionResult(name="a", title="A", status="failed", reason="no luck")
+    result.rows = [
+        Row(name="good", figure=1.0, target=0.9),
+        Row(name="bad", figure=0.5, target=0.9),
+        Row(name="told", figure=3.0, unit="GB/s"),
+    ]
+    result.raw = {"worker, samples/s": [1.0, 9.0, 2.0]}
+    table = section_table(result)
+    assert "| good | 1 | >= 0.9 | met |" in table
+    assert "| bad | 0.5 | >= 0.9 | MISSED |" in table
+    assert "| told | 3 GB/s |  |  |" in table
+    assert "worker, samples/s: median 2 of 3" in table
+    text = summary(report(facts={"gpu": "G"}, sections=[result]))
+    assert "gpu G" in text
+    assert "| a | bad | 0.5 | >= 0.9 | MISSED |" in text
+    assert "| a | failed: no luck |" in text
+    assert "told" not in text
+
+
+@pytest.mark.parametrize("status", ["failed", "timed out", "died", "not run", "running"])
+def test_a_report_is_complete_only_if_every_section_ended(status):
+    done = SectionResult(name="a", title="A", status="done")
+    skipped = SectionResult(name="b", title="B", status="skipped")
+    assert report(sections=[done, skipped]).complete
+    other = SectionResult(name="c", title="C", status=status)
+    assert not report(sections=[done, other]).complete
+
+
+# -- rounds ---------------------------------------------------------------------------------
+
+
+def bench(seconds=60.0, messages=None):
+    sink = [] if messages is None else messages
+    return Bench(dry=True, seconds=seconds, emit=sink.append)
+
+
+def counting(calls, name, rate=1.0):
+    def run():
+        calls.append(name)
+        return rate
+
+    return run
+
+
+def test_rounds_are_interleaved_and_every_other_one_is_reversed():
+    calls = []
+    systems = {name: counting(calls, name) for name in "abc"}
+    interleaved(bench(), systems, rounds=3, unit="1/s")
+    assert "".join(calls) == "abccbaabc"
+
+
+def test_a_ratio_is_the_median_of_the_rounds_pairs():
+    values = {"a": iter([2.0, 30.0, 4.0]), "b": iter([1.0, 1.0, 1.0])}
+    systems = {name: lambda name=name: next(values[name]) for name in "ab"}
+    rates = interleaved(bench(), systems, rounds=3, unit="1/s")
+    assert rates.ratio("a", "b") == 4.0
+
+
+def test_no_round_begins_that_the_budget_has_no_room_for():
+    calls, messages = [], []
+    rates = interleaved(bench(0.0, messages), {"a": counting(calls, "a")}, rounds=3, unit="1/s")
+    assert calls == ["a"]
+    assert rates.median("a") == 1.0
+    assert {"type": "note", "text": "1 of 3 rounds: the time is up"} in messages
+
+
+def test_a_system_that_fails_leaves_the_others_their_rounds():
+    calls = []
+
+    def broken():
+        calls.append("x")
+        raise AttributeError("no such method")
+
+    systems = {"x": broken, "a": counting(calls, "a")}
+    rates = interleaved(bench(), systems, rounds=2, unit="1/s")
+    assert calls == ["x", "a", "a"]
+    assert rates.ratio("x", "a") is None
+    rates.require(["a"])
+    with pytest.raises(SystemFailed, match="x: AttributeError: no such method"):
+        rates.require(["a", "x"])
+
+
+# -- one section --------------------------------------------------------------------------
+
+
+def test_a_failed_section_is_recorded_and_the_others_still_run():
+    whole, seen = report(), []
+    sections = [
+        section("bad", raising(ValueError("the reason"))),
+        section("cuda", raising(AssertionError), needs_cuda=True),
+        section("good", lambda b: b.row("x", 1.0, target=2.0)),
+    ]
+    run_here(sections, whole, seconds=60.0, changed=seen.append)
+    bad, cuda, good = whole.sections
+    assert (bad.status, bad.reason) == ("failed", "ValueError: the reason")
+    assert "in run\n" in bad.traceback
+    assert (cuda.status, cuda.reason) == ("skipped", "needs CUDA")
+    assert good.status == "done"
+    assert good.rows[0].target is None  # a dry run judges checks alone
+    assert seen == whole.sections
+    assert not whole.complete
+
+
+def test_warnings_of_the_packages_become_notes():
+    import logging
+
+    def warns(bench):
+        logging.getLogger("runtime.prefetch").warning("depth %d", 3)
+
+    result = SectionResult(name="a", title="A")
+    assert run_section(section("a", warns), dry=True, seconds=1.0, emit=result.apply)
+    assert result.notes == ["runtime.prefetch: depth 3"]
+    assert not logging.getLogger("runtime").handlers
+
+
+# -- time -----------------------------------------------------------------------------------
+
+
+def test_time_is_shared_out_by_plan_and_never_beyond_what_is_left():
+    plan = [section("a", seconds=10.0), section("b", seconds=30.0)]
+    assert budgets(plan, 1000.0) == (15.0, 22.5 + GRACE_S)
+    assert budgets(plan, 20.0) == (5.0, 7.5 + GRACE_S)
+    assert budgets(plan, 4.0) == (1.0, 4.0)
+    assert budgets(plan[1:], 4.0) == (4.0, 4.0)
+
+
+def test_what_a_dry_run_has_no_time_for_is_not_run():
+    whole = report()
+    run_here([section("a", raising(AssertionError))], whole, seconds=0.0, changed=nothing)
+    assert (whole.sections[0].status, whole.sections[0].reason) == ("not run", "no time was left")
+
+
+# -- the process of the sections ----------------------------------------------------------
+
+
+class Runs:
+    """Runs sections of ``TABLE`` in a process of their own."""
+
+    def __init__(self, tmp_path, monkeypatch):
+        (tmp_path / "table_of_the_test.py").write_text(TABLE)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        self.out = tmp_path / "out"
+        self.statuses = []
+
+    def __call__(self, sections, seconds=60.0, between=nothing):
+        whole = report()
+
+        def changed(result):
+            if result is not None:
+                between(supervisor)
+            path = whole.write(self.out)
+            if result is not None:  # what is on the disk, at the moment that a section is over
+                found = json.loads(path.read_text())["sections"]
+                self.statuses.append([s["status"] for s in found])
+
+        begin = time.monotonic()
+        supervisor = Supervisor(
+            sections,
+            whole,
+            table="table_of_the_test",
+            deadline=begin + RESERVE_S + seconds,
+            changed=changed,
+        )
+        supervisor.run()
+        assert time.monotonic() - begin < RESERVE_S + seconds
+        return whole
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu_supervisor.GRACE_S", 0.5)
+    monkeypatch.setattr("benchmarks.gpu_supervisor.LEAST_S", 0.5)
+    return Runs(tmp_path, monkeypatch)
+
+
+def test_whatever_a_section_does_the_others_run_and_results_are_kept(runs):
+    names = ["bad", "dies", "good", "hangs", "good"]
+    plan = [section(name, seconds=0.6 if name == "hangs" else 10.0) for name in names]
+    whole = runs(plan)
+    bad, died, good, hung, last = whole.sections
+    assert bad.status == "failed"
+    assert "ValueError: the reason" in bad.traceback
+    assert (died.status, died.reason) == ("died", "its process ended with 7")
+    assert hung.status == "timed out"
+    assert "in hangs" in hung.traceback
+    assert [r.rows[0].figure for r in (bad, died, hung)] == [1.0, 3.0, 2.0]
+    assert (good.status, last.status) == ("done", "done")
+    assert good.raw == {"rates": [1.0, 2.0, None]}
+    assert whole.facts == {"gpu": "Test GPU 9000"}
+    states = ["failed", "died", "done", "timed out", "done"]
+    assert runs.statuses == [states[: i + 1] + ["not run"] * (4 - i) for i in range(5)]
+    assert (runs.out / "test-gpu-9000-2030-01-02.json").exists()
+
+
+def test_a_process_that_dies_between_two_sections_costs_the_second_one(runs):
+    def kill_once(supervisor):
+        if len(runs.statuses) == 0:
+            supervisor._child._process.kill()
+            supervisor._child._process.wait(10)
+
+    whole = runs([section("good"), section("good"), section("good")], between=kill_once)
+    assert [s.status for s in whole.sections] == ["done", "died", "done"]
+
+
+def test_the_run_ends_at_the_deadline_and_says_what_was_left_out(runs):
+    whole = runs([section("hangs", seconds=1000.0), section("good", seconds=1.0)], 2.0)
+    hung, left = whole.sections
+    assert hung.status == "timed out"
+    assert (left.status, left.reason) == ("not run", "no time was left")
+
+
+def test_a_process_that_cannot_start_is_told_with_its_last_words(runs, tmp_path):
+    (tmp_path / "table_of_the_test.py").write_text("import no_such_module")
+    whole = runs([section("good")])
+    assert whole.sections[0].status == "died"
+    assert "No module named 'no_such_module'" in whole.sections[0].traceback
+
+
+# -- the whole ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread():
+    """Models of a few numbers are slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_dry_run_walks_every_section_and_writes_only_where_it_is_told(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert gpu.main(["--dry-run", "--out", str(out)]) == 0
+    (path,) = out.iterdir()
+    found = json.loads(path.read_text())
+    assert found["dry"] is True
+    statuses = {s["name"]: (s["status"], s["reason"]) for s in found["sections"]}
+    skipped = {name for name, state in statuses.items() if state == ("skipped", "needs CUDA")}
+    assert skipped == {"graphs", "memory", "nccl"}
+    assert {statuses[name] for name in statuses.keys() - skipped} == {("done", "")}
+    for one in found["sections"]:
+        if one["name"] not in skipped:
+            assert one["rows"], one["name"]
+            assert all(row["figure"] is not None for row in one["rows"]), one["name"]
+            assert all(row["met"] is not False for row in one["rows"]), one["name"]
+    assert "a dry run: figures mean nothing" in capsys.readouterr().out
+
+
+def test_a_dry_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    assert gpu.main(["--dry-run", "--sections", "order"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_the_message_names_the_dry_run(capsys):
+    assert gpu.main([]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_an_unknown_section_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--sections", "nonsense"])
+    assert "invalid choice: 'nonsense'" in capsys.readouterr().err
