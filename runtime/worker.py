@@ -7,6 +7,8 @@ steps it answers every message; inside a step it answers none.
 
 from __future__ import annotations
 
+import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ from runtime.agreement import StopAgreement
 from runtime.collective import Collective
 from runtime.context import worker_context
 from runtime.device import DeviceContext, open_device
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
 from runtime.graph_fallback import Fallbacks
 from runtime.loader import Loader
 from runtime.lockstep import Lockstep
@@ -32,6 +34,9 @@ from runtime.worker_types import (
     WorkerConfig,
     WorkerEndpoints,
 )
+
+DRAIN_S = 30.0
+"""How long a rank whose collective was broken waits to hear of the end of the run."""
 
 
 class GpuWorker(StepWorker):
@@ -253,11 +258,15 @@ class GpuWorker(StepWorker):
                 self.report_timing()
             self._receive(self._next_message())
 
-    def _next_message(self) -> Any:
-        """Block for a message; what still waits for copies is sent first."""
+    def _next_message(self, timeout_s: float | None = None) -> Any:
+        """Block for a message; what still waits for copies is sent first.
+
+        Raises:
+            queue.Empty: None came in time.
+        """
         self._reporter.flush(wait=True)
         with self._context.idle():
-            return self._inbox.get()
+            return self._inbox.get(timeout=timeout_s)
 
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):
@@ -279,10 +288,14 @@ class GpuWorker(StepWorker):
             try:
                 self._train_plans()
                 break
-            except CollectiveAborted:
-                # Another rank failed, which is told by that rank.
-                if not (self.config.survives and self._lockstep):
-                    self.drain_until_shutdown()
+            except CollectiveAborted as error:
+                # Another rank failed, which is told by that rank; if by none, by this one.
+                survives = self.config.survives and self._lockstep
+                if not survives and not self.drain_until_shutdown(DRAIN_S):
+                    raise GpuWorkerError(
+                        f"rank {self.rank}: a collective was broken, and no rank has told why "
+                        f"within {DRAIN_S:g} s"
+                    ) from error
             except CollectiveTimeout:
                 # A peer is late, not dead: with others that wait, meet it anew.
                 if not (self.config.survives and self._lockstep):
@@ -322,13 +335,26 @@ class GpuWorker(StepWorker):
         self._reporter.put(m.Exiting(rank=self.rank))
         self._reporter.flush(wait=True)
 
-    def drain_until_shutdown(self) -> None:
-        """Take messages, joining no round and training nothing, until ``Shutdown`` (D2)."""
+    def drain_until_shutdown(self, timeout_s: float | None = None) -> bool:
+        """Take messages, joining no round and training nothing, until ``Shutdown`` (D2).
+
+        Args:
+            timeout_s: How long to wait for it; ``None``: as long as it takes.
+
+        Returns:
+            Whether it came.
+        """
         self._protocol.leave()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._protocol.shutdown is None:
-            message = self._deferred.popleft() if self._deferred else self._next_message()
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                message = self._deferred.popleft() if self._deferred else self._next_message(left)
+            except queue.Empty:
+                return False
             if not isinstance(message, Wake):
                 self._protocol.receive(message)
+        return True
 
     def close(self) -> bool:
         """End the loader and the worker; returns whether its thread has ended. Idempotent."""

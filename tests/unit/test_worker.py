@@ -18,8 +18,10 @@ from runtime import (
     current_worker,
     record_scalar,
 )
+from runtime import worker as worker_module
 from runtime.agreement import StopAgreement
 from runtime.data import EpochIndex, adapt_dataset
+from runtime.errors import CollectiveAborted, GpuWorkerError
 from runtime.loader import InlineLoader, ThreadLoader
 from runtime.protocol import WorkerState
 from runtime.replica import BuildOrder
@@ -554,3 +556,21 @@ def test_lockstep_ranks_stop_together_where_one_reads_plan_and_end_at_once():
     assert zero.w == one.w == 1.0
     for alone in workers:
         assert [type(r) for r in alone.take()][-2:] == [m.FinalSnapshot, m.Exiting]
+
+
+def test_a_broken_collective_that_no_rank_explains_is_told_by_this_one(monkeypatch):
+    """All ranks alike may have met the same fault inside the exchange."""
+    monkeypatch.setattr(worker_module, "DRAIN_S", 0.05)
+    (end,) = create_collectives(1)
+
+    def broken(*_):
+        raise CollectiveAborted("the exchange failed") from RuntimeError("bad device")
+
+    monkeypatch.setattr(end, "weighted_mean_", broken)
+    alone = Alone(policy=ApplyPolicy.SYNC, collective=end)
+    alone.send(start(range(3)))
+    with pytest.raises(GpuWorkerError, match="no rank has told why") as raised:
+        alone.worker.run()
+    assert isinstance(raised.value.__cause__.__cause__, RuntimeError)
+    alone.worker.close()
+    end.close()
