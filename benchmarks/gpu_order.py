@@ -16,8 +16,9 @@ from coordinator.messages import Payload
 from runtime.averaging import ReplicaAverager
 from runtime.cuda_api import CudaApi
 from runtime.cuda_device import CudaDevice
-from runtime.device import Arrival, DeviceContext, IntraOpThreads, open_device
+from runtime.device import Arrival, DeviceContext, open_device
 from runtime.flat import FlatState
+from runtime.intra_op import IntraOpThreads
 
 T = TypeVar("T")
 NUM_ROUNDS = 1000

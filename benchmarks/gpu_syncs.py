@@ -25,7 +25,8 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime.device import DeviceContext, IntraOpThreads, open_device
+from runtime.device import DeviceContext, open_device
+from runtime.intra_op import IntraOpThreads
 
 BATCH, WIDTH, NUM_CLASSES = 64, 64, 10
 NEVER = 100_000

@@ -178,8 +178,10 @@ class Answers:
 
     def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> None:
         """What is to be done while the live state is an average."""
+        if evaluate is None and checkpoint is None:
+            return
         f = self._functions
-        with worker_context(self._worker):
+        with worker_context(self._worker), self._clock.apart():
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._model, evaluate)
                 self._reporter.put(m.EvalReport(rank=self._rank, epoch=evaluate, values=values))

@@ -114,13 +114,12 @@ class CudaApi:
             generators: Of the current device, which ``work`` may draw from; its default one
                 need not be named.
         """
-        default = torch.cuda.default_generators[torch.cuda.current_device()]
-        spare = [(g, g.clone_state()) for g in (default, *generators)]
+        device = torch.cuda.current_device()
         graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            for generator in generators:
+                graph.register_generator_state(generator)
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
@@ -132,8 +131,9 @@ class CudaApi:
         except BaseException:
             with suppress(Exception):
                 graph.reset()
-            for generator, state in spare:
-                _mend(generator, state)
+            with suppress(Exception):  # a broken capture may still have the allocator's ear
+                torch._C._cuda_endAllocateToPool(device, pool)
+            _heal((torch.cuda.default_generators[device], *generators))
             raise
         return graph
 
@@ -155,12 +155,25 @@ class CudaApi:
         return tensor.device
 
 
-def _mend(generator: torch.Generator, state: torch.Generator) -> None:
-    """Let a generator draw again that a broken capture may have left waiting for its end."""
+def _heal(generators: Sequence[torch.Generator]) -> None:
+    """Let generators draw again that a broken capture has left waiting for its end.
+
+    Their state must stay the object that it is, which other graphs know. A capture that
+    succeeds ends the wait.
+    """
+    target = torch.empty(1, device=generators[0].device)
     try:
-        torch.empty(1, device=generator.device).uniform_(generator=generator)
+        for generator in generators:
+            target.uniform_(generator=generator)
     except RuntimeError:
-        generator.graphsafe_set_state(state)
+        with suppress(Exception):  # the error that broke the capture is the one to tell
+            graph = torch.cuda.CUDAGraph()
+            for generator in generators[1:]:
+                graph.register_generator_state(generator)
+            pool = torch.cuda.graph_pool_handle()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            target.zero_()
+            graph.capture_end()
 
 
 API = CudaApi()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -92,6 +93,7 @@ class CudaDevice(DeviceContext):
         self._gate = GATE if gate is None else gate
         self._member: GateMember | None = None
         self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()  # those in the pool
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -191,17 +193,40 @@ class CudaDevice(DeviceContext):
         """See :meth:`GateMember.idle`."""
         return self._entered().idle()
 
+    def apart(self) -> AbstractContextManager[None]:
+        """See :meth:`GateMember.apart`."""
+        return self._entered().apart()
+
+    def reserve(self) -> None:
+        """See :meth:`GateMember.reserve`."""
+        self._entered().reserve()
+
+    def unreserve(self) -> None:
+        """See :meth:`GateMember.unreserve`."""
+        self._entered().unreserve()
+
+    def abandon(self) -> None:
+        """Let no capture of another run wait for this worker."""
+        if self._member is not None:
+            self._member.leave()
+
     def alone(self) -> AbstractContextManager[bool]:
         """See :meth:`GateMember.alone`."""
         return self._entered().alone()
 
     def capture(self, work: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
-        """Capture on the compute stream; all graphs of this worker share one pool of memory."""
-        if self._pool is None:
+        """Capture on the compute stream; the graphs of this worker share a pool of memory."""
+        if not self._graphs:
+            # One without a graph is not to be used again, nor is that of a broken capture.
             self._pool = self.api.new_pool()
         self.finish()
         self.api.free_cache()  # the graph's memory is its own: it cannot use what is kept
-        graph = self.api.capture(work, pool=self._pool, generators=[generator])
+        try:
+            graph = self.api.capture(work, pool=self._pool, generators=[generator])
+        except BaseException:
+            self._graphs = WeakSet()
+            raise
+        self._graphs.add(graph)
         return partial(self.api.replay, graph)
 
     def _entered(self) -> GateMember:

@@ -8,8 +8,6 @@ read as soon as it exists.
 from __future__ import annotations
 
 import math
-import os
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from coordinator.messages import Payload, Tally
+from runtime.intra_op import IntraOpThreads
 from runtime.timing import HostTimer, StepTimer
 
 
@@ -259,6 +258,22 @@ class DeviceContext(ABC):
         """Context around a wait in which this worker gives the device nothing."""
         return nullcontext()
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Context around a function of the user that may take long."""
+        return nullcontext()
+
+    def reserve(self) -> None:
+        """Ask for :meth:`alone` in the next step."""
+        return
+
+    def unreserve(self) -> None:
+        """There is no need for it after all."""
+        return
+
+    def abandon(self) -> None:
+        """The run is over, and its thread may be stuck; from any thread. Idempotent."""
+        return
+
     def alone(self) -> AbstractContextManager[bool]:
         """Context in which no other worker gives its device anything, if that can be had now."""
         return nullcontext(False)
@@ -334,14 +349,6 @@ class CpuDevice(DeviceContext):
         yield
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every platform
-        return os.cpu_count() or 1
-
-
 def open_device(device: torch.device, num_cpu_workers: int) -> DeviceContext:
     """The device object of a worker.
 
@@ -361,37 +368,3 @@ def open_device(device: torch.device, num_cpu_workers: int) -> DeviceContext:
     # What the process was told to use, by OMP_NUM_THREADS or torch.set_num_threads, holds
     # for all workers together.
     return CpuDevice(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
-
-
-class IntraOpThreads:
-    """Restores ``torch.set_num_threads`` when the last run of the process ends.
-
-    What a worker sets leaks into every thread created later, so it is put back.
-    """
-
-    _lock = threading.Lock()
-    _users = 0
-    _before = 0
-
-    @classmethod
-    def budget(cls) -> int:
-        """Intra-op threads that all CPU workers of a run may have together."""
-        with cls._lock:
-            before = cls._before if cls._users else torch.get_num_threads()
-        return min(num_cores(), before)
-
-    @classmethod
-    def acquire(cls) -> None:
-        """A run starts."""
-        with cls._lock:
-            if cls._users == 0:
-                cls._before = torch.get_num_threads()
-            cls._users += 1
-
-    @classmethod
-    def release(cls) -> None:
-        """A run has ended, from any thread."""
-        with cls._lock:
-            cls._users -= 1
-            if cls._users == 0:
-                torch.set_num_threads(cls._before)

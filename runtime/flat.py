@@ -141,15 +141,6 @@ class FlatBuffers:
         found = [sub._buffers[key] for sub, key in self._owners]
         return [b if b is not None else torch.empty(0) for b in found]
 
-    def put_back(self, tensors: Sequence[Tensor]) -> str | None:
-        """Make these the buffers again; the name of the first that was replaced, if any."""
-        first: str | None = None
-        for (sub, key), name, tensor in zip(self._owners, self.names, tensors, strict=True):
-            if sub._buffers[key] is not tensor:
-                sub._buffers[key] = tensor
-                first = first or name
-        return first
-
     def __bool__(self) -> bool:
         return bool(self._owners)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.graph_fallback import CannotCapture
+
 
 class CapturableOptimizer:
     """Lets an optimizer count its steps and read its learning rates on the device.
@@ -28,29 +30,36 @@ class CapturableOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
+        self._device = device
         if "capturable" in optimizer.defaults:
             for settings in (optimizer.defaults, *optimizer.param_groups):
                 settings["capturable"] = True
         # PyTorch's warning that such an optimizer also runs without a capture.
         optimizer._warned_capturable_if_run_uncaptured = True
         self._tensors: list[Tensor | None] = []
-        for group in optimizer.param_groups:
+        self._written: list[float | None] = []
+        self._add_groups()
+
+    def _add_groups(self) -> None:
+        """Also for groups that are added while the run goes on."""
+        for group in self._optimizer.param_groups[len(self._tensors) :]:
             takes = group.get("capturable") or group.get("fused")
-            plain = not isinstance(group["lr"], Tensor)
-            self._tensors.append(
-                torch.zeros((), dtype=_rate_dtype(group["params"]), device=device)
-                if takes and plain
-                else None
-            )
-        self._written: list[float | None] = [None] * len(self._tensors)
+            rate = group["lr"]
+            there = isinstance(rate, Tensor) and rate.device == self._device
+            dtype = _rate_dtype(group["params"])
+            tensor = torch.zeros((), dtype=dtype, device=self._device)
+            self._tensors.append(tensor if takes and not there else None)
+            self._written.append(None)
 
     def refresh(self) -> None:
         """Bring the tensors to the present learning rates; the host does not wait."""
         groups = self._optimizer.param_groups
+        if len(groups) > len(self._tensors):
+            self._add_groups()
         for i, (group, tensor) in enumerate(zip(groups, self._tensors, strict=True)):
-            if tensor is not None and group["lr"] != self._written[i]:
-                self._written[i] = group["lr"]
-                tensor.fill_(group["lr"])
+            if tensor is not None and (rate := float(group["lr"])) != self._written[i]:
+                self._written[i] = rate
+                tensor.fill_(rate)
 
     @contextmanager
     def rates(self) -> Iterator[None]:
@@ -69,10 +78,13 @@ class CapturableOptimizer:
     def settings(self) -> Hashable:
         """Every number that a graph of the step would hold on to."""
         return tuple(
-            tuple(
-                (name, _plain(value))
-                for name, value in group.items()
-                if name not in ("params", "initial_lr") and (name != "lr" or tensor is None)
+            (
+                len(group["params"]),
+                tuple(
+                    (name, _plain(value))
+                    for name, value in group.items()
+                    if name not in ("params", "initial_lr") and (name != "lr" or tensor is None)
+                ),
             )
             for group, tensor in zip(self._optimizer.param_groups, self._tensors, strict=True)
         )
@@ -80,9 +92,11 @@ class CapturableOptimizer:
     def changed_settings(self, before: Hashable) -> str:
         """Names of the settings that are not as they were."""
         names = set()
-        for old, new in zip(before, self.settings(), strict=True):  # type: ignore[call-overload]
+        for (_, old), (_, new) in zip(before, self.settings(), strict=False):  # type: ignore[call-overload]
             names |= {name for name, value in new if (name, value) not in old}
         return ", ".join(sorted(names))
+
+    # -- its state -------------------------------------------------------------------
 
     def state_tensors(self) -> list[Tensor]:
         """Every tensor of its state, which a graph of the step reads and writes."""
@@ -97,6 +111,68 @@ class CapturableOptimizer:
         """Tells cheaply whether the state was replaced: compare with ``is`` and ``==``."""
         state = self._optimizer.state
         return state, len(state), next(iter(state.values()), None)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around the capture of a step: what Python keeps of the state must stay as it is.
+
+        A replay would not repeat what Python does. Changes are taken back.
+
+        Raises:
+            CannotCapture: The step changes its state elsewhere than on the device.
+            StateMissing: It makes state that no step has made before.
+        """
+        optimizer = self._optimizer
+        for p, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.device != p.device:
+                    raise CannotCapture(f"its state {name!r} lies on {value.device}")
+        states = {p: dict(state) for p, state in optimizer.state.items()}
+        groups = [dict(group) for group in optimizer.param_groups]
+        try:
+            yield
+        finally:
+            made, changed = self._differences(states, groups)
+            for p in list(optimizer.state):
+                if p in states:
+                    optimizer.state[p].clear()
+                    optimizer.state[p].update(states[p])
+                else:
+                    del optimizer.state[p]
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.update(before)
+        if changed is not None:
+            raise CannotCapture(f"each step changes {changed!r} of its state in Python")
+        if made:
+            raise StateMissing
+
+    def _differences(
+        self, states: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]
+    ) -> tuple[bool, str | None]:
+        """Whether state was made, and the name of something that was changed."""
+        made = False
+        for p, state in self._optimizer.state.items():
+            before = states.get(p)
+            for name, value in state.items():
+                if before is None or before.get(name) is None:
+                    made = made or value is not None
+                elif not _same(before[name], value):
+                    return made, name
+        for group, old in zip(self._optimizer.param_groups, groups, strict=True):
+            for name, value in group.items():
+                if name not in ("params", "lr") and not _same(old.get(name), value):
+                    return made, name
+        return made, None
+
+
+class StateMissing(Exception):
+    """The optimizer has not stepped yet, or its state was dropped."""
+
+
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        return before is now
+    return bool(before == now)
 
 
 def _rate_dtype(params: list[Tensor]) -> torch.dtype:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from runtime.device import ValueLog
 from runtime.graph_fallback import CannotCapture
-from runtime.graph_optimizer import CapturableOptimizer
+from runtime.graph_module import ModuleTensors
+from runtime.graph_optimizer import CapturableOptimizer, StateMissing
 from runtime.reducer import Packed
 from runtime.step import StepEnd, Stepper
 
@@ -77,7 +80,8 @@ class StepGraph:
         packed: What it has packed; ``None``: nothing.
         settings: Of the optimizer when it was captured.
         state: Mark of the optimizer's state then; ``None``: no graph touches it.
-        kept: Tensors whose memory the graphs use.
+        kept: Tensors of the optimizer's state, whose memory the graphs use.
+        module: What they read of the module.
     """
 
     first: Replay
@@ -89,6 +93,7 @@ class StepGraph:
     settings: Any
     state: tuple[Any, int, Any] | None
     kept: Sequence[Tensor]
+    module: ModuleTensors
 
     def run(self, stepper: Stepper, log: ValueLog, num_samples: int) -> StepEnd:
         """Make the step on the batches that lie in the held memory."""
@@ -125,6 +130,7 @@ class Recipe:
         num_samples: Samples in the window.
         is_split: Whether the ranks reduce, or a flag is read, before the optimizer steps.
         with_optimizer: Whether clip and step are captured too.
+        module: What the step reads of the module.
     """
 
     capture: CaptureWork
@@ -135,16 +141,18 @@ class Recipe:
     num_samples: int
     is_split: bool
     with_optimizer: bool
+    module: ModuleTensors
 
     def make(self) -> StepGraph:
         """Capture. Nothing is trained; gradients are forgotten.
 
         Raises:
             CannotCapture: The optimizer's part cannot be captured.
+            StateMissing: The optimizer has no state yet.
             BaseException: What the device, or the user's function, says of the rest.
         """
         stepper, whole = self.stepper, self.with_optimizer and not self.is_split
-        state = self.optimizer.state_mark() if self.with_optimizer else None
+        stepper.clear_gradients()  # the memory of what was captured before goes with it
         try:
             values, first = self._first(whole)
             grads = stepper.gradients()
@@ -163,8 +171,9 @@ class Recipe:
             grads=() if whole else grads,
             packed=packed,
             settings=self.optimizer.settings() if self.with_optimizer else None,
-            state=state,
+            state=self.optimizer.state_mark() if self.with_optimizer else None,
             kept=self.optimizer.state_tensors() if self.with_optimizer else (),
+            module=self.module,
         )
 
     def _first(self, whole: bool) -> tuple[StepValues, Replay]:
@@ -181,10 +190,13 @@ class Recipe:
             made.append(tap.gather())
             if whole:
                 in_optimizer = True
-                self.stepper.apply()
+                with self.optimizer.unchanged():
+                    self.stepper.apply()
 
         try:
             replay = self.capture(work)
+        except (CannotCapture, StateMissing):
+            raise
         except Exception as error:
             if in_optimizer:
                 raise CannotCapture(first_line(error)) from error
@@ -194,15 +206,24 @@ class Recipe:
     def _second(self) -> Replay:
         def work() -> None:
             self.stepper.unpack()
-            self.stepper.apply()
+            with self.optimizer.unchanged():
+                self.stepper.apply()
 
         try:
             return self.capture(work)
+        except (CannotCapture, StateMissing):
+            raise
         except Exception as error:
             raise CannotCapture(first_line(error)) from error
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """What an error says in one line, and the line of the user's code that it came from."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))

@@ -30,6 +30,9 @@ class Packed(NamedTuple):
     complete: bool
 
 
+NOTHING = Packed([], complete=False)
+
+
 class GradientReducer:
     """Averages gradients over the ranks, weighted by samples, through one flat tensor.
 
@@ -66,7 +69,7 @@ class GradientReducer:
         self._flags = self._flats[0][first.numel() : first.numel() + num]
         self._loss_flag = self._flats[0][first.numel() + num :]
         self._views = params.views([self._flats[0][: first.numel()], *self._flats[1:]])
-        self.packed = Packed([], complete=False)
+        self.packed = NOTHING
 
     def pack(self, num_samples: int, losses: Sequence[Tensor] = ()) -> None:
         """Write this rank's gradients, flags and losses into the flat tensors.

@@ -27,12 +27,13 @@ from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
 from runtime.data_path import DataPath
-from runtime.device import IntraOpThreads, open_device
+from runtime.device import open_device
 from runtime.errors import CollectiveAborted, error_of
 from runtime.graph_fallback import Fallbacks
 from runtime.groups import Groups
 from runtime.handle import TrainerHandle
 from runtime.interrupts import INTERRUPTS
+from runtime.intra_op import IntraOpThreads
 from runtime.peers import Peers
 from runtime.progress import MetricsThread
 from runtime.replica import BuildOrder
@@ -347,6 +348,8 @@ class Run:
         self._order.forget()
         self._metrics.close(None if self._machine.outcome.failure is None else WORKER_GRACE_S)
         self._peers.groups.close()
+        for context in self._contexts:
+            context.abandon()
         self._peers.replicas.clear()
         self._collectives = {}
         self._data_path.close()

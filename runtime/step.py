@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from runtime.finite import StepJudge
 from runtime.flat import FlatParams
-from runtime.reducer import GradientReducer, Packed
+from runtime.optimizer_state import load_optimizer_state
+from runtime.reducer import NOTHING, GradientReducer, Packed
 from runtime.timing import HostTimer, StepTimer
 
 TrainFn = Callable[[nn.Module, Any], Tensor]
@@ -84,7 +85,7 @@ class Stepper:
     def copy_from(self, other: Stepper) -> None:
         """Take over the optimizer's state and the scaler of another rank's replica."""
         # load_state_dict keeps tensors of the right dtype and device, which are the other's.
-        self._optimizer.load_state_dict(copy.deepcopy(other._optimizer.state_dict()))
+        load_optimizer_state(self._optimizer, copy.deepcopy(other._optimizer.state_dict()))
         if self._scaler is not None and other._scaler is not None:
             self._scaler.load_state_dict(other._scaler.state_dict())
 
@@ -101,8 +102,18 @@ class Stepper:
     def clear_gradients(self) -> None:
         """Forget the gradients and losses of the last step."""
         self._losses.clear()
+        if self._reducer is not None:
+            self._reducer.packed = NOTHING
         for p in self._params:
             p.grad = None
+
+    def pause(self) -> None:
+        """What follows is no work of the step: its time is not counted."""
+        self._timer.pause()
+
+    def resume(self) -> None:
+        """The step goes on."""
+        self._timer.resume()
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients as they are now, in the order of the parameters."""

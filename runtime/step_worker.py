@@ -53,7 +53,7 @@ class StepWorker(ReplicaWorker):
         return GraphedSteps(
             self.rank,
             self._context,
-            self._state,
+            self.model,
             self._stepper,
             optimizer,
             micro_step=self._micro_step,
@@ -73,6 +73,15 @@ class StepWorker(ReplicaWorker):
         """
         if self._graphs is not None:
             self._graphs.forget()
+
+    def _end_graphs(self) -> None:
+        """Let go of them while their stream is this worker's alone."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def _verify_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.verify()
 
     @contextmanager
     def _redirected(self, log: ValueLog) -> Iterator[None]:
@@ -181,4 +190,5 @@ class StepWorker(ReplicaWorker):
     def _make_held(self, window: Window, train_fn: TrainFn, total: int) -> None:
         """The batches so far, when the window turns out to be none for a graph."""
         assert self._graphs is not None
+        self._graphs.pass_by()
         self._graphs.eagerly(window, train_fn, total)

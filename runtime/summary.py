@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from runtime.device import num_cores
+from runtime.intra_op import num_cores
 
 
 def device_summary(devices: Sequence[torch.device] | None = None) -> str:

@@ -132,6 +132,7 @@ class GpuWorker(StepWorker):
             self._protocol.begin_plan()
         with worker_context(self):
             self._begin_epoch(plan.epoch)
+            self._verify_graphs()
             self._submit(plan)
             self._submitted.remove(plan)
             windows = Windows(plan, self.config)
@@ -205,7 +206,8 @@ class GpuWorker(StepWorker):
             self._begun_epoch = epoch
             self._key_generator(epoch)
             if self._functions.epoch_fn is not None:
-                self._functions.epoch_fn(epoch, self)
+                with self._context.apart():
+                    self._functions.epoch_fn(epoch, self)
 
     def _submit(self, plan: m.EpochPlan) -> None:
         """Start loading a plan, unless it was when it arrived."""
@@ -283,6 +285,12 @@ class GpuWorker(StepWorker):
 
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
+        try:
+            self._live()
+        finally:
+            self._end_graphs()
+
+    def _live(self) -> None:
         self._reporter.put(m.Ready(rank=self.rank))
         while True:
             try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 
@@ -43,6 +44,21 @@ class FakeEvent:
         self.stream = None
         self.time_s = None
         self.num_questions = 0
+
+
+class Pool:
+    """Memory of graphs, which goes with the last of them."""
+
+    def __init__(self):
+        self.graphs = WeakSet()
+        self.was_used = self.is_broken = False
+
+
+class FakeGraph:
+    """What the runtime holds of a capture; the stand-in keeps the tape."""
+
+    def __init__(self, tape):
+        self.tape = tape
 
 
 class FakeCuda(CudaApi):
@@ -167,7 +183,7 @@ class FakeCuda(CudaApi):
                 self.run(stream)
 
     def new_pool(self):
-        return object()
+        return Pool()
 
     def free_cache(self):
         self._note("free_cache")
@@ -179,21 +195,29 @@ class FakeCuda(CudaApi):
             self.capturing = True
         if any(stream.queue for stream in self.streams if stream is self.current):
             self._forbid("a capture before the work in front of it is done")
+        if pool.is_broken or (pool.was_used and not pool.graphs):
+            self._forbid("a pool is used again that is broken, or has no graph any more")
+        pool.was_used = True
         self._local.captures = True
         tape = Tape()
         try:
             with tape:
                 work()
+        except BaseException:
+            pool.is_broken = True
+            raise
         finally:
             self.capturing = self._local.captures = False
             self._note("capture", self.current.name)
         self.graphs.append(tape)
-        return tape
+        graph = FakeGraph(tape)
+        pool.graphs.add(graph)
+        return graph
 
     def replay(self, graph):
         self._used(None, "a graph")
-        self._note("replay", self.graphs.index(graph))
-        graph.replay()
+        self._note("replay", self.graphs.index(graph.tape))
+        graph.tape.replay()
 
     def device_of(self, tensor):
         if tensor.device.type != "cpu":

@@ -65,7 +65,18 @@ class Tape(TorchDispatchMode):
         super().__exit__(*error)
         for storage, before in self._before.values():
             storage.copy_(before)
+        self._spoil()
         self._before.clear()
+
+    @torch.no_grad()
+    def _spoil(self):
+        """What was made in the capture holds nothing before a replay."""
+        for _, args, kwargs, out in self._entries:
+            given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+            for tensor in tensors_in(out):
+                if tensor.untyped_storage().data_ptr() not in given | set(self._before):
+                    bad = float("nan") if tensor.is_floating_point() else 77
+                    tensor.detach().fill_(bad)
 
     @torch.no_grad()
     def replay(self):

@@ -18,10 +18,17 @@ def gate():
     return CaptureGate(wait_s=WAIT_S)
 
 
+def in_a_step(gate):
+    """A worker in the middle of a step."""
+    member = gate.join()
+    member.pause_point()
+    return member
+
+
 @contextmanager
 def other(gate, work):
     """A second worker in a thread of its own; ends, and shows its error, on leaving."""
-    member = gate.join()
+    member = in_a_step(gate)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work, member)
         yield member
@@ -47,7 +54,7 @@ def test_an_idle_worker_is_parked_and_wakes_behind_the_capture(gate):
             assert leave.wait(WAIT_S)
         woken.set()
 
-    me = gate.join()
+    me = in_a_step(gate)
     with other(gate, wait) as member:
         await_state(gate, member, _State.PARKED)
         with me.alone() as alone:
@@ -66,7 +73,7 @@ def test_a_capture_waits_until_the_other_reaches_its_next_step(gate):
         member.pause_point()
         order.append("next step")
 
-    me = gate.join()
+    me = in_a_step(gate)
     with other(gate, step), ThreadPoolExecutor(1) as pool:
 
         def capture():
@@ -90,7 +97,7 @@ def test_a_rank_in_a_collective_is_hardly_waited_for(gate):
             joined.set()
             assert leave.wait(WAIT_S)
 
-    me = gate.join()
+    me = in_a_step(gate)
     with other(gate, wait):
         assert joined.wait(WAIT_S)
         with me.alone() as alone:
@@ -108,7 +115,7 @@ def test_a_rank_that_is_about_to_leave_a_collective_is_waited_for():
             assert leave.wait(WAIT_S)
         member.pause_point()
 
-    me = gate.join()
+    me = in_a_step(gate)
     with other(gate, reduce), ThreadPoolExecutor(1) as pool:
         assert joined.wait(WAIT_S)
 
@@ -131,7 +138,7 @@ def test_a_rank_parks_in_front_of_a_collective(gate):
         with member.collective():
             entered.set()
 
-    me = gate.join()
+    me = in_a_step(gate)
     with other(gate, join) as member:
         with member.idle():  # lets the capture begin
             pass
@@ -157,7 +164,7 @@ def test_a_rank_parks_in_front_of_a_collective(gate):
 
 def test_a_worker_that_never_pauses_costs_a_capture_and_no_more():
     gate = CaptureGate(wait_s=0.05)
-    me, busy = gate.join(), gate.join()
+    me, busy = in_a_step(gate), in_a_step(gate)
     with me.alone() as alone:
         assert not alone
     busy.pause_point()  # nobody wants to capture any more
@@ -165,9 +172,59 @@ def test_a_worker_that_never_pauses_costs_a_capture_and_no_more():
         pass
 
 
+def test_nobody_captures_while_another_is_in_a_function_of_the_user(gate):
+    """It may take minutes, for which nobody is held up."""
+    me, building, evaluating = in_a_step(gate), gate.join(), in_a_step(gate)
+    with me.alone() as alone:
+        assert not alone
+    building.leave()
+    with evaluating.apart(), me.alone() as alone:
+        assert not alone
+
+
+def test_ranks_park_in_front_of_the_step_in_which_one_captures(gate):
+    """And not in a reduction, where they would wait for that one."""
+    me, order = in_a_step(gate), []
+
+    def steps(member):
+        member.pause_point()
+        order.append("step")
+
+    me.reserve()
+    with ThreadPoolExecutor(1) as pool:
+        member = gate.join()
+        done = pool.submit(steps, member)
+        await_state(gate, member, _State.PARKED)
+        with me.alone() as alone:
+            assert alone
+            order.append("capture")
+        done.result(WAIT_S)
+    assert order == ["capture", "step"]
+
+
+def test_a_rank_goes_on_to_the_reduction_in_which_the_other_waits_for_it(gate):
+    me, member = in_a_step(gate), in_a_step(gate)
+    me.reserve()
+    with me.collective(), ThreadPoolExecutor(1) as pool:
+        pool.submit(member.pause_point).result(WAIT_S)
+
+
+@pytest.mark.parametrize("end", ["idle", "unreserve", "leave", "apart"])
+def test_a_reservation_that_comes_to_nothing_holds_nobody(gate, end):
+    me, member = in_a_step(gate), in_a_step(gate)
+    me.reserve()
+    if end in ("idle", "apart"):
+        with getattr(me, end)():
+            pass
+    else:
+        getattr(me, end)()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(member.pause_point).result(WAIT_S)
+
+
 def test_a_worker_does_not_stay_parked_for_ever(caplog):
     gate = CaptureGate(park_s=0.05)
-    me, late = gate.join(), gate.join()
+    me, late = in_a_step(gate), in_a_step(gate)
     with late.idle(), me.alone() as alone:
         assert alone
         late.pause_point()
@@ -175,7 +232,7 @@ def test_a_worker_does_not_stay_parked_for_ever(caplog):
 
 
 def test_a_worker_that_is_gone_is_not_waited_for(gate):
-    me, gone = gate.join(), gate.join()
+    me, gone = in_a_step(gate), in_a_step(gate)
     gone.leave()
     gone.leave()
     with me.alone() as alone:
@@ -201,7 +258,7 @@ def test_two_that_want_to_capture_do_so_one_after_the_other(gate):
         finally:
             member.leave()
 
-    members = [gate.join() for _ in range(4)]
+    members = [in_a_step(gate) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(capture, member) for member in members]:
             future.result(WAIT_S)

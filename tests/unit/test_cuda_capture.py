@@ -13,13 +13,6 @@ class Generator:
         self._log, self._name = log, name
         self.device = "cpu"
 
-    def clone_state(self):
-        self._log.append(f"clone {self._name}")
-        return f"state of {self._name}"
-
-    def graphsafe_set_state(self, state):
-        self._log.append(f"set {self._name} to the {state}")
-
 
 class Log(list):
     graph = None
@@ -30,12 +23,14 @@ def log(monkeypatch):
     log = Log()
 
     class Graph:
-        broken = False
+        broken = refuses = False
 
         def register_generator_state(self, generator):
             log.append(f"register {generator._name}")
 
         def capture_begin(self, pool, capture_error_mode):
+            if Graph.refuses and pool == "pool":
+                raise RuntimeError("already recording to mempool_id")
             log.append(f"begin in {pool}, {capture_error_mode}")
 
         def capture_end(self):
@@ -51,6 +46,13 @@ def log(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "new pool")
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_endAllocateToPool",
+        lambda device, pool: log.append(f"allocate to {pool} no more"),
+        raising=False,
+    )
     monkeypatch.setattr(torch.cuda, "default_generators", (Generator(log, "default"),))
     log.graph = Graph
     return log
@@ -73,8 +75,7 @@ def test_a_capture_is_of_one_thread_and_knows_the_generators(log):
     graph = api.capture(lambda: log.append("work"), pool="pool", generators=[own])
     api.replay(graph)
     assert log == [
-        *("clone default", "clone own", "register own"),
-        *("begin in pool, thread_local", "work", "end", "replay"),
+        *("register own", "begin in pool, thread_local", "work", "end", "replay"),
     ]
 
 
@@ -85,11 +86,24 @@ def test_a_broken_capture_ends_and_generators_can_draw_again(log):
 
     with pytest.raises(ValueError, match="reads the device"):
         CudaApi().capture(work, pool="pool", generators=[Generator(log, "own")])
-    assert log[-3:] == ["end", "reset", "set default to the state of default"]
+    assert log[2:] == [
+        *("end", "reset", "allocate to pool no more"),
+        *("register own", "begin in new pool, thread_local", "end"),
+    ]
 
 
 def test_a_capture_that_turns_out_broken_at_its_end_says_so(log):
     log.graph.broken = True
     with pytest.raises(RuntimeError, match="invalidated"):
         CudaApi().capture(lambda: None, pool="pool")
-    assert log[-3:] == ["end", "reset", "set default to the state of default"]
+    assert log[1:] == [
+        *("end", "reset", "allocate to pool no more"),
+        *("begin in new pool, thread_local", "end"),
+    ]
+
+
+def test_a_capture_that_cannot_begin_leaves_no_generator_waiting(log):
+    log.graph.refuses = True
+    with pytest.raises(RuntimeError, match="already recording"):
+        CudaApi().capture(lambda: None, pool="pool")
+    assert log == ["reset", "allocate to pool no more", "begin in new pool, thread_local", "end"]

@@ -2,98 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-
 import pytest
 import torch
 from torch import nn
 
 from runtime import current_worker, record_scalar
-from runtime import run as run_module
-from runtime.capture_gate import CaptureGate
-from runtime.cuda_device import CudaDevice
-from runtime.data_path import DataPath
-from runtime.device import CpuDevice
-from tests.unit.fake_cuda import GPU, FakeCuda
-from tests.unit.running import CADENCE, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.unit.graphing import (
+    DATA,
+    a_run,
+    adamw,
+    assert_equal_runs,
+    capturable_on_cpu,
+    loss_of,
+    posing,
+    sgd,
+    train,
+)
+from tests.unit.running import LOCAL_WAYS, SYNC, THREAD
+
+__all__ = ["capturable_on_cpu", "posing"]  # fixtures
 
 every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
-DATA = torch.randn(66, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def net(device):
-    layers = nn.BatchNorm1d(3), nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)
-    return nn.Sequential(*layers).to(device, torch.float64)
-
-
-def loss_of(model, batch):
-    record_scalar("mean", batch[0].mean())
-    record_scalar("one", 1.0)
-    return (model(batch[0]).squeeze(1) - batch[0].sum(1)).square().mean()
-
-
-def adamw(params):
-    # It counts in float32 then, with and without graphs.
-    return torch.optim.AdamW(params, 0.01, capturable=True)
-
-
-def sgd(params):
-    return torch.optim.SGD(params, 0.01, momentum=0.9)
-
-
-@pytest.fixture(autouse=True)
-def capturable_on_cpu(monkeypatch):
-    """PyTorch lets optimizers count their steps in tensors on accelerators alone."""
-    for name in ("adam", "rmsprop"):
-        module = importlib.import_module(f"torch.optim.{name}")
-        monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
-
-
-class Posing:
-    """Runs on CPU devices that take them for GPUs."""
-
-    def __init__(self, monkeypatch):
-        self.fake = FakeCuda(patience=2)
-        gate = CaptureGate()
-
-        def data_path(config, adapter, index, contexts):
-            return DataPath(config, adapter, index, [CpuDevice(1) for _ in contexts])
-
-        def open_posing(device, num_cpu_workers):
-            return CudaDevice(GPU, api=self.fake, gate=gate)
-
-        monkeypatch.setattr(run_module, "open_device", open_posing)
-        monkeypatch.setattr(run_module, "DataPath", data_path)
-
-    @property
-    def num_replays(self):
-        return [graph.num_replays for graph in self.fake.graphs]
-
-
-@pytest.fixture
-def posing(monkeypatch):
-    posing = Posing(monkeypatch)
-    yield posing
-    assert posing.fake.violations == []
-
-
-def train(b):
-    return b.seed(3).run().join(WAIT_S)
-
-
-def a_run(*, model=net, optim=adamw, loss=loss_of, way=(CADENCE, OVER_CPU), ranks=1, **kwargs):
-    settings = {"dataset": (DATA,), "batch_size": 4, "epochs": 3} | kwargs
-    return builder(model=model, optim=optim, train=loss, way=way, ranks=ranks, **settings)
-
-
-def assert_equal_runs(actual, expected):
-    for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(actual.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
-    for a, e in zip(actual.metrics, expected.metrics, strict=True):
-        assert a.avg_loss == pytest.approx(e.avg_loss)
-        assert a.scalars == pytest.approx(e.scalars)
-        assert a.num_samples == e.num_samples
 
 
 # -- a captured run is the eager one ---------------------------------------------------------
@@ -165,128 +94,6 @@ def test_a_rank_that_waits_for_messages_is_no_obstacle_to_a_capture(posing):
     state = train(a_run(ranks=2).partition_ratios([1, 0]).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [66] * 3
     assert posing.num_replays == [45]
-
-
-# -- what cannot be captured ------------------------------------------------------------------
-
-
-def warnings_of(caplog):
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-
-
-def reading(model, batch):
-    loss = loss_of(model, batch)
-    return loss * (2.0 if loss.item() > 1e9 else 1.0)
-
-
-def test_a_step_that_reads_the_device_is_made_eagerly_with_one_warning(posing, caplog):
-    expected = train(a_run(loss=reading, ranks=2, way=(SYNC, THREAD)))
-    state = train(a_run(loss=reading, ranks=2, way=(SYNC, THREAD)).cuda_graphs(True))
-    assert_equal_runs(state, expected)
-    (warning,) = warnings_of(caplog)
-    assert "without a graph" in warning
-    assert "not permitted when stream is capturing" in warning
-    assert posing.fake.graphs == []
-
-
-def test_an_optimizer_that_reads_the_device_steps_behind_a_graph(posing, caplog):
-    class Reading(torch.optim.SGD):
-        def step(self, closure=None):
-            float(self.param_groups[0]["params"][0].detach().sum())
-            return super().step(closure)
-
-    def run(flag):
-        return train(a_run(optim=lambda params: Reading(params, 0.01)).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
-    (warning,) = warnings_of(caplog)
-    assert "the optimizer steps without a graph" in warning
-    assert posing.num_replays == [45]
-
-
-def test_a_setting_that_moves_with_each_step_leaves_the_optimizer_out(posing, caplog):
-    def run(flag):
-        b = a_run(optim=sgd).scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.99))
-        return train(b.cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
-    (warning,) = warnings_of(caplog)
-    assert "(lr)" in warning
-    assert "fused=True" in warning
-    assert max(posing.num_replays) > 30
-
-
-def test_a_learning_rate_that_is_set_once_is_captured_anew(posing, caplog):
-    def slower(epoch, worker):
-        if epoch == 2:
-            worker.set_lr(0.001)
-
-    def run(flag):
-        return train(a_run(optim=sgd).epoch_fn(slower).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
-    assert warnings_of(caplog) == []
-    assert posing.num_replays == [29, 16]
-
-
-class Replacing(nn.Module):
-    """Keeps a mean by giving its buffer a new tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x):
-        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
-        return self.inner(x - self.seen)
-
-
-def test_a_buffer_that_is_replaced_keeps_the_step_eager(posing, caplog):
-    def run(flag):
-        b = a_run(model=lambda d: Replacing().to(d, torch.float64), loss=loss_of)
-        return train(b.cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
-    (warning,) = warnings_of(caplog)
-    assert "'seen'" in warning
-    assert "in place" in warning
-
-
-def test_fp16_is_made_eagerly(posing, caplog):
-    train(
-        a_run(model=lambda d: nn.Sequential(nn.Linear(3, 1)).to(d), loss=half)
-        .precision("fp16")
-        .cuda_graphs(True)
-    )
-    (warning,) = warnings_of(caplog)
-    assert "use bf16" in warning
-
-
-def half(model, batch):
-    return model(batch[0].float()).square().mean().float()
-
-
-def test_bf16_is_captured(posing):
-    def run(flag):
-        b = a_run(model=lambda d: nn.Sequential(nn.Linear(3, 1)).to(d), loss=half)
-        return train(b.precision("bf16").cuda_graphs(flag))
-
-    expected = run(False)
-    actual = run(True)
-    for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(actual.state_dict()[name], tensor)
-    assert posing.num_replays == [45]
-
-
-def test_on_a_cpu_it_says_that_it_has_no_effect(caplog):
-    train(a_run().cuda_graphs(True))
-    (warning,) = warnings_of(caplog)
-    assert "no effect on cpu" in warning
 
 
 # -- what a graph holds on to ------------------------------------------------------------------
