@@ -16,12 +16,17 @@ MEASURE_S = 180.0
 
 
 class DdpGroup:
-    """A context manager that holds ``world_size`` live Gloo processes."""
+    """A context manager that holds ``world_size`` live Gloo processes.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: How many.
+        script: What they run, next to this file.
+    """
+
+    def __init__(self, world_size: int, script: str = "ddp_worker.py") -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="ddp-")
         store = Path(self._dir.name, "store")
-        worker = Path(__file__).with_name("ddp_worker.py")
+        worker = Path(__file__).with_name(script)
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._processes = [
             subprocess.Popen(
@@ -55,20 +60,21 @@ class DdpGroup:
         self, name: str, num_batches: int, num_epochs: int, pauses_s: tuple[float, ...]
     ) -> float:
         """Samples/s of all processes together; epoch 0 is not counted."""
-        request = json.dumps(
-            {
-                "name": name,
-                "num_batches": num_batches,
-                "num_epochs": num_epochs,
-                "pauses_s": list(pauses_s) or [0.0] * len(self._processes),
-            }
-        )
+        return self.ask(
+            name=name,
+            num_batches=num_batches,
+            num_epochs=num_epochs,
+            pauses_s=list(pauses_s) or [0.0] * len(self._processes),
+        )["rate"]
+
+    def ask(self, **request: object) -> dict[str, float]:
+        """Send every process a request; rank 0's answer, once all have answered."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(request + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         answers = [self._answer(rank, MEASURE_S) for rank in range(len(self._processes))]
-        return answers[0]["rate"]
+        return answers[0]
 
     def close(self) -> None:
         """End the processes: by closing their input, then by force."""

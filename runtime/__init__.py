@@ -7,18 +7,25 @@ from coordinator.world import RankStatistics, Statistics
 from runtime.builder import TrainerBuilder
 from runtime.collective import Collective, ReduceOp, create_collectives
 from runtime.context import current_worker, record_scalar
+from runtime.data_parallel import BatchResult, DataParallelCoordinator
+from runtime.ddp import Ddp
 from runtime.errors import (
     AveragingFailed,
     CollectiveAborted,
     CollectiveTimeout,
     GpuWorkerError,
     NonFiniteError,
+    ReplicaFailed,
     ReplicaMismatch,
     RunAborted,
     RunStalled,
     WorkerFailed,
 )
+from runtime.fsdp import FSDP, ShardingStrategy
+from runtime.gradients import average_gradients, has_non_finite
 from runtime.handle import TrainerHandle
+from runtime.setup import DdpConfig, ReplicatedModule
+from runtime.shards import shard_samples
 from runtime.state import TrainedState, WorkerFailure
 from runtime.summary import device_summary
 from runtime.trainer import Trainer
@@ -29,20 +36,28 @@ __all__ = [
     "ApplyPolicy",
     "AverageBackend",
     "AveragingFailed",
+    "BatchResult",
     "Collective",
     "CollectiveAborted",
     "CollectiveTimeout",
+    "DataParallelCoordinator",
+    "Ddp",
+    "DdpConfig",
     "ElChe",
     "EpochMetrics",
+    "FSDP",
     "GpuWorker",
     "GpuWorkerError",
     "NonFiniteError",
     "RankMetrics",
     "RankStatistics",
     "ReduceOp",
+    "ReplicaFailed",
     "ReplicaMismatch",
+    "ReplicatedModule",
     "RunAborted",
     "RunStalled",
+    "ShardingStrategy",
     "Statistics",
     "TrainedState",
     "Trainer",
@@ -52,8 +67,11 @@ __all__ = [
     "WorkerConfig",
     "WorkerFailed",
     "WorkerFailure",
+    "average_gradients",
     "create_collectives",
     "current_worker",
     "device_summary",
+    "has_non_finite",
     "record_scalar",
+    "shard_samples",
 ]

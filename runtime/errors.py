@@ -13,6 +13,7 @@ __all__ = [
     "CollectiveTimeout",
     "GpuWorkerError",
     "NonFiniteError",
+    "ReplicaFailed",
     "ReplicaMismatch",
     "RunAborted",
     "RunStalled",
@@ -46,6 +47,9 @@ class WorkerFailed(GpuWorkerError):
 class NonFiniteError(GpuWorkerError, ArithmeticError):
     """A loss, a gradient or a parameter is NaN or infinite; see ``on_non_finite``.
 
+    Args:
+        remedy: What to do, where the default, for runs, does not hold.
+
     Attributes:
         rank: The worker where it arose.
         step: Number of the batch, counted from 0 as ``worker.local_step`` counts them: that
@@ -55,24 +59,55 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
         parameter: Name of the first parameter hit; ``None`` where none was.
     """
 
-    def __init__(self, rank: int, step: int, what: str, parameter: str | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        step: int,
+        what: str,
+        parameter: str | None = None,
+        remedy: str = (
+            "Lower the learning rate, set max_grad_norm, drop such batches with "
+            'on_non_finite("skip"), or guard the loss against them'
+        ),
+    ) -> None:
         hit = "" if parameter is None else f"; first parameter hit: {parameter!r}"
         super().__init__(
-            f"rank {rank}, step {step}: a {what} is not finite (NaN or infinite){hit}. Lower the "
-            'learning rate, set max_grad_norm, drop such batches with on_non_finite("skip"), or '
-            "guard the loss against them"
+            f"rank {rank}, step {step}: a {what} is not finite (NaN or infinite){hit}. {remedy}"
         )
         self.rank = rank
         self.step = step
         self.what = what
         self.parameter = parameter
+        self._remedy = remedy
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[object, ...]]:
-        return type(self), (self.rank, self.step, self.what, self.parameter)
+        return type(self), (self.rank, self.step, self.what, self.parameter, self._remedy)
 
 
 class ReplicaMismatch(ValueError):
-    """The model factory gave one rank another model than rank 0."""
+    """One rank's model is another one than rank 0's."""
+
+
+class ReplicaFailed(GpuWorkerError):
+    """A replica raised in a loop of the user's own; the original stands in ``__cause__``.
+
+    Attributes:
+        rank: The replica's rank.
+        device: Its device.
+        what: What it did: ``"forward"``, ``"backward"``, ``"accumulate"``, ``"step"``, ...
+    """
+
+    def __init__(self, rank: int, device: str, what: str, error: BaseException) -> None:
+        super().__init__(
+            f"rank {rank} on {device} failed in {what}: {type(error).__name__}: {error}"
+        )
+        self.rank = rank
+        self.device = device
+        self.what = what
+        self._error = error
+
+    def __reduce__(self) -> tuple[type[ReplicaFailed], tuple[object, ...]]:
+        return type(self), (self.rank, self.device, self.what, self._error)
 
 
 class CollectiveAborted(GpuWorkerError):

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
 from runtime.builder import TrainerBuilder
 from runtime.replica import ModelFactory, OptimFactory
+from runtime.setup.build import set_up
+from runtime.setup.config import DdpConfig
+from runtime.setup.module import ReplicatedModule
 from runtime.step import TrainFn
 
 
@@ -27,3 +35,52 @@ class Trainer:
             TypeError: One of them cannot be called.
         """
         return TrainerBuilder(model_factory, optim_factory, train_fn)
+
+    @staticmethod
+    def setup(
+        model_or_factory: Any,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+    ) -> ReplicatedModule:
+        """Prepare a model for a loop of your own, on one device or many.
+
+        The loop is the same for both: ``out = model(x); loss.backward(); model.step()``; see
+        :class:`~runtime.ReplicatedModule`. Gradients equal those of the whole batch on one
+        device, however it is shared out. Blocks until all replicas are built.
+
+        Args:
+            model_or_factory: A module, which is moved to the first device and keeps its
+                weights, with copies on the other devices; or ``f(device) -> nn.Module``,
+                called once for each device, rank 0 first, all with rank 0's weights; or an
+                object whose ``.module`` is a module (a task head), or a factory of such, whose
+                ``.module`` becomes what this returns.
+            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters, called
+                once for each device.
+            devices: ``None``: every visible CUDA device, else one CPU. A device may stand more
+                than once.
+
+        Returns:
+            A module in train mode whose ``state_dict`` has the model's own keys.
+
+        Raises:
+            TypeError, ValueError: An argument that cannot work, or what a factory gave.
+            ReplicaMismatch: A factory gave different models.
+        """
+        return set_up(model_or_factory, optim_factory, devices, DdpConfig(), spaced=None)
+
+    @staticmethod
+    def setup_with(
+        model_or_factory: Any,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        config: DdpConfig,
+    ) -> ReplicatedModule:
+        """As :meth:`setup`, with settings.
+
+        ElChe is on for devices of any kind, unless ``max_anchor=0`` (with :meth:`setup` only
+        for GPUs of different models): ``model.batch_counts`` then says how many batches each
+        device trains between two reductions, where the loop supplies several with
+        ``model.accumulate(...)``.
+        """
+        return set_up(model_or_factory, optim_factory, devices, config, spaced=True)

@@ -12,6 +12,7 @@ from runtime.collective.base import Collective, Group, ReduceOp
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
 from runtime.collective.staged import StagedThreadCollective
+from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import ThreadCollective
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "StagedThreadCollective",
     "ThreadCollective",
     "create_collectives",
+    "split",
+    "split_nodes",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -35,6 +36,7 @@ class AbortableBarrier:
         self._cut: set[int] = set()
         self._aborted = False
         self._refusal: str | None = None
+        self._linked: list[tuple[weakref.ref[AbortableBarrier], tuple[int, ...]]] = []
 
     @property
     def aborted(self) -> bool:
@@ -73,11 +75,32 @@ class AbortableBarrier:
         with self._mutex:
             self._aborted = True
             self._break(reason)
+        self._abort_linked(reason)
 
     def leave(self, rank: int) -> None:
         """As :meth:`abort`, but an orderly end: :attr:`aborted` does not change."""
         with self._mutex:
             self._break(f"rank {rank} has left the group")
+        for other, ranks in self._links():
+            if rank in ranks:
+                other.leave(ranks.index(rank))
+
+    def link(self, other: AbortableBarrier, ranks: Sequence[int]) -> None:
+        """Let another barrier, of some of the ranks here, break with this one.
+
+        An abort of this one aborts it, a rank that leaves this one leaves it too. It breaks
+        alone without an effect here, and is not kept alive.
+
+        Args:
+            other: Nobody has left it yet.
+            ranks: Who its parties are here, in their order there.
+        """
+        with self._mutex:
+            self._linked = [link for link in self._linked if link[0]() is not None]
+            self._linked.append((weakref.ref(other), tuple(ranks)))
+            aborted, reason = self._aborted, str(self._refusal)
+        if aborted:
+            other.abort(reason)
 
     def _complete(self, action: Callable[[], object] | None) -> None:
         if action is not None:
@@ -100,12 +123,24 @@ class AbortableBarrier:
             missing = sorted(set(range(self.parties)) - set(self._waiting))
             self._waiting.remove(rank)
             names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            reason = f"{names} did not join a collective within {timeout_s:g} s"
             self._aborted = True
-            self._break(f"{names} did not join a collective within {timeout_s:g} s")
+            self._break(reason)
+        self._abort_linked(reason)
         raise CollectiveTimeout(
             f"rank {rank} waited {timeout_s:g} s in a collective for {names}; the group is "
             "aborted. If a step can take that long, raise collective_timeout"
         )
+
+    def _abort_linked(self, reason: str) -> None:
+        # Never under the mutex: a linked barrier takes its own.
+        for other, _ in self._links():
+            other.abort(reason)
+
+    def _links(self) -> list[tuple[AbortableBarrier, tuple[int, ...]]]:
+        with self._mutex:
+            linked = [(link(), ranks) for link, ranks in self._linked]
+        return [(other, ranks) for other, ranks in linked if other is not None]
 
     def _refuse_if_broken(self) -> None:
         if self._refusal is not None:

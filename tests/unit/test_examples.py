@@ -116,6 +116,32 @@ def test_char_lm_names_a_text_that_is_too_short(tmp_path):
     assert "fewer than 1280 characters" in done.stderr
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_gan_draws_points_near_the_modes(workers):
+    output = output_of("gan.py", "--workers", workers, "--steps", 500)
+    assert len(re.findall(r"^step +\d+  judge [\d.]+  maker [\d.]+$", output, re.MULTILINE)) == 5
+    share, modes = re.search(r"(\d+)% of the points lie near one of (\d) of 8", output).groups()
+    # Points of an untrained maker lie near none.
+    assert int(share) >= 8
+    assert int(modes) >= 4
+
+
+def test_lora_trains_less_than_a_tenth_and_learns():
+    output = output_of("lora.py", "--epochs", 3)
+    travels, whole, share = re.search(
+        r"^adapters and head: ([\d,]+) of ([\d,]+) bytes, ([\d.]+)%$", output, re.MULTILINE
+    ).groups()
+    assert float(share) < 10
+    assert int(travels.replace(",", "")) < 0.1 * int(whole.replace(",", ""))
+    before, after = (
+        float(re.search(rf"^{name}: accuracy ([\d.]+)%", output, re.MULTILINE)[1])
+        for name in ("base", "tuned")
+    )
+    assert before < 65
+    assert after > 75
+    assert len(re.findall(r"^epoch \d ", output, re.MULTILINE)) == 3
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_example_has_under_100_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 100

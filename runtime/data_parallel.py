@@ -1,0 +1,378 @@
+"""Replicas in parallel under one call for each mini-batch."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
+from runtime import cuda_api
+from runtime.batches import parts_of
+from runtime.collective import Collective
+from runtime.config import check_callable, check_devices, check_float
+from runtime.cuda_api import Event
+from runtime.device import DeviceContext
+from runtime.errors import NonFiniteError, ReplicaFailed
+from runtime.gradients import average_gradients, has_non_finite
+from runtime.loop_replica import LoopReplica, LossFn
+from runtime.loop_threads import first_error, kind_of, start_threads
+from runtime.rank_threads import Outcome
+from runtime.replica import BuildOrder, ModelFactory, OptimFactory, build_replica
+from runtime.shards import count_samples, shard_samples
+
+SETTLE_S = 30.0
+"""How long Ctrl-C waits for the replicas to come to the end of what they are doing."""
+_REMEDY = (
+    "No replica was changed. Lower the learning rate, set max_grad_norm, or guard the loss "
+    "against such batches"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What became of a mini-batch.
+
+    Attributes:
+        avg_loss: Mean loss of its samples.
+        correct: How many of them were right; 0 where ``loss_fn`` does not count them.
+        total: How many there were.
+        grad_norm: L2 norm of the averaged gradient, before it was clipped.
+    """
+
+    avg_loss: float
+    correct: int
+    total: int
+    grad_norm: float
+
+
+class DataParallelCoordinator:
+    """Trains one model on several devices, a mini-batch at a time, in the user's own loop.
+
+    Each replica runs in a thread of its own, ``data-parallel-<rank>``, which lives until
+    :meth:`close`; replicas on the CPU share its cores out. Every :meth:`train_batch` leaves
+    all replicas with the same parameters and buffers, bit for bit on devices of one kind
+    and with an optimizer that draws no random numbers. On devices of different kinds every
+    replica takes over replica 0's parameters after each step. Replicas on the CPU share
+    PyTorch's process-wide generator, so dropout there draws in no fixed order.
+
+    One thread uses it at a time. A context manager; also closed when it is garbage and when
+    the interpreter exits.
+
+    Args:
+        model_factory: ``f(device) -> nn.Module``, called in each replica's thread, one at a
+            time, replica 0 first. All start from replica 0's weights. Which parameters are
+            trainable is settled then; only those travel.
+        optim_factory: ``f(params) -> Optimizer`` with the trainable parameters. Their memory
+            has been moved by then: keep parameters, not ``.data``.
+        loss_fn: ``f(model, samples)`` gives the mean loss of the samples, or ``(mean loss,
+            number correct)``. Runs in the replicas' threads at once; enter autocast there.
+        devices: One for each replica; a device may stand more than once.
+        backend: How gradients travel, as for :class:`~runtime.trainer.Trainer` under SYNC.
+        max_grad_norm: Clip the averaged gradient's norm to this; ``None``: leave it.
+
+    Attributes:
+        backend: The resolved transport.
+        backend_reason: A sentence that says why.
+
+    Raises:
+        TypeError, ValueError: A wrong argument, models that differ, or what a factory raises.
+    """
+
+    shard_samples = staticmethod(shard_samples)
+    average_gradients = staticmethod(average_gradients)
+    has_non_finite = staticmethod(has_non_finite)
+
+    def __init__(
+        self,
+        model_factory: ModelFactory,
+        optim_factory: OptimFactory,
+        loss_fn: LossFn,
+        devices: Sequence[torch.device | str],
+        *,
+        backend: AverageBackend = AverageBackend.AUTO,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        check_callable("model_factory", model_factory, "f(device) -> torch.nn.Module")
+        check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
+        check_callable("loss_fn", loss_fn, "f(model, samples) -> loss, or (loss, correct)")
+        if isinstance(devices, Sequence) and not devices:
+            raise ValueError(
+                "devices is empty: name one device for each replica, as ['cpu', 'cpu']"
+            )
+        self._devices = check_devices(devices)
+        self._loss_fn = loss_fn
+        self._max_grad_norm = max_grad_norm
+        if max_grad_norm is not None:
+            self._max_grad_norm = check_float("max_grad_norm", max_grad_norm, 0, above=True)
+        if not isinstance(backend, AverageBackend):
+            raise TypeError(f"backend={backend!r}; pass an AverageBackend")
+        self.backend, self.backend_reason = choose_backend(
+            backend,
+            ApplyPolicy.SYNC,
+            [str(device) for device in self._devices],
+            nccl_available=torch.distributed.is_available()
+            and torch.distributed.is_nccl_available(),
+        )
+        self._unlike = len({kind_of(device) for device in self._devices}) > 1
+        self._busy = threading.Lock()
+        self._num_batches = 0
+        self._fault: str | None = None
+        contexts, ends, self._threads = start_threads(self._devices, self.backend)
+        try:
+            self._replicas = self._build(model_factory, optim_factory, contexts, ends)
+        except BaseException:
+            self._threads.close()
+            raise
+        self._modes: list[bool] | None = None
+
+    def _build(
+        self,
+        model_factory: ModelFactory,
+        optim_factory: OptimFactory,
+        contexts: Sequence[DeviceContext],
+        ends: Sequence[Collective],
+    ) -> list[LoopReplica]:
+        order = BuildOrder()
+
+        def build(rank: int) -> LoopReplica:
+            device = contexts[rank]
+            replica = build_replica(
+                order, rank, device.device, model_factory, optim_factory, finish=device.finish
+            )
+            built = LoopReplica(replica, device, ends[rank] if ends else None)
+            device.finish()
+            return built
+
+        try:
+            outcomes = self._run(build)
+        finally:
+            order.forget()  # wakes whoever waits for replica 0
+        rank, error = first_error(outcomes)
+        if error is not None:
+            error.add_note(f"while replica {rank} was built on {self._devices[rank]}")
+            raise error
+        return [outcome.value for outcome in outcomes]
+
+    # -- what there is ------------------------------------------------------------------
+
+    @property
+    def num_devices(self) -> int:
+        """Number of replicas."""
+        return len(self._devices)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Each replica's device."""
+        return self._devices
+
+    @property
+    def primary(self) -> nn.Module:
+        """Replica 0's model, to evaluate and save; it stays usable after :meth:`close`.
+
+        Every replica is in the mode that this one, and each module in it, is in: call
+        ``primary.train()`` after an evaluation in ``eval()`` mode. After changing its
+        weights call :meth:`sync_params`.
+        """
+        return self._replicas[0].model
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """Every replica's model."""
+        return tuple(replica.model for replica in self._replicas)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Every replica's optimizer; change all alike, for instance by a scheduler for each."""
+        return tuple(replica.optimizer for replica in self._replicas)
+
+    # -- training -----------------------------------------------------------------------
+
+    def train_batch(self, samples: Any) -> BatchResult:
+        """Train all replicas on a mini-batch, cut among them; blocks until they are done.
+
+        The step is that of one device on the whole mini-batch, apart from what a model
+        computes over a batch (batch norm). The buffers of the first replica that had
+        samples are copied to all. If anything goes wrong before the step, every replica is
+        as it was before the call, without gradients, and training may go on.
+
+        Args:
+            samples: As for :func:`~runtime.shards.shard_samples`. Tensors in columns are
+                moved to each replica's device; lists of samples are handed over as they
+                are. With fewer samples than replicas some have none, and take the step all
+                the same. Work on the caller's current streams is waited for.
+
+        Raises:
+            TypeError, ValueError: Samples that cannot be cut, or none.
+            ReplicaFailed: A replica failed; names its rank, with the original as the cause.
+            NonFiniteError: A loss or a gradient is NaN or infinite. No optimizer has stepped.
+            RuntimeError: Closed, broken by an earlier failure within a step, or in use.
+        """
+        with self._turn():
+            total = count_samples(samples)
+            if total == 0:
+                raise ValueError("train_batch got no samples; leave the call out")
+            shards = shard_samples(samples, self.num_devices)
+            counts = [count_samples(shard) for shard in shards]
+            self._follow_modes()
+            try:
+                loss, correct = self._compute(shards, counts, self._marks(samples))
+                norm = self._reduce(counts)
+            except BaseException:
+                if self._fault is None:
+                    self._settle(lambda rank: self._replicas[rank].undo())
+                raise
+            self._step(norm, counts)
+            self._num_batches += 1
+        return BatchResult(loss, correct, total, norm)
+
+    def _compute(
+        self, shards: Sequence[Any], counts: Sequence[int], marks: Sequence[Event]
+    ) -> tuple[float, int]:
+        """Every replica's gradients; the mean loss and the number correct."""
+        outcomes = self._run(
+            lambda rank: self._replicas[rank].forward_backward(
+                self._loss_fn, shards[rank], counts[rank], marks
+            )
+        )
+        parts = self._values(outcomes)
+        for rank, part in enumerate(parts):
+            if not math.isfinite(part.loss):
+                raise NonFiniteError(rank, self._num_batches, "loss", remedy=_REMEDY)
+        loss = sum(part.loss * n for part, n in zip(parts, counts, strict=True)) / sum(counts)
+        return loss, sum(part.correct for part in parts)
+
+    def _reduce(self, counts: Sequence[int]) -> float:
+        """Average the gradients on all replicas; their norm."""
+        outcomes = self._run(lambda rank: self._replicas[rank].reduce(counts[rank]))
+        reduced = self._values(outcomes)
+        bad = [rank for rank, r in enumerate(reduced) if not math.isfinite(r.norm)]
+        if bad:
+            rank = next((r for r in bad if counts[r] and reduced[r].bad is not None), bad[0])
+            name = reduced[rank].bad
+            raise NonFiniteError(rank, self._num_batches, "gradient", name, remedy=_REMEDY)
+        return float(reduced[0].norm)
+
+    def _step(self, norm: float, counts: Sequence[int]) -> None:
+        factor = 1.0
+        if self._max_grad_norm is not None:
+            factor = min(1.0, self._max_grad_norm / (norm + 1e-6))
+        source = self._replicas[next(rank for rank, n in enumerate(counts) if n)]
+        self._settle(lambda rank: self._replicas[rank].step(factor, source))
+        if self._unlike:
+            self._copy_from_primary(lambda r: r.copy_params(self._replicas[0]))
+
+    def sync_params(self) -> None:
+        """Give every replica the primary's parameters, frozen ones too, and buffers.
+
+        To be called after the primary's weights were changed, by ``load_state_dict`` for
+        instance; blocks until it is done. Optimizer states stay as they are.
+        """
+        with self._turn():
+            marks = self._marks(())
+            ranks = {id(replica): rank for rank, replica in enumerate(self._replicas)}
+            self._copy_from_primary(lambda r: r.copy_all(self._replicas[0], ranks[id(r)], marks))
+
+    def _copy_from_primary(self, copy: Callable[[LoopReplica], None]) -> None:
+        self._settle(lambda rank: copy(self._replicas[rank]) if rank else None)
+
+    # -- calls to the threads -----------------------------------------------------------
+
+    def _run(self, work: Callable[[int], Any]) -> list[Outcome]:
+        """Let every replica's thread work, and wait for all of them."""
+        call = self._threads.start(work)
+        try:
+            call.wait()
+        except BaseException:  # Ctrl-C: leave no thread at work on the replicas
+            self._fault = "it was interrupted, and a replica did not come to an end"
+            if call.wait(SETTLE_S):
+                self._fault = None
+            raise
+        return call.outcomes
+
+    def _settle(self, work: Callable[[int], Any]) -> None:
+        """As :meth:`_run`, for work that leaves the replicas different if it fails."""
+        outcomes = self._run(work)
+        rank, error = first_error(outcomes)
+        if error is not None:
+            self._fault = f"rank {rank} failed while the replicas were changed"
+        self._values(outcomes)
+
+    def _values(self, outcomes: Sequence[Outcome]) -> list[Any]:
+        rank, error = first_error(outcomes)
+        if error is not None:
+            what = f"batch {self._num_batches}"
+            raise ReplicaFailed(rank, str(self._devices[rank]), what, error) from error
+        return [outcome.value for outcome in outcomes]
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "this DataParallelCoordinator is at work already: call it from one thread at a "
+                "time, and not from loss_fn"
+            )
+        try:
+            if self._threads.closed:
+                raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
+            if self._fault is not None:
+                raise RuntimeError(
+                    f"the replicas may differ, for {self._fault}; build a new "
+                    "DataParallelCoordinator from a saved state"
+                )
+            yield
+        finally:
+            self._busy.release()
+
+    def _follow_modes(self) -> None:
+        """Put every replica's modules into the modes of the primary's."""
+        modes = [module.training for module in self._replicas[0].modules]
+        if modes != self._modes:
+            self._modes = modes
+            for replica in self._replicas[1:]:
+                for module, mode in zip(replica.modules, modes, strict=True):
+                    module.training = mode
+
+    def _marks(self, samples: Any) -> list[Event]:
+        """Events in the caller's current streams of every GPU that plays a part."""
+        api = cuda_api.API
+        places = {*self._devices}
+        places |= {api.device_of(part) for part in parts_of(samples) if isinstance(part, Tensor)}
+        marks = []
+        for place in places:
+            if place.type == "cuda":
+                with api.on_device(place):
+                    event = api.new_event()
+                    api.record(event)
+                    marks.append(event)
+        return marks
+
+    # -- the end ------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the threads and wait for them; gives the intra-op threads back. Idempotent.
+
+        Raises:
+            RuntimeError: A thread does not come back from user code.
+        """
+        self._threads.close()
+
+    def __enter__(self) -> DataParallelCoordinator:
+        """Close when the block is left."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,62 @@
+"""Clipping by the norm of the whole model's gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runtime.collective import Collective, ReduceOp
+
+
+@torch.no_grad()
+def sharded_norm(shards: Sequence[nn.Parameter], group: Collective, norm_type: float) -> Tensor:
+    """The norm of gradients whose elements are spread over a group; a collective call.
+
+    Args:
+        shards: This rank's parameters; those without a gradient count nothing.
+        group: The ranks that hold the rest.
+        norm_type: Order of the norm, infinity included.
+
+    Returns:
+        A scalar on the shards' device, of the same bits on every rank; in float64 if all
+        gradients are, else in float32.
+    """
+    gradients = [shard.grad for shard in shards if shard.grad is not None]
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    device = shards[0].device
+    # Parts of a rank of few elements must not be rounded to a low precision.
+    low = torch.nn.utils.get_total_norm([g.double() for g in filled if _is_low(g)], norm_type)
+    rest = torch.nn.utils.get_total_norm([g for g in filled if not _is_low(g)], norm_type)
+    parts = torch.stack([part.to(device, torch.float64) for part in (low, rest)])
+    if math.isinf(norm_type):
+        total = parts.amax()
+        group.all_reduce_(total, ReduceOp.MAX)
+    else:
+        total = parts.pow(norm_type).sum()
+        group.all_reduce_(total)
+        total = total.pow(1.0 / norm_type)
+    exact = all(gradient.dtype is torch.float64 for gradient in gradients)
+    return total if exact else total.float()
+
+
+def clip_by_(
+    shards: Sequence[nn.Parameter], total: Tensor, max_norm: float, *, error_if_nonfinite: bool
+) -> None:
+    """Scales gradients down, whose norm over all ranks is ``total``, to ``max_norm``.
+
+    Raises:
+        RuntimeError: The norm is not finite and that is an error; nothing was changed.
+    """
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the gradient's norm is {total.item()}, so it cannot be clipped; pass "
+            "error_if_nonfinite=False to clip all the same"
+        )
+    torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total)
+
+
+def _is_low(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)

@@ -1,0 +1,108 @@
+"""The parameters of a module, and what must hold for them before they are sharded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from runtime.collective.base import FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One parameter of a module.
+
+    Attributes:
+        name: Its first name.
+        parameter: The parameter as the module was built with it.
+        places: Every module and attribute that hold it: several where it is tied.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+def find_parameters(module: nn.Module) -> list[Found]:
+    """All parameters of a module, in the order of ``named_parameters``.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: There are none, or one that cannot be sharded; says what to do.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP wraps a torch.nn.Module, not a {type(module).__name__}")
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((owner, key))
+    found = [Found(name, p, tuple(places[id(p)])) for name, p in module.named_parameters()]
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; call it "
+            "without FSDP"
+        )
+    for each in found:
+        if (fault := _fault(each.parameter, found[0].parameter.device)) is not None:
+            raise ValueError(f"FSDP: parameter {each.name!r} {fault}")
+    return found
+
+
+def _fault(parameter: nn.Parameter, device: torch.device) -> str | None:
+    if is_lazy(cast(Any, parameter)):
+        return "is lazy; run one forward before wrapping, or give the module its sizes"
+    if parameter.layout is not torch.strided:
+        return f"has the layout {parameter.layout}; only dense parameters can be sharded"
+    if parameter.is_meta:
+        return "is on the meta device; give it values before wrapping"
+    if parameter.device != device:
+        return f"is on {parameter.device}, others are on {device}; use one device for each rank"
+    if parameter.requires_grad and parameter.dtype not in FLOATS:
+        return f"is trainable and {parameter.dtype}; only real floating-point ones can be"
+    return None
+
+
+def check_no_optimizer(found: Sequence[Found]) -> None:
+    """Makes sure that no optimizer was built from the parameters of the bare module.
+
+    It would hold what the module no longer uses, and train nothing.
+
+    Raises:
+        ValueError: There is one.
+    """
+    parameters = [each.parameter for each in found]
+    # An optimizer keeps its parameters in lists: rarely is there any other to look for.
+    lists = [holder for holder in gc.get_referrers(*parameters) if type(holder) is list]
+    if all(holder is parameters for holder in lists):
+        return
+    own = {id(parameter): each.name for each in found for parameter in (each.parameter,)}
+    for other in gc.get_objects():
+        if not issubclass(type(other), torch.optim.Optimizer):
+            continue
+        for group in getattr(other, "param_groups", ()):
+            for parameter in group["params"]:
+                if id(parameter) in own:
+                    raise ValueError(
+                        f"{type(other).__name__} was built from {own[id(parameter)]!r} before the "
+                        "module was wrapped, and would train nothing; build the optimizer from "
+                        "fsdp.parameters()"
+                    )
+
+
+def describe(module: nn.Module, found: Sequence[Found]) -> list[str]:
+    """What must be the same on every rank, a parameter or buffer a line."""
+    lines = []
+    for each in found:
+        p = each.parameter
+        kind = "trainable" if p.requires_grad else "frozen"
+        lines.append(f"{kind} {each.name!r} of shape {tuple(p.shape)} and {p.dtype}")
+    for name, buffer in module.named_buffers():
+        lines.append(f"a buffer {name!r} of shape {tuple(buffer.shape)} and {buffer.dtype}")
+    return lines

@@ -1,0 +1,243 @@
+"""The wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.fsdp.clip import clip_by_, sharded_norm
+from runtime.fsdp.guard import guard
+from runtime.fsdp.strategy import ShardingStrategy
+from runtime.fsdp.wrapper import ShardedModule
+
+
+class FSDP(ShardedModule):
+    """A module whose parameters, gradients and optimizer state are sharded over the ranks.
+
+    The algorithm is ZeRO's (Rajbhandari et al., 2020). Each rank builds its own in its own
+    thread, with a module of its own, and all ranks call the same methods in the same order::
+
+        fsdp = FSDP(Net(), collective)
+        optimizer = torch.optim.AdamW(fsdp.parameters())
+        for x, y in batches:                    # each rank its own
+            optimizer.zero_grad()
+            loss_fn(fsdp(x), y).backward()
+            fsdp.sync_gradients()               # the mean over the ranks
+            optimizer.step()
+            fsdp.broadcast_updated_params()     # does something for SHARD_GRAD_OP alone
+
+    Wrapping, ``forward``, ``sync_gradients`` and whatever is called a collective call below
+    block until all ranks have made them, at most for the collective's time limit; a failure
+    inside one aborts the collective, so that nobody waits. A rank that leaves its loop by an
+    exception must close or abort its collective, which wakes the others. Work runs on the
+    stream that is current in the calling thread.
+
+    **Parameters.** ``parameters()`` yields this rank's shards: one-dimensional, of each
+    parameter one, some of them empty where a parameter has fewer elements than there are ranks.
+    They are views of one flat tensor for each dtype. For ``NO_SHARD`` they are the module's
+    own. Build the optimizer from them, after wrapping. Tied parameters are one parameter and
+    stay tied; frozen ones are sharded too, and get no gradient; dtypes may be mixed. Rank 0's
+    parameters and buffers become everybody's. Buffers are not sharded; each rank updates its
+    own, :meth:`sync_buffers` and :meth:`full_state_dict` take rank 0's.
+
+    **Memory.** Under ``FULL_SHARD`` and ``HYBRID_SHARD`` the full parameters exist from
+    ``forward`` until :meth:`sync_gradients`, or until the end of ``forward`` where gradients are
+    disabled. Backward keeps them and does not gather again: the whole module is one unit, so that
+    all of them were needed at the start of backward anyway. The peak of a rank is thus its
+    shards, full parameters, full gradients and activations; :meth:`sync_gradients` frees the
+    full parameters before it reduces, and each full gradient once it is reduced. Wrap
+    evaluation in ``torch.no_grad()``, or call :meth:`reshard` after it.
+
+    **Gradients** are averaged over all ranks, with equal weights. They add up over several
+    backward passes, and over several calls of :meth:`sync_gradients` until ``zero_grad``.
+    Full gradients that were not synced are dropped by :meth:`zero_grad` of this object and by
+    :meth:`reshard`, not by the optimizer's ``zero_grad``.
+
+    Args:
+        module: On its device, with its final dtypes, the same on every rank. It belongs to the
+            wrapper from here on.
+        collective: This rank's end of a group; stays the caller's, who closes it in the end.
+        strategy: What is sharded.
+        intra_node_size: For ``HYBRID_SHARD``: ranks of a node, contiguous; divides the world
+            size.
+
+    Attributes:
+        module: The bare module. It holds the shards in place of its parameters but between
+            ``forward`` and :meth:`sync_gradients`.
+        collective: As passed.
+        strategy: As passed.
+
+    Raises:
+        TypeError: An argument of a wrong type.
+        ValueError: No parameters, or some that cannot be sharded; a strategy that does not fit
+            the world; an optimizer that was built from the bare module.
+        ReplicaMismatch: The ranks' modules or strategies differ.
+    """
+
+    # -- a step ---------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with full parameters. A collective call where they are gathered.
+
+        Joins a prefetch. With gradients enabled the full parameters stay until
+        :meth:`sync_gradients`, and further calls before that use them.
+
+        Raises:
+            RuntimeError: The shards were seen to change behind a prefetch's back.
+        """
+        self._check_open()
+        parameters = self._store
+        was_held = parameters.is_held
+        parameters.check()
+        with self._aborting():
+            parameters.hold()
+        keeps = torch.is_grad_enabled() and parameters.is_trainable
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            if not was_held:
+                parameters.release()
+            raise
+        if keeps:
+            self._has_forward = True
+            guard(output, parameters)
+        elif not was_held:
+            parameters.release()
+        return output
+
+    def prefetch_forward_params(self) -> None:
+        """Starts to gather the parameters for the next ``forward``, in a thread of its own.
+
+        Returns at once. Call it after ``optimizer.step()``, work on something else, then call
+        ``forward``, which waits for the rest. The first call makes a group of its own for it, so
+        that call is collective. Other collective calls wait for it first.
+
+        Raises:
+            RuntimeError: A prefetch is pending; the full parameters are there; the strategy
+                never frees them.
+        """
+        self._check_open()
+        if not self.strategy.frees_parameters:
+            raise RuntimeError(
+                f"{self.strategy.name} keeps full parameters on every rank, so there is nothing to "
+                "prefetch; leave the call out, or use FULL_SHARD or HYBRID_SHARD"
+            )
+        parameters = self._store
+        if parameters.is_prefetching:
+            raise RuntimeError(
+                "prefetch_forward_params() was called twice without a forward() in between"
+            )
+        if parameters.is_held:
+            raise RuntimeError(
+                "prefetch_forward_params() while forward() holds the full parameters; call "
+                "sync_gradients() and optimizer.step(), or reshard(), first"
+            )
+        parameters.check()
+        with self._aborting():
+            parameters.start_prefetch(self._make_side, f"fsdp-prefetch-{self.collective.rank}")
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether a prefetch was started that no ``forward`` has used."""
+        return self._store.is_prefetching
+
+    def sync_gradients(self) -> None:
+        """Averages the gradients over all ranks into ``.grad`` of the shards; a collective call.
+
+        Adds to gradients that are there. Parameters that no rank used get zeros, frozen ones
+        nothing. Frees full parameters and gradients.
+
+        Raises:
+            RuntimeError: There was no ``forward`` with gradients enabled since the last call.
+            ValueError: A gradient is sparse.
+        """
+        self._check_open()
+        if not self._has_forward:
+            raise RuntimeError(
+                "sync_gradients() before forward(): run forward() with gradients enabled, and "
+                "backward(), before each call"
+            )
+        with self._aborting():
+            self._store.reduce()
+        self._has_forward = False
+
+    def broadcast_updated_params(self) -> None:
+        """For ``SHARD_GRAD_OP``: forms the full parameters of updated shards; a collective call.
+
+        Call it after ``optimizer.step()``. Where it was left out, the next ``forward`` does it.
+        Does nothing for other strategies.
+        """
+        self._check_open()
+        if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
+            with self._aborting():
+                self._store.refresh()
+
+    @torch.no_grad()
+    def update_shards(self, flat: Tensor) -> None:
+        """Writes this rank's parameters, for optimizers that keep a flat copy; not collective.
+
+        Args:
+            flat: This rank's elements without padding, those of all ``parameters()`` in order,
+                of shape ``(numel,)``.
+
+        Raises:
+            ValueError: The shape is another.
+            RuntimeError: A prefetch is pending.
+        """
+        self._check_open()
+        if not isinstance(flat, Tensor):
+            raise TypeError(f"update_shards takes a tensor, not a {type(flat).__name__}")
+        shards = self._store.shards
+        sizes = [shard.numel() for shard in shards]
+        if flat.dim() != 1 or flat.numel() != sum(sizes):
+            raise ValueError(
+                f"update_shards got the shape {tuple(flat.shape)}; this rank has {sum(sizes)} "
+                "elements in one dimension"
+            )
+        self._refuse_pending("update_shards()")
+        parts = flat.split(sizes)  # type: ignore[no-untyped-call]
+        for shard, part in zip(shards, parts, strict=True):
+            shard.copy_(part.view(shard.size()))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clips synced gradients by the norm of the whole model's; a collective call.
+
+        Args:
+            max_norm: What the norm is brought down to.
+            norm_type: Order of the norm, infinity included.
+            error_if_nonfinite: Whether a norm that is NaN or infinite is an error.
+
+        Returns:
+            The norm before, a scalar, the same on every rank.
+
+        Raises:
+            RuntimeError: There are gradients that were not synced; the norm is not finite.
+        """
+        self._check_open()
+        if self._has_forward:
+            raise RuntimeError("clip_grad_norm_() before sync_gradients(): sync first")
+        shards = self._store.shards
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return torch.nn.utils.clip_grad_norm_(
+                shards, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        with self._aborting():
+            self._store.wait_prefetch()
+            total = sharded_norm(shards, self._groups.shard, norm_type)
+        clip_by_(shards, total, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return total
+
+    def reshard(self) -> None:
+        """Frees full parameters, and drops a prefetch and gradients that were not synced.
+
+        Not a collective call, but every rank must make it.
+        """
+        self._check_open()
+        self._store.drop_prefetch()
+        self._store.drop_gradients()
+        self._store.release()
+        self._has_forward = False

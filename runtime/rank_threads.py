@@ -1,0 +1,225 @@
+"""One persistent thread for each rank, for loops that the user's own thread runs."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+"""How long threads may take to end; only user code that does not return takes that long."""
+EXIT_S = 5.0
+LOOK_S = 0.2
+"""A signal that comes in the instant before a wait is seen by Python only when it ends, so
+no wait is longer than this."""
+
+
+class Outcome(NamedTuple):
+    """What became of a rank's work.
+
+    Attributes:
+        value: What it returned.
+        error: What it raised, if it did.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Call:
+    """One piece of work for every rank. Thread-safe.
+
+    Attributes:
+        outcomes: One for each rank, in order; complete once :meth:`wait` says so.
+    """
+
+    def __init__(self, work: Callable[[int], Any], num_ranks: int) -> None:
+        self._work = work
+        self.outcomes: list[Outcome] = [Outcome()] * num_ranks
+        self._lock = threading.Lock()
+        self._num_left = num_ranks
+        self._done = threading.Event()
+
+    def carry_out(self, rank: int, broken: BaseException | None) -> None:
+        """Do a rank's part, in its thread; ``broken`` is why it cannot be done."""
+        if broken is not None:
+            self.outcomes[rank] = Outcome(error=broken)
+        else:
+            try:
+                self.outcomes[rank] = Outcome(self._work(rank))
+            except BaseException as error:
+                self.outcomes[rank] = Outcome(error=error)
+        with self._lock:
+            self._num_left -= 1
+            last = self._num_left == 0
+        if last:
+            self._done.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until every rank is through; ``False`` if time is up before.
+
+        Can be interrupted by a signal. The ranks' work goes on then.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._done.is_set():
+            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self._done.wait(left)
+        return True
+
+
+Inbox = queue.SimpleQueue[Call | None]
+
+
+class RankThreads:
+    """Threads that carry out calls, one after another, until they are closed.
+
+    They are daemons named ``<name>-<rank>``. They end with :meth:`close`, when this object
+    is garbage, and when the interpreter exits. They keep alive what ``contexts`` and
+    ``on_end`` refer to, so those must not refer to this object's owner.
+
+    Args:
+        name: What the threads are called.
+        contexts: For each rank, what makes the context that its thread lives in. If one
+            fails, its error is the outcome of every call.
+        on_end: Called once by the last thread to end, in that thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        contexts: Sequence[Callable[[], AbstractContextManager[object]]],
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._closed = False
+        self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
+        ending = _Ending(len(contexts), on_end)
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(rank, context, inbox, ending),
+                name=f"{name}-{rank}",
+                daemon=True,
+            )
+            for rank, (context, inbox) in enumerate(zip(contexts, self._inboxes, strict=True))
+        ]
+        num_started = 0
+        try:
+            for thread in self._threads:
+                thread.start()
+                num_started += 1
+        except BaseException:
+            _tell_to_end(self._inboxes)
+            for _ in self._threads[num_started:]:
+                ending.leave()
+            raise
+        # Only puts into queues, which may be done wherever garbage is collected.
+        weakref.finalize(self, _tell_to_end, self._inboxes).atexit = False
+        _OPEN.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no call is accepted any more."""
+        return self._closed
+
+    def start(self, work: Callable[[int], Any]) -> Call:
+        """Let every rank's thread call ``work(rank)``, behind earlier calls. Does not block.
+
+        Raises:
+            RuntimeError: They are closed.
+        """
+        call = Call(work, len(self._inboxes))
+        with self._lock:  # a close comes before a call or behind it on every rank
+            if self._closed:
+                raise RuntimeError(f"the threads of {self.name} are closed")
+            for inbox in self._inboxes:
+                inbox.put(call)
+        return call
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the threads behind the calls they have, and wait for them. Idempotent.
+
+        Raises:
+            RuntimeError: A thread is still alive after ``timeout_s`` seconds; named.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                _tell_to_end(self._inboxes)
+        deadline = time.monotonic() + timeout_s
+        others = [t for t in self._threads if t is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = [thread.name for thread in others if thread.is_alive()]
+        if stuck:
+            raise RuntimeError(
+                f"{', '.join(stuck)} did not end within {timeout_s:g} s: user code does not return"
+            )
+
+
+class _Ending:
+    """Lets the last thread to leave end what all of them used."""
+
+    def __init__(self, num_threads: int, then: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._num_left = num_threads
+        self._then = then
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_left -= 1
+            last = self._num_left == 0
+        if last:
+            self._then()
+
+
+def _serve(
+    rank: int,
+    context: Callable[[], AbstractContextManager[object]],
+    inbox: Inbox,
+    ending: _Ending,
+) -> None:
+    broken: BaseException | None = None
+    try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(context())
+            except BaseException as error:
+                broken = error
+            while (call := inbox.get()) is not None:
+                call.carry_out(rank, broken)
+                call = None  # keeps nothing alive while it waits
+    except BaseException:
+        logger.warning("rank %d: the thread's context did not end well", rank, exc_info=True)
+    finally:
+        ending.leave()
+
+
+def _tell_to_end(inboxes: Sequence[Inbox]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+_OPEN: weakref.WeakSet[RankThreads] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    for threads in list(_OPEN):
+        try:
+            threads.close(EXIT_S)
+        except RuntimeError as error:
+            logger.warning("%s", error)
+
+
+atexit.register(_close_at_exit)

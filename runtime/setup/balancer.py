@@ -1,0 +1,180 @@
+"""How a batch is shared out: by measured throughput, so that all devices end together.
+
+The rule is that of flodl's balancer: equal parts while it calibrates, then parts in
+proportion to a moving average of the throughputs, fitted anew every so many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+CALIBRATION_STEPS = 10
+"""Steps before the first re-balance."""
+REBALANCE_EVERY = 50
+"""Steps from one re-balance to the next."""
+SMOOTHING = 0.3
+"""Weight of a new measurement in the moving average."""
+MIN_SHARE = 0.05
+"""No device gets less than this part of a batch (less where there are over 20 devices)."""
+
+
+class Balancer:
+    """Chunk ratios from throughputs. No clock, no thread; not thread-safe.
+
+    Args:
+        world_size: Number of devices, at least 1.
+        speed_hint: ``(slow rank, ratio)``: first ratios, corrected after the first step.
+    """
+
+    def __init__(self, world_size: int, speed_hint: tuple[int, float] | None = None) -> None:
+        weights = [1.0] * world_size
+        if speed_hint is not None:
+            slow, ratio = speed_hint
+            weights = [1.0 if rank == slow else ratio for rank in range(world_size)]
+        self._hinted = speed_hint is not None
+        self._ratios = shares_of(weights)
+        self._throughput = [0.0] * world_size
+        self._pending_s = [0.0] * world_size
+        self._num_steps = 0
+        self._sizes: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def chunk_ratios(self) -> tuple[float, ...]:
+        """Each device's part of a batch; they sum to 1."""
+        return self._ratios
+
+    @property
+    def throughput(self) -> tuple[float, ...]:
+        """Moving average of each device's samples/s; 0.0 where nothing was measured."""
+        return tuple(self._throughput)
+
+    def observe(self, rank: int, num_samples: int, seconds: float) -> None:
+        """Take in what a device computed.
+
+        Args:
+            rank: The device.
+            num_samples: Samples; 0: the time counts with the next samples.
+            seconds: The time they took; one that is not finite and positive is ignored.
+        """
+        if math.isfinite(seconds) and seconds > 0:
+            self._pending_s[rank] += seconds
+        if num_samples <= 0 or not self._pending_s[rank]:
+            return
+        measured = num_samples / self._pending_s[rank]
+        self._pending_s[rank] = 0.0
+        old = self._throughput[rank]
+        self._throughput[rank] = old + SMOOTHING * (measured - old) if old else measured
+
+    def step(self) -> bool:
+        """An optimizer step was made.
+
+        Returns:
+            Whether the ratios were fitted anew.
+        """
+        self._num_steps += 1
+        since = self._num_steps - CALIBRATION_STEPS
+        first_guess = self._hinted and self._num_steps == 1
+        if not first_guess and (since < 0 or since % REBALANCE_EVERY):
+            return False
+        return self._rebalance()
+
+    def adopt(self, weights: Sequence[float]) -> None:
+        """Take ratios in proportion to speeds that were measured elsewhere."""
+        self._ratios = shares_of(weights)
+        self._sizes.clear()
+
+    def sizes(self, num_samples: int) -> tuple[int, ...]:
+        """How many samples each device gets.
+
+        Args:
+            num_samples: Samples of the batch, from 0 up.
+
+        Returns:
+            Numbers that sum to it: at least 1 for each device, but for a batch with fewer
+            samples than devices, of which the first ones get one each.
+        """
+        found = self._sizes.get(num_samples)
+        if found is None:
+            if len(self._sizes) > 64:
+                self._sizes.clear()
+            found = self._sizes[num_samples] = share_out(num_samples, self._ratios)
+        return found
+
+    def _rebalance(self) -> bool:
+        measured = [rank for rank, rate in enumerate(self._throughput) if rate > 0]
+        if len(measured) < 2:
+            return False
+        # A device without a measurement keeps its part; the others share what is left.
+        left = sum(self._ratios[rank] for rank in measured)
+        total = sum(self._throughput[rank] for rank in measured)
+        weights = list(self._ratios)
+        for rank in measured:
+            weights[rank] = left * self._throughput[rank] / total
+        self.adopt(weights)
+        return True
+
+
+def shares_of(weights: Sequence[float]) -> tuple[float, ...]:
+    """Parts in proportion to weights, none below the least one; they sum to 1.
+
+    What the smallest are lifted by is taken from the others in proportion, again and again
+    until none of those has fallen below in turn.
+
+    Raises:
+        ValueError: No weights, or one that is not finite and positive.
+    """
+    if not weights or not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ValueError(f"weights must be finite and positive, got {list(weights)}")
+    least = min(MIN_SHARE, 1.0 / len(weights))
+    largest = max(weights)
+    scaled = [w / largest for w in weights]  # their sum is finite
+    lifted: set[int] = set()
+    while True:
+        rest = 1.0 - least * len(lifted)
+        total = sum(w for rank, w in enumerate(scaled) if rank not in lifted)
+        shares = [least if r in lifted else rest * w / total for r, w in enumerate(scaled)]
+        below = {r for r, share in enumerate(shares) if share < least and r not in lifted}
+        if not below or len(lifted) + len(below) == len(weights):
+            break
+        lifted |= below
+    total = math.fsum(shares)
+    return tuple(share / total for share in shares)
+
+
+def share_out(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers that sum to ``num_items``, as close to the ratios as one can come.
+
+    Everyone gets at least 1; of fewer items than parties the first ones get one each.
+    """
+    world_size = len(ratios)
+    if num_items < world_size:
+        return tuple(1 if rank < num_items else 0 for rank in range(world_size))
+    wanted = [num_items * ratio for ratio in ratios]
+    sizes = [max(1, math.floor(want)) for want in wanted]
+    while (missing := num_items - sum(sizes)) != 0:
+        if missing > 0:  # by largest remainder, the lowest rank on ties
+            rank = max(range(world_size), key=lambda r: (wanted[r] - sizes[r], -r))
+            sizes[rank] += 1
+        else:  # those lifted to 1 took it from the one furthest above what it wants
+            rank = max(
+                (r for r in range(world_size) if sizes[r] > 1),
+                key=lambda r: (sizes[r] - wanted[r], -r),
+            )
+            sizes[rank] -= 1
+    return tuple(sizes)
+
+
+def deal(num_items: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Items for each party in proportion to its count, exactly the counts if they sum so.
+
+    A party may get none.
+    """
+    total = sum(counts)
+    sizes = [num_items * count // total for count in counts]
+    rests = [num_items * count % total for count in counts]
+    for rank in sorted(range(len(counts)), key=lambda r: (-rests[r], r)):
+        if sum(sizes) == num_items:
+            break
+        sizes[rank] += 1
+    return tuple(sizes)

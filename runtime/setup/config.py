@@ -1,0 +1,97 @@
+"""The settings of a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.config import check_float, check_int
+
+DEFAULT_ANCHOR = 10
+"""Batches of the slowest device between two reductions, at the start."""
+DEFAULT_MAX_ANCHOR = 200
+
+
+class Timeline(Protocol):
+    """What takes down when each replica did what.
+
+    :meth:`record` is called by the thread that uses the module, for a backward pass on a GPU
+    by a thread of autograd; never from two threads at once. If it raises, the error goes to
+    the log and the timeline gets nothing more: it never stops training.
+    """
+
+    def record(self, event: str, *, rank: int, step: int, start_s: float, end_s: float) -> object:
+        """Take down one event.
+
+        Args:
+            event: ``"forward"``, ``"backward"``, ``"reduce"``, ``"accumulate"``, ``"step"``, or
+                ``"rebalance"`` where the chunk ratios have changed.
+            rank: The replica.
+            step: Optimizer steps made before.
+            start_s: ``time.perf_counter()`` of the replica's thread when it began; on a GPU
+                the time at which the work was handed to the device.
+            end_s: When it ended, likewise.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpConfig:
+    """Settings of :meth:`Trainer.setup_with <runtime.Trainer.setup_with>`.
+
+    Attributes:
+        speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
+            faster. Shares batches out accordingly until the first reduction, after which
+            measured speeds hold.
+        overhead_target: Part of the computing time that reductions may cost, 0.01 to 0.50,
+            where ElChe spaces them; ``None``: 0.10.
+        max_anchor: Most batches that the slowest device runs between two reductions.
+            ``None``: ElChe chooses; 0: ElChe is off, every device runs one.
+        max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
+            device's accumulated gradient is clipped for itself, before it is divided by its
+            number of batches; after ``loss.backward()`` the gradient of the whole batch.
+        timeline: Takes down what each replica did, see :class:`Timeline`.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value out of range.
+    """
+
+    speed_hint: tuple[int, float] | None = None
+    overhead_target: float | None = None
+    max_anchor: int | None = None
+    max_grad_norm: float | None = None
+    timeline: Timeline | None = None
+
+    def __post_init__(self) -> None:
+        if self.speed_hint is not None:
+            object.__setattr__(self, "speed_hint", _checked_hint(self.speed_hint))
+        if self.overhead_target is not None:
+            check_float("overhead_target", self.overhead_target, 0.01, 0.50)
+        if self.max_anchor is not None:
+            check_int("max_anchor", self.max_anchor, 0)
+        if self.max_grad_norm is not None:
+            check_float("max_grad_norm", self.max_grad_norm, 0.0, above=True)
+        if self.timeline is not None and not callable(getattr(self.timeline, "record", None)):
+            raise TypeError(
+                f"timeline({self.timeline!r}): pass an object with a method "
+                "record(event, *, rank, step, start_s, end_s)"
+            )
+
+    def check(self, world_size: int) -> None:
+        """What can only be judged once the number of devices is known.
+
+        Raises:
+            ValueError: The hint names a rank that does not exist.
+        """
+        if self.speed_hint is not None and self.speed_hint[0] >= world_size:
+            raise ValueError(
+                f"speed_hint: there is no rank {self.speed_hint[0]} of {world_size}; name one from "
+                f"0 to {world_size - 1}, or leave the hint out"
+            )
+
+
+def _checked_hint(hint: object) -> tuple[int, float]:
+    if not isinstance(hint, Sequence) or isinstance(hint, str) or len(hint) != 2:
+        raise TypeError(f"speed_hint({hint!r}): pass (slow rank, ratio), for instance (1, 2.3)")
+    return check_int("speed_hint rank", hint[0], 0), check_float("speed_hint ratio", hint[1], 1.0)

@@ -1,0 +1,126 @@
+"""One device: the model itself, with nothing in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.replica import OptimFactory, build_optimizer
+from runtime.setup.engine import Engine
+from runtime.setup.journal import Journal
+from runtime.setup.learning_rate import LearningRate
+from runtime.setup.replica import LossFn, checked_loss, mean_of_accumulated
+from runtime.setup.scatter import move
+
+
+class Solo(Engine):
+    """One model on one device, in the caller's thread and on its streams.
+
+    Args:
+        model: On the device.
+        device: Where it is.
+        optim_factory: Makes the optimizer.
+        max_grad_norm: Clips gradients; ``None``: they stay as they are.
+        journal: Takes down what happens.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        optim_factory: OptimFactory,
+        *,
+        max_grad_norm: float | None,
+        journal: Journal,
+    ) -> None:
+        model.train()
+        model.zero_grad(set_to_none=True)
+        self._model = model
+        self._device = device
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = build_optimizer(optim_factory, model, self._params, None)
+        self._max_grad_norm = max_grad_norm
+        self._journal = journal
+        self._num_accumulated = 0
+        self.devices = (device,)
+        self.models = (model,)
+        self.optimizers = (self._optimizer,)
+        self.rate = LearningRate(self._optimizer)
+
+    @property
+    def direct(self) -> Callable[..., Any]:
+        """What runs a batch with the least in between."""
+        plain = self._device.type == "cpu" and not self._journal.on
+        return self._model if plain else self.forward
+
+    @property
+    def chunk_ratios(self) -> tuple[float, ...]:
+        """All of it."""
+        return (1.0,)
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """One: there is nobody to reduce with."""
+        return (1,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with the inputs on its device as with many devices."""
+        start_s = time.perf_counter()
+        if self._device.type != "cpu":
+            args, kwargs = move((args, kwargs), self._device)
+        output = self._model(*args, **kwargs)
+        self._journal.record("forward", 0, start_s, time.perf_counter())
+        return output
+
+    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
+        """Forward, loss and backward of each batch in turn."""
+        start_s = time.perf_counter()
+        losses = []
+        for batch in batches:
+            loss = checked_loss(loss_fn(self._model, move(batch, self._device)))
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._num_accumulated += 1
+            losses.append(loss.detach().reshape(()))
+        self._journal.record("accumulate", 0, start_s, time.perf_counter())
+        return torch.stack(losses) if losses else torch.empty(0, device=self._device)
+
+    def step(self) -> None:
+        """Clip, step and forget the gradients."""
+        start_s = time.perf_counter()
+        if self._num_accumulated:
+            mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
+            self._num_accumulated = 0
+        elif self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
+        self._optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+        self.rate.advance()
+        self._journal.record("step", 0, start_s, time.perf_counter())
+        self._journal.step += 1
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients."""
+        return nn.utils.clip_grad_norm_(self._params, max_norm)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._num_accumulated = 0
+        self._model.zero_grad(set_to_none=True)
+
+    def sync_params(self) -> None:
+        """Nobody else has weights."""
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Load the optimizer's state."""
+        self._optimizer.load_state_dict(state)
+
+    def set_attribute(self, name: str, value: object) -> None:
+        """Set an attribute of the model."""
+        setattr(self._model, name, value)
+
+    def close(self) -> None:
+        """Nothing was started."""

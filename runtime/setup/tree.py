@@ -1,0 +1,159 @@
+"""Nested inputs and outputs, taken apart into tensors and put together again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+class Spec:
+    """What a nested value is like, without its tensors.
+
+    Containers are tuples (named ones too), lists, mappings and dataclasses. A tensor is a
+    leaf; everything else is kept as it is.
+
+    Attributes:
+        kind: Type of a container, ``Tensor`` for a tensor, ``None`` for anything else.
+        keys: Names of the children.
+        children: What a container holds.
+        value: What is kept; for some containers an empty one of their kind.
+    """
+
+    __slots__ = ("children", "keys", "kind", "value")
+
+    def __init__(
+        self,
+        kind: type | None,
+        keys: tuple[Any, ...] = (),
+        children: tuple[Spec, ...] = (),
+        value: Any = None,
+    ) -> None:
+        self.kind = kind
+        self.keys = keys
+        self.children = children
+        self.value = value
+
+    def build(self, tensors: Iterator[Tensor]) -> Any:
+        """The value again, with these tensors in the order of :func:`flatten`."""
+        if self.kind is Tensor:
+            return next(tensors)
+        if self.kind is None:
+            return self.value
+        parts = [child.build(tensors) for child in self.children]
+        return _assemble(self, parts)
+
+    def difference(self, other: Spec, path: str = "the output") -> str | None:
+        """Says how another value differs, tensors aside; ``None`` if it does not."""
+        if self.kind is not other.kind:
+            return f"{path} is {_name(self.kind)} there and {_name(other.kind)} here"
+        if self.kind is None and self.value != other.value:
+            return f"{path} is {self.value!r} there and {other.value!r} here"
+        if self.keys != other.keys:
+            return f"{path} has {list(self.keys)} there and {list(other.keys)} here"
+        for key, mine, theirs in zip(self.keys, self.children, other.children, strict=True):
+            found = mine.difference(theirs, f"{path}[{key!r}]")
+            if found is not None:
+                return found
+        return None
+
+
+_TENSOR = Spec(Tensor)
+
+
+def flatten(value: Any, tensors: list[Tensor], *, strict: bool) -> Spec:
+    """Take a nested value apart.
+
+    Args:
+        value: What to take apart.
+        tensors: Gets its tensors, in order.
+        strict: Refuse objects that could hide tensors; else they are kept as they are.
+
+    Raises:
+        TypeError: Something that cannot be cut along its first dimension, or put together.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            raise TypeError(
+                f"a tensor of layout {value.layout} cannot be shared out along dimension 0: pass "
+                "a dense one, for instance tensor.to_dense()"
+            )
+        tensors.append(value)
+        return _TENSOR
+    if isinstance(value, _PLAIN):
+        return Spec(None, value=value)
+    if isinstance(value, PackedSequence):
+        raise TypeError(
+            "a PackedSequence cannot be shared out along dimension 0: pass the padded batch and "
+            "its lengths, and pack in forward"
+        )
+    if isinstance(value, (np.ndarray, np.generic)):
+        raise TypeError("pass tensors, not NumPy arrays: torch.as_tensor(array)")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names: tuple[Any, ...] = tuple(field.name for field in dataclasses.fields(value))
+        parts = [getattr(value, name) for name in names]
+        empty = None
+    elif isinstance(value, (tuple, list)):
+        names, parts, empty = tuple(range(len(value))), list(value), None
+    elif isinstance(value, Mapping):
+        names, parts = tuple(value), list(value.values())
+        empty = _emptied(value)
+    elif strict:
+        raise TypeError(
+            f"forward returned a {type(value).__name__}, which cannot be put together from the "
+            "replicas' parts: return tensors, or tuples, lists, dicts or dataclasses of them"
+        )
+    else:
+        return Spec(None, value=value)
+    children = tuple(flatten(part, tensors, strict=strict) for part in parts)
+    return Spec(type(value), names, children, empty)
+
+
+def _emptied(value: Mapping[Any, Any]) -> Any:
+    """A mapping of the same type and with the same settings, that holds no tensor."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return None
+    twin = copy.copy(value)
+    for key in list(twin):
+        twin[key] = None
+    return twin
+
+
+def _assemble(spec: Spec, parts: list[Any]) -> Any:
+    kind = spec.kind
+    assert kind is not None, "a container has a type"
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, dict(zip(spec.keys, parts, strict=True)))
+    if issubclass(kind, Mapping):
+        items = dict(zip(spec.keys, parts, strict=True))
+        if spec.value is None:
+            return items
+        twin = copy.copy(spec.value)
+        for key, part in items.items():
+            twin[key] = part
+        return twin
+    if hasattr(kind, "_fields"):
+        return kind(*parts)
+    return kind(parts)  # type: ignore[call-arg]
+
+
+def _dataclass(kind: Any, values: dict[str, Any]) -> Any:
+    fields = dataclasses.fields(kind)
+    made = kind(**{field.name: values[field.name] for field in fields if field.init})
+    for field in fields:
+        if not field.init:
+            object.__setattr__(made, field.name, values[field.name])
+    return made
+
+
+def _name(kind: type | None) -> str:
+    return "no container" if kind is None else f"a {kind.__name__}"

@@ -1,0 +1,233 @@
+"""``Trainer.setup`` on GPUs: the same numbers as one device, in order with the caller."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn import functional as F
+
+from runtime import DdpConfig, ReplicaFailed, Trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+GPU = torch.device("cuda", 0)
+DELAY_CYCLES = 20_000_000  # some 10 milliseconds
+NUM_FEATURES, NUM_CLASSES = 16, 5
+
+SHARED = ["cuda:0", "cuda:0"]
+MIXED = ["cuda:0", "cpu"]
+DISTINCT = pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.two_gpus, id="two-gpus")
+every_kind = pytest.mark.parametrize(
+    "devices", [pytest.param(SHARED, id="one-gpu"), pytest.param(MIXED, id="gpu-and-cpu"), DISTINCT]
+)
+
+
+class Slow(nn.Module):
+    """Holds its stream up before it computes, and before its gradients are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, NUM_CLASSES)
+        ).double()
+
+    def forward(self, x):
+        hold_up(x)
+        out = self.net(x)
+        if out.requires_grad:
+            out.register_hook(hold_up)
+        return out
+
+
+def hold_up(tensor):
+    if tensor.is_cuda:
+        torch.cuda._sleep(DELAY_CYCLES)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 1e-2)
+
+
+def make_batch(size, device=GPU):
+    return (
+        torch.randn(size, NUM_FEATURES, dtype=torch.float64, device=device),
+        torch.randint(NUM_CLASSES, (size,), device=device),
+    )
+
+
+class OneDevice:
+    def __init__(self, model):
+        self.model = copy.deepcopy(model).to(GPU)
+        self.optimizer = adamw(self.model.parameters())
+
+    def __call__(self, x):
+        return self.model(x)
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def assert_close(model, expected):
+    for a, e in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (a - e).norm() / e.norm() < 1e-8
+
+
+def assert_alike(model, tolerance):
+    """Bit for bit between devices of a kind."""
+    first, *others = model.replicas
+    for other in others:
+        for a, b in zip(first.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(a.cpu(), b.cpu(), rtol=tolerance, atol=tolerance)
+
+
+@every_kind
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_steps_equal_one_device_with_delays_in_every_stream(devices, own_stream):
+    net = Slow()
+    alone = OneDevice(net)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
+    stream.wait_stream(torch.cuda.default_stream())
+    config = DdpConfig(speed_hint=(1, 2.0))
+    made = Trainer.setup_with(net, adamw, devices, config=config)
+    with made as model, torch.cuda.stream(stream):
+        for _ in range(8):
+            hold_up(torch.empty(0, device=GPU))
+            x, y = make_batch(13)
+            kept = x.clone()
+            F.cross_entropy(model(x), y).backward()
+            x.zero_()  # in order behind the replicas' last read
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            model.step()
+            F.cross_entropy(alone(kept), y).backward()
+            nn.utils.clip_grad_norm_(alone.model.parameters(), 0.5)
+            alone.step()
+        assert_close(model, alone.model)
+        assert_alike(model, 1e-12 if "cpu" in devices else 0.0)
+
+
+@every_kind
+def test_rounds_equal_one_device(devices):
+    net = Slow()
+    alone = OneDevice(net)
+
+    def loss_fn(module, batch):
+        x, y = batch
+        return F.cross_entropy(module(x), y)
+
+    config = DdpConfig(max_anchor=2)
+    with Trainer.setup_with(net, adamw, devices, config=config) as model:
+        for _ in range(4):
+            batches = [make_batch(5, "cpu") for _ in range(sum(model.batch_counts))]
+            model.accumulate(loss_fn, batches)
+            model.step()
+            losses = [F.cross_entropy(alone(x.to(GPU)), y.to(GPU)) for x, y in batches]
+            torch.stack(losses).mean().backward()
+            alone.step()
+        assert_close(model, alone.model)
+
+
+@every_kind
+def test_gradients_reach_inputs_on_another_device(devices):
+    net = Slow()
+    x = torch.randn(7, NUM_FEATURES, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(copy.deepcopy(net)(x).square().sum(), x)[0]
+    with Trainer.setup(net, adamw, devices) as model:
+        out = model(x)
+        assert out.device == GPU
+        out.square().sum().backward()
+    assert x.grad.device.type == "cpu"
+    assert torch.allclose(x.grad, expected, rtol=1e-9)
+
+
+@every_kind
+def test_batch_norm_statistics_are_those_of_the_first_device(devices):
+    net = nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.BatchNorm1d(8)).double()
+    with Trainer.setup(net, adamw, devices) as model:
+        for _ in range(3):
+            model(make_batch(12)[0]).square().mean().backward()
+            model.step()
+            for name, buffer in model.named_buffers():
+                for replica in model.replicas:
+                    assert torch.equal(replica.get_buffer(name).cpu(), buffer.cpu())
+
+
+def test_a_step_on_one_gpu_waits_for_nothing():
+    x, y = make_batch(32)
+    model = Trainer.setup(Slow(), adamw, ["cuda:0"])
+    F.cross_entropy(model(x), y).backward()
+    model.step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        F.cross_entropy(model(x), y).backward()
+        model.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.two_gpus
+@pytest.mark.skipif(
+    not torch.distributed.is_nccl_available(), reason="this build of PyTorch has no NCCL"
+)
+def test_a_step_over_nccl_waits_for_nothing():
+    x, y = make_batch(32)
+    with Trainer.setup(Slow(), adamw, ["cuda:0", "cuda:1"]) as model:
+        for _ in range(3):
+            F.cross_entropy(model(x), y).backward()
+            model.step()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            F.cross_entropy(model(x), y).backward()
+            model.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_autocast_holds_in_the_replicas():
+    with Trainer.setup(Slow().float(), adamw, SHARED) as model:
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(make_batch(6)[0].float())
+        assert out.dtype is torch.bfloat16
+        out.float().sum().backward()
+        model.step()
+
+
+def test_a_failure_leaves_the_module_usable():
+    class Failing(Slow):
+        bad = False
+
+        def forward(self, x):
+            if self.bad and threading.current_thread().name.endswith("-1"):
+                raise ZeroDivisionError
+            return super().forward(x)
+
+    x, y = make_batch(8)
+    with Trainer.setup(Failing(), adamw, SHARED) as model:
+        model.bad = True
+        with pytest.raises(ReplicaFailed, match="rank 1 on cuda:0"):
+            model(x)
+        model.bad = False
+        F.cross_entropy(model(x), y).backward()
+        model.step()
+        assert_alike(model, 0.0)
+
+
+def test_memory_is_given_back():
+    size = 8192
+    before = torch.cuda.memory_allocated()
+    with Trainer.setup(nn.Linear(size, size), adamw, SHARED) as model:
+        for _ in range(3):
+            model(torch.randn(8, size, device=GPU)).sum().backward()
+            model.step()
+    used = torch.cuda.memory_allocated() - before
+    del model
+    gc.collect()
+    left = torch.cuda.memory_allocated() - before
+    assert used > 6 * 4 * size**2  # two replicas: weights and two moments
+    assert left < 4 * size**2  # workspaces of the libraries stay

@@ -1,0 +1,113 @@
+"""Ranks of FSDP in threads, and the models that its tests train."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime import FSDP, Collective, ShardingStrategy, create_collectives
+from runtime.errors import CollectiveAborted
+
+WAIT_S = 30.0
+SEEDING = threading.Lock()
+"""All threads share one generator."""
+
+STRATEGIES = tuple(ShardingStrategy)
+SHARDED = tuple(s for s in STRATEGIES if s is not ShardingStrategy.NO_SHARD)
+FREEING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+def node_size(strategy: ShardingStrategy, world_size: int) -> int | None:
+    """The nodes of a hybrid: two ranks where the world can be cut so."""
+    if strategy is not ShardingStrategy.HYBRID_SHARD:
+        return None
+    return 2 if world_size % 2 == 0 else 1
+
+
+def outcomes_of(ends: Sequence[Collective], work: Callable[[Collective], Any]) -> list[Any]:
+    """Each rank's result, or the exception that ended it; a rank that fails closes its end."""
+
+    def run(end: Collective) -> Any:
+        try:
+            return work(end)
+        except BaseException as error:
+            end.close()
+            return error
+
+    with ThreadPoolExecutor(len(ends), "rank") as pool:
+        return [future.result(WAIT_S) for future in [pool.submit(run, end) for end in ends]]
+
+
+def on_ranks(
+    world_size: int, work: Callable[[Collective], Any], kind: str = "thread", timeout_s: float = 20
+) -> list[Any]:
+    """Runs every rank of a new group; its results, in order of rank. Raises what one raised."""
+    ends = create_collectives(world_size, kind, timeout_s=timeout_s)
+    with ExitStack() as stack:
+        for end in ends:
+            stack.callback(end.close)
+        outcomes = outcomes_of(ends, work)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    # What the others raise because a peer has left tells less.
+    for error in sorted(errors, key=lambda error: isinstance(error, CollectiveAborted)):
+        raise error
+    return outcomes
+
+
+class Net(nn.Module):
+    """Awkward on purpose: odd sizes, a tie, a buffer, frozen, unused and scalar parameters."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
+        super().__init__()
+        with SEEDING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(11, 6)
+            self.norm = nn.LayerNorm(6)
+            self.frozen = nn.Linear(6, 5).requires_grad_(False)
+            self.hidden = nn.Linear(5, 6)
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.unused = nn.Parameter(torch.randn(3))
+            self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += 1
+        x = self.norm(self.embed(tokens))
+        x = self.hidden(torch.tanh(self.frozen(x))) * self.scale
+        return self.head(x)
+
+
+def batch(num_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and classes for :class:`Net`."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(11, (num_samples,), generator=generator)
+    return tokens, torch.randint(11, (num_samples,), generator=generator)
+
+
+def share(batch: tuple[Tensor, Tensor], end: Collective) -> tuple[Tensor, Tensor]:
+    """A rank's equal part of a batch."""
+    x, y = (tensor.chunk(end.world_size)[end.rank] for tensor in batch)
+    return x, y
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy."""
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def wrap(
+    end: Collective,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    module: nn.Module | None = None,
+) -> FSDP:
+    """A wrapped module, :class:`Net` unless another is given."""
+    net = Net() if module is None else module
+    return FSDP(net, end, strategy, node_size(strategy, end.world_size))

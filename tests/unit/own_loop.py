@@ -1,0 +1,103 @@
+"""What the tests of loops of one's own share: models, twins and comparisons."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runtime import Trainer
+
+WAIT_S = 20.0
+"""Bound of every wait: reached only by a test that fails."""
+NUM_FEATURES, NUM_CLASSES = 6, 3
+
+
+def make_net(dtype=torch.float64):
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, NUM_CLASSES)
+    ).to(dtype)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.1)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 1e-2, weight_decay=0.1)
+
+
+def make_batch(size, dtype=torch.float64):
+    return torch.randn(size, NUM_FEATURES, dtype=dtype), torch.randint(NUM_CLASSES, (size,))
+
+
+@contextmanager
+def on_cpus(model, num_devices=2, optim=sgd, config=None):
+    """A model on so many CPU devices, until the end of the block."""
+    devices = ["cpu"] * num_devices
+    if config is None:
+        made = Trainer.setup(model, optim, devices)
+    else:
+        made = Trainer.setup_with(model, optim, devices, config=config)
+    with made:
+        yield made
+
+
+class OneDevice:
+    """A plain loop over a copy of a model: what everything is compared with."""
+
+    def __init__(self, model, optim=sgd):
+        self.model = copy.deepcopy(model)
+        self.optimizer = optim(self.model.parameters())
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def train_step(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    model.step()
+    return loss.detach()
+
+
+def assert_identical(model):
+    """All replicas hold the same bits: parameters, buffers and optimizer state."""
+    first, *others = model.replicas
+    for other in others:
+        for (name, a), (_, b) in zip(
+            first.state_dict().items(), other.state_dict().items(), strict=True
+        ):
+            assert torch.equal(a, b), f"{name} differs"
+    states = [flat_state(optimizer) for optimizer in model.optimizers]
+    for state in states[1:]:
+        assert len(state) == len(states[0])
+        assert all(torch.equal(a, b) for a, b in zip(states[0], state, strict=True))
+
+
+def flat_state(optimizer):
+    return [
+        torch.as_tensor(value)
+        for state in optimizer.state_dict()["state"].values()
+        for value in state.values()
+    ]
+
+
+def assert_close(actual, expected, tolerance=1e-8):
+    """Relative norm of each tensor of two models' parameters, or of two lists of tensors."""
+    if isinstance(actual, nn.Module):
+        actual, expected = list(actual.parameters()), list(expected.parameters())
+    for a, e in zip(actual, expected, strict=True):
+        error = (a - e).norm() / e.norm().clamp(min=1e-300)
+        assert error < tolerance, f"relative error {error:.1e}"
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]

@@ -1,0 +1,180 @@
+"""How batches are shared out by measured throughput."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.setup.balancer import (
+    CALIBRATION_STEPS,
+    MIN_SHARE,
+    REBALANCE_EVERY,
+    Balancer,
+    deal,
+    share_out,
+    shares_of,
+)
+
+speeds = st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=24)
+
+
+def measured(rates, num_steps=CALIBRATION_STEPS):
+    """A balancer that has seen devices of these speeds for so many steps."""
+    balancer = Balancer(len(rates))
+    for _ in range(num_steps):
+        for rank, rate in enumerate(rates):
+            balancer.observe(rank, 10, 10 / rate)
+        balancer.step()
+    return balancer
+
+
+@given(speeds)
+def test_shares_sum_to_one_and_leave_nobody_out(weights):
+    shares = shares_of(weights)
+    assert math.isclose(math.fsum(shares), 1.0, rel_tol=1e-12)
+    assert min(shares) >= min(MIN_SHARE, 1 / len(weights)) * (1 - 1e-9)
+
+
+@given(speeds)
+def test_faster_devices_never_get_less(weights):
+    shares = shares_of(weights)
+    for a, share_a in zip(weights, shares, strict=True):
+        for b, share_b in zip(weights, shares, strict=True):
+            if a > b:
+                assert share_a >= share_b * (1 - 1e-9)
+
+
+@given(st.lists(st.floats(1.0, 10.0), min_size=1, max_size=9))
+def test_shares_above_the_least_keep_their_proportion(weights):
+    shares = shares_of(weights)
+    free = [(w, s) for w, s in zip(weights, shares, strict=True) if s > MIN_SHARE * 1.001]
+    for w, s in free:
+        assert s / free[0][1] == pytest.approx(w / free[0][0], rel=1e-6)
+
+
+def test_what_the_slowest_is_lifted_by_comes_from_the_others_in_proportion():
+    assert shares_of([1, 33, 66]) == pytest.approx([0.05, 0.95 / 3, 0.95 * 2 / 3])
+
+
+def test_a_device_that_falls_below_the_least_share_in_turn_is_lifted_too():
+    # 0.0505 of the whole, but less than 0.05 of what the first one leaves.
+    shares = shares_of([0.0001, 0.0505, 0.9494])
+    assert shares[:2] == pytest.approx([0.05, 0.05])
+
+
+@pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, math.nan], [math.inf, 1.0], [-1.0]])
+def test_weights_that_are_no_speeds_are_refused(weights):
+    with pytest.raises(ValueError, match="finite and positive"):
+        shares_of(weights)
+
+
+@given(speeds, st.integers(0, 10_000))
+def test_sizes_are_complete_and_leave_nobody_out(weights, num_samples):
+    sizes = share_out(num_samples, shares_of(weights))
+    assert sum(sizes) == num_samples
+    assert all(size >= 0 for size in sizes)
+    if num_samples >= len(weights):
+        assert min(sizes) >= 1
+    else:  # the first ones get one each
+        assert list(sizes) == [1] * num_samples + [0] * (len(weights) - num_samples)
+
+
+@given(st.lists(st.floats(1.0, 10.0), min_size=1, max_size=9), st.integers(200, 10_000))
+def test_sizes_are_as_close_to_the_ratios_as_whole_numbers_can_be(weights, num_samples):
+    shares = shares_of(weights)
+    for size, share in zip(share_out(num_samples, shares), shares, strict=True):
+        assert abs(size - num_samples * share) <= 1
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=9).filter(any), st.integers(0, 3000))
+def test_batches_are_dealt_completely_and_exactly_as_counted(counts, num_items):
+    assert deal(sum(counts), counts) == tuple(counts)
+    sizes = deal(num_items, counts)
+    assert sum(sizes) == num_items
+    for size, count in zip(sizes, counts, strict=True):
+        assert abs(size - num_items * count / sum(counts)) < 1
+        assert size == 0 or count > 0
+
+
+def test_the_split_is_equal_while_it_calibrates():
+    balancer = measured([1.0, 3.0], CALIBRATION_STEPS - 1)
+    assert balancer.chunk_ratios == (0.5, 0.5)
+    assert balancer.sizes(8) == (4, 4)
+
+
+def test_the_first_rebalance_comes_after_calibration_and_the_next_ones_at_an_interval():
+    balancer = Balancer(2)
+    changed = []
+    for step in range(1, CALIBRATION_STEPS + 2 * REBALANCE_EVERY + 1):
+        balancer.observe(0, 10, 1.0)
+        balancer.observe(1, 10, 0.5)
+        if balancer.step():
+            changed.append(step)
+    assert changed == [
+        CALIBRATION_STEPS,
+        CALIBRATION_STEPS + REBALANCE_EVERY,
+        CALIBRATION_STEPS + 2 * REBALANCE_EVERY,
+    ]
+    assert balancer.chunk_ratios == pytest.approx((1 / 3, 2 / 3))
+    assert balancer.sizes(9) == (3, 6)
+
+
+def test_a_new_measurement_counts_three_tenths():
+    balancer = Balancer(1)
+    balancer.observe(0, 10, 1.0)
+    assert balancer.throughput == (10.0,)
+    balancer.observe(0, 20, 1.0)
+    assert balancer.throughput == pytest.approx((0.7 * 10 + 0.3 * 20,))
+
+
+def test_a_hint_holds_until_the_first_step_corrects_it():
+    balancer = Balancer(2, speed_hint=(1, 3.0))
+    assert balancer.chunk_ratios == pytest.approx((0.75, 0.25))
+    balancer.observe(0, 10, 1.0)
+    balancer.observe(1, 10, 1.0)
+    assert balancer.step()
+    assert balancer.chunk_ratios == pytest.approx((0.5, 0.5))
+    assert balancer.sizes(8) == (4, 4)  # and not what was computed for the old ratios
+
+
+def test_a_device_that_was_never_measured_keeps_its_part():
+    balancer = Balancer(3)
+    for _ in range(CALIBRATION_STEPS):
+        balancer.observe(0, 10, 1.0)
+        balancer.observe(1, 10, 0.5)
+        balancer.step()
+    assert balancer.chunk_ratios == pytest.approx((2 / 9, 4 / 9, 1 / 3))
+
+
+def test_time_without_samples_counts_with_the_next_samples():
+    """Backward is timed apart from forward."""
+    balancer = Balancer(1)
+    balancer.observe(0, 0, 3.0)
+    balancer.observe(0, 8, 1.0)
+    assert balancer.throughput == (2.0,)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_are_none_are_ignored(seconds):
+    balancer = Balancer(1)
+    balancer.observe(0, 10, seconds)
+    assert balancer.throughput == (0.0,)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-6, 10.0), st.floats(1e-6, 10.0), st.integers(0, 9)), max_size=80
+    )
+)
+def test_whatever_is_measured_the_ratios_stay_parts_of_one(steps):
+    balancer = Balancer(2, speed_hint=(0, 2.0))
+    for first, second, num_samples in steps:
+        balancer.observe(0, num_samples, first)
+        balancer.observe(1, 9 - num_samples, second)
+        balancer.step()
+        assert math.isclose(sum(balancer.chunk_ratios), 1.0)
+        assert min(balancer.chunk_ratios) >= MIN_SHARE * (1 - 1e-9)
+        assert sum(balancer.sizes(num_samples)) == num_samples
