@@ -114,6 +114,18 @@ def payload_like(payload: Payload) -> Payload:
     )
 
 
+def clone_payload(payload: Payload) -> Payload:
+    """A copy that shares no memory."""
+    copied = payload_like(payload)
+    for to, source in (
+        (copied.params, payload.params),
+        (copied.buffers, payload.buffers),
+        (copied.taken, payload.taken),
+    ):
+        _copy(to, source)
+    return copied
+
+
 def usable_weights(samples: Sequence[int | None]) -> list[int]:
     """The weights of a round in which some states may not be used.
 

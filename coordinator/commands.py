@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from coordinator.errors import RunStalled
 from coordinator.messages import Payload, ToWorker
@@ -26,12 +27,14 @@ class Average:
         ranks: Whose payloads these are.
         payloads: One for each of ``ranks``.
         weights: Samples behind each.
+        keep: Whether a copy of the average is wanted, too.
     """
 
     round: int
     ranks: tuple[int, ...]
     payloads: tuple[Payload, ...]
     weights: tuple[int, ...]
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,5 +68,46 @@ class ReportStall:
     state: str
 
 
-Command = Send | Average | AbortCollective | PublishEpoch | ReportStall
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint:
+    """The whole state of the run at one moment; it aliases nothing that is written to.
+
+    Attributes:
+        payload: The averaged weights and buffers.
+        ranks: The own state of each rank, in order of rank.
+        run: The machine's state, as plain numbers, lists and dictionaries.
+        epoch: Closed epochs.
+        global_step: Batches trained by all ranks together.
+        scheduled: Whether it was due; if not, it was made for the tickets alone.
+        tickets: The calls of ``save()`` that it answers.
+        final: Whether the run ends with it.
+    """
+
+    payload: Payload
+    ranks: tuple[dict[str, Any], ...]
+    run: dict[str, Any]
+    epoch: int
+    global_step: int
+    scheduled: bool
+    tickets: tuple[int, ...] = ()
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A checkpoint could not be made; training goes on.
+
+    Attributes:
+        error: Why.
+        tickets: The calls of ``save()`` that it was made for.
+    """
+
+    error: Exception
+    tickets: tuple[int, ...] = ()
+
+
+Command = (
+    Send | Average | AbortCollective | PublishEpoch | ReportStall | SaveCheckpoint | SaveFailed
+)
 FINAL_ROUND = -1
+SAVE_ROUND = -2

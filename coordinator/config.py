@@ -33,6 +33,8 @@ class CoordinatorConfig:
         max_steps: End after this many batches over all ranks.
         evaluate: Whether there is an evaluation function.
         checkpoint_every: Epochs between two calls of the checkpoint function.
+        save_every: Epochs between two saves of the whole state, which is also saved at the
+            end; ``None``: only when asked.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
         collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
@@ -61,6 +63,7 @@ class CoordinatorConfig:
     max_steps: int | None = None
     evaluate: bool = False
     checkpoint_every: int | None = None
+    save_every: int | None = None
     snapshot_timeout_s: float = 5.0
     collective_timeout_s: float = 60.0
     max_failed_rounds: int = 5

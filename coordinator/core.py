@@ -36,6 +36,7 @@ class Core:
         generation: Counts the groups of ranks that meet in collectives.
         plan: Under lockstep, what the ranks were dealt last.
         num_windows: Under lockstep, the optimizer steps dealt so far.
+        now: Time of the event being handled.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -77,6 +78,7 @@ class Core:
         self.generation = 0
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
+        self.now = 0.0
 
     @property
     def live(self) -> list[Rank]:

@@ -98,3 +98,15 @@ def compress(positions: Iterable[int]) -> Iterable[range]:
             start, stop = b, b + 1
     if start is not None and stop is not None:
         yield range(start, stop)
+
+
+def every_nth(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:
+    """Every ``step``-th batch of the ranges laid end to end, from ``first`` on."""
+    picked: list[range] = []
+    skip = first
+    for span in spans:
+        part = span[skip::step]
+        if part:
+            picked.append(part)
+        skip = (skip - len(span)) % step
+    return tuple(picked)

@@ -8,6 +8,7 @@ from coordinator.core import Core
 from coordinator.epochs import Epochs
 from coordinator.outcome import Failure, Phase
 from coordinator.round_keeper import RoundKeeper
+from coordinator.saving import Saving
 from coordinator.survival import Recovery, Survival
 from coordinator.world import RankState
 
@@ -19,9 +20,17 @@ class Ending:
         deadline: After a failure, when ranks that have not left are given up.
     """
 
-    def __init__(self, core: Core, epochs: Epochs, rounds: RoundKeeper, survival: Survival) -> None:
+    def __init__(
+        self,
+        core: Core,
+        epochs: Epochs,
+        saving: Saving,
+        rounds: RoundKeeper,
+        survival: Survival,
+    ) -> None:
         self._core = core
         self._epochs = epochs
+        self._saving = saving
         self._rounds = rounds
         self._survival = survival
         self.deadline: float | None = None
@@ -31,11 +40,13 @@ class Ending:
         core = self._core
         whole = core.outcome.stopped or core.config.max_steps is not None
         assert whole or not core.pool.epochs, "the run is over and an epoch is still open"
+        self._saving.cancel()
+        capture = self._saving.wanted_at_end
         for rank in self._core.ranks:
             if rank.state in (RankState.LIVE, RankState.BUILDING):
                 snapshot = rank.state is RankState.LIVE
                 rank.move(RankState.LEAVING)
-                self._core.send(rank.rank, m.Shutdown(snapshot=snapshot))
+                self._core.send(rank.rank, m.Shutdown(snapshot=snapshot, capture=capture))
         self._core.phase = Phase.LEAVING
 
     def collect(self) -> None:
@@ -57,8 +68,13 @@ class Ending:
             )
         elif not finals and self._core.outcome.failures:
             self._core.outcome.failure = self._core.outcome.failures[-1]
+        if self._core.outcome.failure is None:
+            if self._core.lockstep and len(finals) < len(self._core.ranks):
+                self._survival.recount(steps)  # a rank may not have told its last ones
+            self._saving.freeze_end(finals)
         if len(finals) <= 1 or not any(weights):
             self._core.outcome.payload = finals[0].payload if finals else None
+            self._saving.emit_end(self._core.outcome.payload)
             self.finish()
             return
         self._core.phase = Phase.AVERAGING
@@ -78,6 +94,8 @@ class Ending:
         self._core.outcome.payload = event.average
         if event.error is not None:
             self._core.outcome.failure = Failure(error=event.error)
+        else:
+            self._saving.emit_end(event.average)
         self.finish()
 
     def fail(self, failure: Failure, now: float) -> None:

@@ -27,10 +27,24 @@ class Epochs:
         self._core = core
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
+        self.resumed_s = 0.0
 
     def begin(self, now: float) -> None:
-        """The run starts."""
-        self._last_close = now
+        """The run starts, or goes on :attr:`resumed_s` after the last epoch closed."""
+        self._last_close = now - self.resumed_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the last epoch closed."""
+        return self._core.now - self._last_close
+
+    def closing(self) -> list[tuple[Epoch, float]]:
+        """Epochs that wait to be published, and how long they took."""
+        return [(closing.epoch, closing.epoch_s) for closing in self._closing]
+
+    def all_open(self) -> list[Epoch]:
+        """Every epoch that is not published."""
+        return [*(closing.epoch for closing in self._closing), *self._core.pool.epochs]
 
     @property
     def all_published(self) -> bool:

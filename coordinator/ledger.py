@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.dispatch import BatchSet
@@ -15,7 +16,8 @@ class Epoch:
 
     ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
     its evaluation and checkpoint to ``lead``, ``evaluation`` is what came back, ``saved``
-    says that the checkpoint function has returned.
+    says that the checkpoint function has returned, ``parts`` is what each rank was dealt of
+    it before the run was interrupted.
     """
 
     epoch: int
@@ -33,11 +35,22 @@ class Epoch:
     lead: int = -1
     evaluation: dict[str, float] | None = None
     saved: bool = False
+    parts: dict[int, tuple[range, ...]] | None = None
 
     @property
     def settled(self) -> bool:
         """Whether the effect of every batch is in the result."""
         return self.num_settled == self.num_batches
+
+    def take_parts(
+        self, ranks: Sequence[int], spans: Sequence[range]
+    ) -> dict[int, tuple[range, ...]]:
+        """What an interrupted run had dealt, if it is all of ``spans`` and for these ranks."""
+        parts, self.parts = self.parts, None
+        if parts is None or set(parts) != set(ranks):
+            return {}
+        dealt = sorted(b for part in parts.values() for span in part for b in span)
+        return parts if dealt == [b for span in spans for b in span] else {}
 
 
 @dataclass(slots=True)

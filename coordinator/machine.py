@@ -8,33 +8,49 @@ wake-up cannot be.
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Mapping
+from typing import Any, assert_never
 
 from coordinator import messages as m
-from coordinator.commands import FINAL_ROUND, AbortCollective, Command
+from coordinator.commands import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.config import CoordinatorConfig
 from coordinator.core import Core
 from coordinator.ending import Ending
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
+from coordinator.limits import Limits
 from coordinator.outcome import Failure, Outcome, Phase
 from coordinator.policy import AverageBackend
 from coordinator.progress_watch import ProgressWatch
 from coordinator.round_keeper import RoundKeeper
 from coordinator.rounds import RoundState
+from coordinator.run_state import restore_run
+from coordinator.saving import Saving
 from coordinator.survival import Recovery, Survival
 from coordinator.world import RankState, Statistics
 
 
 class Coordinator:
-    """Decides who trains what, when replicas average and when the run ends."""
+    """Decides who trains what, when replicas average and when the run ends.
 
-    def __init__(self, config: CoordinatorConfig) -> None:
+    Args:
+        config: Settings.
+        resume: The state of an earlier machine, of which it goes on; see
+            :class:`~coordinator.commands.SaveCheckpoint`.
+    """
+
+    def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
         self._core = Core(config)
         self._epochs = Epochs(self._core)
-        self._rounds = RoundKeeper(self._core)
+        self._saving = Saving(self._core, self._epochs)
+        if resume is not None:
+            restore_run(self._core, resume)
+            self._epochs.resumed_s = float(resume["elapsed_s"])
+            self._saving.resumed()
+        self._rounds = RoundKeeper(self._core, self._saving)
         self._survival = Survival(self._core, self._epochs, self._rounds)
-        self._ending = Ending(self._core, self._epochs, self._rounds, self._survival)
+        self._ending = Ending(self._core, self._epochs, self._saving, self._rounds, self._survival)
+        self._limits = Limits(self._core, self._rounds)
         self._watch = ProgressWatch(self._core, self._rounds, self._ending)
 
     # -- outside -----------------------------------------------------------
@@ -76,7 +92,7 @@ class Coordinator:
 
     def handle(self, event: m.Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
-        self._core.out = []
+        self._core.out, self._core.now = [], now
         if self._core.phase is not Phase.DONE:
             self._take(event, now)
             self._advance(now)
@@ -109,6 +125,10 @@ class Coordinator:
                     self._on_report(event.report)
                 if not self._rounds.on_ack(event, now):
                     self._give_up(now, counts=not self._rounds.round.doomed)
+            case m.Captured():
+                if event.report is not None:
+                    self._on_report(event.report)
+                self._saving.on_captured(event)
             case m.EvalReport():
                 self._epochs.on_evaluated(event)
             case m.CheckpointDone():
@@ -129,6 +149,8 @@ class Coordinator:
                 self._on_thread_ended(event.rank, now)
             case m.StopRequested():
                 self._on_stop()
+            case m.SaveRequested():
+                self._saving.request(event.ticket)
             case m.AbortRequested():
                 self._ending.fail(Failure(error=RunAborted("the run was aborted")), now)
             case m.Tick():
@@ -139,6 +161,8 @@ class Coordinator:
     def _on_averaged(self, event: m.Averaged, now: float) -> None:
         if event.round == FINAL_ROUND:
             self._ending.on_averaged(event)
+        elif event.round == SAVE_ROUND:
+            self._saving.on_averaged(event)
         elif not self._rounds.on_averaged(event, now):
             self._give_up(now)
 
@@ -153,11 +177,9 @@ class Coordinator:
         if not any(r.state is RankState.BUILDING for r in self._core.ranks):
             self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
-            if not self._core.alone and not self._core.lockstep:
-                for r in self._core.live:
-                    allowance = self._core.gate.allowance(r.rank)
-                    r.set_limit(allowance.limit)
-                    self._core.send(r.rank, m.Resume(allowance=allowance))
+            for r in self._core.live if self._core.global_step else ():
+                self._core.send(r.rank, m.SetGlobalStep(step=self._core.global_step))
+            self._limits.begin()
 
     def _on_report(self, event: m.BatchReport | m.EpochReport) -> None:
         rank, tally = self._core.ranks[event.rank], event.tally
@@ -224,7 +246,7 @@ class Coordinator:
             self._survival.lose(failure)
             if not self._rounds.on_death(failure.rank):
                 self._give_up(now, counts=False)
-            self._readjust()
+            self._limits.readjust()
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
         """A lockstep rank has halted; peers that do not come again and again end the run."""
@@ -267,7 +289,7 @@ class Coordinator:
             return
         if broken and rnd.generation == self._core.generation:
             self._survival.regroup()
-        self._readjust()
+        self._limits.readjust()
 
     def _too_many_failed(self) -> bool:
         failed = self._rounds.round.num_failed >= self._core.config.max_failed_rounds
@@ -282,20 +304,6 @@ class Coordinator:
             else ("collective_timeout", c.collective_timeout_s)
         )
         return f"raise {name} ({value:g} s) or max_failed_rounds if the steps are long"
-
-    def _readjust(self) -> None:
-        """Tell every rank anew how far it may go, and whose count makes a round due."""
-        state = self._rounds.round.state
-        if self._core.alone or self._core.lockstep or self._core.phase is Phase.STARTING:
-            return
-        if state is RoundState.SYNCING:
-            return  # done when the round ends: a limit could be read against either round
-        live = self._core.live
-        self._core.gate.new_round()
-        for rank in live:
-            limit = self._core.gate.limit(rank, live)
-            rank.set_limit(limit)
-            self._core.send(rank.rank, m.Resume(allowance=self._core.gate.relimit(rank, limit)))
 
     def _on_tick(self, now: float) -> None:
         rnd = self._rounds.round
@@ -321,6 +329,7 @@ class Coordinator:
             # What is to end anyway ends with the state that each rank has.
             self._survival.agree(regroup=self._core.phase is not Phase.STOPPING)
         if self._survival.recovery is not Recovery.NONE:
+            self._saving.cancel()
             return
         if self._core.phase is Phase.STARTING:
             self._begin(now)
@@ -338,11 +347,14 @@ class Coordinator:
                 self._epochs.ask_lead(orphan)
         self._epochs.publish()
         if self._core.phase is Phase.RUNNING:
+            if (self._core.lockstep or self._core.alone) and self._may_save():
+                self._saving.ask()
             if self._core.lockstep:
-                self._epochs.deal_lockstep(now)
+                if not self._saving.asking:
+                    self._epochs.deal_lockstep(now)
             else:
                 self._epochs.deal(now)
-                self._adjust_limits()
+                self._limits.adjust()
                 self._average_if_due(now)
             if self._over():
                 self._core.phase = Phase.STOPPING
@@ -352,6 +364,10 @@ class Coordinator:
             self._ending.collect()
         if self._core.phase is Phase.FAILING and not any(r.present for r in self._core.ranks):
             self._ending.finish()
+
+    def _may_save(self) -> bool:
+        """Whether a checkpoint is due now; the end of the run makes one of its own."""
+        return self._saving.due and not self._over()
 
     def _over(self) -> bool:
         """Whether nothing is left to train, average, evaluate or publish."""
@@ -377,22 +393,6 @@ class Coordinator:
         oldest = self._core.pool.oldest
         if oldest is not None and not self._core.pool.fully_trained(oldest):
             oldest = None
-        if oldest is not None or self._core.gate.due(live):
+        if oldest is not None or self._may_save() or self._core.gate.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
             self._rounds.start(now, oldest, work)
-
-    def _adjust_limits(self) -> None:
-        # Between SyncNow and its acknowledgement a limit could be read against either round.
-        if self._core.alone or self._rounds.round.state is RoundState.SYNCING:
-            return
-        live = self._core.live
-        for rank in live:
-            limit = self._core.gate.limit(rank, live)
-            if limit == rank.limit:
-                continue
-            raised = limit is None or (rank.limit is not None and limit > rank.limit)
-            rank.set_limit(limit)
-            if raised:
-                self._core.send(rank.rank, m.Resume(allowance=self._core.gate.relimit(rank, limit)))
-            elif limit is not None:
-                self._core.send(rank.rank, m.Throttle(limit=limit))

@@ -17,10 +17,12 @@ from coordinator.contents import (
 )
 from coordinator.reports import (
     BatchReport,
+    Captured,
     CheckpointDone,
     EpochReport,
     EvalReport,
     Exiting,
+    Extra,
     Failed,
     FinalSnapshot,
     FromWorker,
@@ -31,6 +33,7 @@ from coordinator.reports import (
     SyncAck,
 )
 from coordinator.requests import (
+    Capture,
     Checkpoint,
     Evaluate,
     Halt,
@@ -52,6 +55,8 @@ __all__ = [
     "Allowance",
     "Averaged",
     "BatchReport",
+    "Capture",
+    "Captured",
     "Checkpoint",
     "CheckpointDone",
     "EpochPlan",
@@ -60,6 +65,7 @@ __all__ = [
     "Evaluate",
     "Event",
     "Exiting",
+    "Extra",
     "Failed",
     "FinalSnapshot",
     "FromService",
@@ -74,6 +80,7 @@ __all__ = [
     "RequestParams",
     "Resume",
     "Rollback",
+    "SaveRequested",
     "SetGlobalStep",
     "Shutdown",
     "StartEpoch",
@@ -100,6 +107,7 @@ class Averaged:
         divergences: ``(rank, ||snapshot - average|| / ||average||)``.
         compute_s: Time the computation took.
         error: Why there is no result.
+        kept: A copy of the result that nobody overwrites, if it was asked for.
     """
 
     round: int
@@ -108,11 +116,23 @@ class Averaged:
     divergences: tuple[tuple[int, float], ...] = ()
     compute_s: float = 0.0
     error: BaseException | None = None
+    kept: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
     """``stop()`` was called, or the metrics function returned ``False``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequested:
+    """``save()`` was called.
+
+    Attributes:
+        ticket: Tells the calls apart.
+    """
+
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,5 +152,5 @@ class Tick:
     """A deadline of the machine may have passed."""
 
 
-FromService = Averaged | StopRequested | AbortRequested | ThreadEnded | Tick
+FromService = Averaged | StopRequested | SaveRequested | AbortRequested | ThreadEnded | Tick
 Event = FromWorker | FromService

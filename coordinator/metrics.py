@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.exact_sum import ExactSum
 from coordinator.messages import Tally
 
 
@@ -74,19 +75,49 @@ class _RankSums:
     num_samples: int = 0
     num_skipped: int = 0
     compute_s: float = 0.0
-    loss_sum: float = 0.0
+    loss_sum: ExactSum = field(default_factory=ExactSum)
     loss_samples: int = 0
-    scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+    scalars: dict[str, tuple[ExactSum, int]] = field(default_factory=dict)
 
-    def add(self, other: Tally | _RankSums, scalars: Iterable[tuple[str, float, int]]) -> None:
-        self.num_batches += other.num_batches
-        self.num_samples += other.num_samples
-        self.num_skipped += other.num_skipped
-        self.compute_s += other.compute_s
-        self.loss_sum += other.loss_sum
-        self.loss_samples += other.loss_samples
-        for name, total, count in scalars:
-            _accumulate(self.scalars, name, total, count)
+    def add(self, tally: Tally) -> None:
+        self.num_batches += tally.num_batches
+        self.num_samples += tally.num_samples
+        self.num_skipped += tally.num_skipped
+        self.compute_s += tally.compute_s
+        self.loss_sum.add(tally.loss_sum)
+        self.loss_samples += tally.loss_samples
+        for name, total, count in tally.scalars:
+            self._add_scalar(name, (total,), count)
+
+    def _add_scalar(self, name: str, parts: Iterable[float], count: int) -> None:
+        total, before = self.scalars.get(name) or (ExactSum(), 0)
+        for part in parts:
+            total.add(part)
+        self.scalars[name] = total, before + count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_batches": self.num_batches,
+            "num_samples": self.num_samples,
+            "num_skipped": self.num_skipped,
+            "compute_s": self.compute_s,
+            "loss_sum": list(self.loss_sum.parts),
+            "loss_samples": self.loss_samples,
+            "scalars": {
+                name: [list(total.parts), count] for name, (total, count) in self.scalars.items()
+            },
+        }
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        self.num_batches += int(state["num_batches"])
+        self.num_samples += int(state["num_samples"])
+        self.num_skipped += int(state["num_skipped"])
+        self.compute_s += float(state["compute_s"])
+        self.loss_samples += int(state["loss_samples"])
+        for part in state["loss_sum"]:
+            self.loss_sum.add(float(part))
+        for name, (parts, count) in state["scalars"].items():
+            self._add_scalar(name, map(float, parts), int(count))
 
     def metrics(self, rank: int) -> RankMetrics:
         return RankMetrics(
@@ -94,7 +125,7 @@ class _RankSums:
             num_batches=self.num_batches,
             num_samples=self.num_samples,
             compute_s=self.compute_s,
-            avg_loss=_mean(self.loss_sum, self.loss_samples),
+            avg_loss=_mean(self.loss_sum.value(), self.loss_samples),
             throughput=self.num_samples / self.compute_s if self.compute_s > 0 else 0.0,
         )
 
@@ -102,8 +133,8 @@ class _RankSums:
 class EpochTally:
     """Sums up what the ranks report of one epoch.
 
-    Sums are kept for each rank in the order of its reports and added in rank order: the
-    same reports of each rank give the same bits, however the ranks interleave.
+    Sums are exact until they are rounded at the end, so that neither the order of the
+    reports nor where one ends and the next begins shows in any bit.
 
     Args:
         world_size: Number of ranks.
@@ -113,8 +144,8 @@ class EpochTally:
         self._ranks = [_RankSums() for _ in range(world_size)]
 
     def add(self, rank: int, tally: Tally) -> None:
-        """Add a report; those of one rank in the order in which it sent them."""
-        self._ranks[rank].add(tally, tally.scalars)
+        """Add a report."""
+        self._ranks[rank].add(tally)
 
     def close(
         self,
@@ -141,20 +172,16 @@ class EpochTally:
         Returns:
             The metrics, losses that are not finite included.
         """
-        loss_sum, loss_samples = 0.0, 0
-        scalars: dict[str, tuple[float, int]] = {}
+        whole = _RankSums()
         for sums in self._ranks:
-            loss_sum += sums.loss_sum
-            loss_samples += sums.loss_samples
-            for name, (total, count) in sums.scalars.items():
-                _accumulate(scalars, name, total, count)
-        means = {name: _mean(*pair) for name, pair in scalars.items()}
+            whole.add_state(sums.state_dict())
+        means = {name: _mean(total.value(), n) for name, (total, n) in whole.scalars.items()}
         means.update(extra_scalars or {})
         per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
         num_batches = sum(r.num_batches for r in per_rank)
         return EpochMetrics(
             epoch=epoch,
-            avg_loss=_mean(loss_sum, loss_samples),
+            avg_loss=_mean(whole.loss_sum.value(), whole.loss_samples),
             scalars=means,
             per_rank=per_rank,
             epoch_s=epoch_s,
@@ -169,22 +196,13 @@ class EpochTally:
             devices=tuple(devices),
         )
 
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """The partial sums of one rank as they are now, as plain numbers and lists."""
+        return self._ranks[rank].state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """The partial sums as plain numbers, lists and dictionaries."""
-        return {
-            "ranks": [
-                {
-                    "num_batches": sums.num_batches,
-                    "num_samples": sums.num_samples,
-                    "num_skipped": sums.num_skipped,
-                    "compute_s": sums.compute_s,
-                    "loss_sum": sums.loss_sum,
-                    "loss_samples": sums.loss_samples,
-                    "scalars": {name: list(pair) for name, pair in sums.scalars.items()},
-                }
-                for sums in self._ranks
-            ]
-        }
+        return {"ranks": [sums.state_dict() for sums in self._ranks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the sums by those of :meth:`state_dict`.
@@ -194,24 +212,8 @@ class EpochTally:
         """
         self._ranks = [_RankSums() for _ in self._ranks]
         for rank, saved in enumerate(state["ranks"]):
-            sums = _RankSums(
-                num_batches=int(saved["num_batches"]),
-                num_samples=int(saved["num_samples"]),
-                num_skipped=int(saved["num_skipped"]),
-                compute_s=float(saved["compute_s"]),
-                loss_sum=float(saved["loss_sum"]),
-                loss_samples=int(saved["loss_samples"]),
-            )
-            scalars = [
-                (n, float(total), int(count)) for n, (total, count) in saved["scalars"].items()
-            ]
-            self._ranks[rank % len(self._ranks)].add(sums, scalars)
-
-
-def _accumulate(scalars: dict[str, tuple[float, int]], name: str, total: float, count: int) -> None:
-    before = scalars.get(name)
-    scalars[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+            self._ranks[rank % len(self._ranks)].add_state(saved)
 
 
 def _mean(total: float, count: int) -> float:
-    return total / count if count else math.nan
+    return float(total) / count if count else math.nan

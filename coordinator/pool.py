@@ -9,6 +9,7 @@ batches are settled, and a death takes assigned and trained batches back to open
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +17,7 @@ from coordinator.dispatch import (
     BatchSet,
     batch_bounds,
     count_batches,
+    every_nth,
     split_by_ratio,
 )
 from coordinator.ledger import Epoch, Ledger
@@ -87,13 +89,28 @@ class ChunkPool:
             tally=EpochTally(len(self.ledgers)),
             open=BatchSet([range(total)]),
         )
-        if self._ratios is not None:
-            epoch.quotas = list(split_by_ratio(total, self._masked(self._ratios, shares)))
-        elif not self._progressive:
-            epoch.quotas = list(split_by_ratio(total, shares))
+        epoch.quotas = self.quotas(total, shares)
         self._next_epoch += 1
         self.epochs.append(epoch)
         return epoch
+
+    def quotas(self, count: int, shares: Sequence[float]) -> list[int] | None:
+        """How many of so many batches are reserved for each rank, if any are."""
+        if self._ratios is not None:
+            return list(split_by_ratio(count, self._masked(self._ratios, shares)))
+        return None if self._progressive else list(split_by_ratio(count, shares))
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that is opened next."""
+        return self._next_epoch
+
+    def resume(self, epochs: Iterable[Epoch], *, next_epoch: int, num_spent: int) -> None:
+        """Go on with epochs that were begun, after so many batches of the run's."""
+        self.epochs.extend(epochs)
+        self._next_epoch = next_epoch
+        if self._budget is not None:
+            self._budget = max(0, self._budget - num_spent)
 
     @staticmethod
     def _masked(ratios: Sequence[float], shares: Sequence[float]) -> list[float]:
@@ -204,12 +221,14 @@ class ChunkPool:
         return min(left, -(-count // step) * step)
 
     def _others_are_faster(self, left: int, rank: int, seconds: Sequence[float]) -> bool:
-        """Whether the others finish ``left`` batches before this rank one more."""
+        """Whether the others finish ``left`` batches before this rank one more.
+
+        Of those that take the same time the lowest comes first, or none would take any.
+        """
         mine = (self.ledgers[rank].num_assigned + 1) * seconds[rank]
         capacity = sum(
-            max(0, int(mine / s) - self.ledgers[r].num_assigned)
-            for r, s in enumerate(seconds)
-            if r != rank and s > 0
+            max(0, (int(n) if r < rank else math.ceil(n) - 1) - self.ledgers[r].num_assigned)
+            for r, n in ((r, mine / s) for r, s in enumerate(seconds) if r != rank and s > 0)
         )
         return capacity >= left
 
@@ -232,10 +251,12 @@ class ChunkPool:
         if left == 0:
             return None
         spans = epoch.open.take(left)
-        dealt: dict[int, tuple[range, ...]] = {}
-        if self._ratios is None:
+        dealt = epoch.take_parts(ranks, spans)
+        if dealt:
+            pass  # as it was dealt before the run was interrupted
+        elif self._ratios is None:
             for i, rank in enumerate(ranks):
-                dealt[rank] = _every(spans, i, len(ranks))
+                dealt[rank] = every_nth(spans, i, len(ranks))
         else:
             rest = BatchSet(spans)
             ratios = [self._ratios[r] for r in ranks]
@@ -294,6 +315,10 @@ class ChunkPool:
             epoch.num_settled += len(span)
             epoch.num_samples += self._samples(span)
         ledger.in_round.clear()
+
+    def count_samples(self, batches: Iterable[int]) -> int:
+        """Samples in these batches."""
+        return sum(self._samples(range(b, b + 1)) for b in batches)
 
     def _samples(self, span: range) -> int:
         total = 0
@@ -363,8 +388,7 @@ class ChunkPool:
         if told == made == len(order):
             return 0
         epoch = self._known(number)
-        untold = sum(self._samples(range(b, b + 1)) for b in order[told:made])
-        undone = sum(self._samples(range(b, b + 1)) for b in order[made:told])
+        untold, undone = (self.count_samples(p) for p in (order[told:made], order[made:told]))
         epoch.num_settled += made - told
         epoch.num_samples += untold - undone
         epoch.num_retrained += undone
@@ -374,15 +398,3 @@ class ChunkPool:
     def stop_looking_ahead(self) -> None:
         """From here on an epoch begins only when the one before has closed."""
         self._look_ahead = False
-
-
-def _every(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:
-    """Every ``step``-th batch of the ranges laid end to end, from ``first`` on."""
-    picked: list[range] = []
-    skip = first
-    for span in spans:
-        part = span[skip::step]
-        if part:
-            picked.append(part)
-        skip = (skip - len(span)) % step
-    return tuple(picked)

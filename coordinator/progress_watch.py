@@ -70,7 +70,7 @@ def _is_progress(event: m.Event) -> bool:
     match event:
         case m.BatchReport() | m.EpochReport():
             return event.tally.num_batches > 0
-        case m.ParamSnapshot() | m.SyncAck() | m.Halted():
+        case m.ParamSnapshot() | m.SyncAck() | m.Captured() | m.Halted():
             return event.report is not None and event.report.tally.num_batches > 0
         case m.Ready() | m.EvalReport() | m.CheckpointDone():
             return True

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from coordinator.contents import Payload, Tally
+
+Extra = dict[str, Any] | Exception
+"""A rank's own part of a checkpoint: tensors of the CPU and plain values; or why there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class SyncAck:
         ok: False where the collective was aborted or timed out; the live state is then
             the one before the round.
         report: What was trained before the round and not yet told.
+        extra: The rank's own state after the round, if it was asked for.
+        average: With it, from the lead, what the round has averaged; owned by the message.
     """
 
     rank: int
@@ -52,6 +58,8 @@ class SyncAck:
     sync_s: float = 0.0
     ok: bool = True
     report: BatchReport | None = None
+    extra: Extra | None = None
+    average: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,7 @@ class ParamSnapshot:
         num_batches: Batches trained since the last round.
         healthy: Whether the parameters are finite; if not, the weight is 0.
         report: What of it was not yet told; it counts even if the round was given up.
+        extra: The rank's own state at that boundary, if it was asked for.
     """
 
     rank: int
@@ -75,6 +84,7 @@ class ParamSnapshot:
     num_batches: int
     healthy: bool = True
     report: BatchReport | None = None
+    extra: Extra | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +99,7 @@ class FinalSnapshot:
         step: Under ``SYNC``, the optimizer steps made: after a death ranks may differ.
         fault: Set where the parameters are not finite: the state must not be used, and
             this is how the run ends if no rank has a better one.
+        extra: The rank's own state, if it was asked for.
     """
 
     rank: int
@@ -96,6 +107,31 @@ class FinalSnapshot:
     num_samples: int
     step: int = 0
     fault: Failed | None = None
+    extra: Extra | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The rank's whole state between two steps, all of which is in the result.
+
+    Attributes:
+        rank: Who reports.
+        id: Of the :class:`Capture` that asked for it.
+        payload: Weights and buffers; owned by the message. Under ``SYNC`` the parameters
+            come from the lowest rank alone, since all have the same.
+        num_samples: Samples that the buffers have seen since they were averaged.
+        step: Optimizer steps made since the start of the run.
+        extra: The rank's own state.
+        report: What was trained and not yet told.
+    """
+
+    rank: int
+    id: int
+    payload: Payload
+    num_samples: int
+    step: int
+    extra: Extra
+    report: BatchReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +211,7 @@ FromWorker = (
     | SyncAck
     | ParamSnapshot
     | FinalSnapshot
+    | Captured
     | EvalReport
     | CheckpointDone
     | Exiting

@@ -23,19 +23,39 @@ class SyncNow:
         allowance: How far to go after it.
         evaluate: Epoch to evaluate on the averaged weights, if any.
         checkpoint: Version to hand to the checkpoint function, if any.
+        capture: Whether the acknowledgement shall carry the rank's own state.
     """
 
     round: int
     allowance: Allowance = field(default_factory=Allowance)
     evaluate: int | None = None
     checkpoint: int | None = None
+    capture: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
-    """Send a :class:`ParamSnapshot` for this round."""
+    """Send a :class:`ParamSnapshot` for this round.
+
+    Attributes:
+        round: Id of the round.
+        capture: Whether the snapshot shall carry the rank's own state.
+    """
 
     round: int
+    capture: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """Send a :class:`Captured`: between two steps, under ``SYNC`` the same on every rank.
+
+    Attributes:
+        id: Counts the captures of a run. A worker that has answered this one, because a
+            peer heard of it first, skips the message.
+    """
+
+    id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +120,11 @@ class Shutdown:
 
     Attributes:
         snapshot: Whether a :class:`FinalSnapshot` is wanted; not after a failure.
+        capture: Whether that shall carry the rank's own state.
     """
 
     snapshot: bool = True
+    capture: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +178,7 @@ ToWorker = (
     | Resume
     | Evaluate
     | Checkpoint
+    | Capture
     | Rollback
     | Halt
     | Regroup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from coordinator import messages as m
 from coordinator.averaging import usable_weights
@@ -12,6 +13,7 @@ from coordinator.core import Core
 from coordinator.ledger import Epoch
 from coordinator.policy import AverageBackend
 from coordinator.rounds import Round, RoundState
+from coordinator.saving import Saving
 from coordinator.world import RankState
 
 _NONE = (None, None)
@@ -24,14 +26,15 @@ class RoundKeeper:
         round: The round in progress, or the last one.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, saving: Saving) -> None:
         self._core = core
+        self._saving = saving
         self.round = Round()
 
     def start(
         self, now: float, epoch: Epoch | None = None, work: tuple[int | None, int | None] = _NONE
     ) -> None:
-        """Ask every live rank for its part.
+        """Ask every live rank for its part; if a checkpoint is due it is made of the round.
 
         Args:
             now: The time.
@@ -42,6 +45,8 @@ class RoundKeeper:
         ranks = tuple(r.rank for r in self._core.live)
         on_cpu = self._core.config.backend is AverageBackend.CPU
         deadline = now + self._patience_s() if on_cpu else None
+        if capture := self._saving.due:
+            self._saving.begin_round(ranks)
         self.round.begin(
             RoundState.COLLECTING if on_cpu else RoundState.SYNCING,
             ranks,
@@ -50,11 +55,12 @@ class RoundKeeper:
             evaluate=evaluate,
             checkpoint=checkpoint,
             deadline=deadline,
+            capture=capture,
         )
         self._core.gate.new_round()
         for rank in ranks:
             if on_cpu:
-                self._core.send(rank, m.RequestParams(round=self.round.id))
+                self._core.send(rank, m.RequestParams(round=self.round.id, capture=capture))
                 continue
             allowance, lead = self._core.gate.allowance(rank), rank == ranks[0]
             self.round.limits[rank] = allowance.limit
@@ -65,6 +71,7 @@ class RoundKeeper:
                     allowance=allowance,
                     evaluate=evaluate if lead else None,
                     checkpoint=checkpoint if lead else None,
+                    capture=capture,
                 ),
             )
 
@@ -97,6 +104,8 @@ class RoundKeeper:
         self.round.snapshots[event.rank] = event
         self._core.ranks[event.rank].freeze()
         self._core.pool.freeze(event.rank)
+        if self.round.capture:
+            self._saving.note(event.rank, event.extra)
         if self.round.all_snapshots:
             self.round.move(RoundState.COMPUTING)
             self.round.deadline = None
@@ -109,6 +118,7 @@ class RoundKeeper:
                     weights=tuple(
                         usable_weights([s.num_samples if s.healthy else None for s in order])
                     ),
+                    keep=self.round.capture,
                 )
             )
 
@@ -124,6 +134,8 @@ class RoundKeeper:
         self.round.divergences = dict(event.divergences)
         self.round.average_s = event.compute_s
         self._commit(self.round.ranks)
+        if self.round.capture:
+            self._saving.commit(event.kept)
         self._core.gate.new_round()
         for rank in self.round.ranks:
             info, lead = self._core.ranks[rank], rank == self.round.lead
@@ -151,7 +163,9 @@ class RoundKeeper:
             self._core.ranks[event.rank].enter_round()
             self._core.ranks[event.rank].set_limit(self.round.limits[event.rank])
             self._core.pool.freeze(event.rank)
-            self.round.acks[event.rank] = event
+            if self.round.capture and event.ok:
+                self._saving.note(event.rank, event.extra, event.average)
+            self.round.acks[event.rank] = replace(event, extra=None, average=None)
             if self.round.all_acks:
                 return self._end_sync()
             if not event.ok and self.round.deadline is None:
@@ -168,6 +182,8 @@ class RoundKeeper:
         if self.round.doomed or not all(ack.ok for ack in self.round.acks.values()):
             return False
         self._commit(self.round.ranks)
+        if self.round.capture:
+            self._saving.commit(None)
         for rank in self.round.ranks:
             if self._core.is_live(rank):
                 self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
@@ -248,6 +264,8 @@ class RoundKeeper:
             The live ranks that must undo it.
         """
         rnd = self.round
+        if rnd.capture:
+            self._saving.cancel()
         undo: list[int] = []
         if rnd.state is RoundState.SYNCING:
             self._core.out.append(AbortCollective(generation=rnd.generation))

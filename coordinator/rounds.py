@@ -41,7 +41,8 @@ class Round:
 
     ``ranks`` are those whose state goes in, ``lead`` the one that evaluates and hands
     over the average if it closes ``epoch``. ``doomed``: a rank died in the collective
-    before it could say what it put in, so that the round must be undone.
+    before it could say what it put in, so that the round must be undone. ``capture``: a
+    checkpoint is made of it.
     """
 
     id: int = 0
@@ -53,6 +54,7 @@ class Round:
     doomed: bool = False
     evaluate: int | None = None
     checkpoint: int | None = None
+    capture: bool = False
     deadline: float | None = None
     num_failed: int = 0
     snapshots: dict[int, ParamSnapshot] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Round:
         evaluate: int | None,
         checkpoint: int | None,
         deadline: float | None,
+        capture: bool = False,
     ) -> None:
         """Start the next round."""
         self.move(state)
@@ -93,6 +96,7 @@ class Round:
         self.doomed = False
         self.evaluate = evaluate
         self.checkpoint = checkpoint
+        self.capture = capture
         self.deadline = deadline
         self.snapshots = {}
         self.acks = {}

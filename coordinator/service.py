@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from coordinator import messages as m
-from coordinator.averaging import Averager
+from coordinator.averaging import Averager, clone_payload
 from coordinator.commands import (
     AbortCollective,
     Average,
     Command,
     PublishEpoch,
     ReportStall,
+    SaveCheckpoint,
+    SaveFailed,
     Send,
 )
 from coordinator.machine import Coordinator
@@ -48,6 +50,7 @@ class Service:
             given ``None``, in any.
         on_epoch: Called with each closed epoch, on the coordinator's thread: it must
             only hand the value on.
+        on_save: Called with each checkpoint of the run, likewise.
         on_end: Called once, when the outcome is final, on the coordinator's thread.
         averaging_threads: Intra-op threads of the averaging thread.
     """
@@ -61,6 +64,7 @@ class Service:
         abort_collective: Callable[[int | None], None],
         on_epoch: Callable[[EpochMetrics], None],
         on_end: Callable[[], None],
+        on_save: Callable[[SaveCheckpoint | SaveFailed], None] | None = None,
     ) -> None:
         self._machine = machine
         self._inbox = inbox
@@ -68,6 +72,7 @@ class Service:
         self._abort_collective = abort_collective
         self._on_epoch = on_epoch
         self._on_end = on_end
+        self._on_save = on_save
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Average | None] = queue.SimpleQueue()
         self._averager = threading.Thread(target=self._average_loop, name="averager", daemon=True)
@@ -159,6 +164,9 @@ class Service:
                 self._abort_collective(command.generation)
             case PublishEpoch():
                 self._on_epoch(command.metrics)
+            case SaveCheckpoint() | SaveFailed():
+                if self._on_save is not None:
+                    self._on_save(command)
             case ReportStall():
                 self._report(command, now)
             case _:
@@ -195,4 +203,13 @@ class Service:
             num_samples=result.num_samples,
             divergences=tuple(zip(job.ranks, result.divergences, strict=True)),
             compute_s=time.monotonic() - start,
+            kept=_copy(result.average) if job.keep else None,
         )
+
+
+def _copy(average: m.Payload) -> m.Payload | None:
+    try:
+        return clone_payload(average)
+    except (MemoryError, RuntimeError):  # torch's is a RuntimeError
+        logger.exception("an average could not be copied for a checkpoint")
+        return None

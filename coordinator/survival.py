@@ -154,12 +154,12 @@ class Survival:
 
     def _go_on(self) -> None:
         self.recovery = Recovery.NONE
-        self._recount(self._agreed_step)
+        self.recount(self._agreed_step)
         self._core.num_windows = self._agreed_step
         for rank in self.survivors:
             rank.num_queued = 0
 
-    def _recount(self, made: int) -> None:
+    def recount(self, made: int) -> None:
         """Settle the batches of the plan that are in the steps made, and no others."""
         core, plan = self._core, self._core.plan
         if plan is None:

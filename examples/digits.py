@@ -8,6 +8,7 @@ import sys
 import torch
 from sklearn.datasets import load_digits
 from slow import Slowdown
+from stopping import going_on, parse, stoppable
 from torch import nn
 
 from runtime import ApplyPolicy, AverageBackend, Trainer, device_summary, record_scalar
@@ -48,27 +49,26 @@ def start(args, policy, backend, train_set):
     ).dataset(train_set)
     builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
     builder.policy(ApplyPolicy(policy)).backend(AverageBackend(backend)).seed(args.seed)
-    return builder.progress(False).run()
+    return going_on(builder.progress(False), args).run()
 
 
 def train(args, policy, backend):
     """Train once, print what happened and return the accuracy on the test images."""
     train_set, (images, labels) = load_data()
-    handle = start(args, policy, backend, train_set)
-    for m in handle.metrics():
-        if not args.all:
-            rate, accuracy = m.num_samples / m.epoch_s, m.scalars["accuracy"]
-            print(f"epoch {m.epoch:2}  loss {m.avg_loss:.4f}  accuracy {accuracy:6.1%}", end="  ")
-            print(f"{rate:6,.0f} samples/s", flush=True)
+    with start(args, policy, backend, train_set) as handle:
+        for m in handle.metrics():
+            if not args.all:
+                accuracy = f"accuracy {m.scalars['accuracy']:6.1%}"
+                print(f"epoch {m.epoch:2}  loss {m.avg_loss:.4f}  {accuracy}", end="  ")
+                print(f"{m.num_samples / m.epoch_s:6,.0f} samples/s", flush=True)
     state = handle.join()
     model = build_model()
     model.load_state_dict(state.state_dict())
     accuracy = (model(images).argmax(1) == labels).float().mean().item()
-    averagings = sum(m.num_averagings for m in state.metrics)
     total = sum(m.num_samples for m in state.metrics)
     print(f"{policy:7} over {handle.backend.value:6}: test accuracy {accuracy:.1%}", end=", ")
-    print(f"{averagings:4} averagings; samples by rank:", end="")
-    for rank in zip(*(m.per_rank for m in state.metrics), strict=True):
+    print(f"{sum(m.num_averagings for m in state.metrics):4} averagings; samples by rank:", end="")
+    for rank in zip(*(m.per_rank for m in state.metrics), strict=False):
         samples, compute_s = sum(e.num_samples for e in rank), sum(e.compute_s for e in rank)
         print(f" {samples / total:4.0%} at {samples / max(compute_s, 1e-9):6,.0f}/s", end="")
     print(flush=True)
@@ -85,7 +85,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="every policy over every backend")
-    args = parser.parse_args()
+    args = parse(parser)
     print(device_summary([torch.device("cpu")] * args.workers))
     if not args.all:
         train(args, args.policy, args.backend)
@@ -96,4 +96,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    stoppable(main)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from stopping import going_on, parse, stoppable
 from torch import nn
 
 from runtime import Trainer, device_summary, record_scalar
@@ -71,24 +72,23 @@ def main():
     parser.add_argument("--workers", type=int, default=2, help="all on the CPU")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32)
-    args = parser.parse_args()
+    args = parse(parser)
     try:
         train_set, (images, labels) = load_data(args.data)
     except (OSError, EOFError, ValueError) as error:
         parser.error(f"--data: {error}")
-
     builder = Trainer.builder(
         lambda device: lenet().to(device),
         lambda params: torch.optim.AdamW(params, lr=2e-3),
         train_fn,
     ).dataset(train_set)
     builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
-    handle = builder.seed(0).run()
-    print(device_summary(handle.devices))
-    for m in handle.metrics():
-        rate, accuracy = m.num_samples / m.epoch_s, m.scalars["accuracy"]
-        print(f"epoch {m.epoch}  loss {m.avg_loss:.4f}  accuracy {accuracy:6.1%}", end="  ")
-        print(f"{rate:6,.0f} samples/s", flush=True)
+    with going_on(builder.seed(0), args).run() as handle:
+        print(device_summary(handle.devices))
+        for m in handle.metrics():
+            accuracy, rate = f"accuracy {m.scalars['accuracy']:6.1%}", m.num_samples / m.epoch_s
+            print(f"epoch {m.epoch}  loss {m.avg_loss:.4f}  {accuracy}", end="  ")
+            print(f"{rate:6,.0f} samples/s", flush=True)
     model = lenet()
     model.load_state_dict(handle.join().state_dict())
     accuracy = (model(images).argmax(1) == labels).float().mean().item()
@@ -96,4 +96,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    stoppable(main)

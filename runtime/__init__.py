@@ -11,6 +11,7 @@ from runtime.data_parallel import BatchResult, DataParallelCoordinator
 from runtime.ddp import Ddp
 from runtime.errors import (
     AveragingFailed,
+    CheckpointError,
     CollectiveAborted,
     CollectiveTimeout,
     GpuWorkerError,
@@ -37,6 +38,7 @@ __all__ = [
     "AverageBackend",
     "AveragingFailed",
     "BatchResult",
+    "CheckpointError",
     "Collective",
     "CollectiveAborted",
     "CollectiveTimeout",

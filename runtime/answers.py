@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import assert_never
 
 from torch import nn
@@ -33,6 +34,7 @@ class Answers:
         reporter: The way to the coordinator.
         functions: The user's functions.
         clock: Tells the time.
+        capture: Gives the rank's own state, for a checkpoint.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Answers:
         reporter: Reporter,
         functions: UserFunctions,
         clock: DeviceContext,
+        capture: Callable[[], m.Extra],
     ) -> None:
         self._worker = worker
         self._model = model
@@ -54,6 +57,7 @@ class Answers:
         self._reporter = reporter
         self._functions = functions
         self._clock = clock
+        self._capture = capture
         self._rank = protocol.rank
         self._snapshot_s = 0.0
 
@@ -78,6 +82,8 @@ class Answers:
                 raise CollectiveAborted("a rank died; this one halts")
             case m.Regroup():
                 raise AssertionError("the worker itself joins its new group")
+            case m.Capture():
+                raise AssertionError("the worker itself knows whether others capture with it")
             case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
                 raise AssertionError("the protocol handles these itself")
             case _:
@@ -85,8 +91,10 @@ class Answers:
 
     def _sync_now(self, message: m.SyncNow) -> None:
         healthy = self._judge.enter_round(self._protocol.samples)
-        report = self._reporter.take_report()
+        report = self._reporter.take_report(wait=message.capture)
         ok, divergence, sync_s = False, None, 0.0
+        extra: m.Extra | None = None
+        average: m.Payload | None = None
         try:
             start = self._clock.now()
             divergence, waited = self._averager.all_reduce(
@@ -97,6 +105,10 @@ class Answers:
                 self._judge.require_finite()  # nobody had a state that could be used
                 self._judge.healed()
             ok = True
+            if message.capture:
+                extra = self._capture()
+                if self._averager.leads:
+                    average = self._averager.snapshot(reuse=False)
         except (CollectiveAborted, CollectiveTimeout) as error:
             # The round is given up; this rank's state is the one before it.
             logger.warning(
@@ -112,6 +124,8 @@ class Answers:
                     sync_s=sync_s,
                     ok=ok,
                     report=report,
+                    extra=extra,
+                    average=average,
                 )
             )
         if ok:
@@ -119,7 +133,7 @@ class Answers:
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
         healthy = self._judge.enter_round(self._protocol.samples)
-        report = self._reporter.take_report()
+        report = self._reporter.take_report(wait=message.capture)
         self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory
         start = self._clock.now()
         payload, arrival = self._averager.start_snapshot()
@@ -134,8 +148,33 @@ class Answers:
                 num_batches=self._protocol.batches,
                 healthy=healthy,
                 report=report,
+                extra=self._capture() if message.capture else None,
             ),
             arrival,
+        )
+
+    def send_capture(self, capture: int, *, params: bool, num_samples: int, step: int) -> None:
+        """Send the whole state as it is, all of which is in the result.
+
+        Args:
+            capture: Which one is asked for.
+            params: Whether the parameters are sent, too.
+            num_samples: Samples behind the buffers since they were averaged.
+            step: Optimizer steps made since the start of the run.
+        """
+        self._judge.require_finite()
+        report = self._reporter.take_report(wait=True)
+        payload = self._averager.snapshot(reuse=False, params=params)
+        self._reporter.put(
+            m.Captured(
+                rank=self._rank,
+                id=capture,
+                payload=payload,
+                num_samples=num_samples,
+                step=step,
+                extra=self._capture(),
+                report=report,
+            )
         )
 
     def _take_update(self, message: m.Update) -> None:

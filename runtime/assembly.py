@@ -11,7 +11,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.dispatch import count_batches
 from coordinator.policy import ApplyPolicy, AverageBackend
 from runtime.config import TrainConfig
-from runtime.errors import NonFiniteError, ReplicaMismatch
+from runtime.errors import CheckpointError, NonFiniteError, ReplicaMismatch
 from runtime.worker import GpuWorker
 from runtime.worker_types import UserFunctions, WorkerConfig
 
@@ -57,6 +57,7 @@ def coordinator_config(
         max_steps=c.max_steps,
         evaluate=c.eval_fn is not None,
         checkpoint_every=c.checkpoint_every,
+        save_every=None if c.checkpoint_dir is None else c.checkpoint_dir_every,
         snapshot_timeout_s=c.snapshot_timeout,
         collective_timeout_s=c.collective_timeout,
         max_failed_rounds=c.max_failed_rounds,
@@ -114,5 +115,5 @@ def failed(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Faile
         epoch=worker.current_epoch if worker else 0,
         step=worker.local_step if worker else 0,
         error=error,
-        fatal=isinstance(error, (ReplicaMismatch, NonFiniteError)),
+        fatal=isinstance(error, (ReplicaMismatch, NonFiniteError, CheckpointError)),
     )

@@ -50,14 +50,22 @@ class ReplicaAverager:
 
     # -- the CPU path ------------------------------------------------------------
 
-    def snapshot(self, *, reuse: bool) -> Payload:
+    @property
+    def leads(self) -> bool:
+        """Whether this is the lowest rank of those that meet."""
+        return self.collective is None or self.collective.rank == 0
+
+    def snapshot(self, *, reuse: bool, params: bool = True) -> Payload:
         """Copy the live state to CPU memory; blocks until it is there.
 
         Args:
             reuse: Use this replica's one snapshot buffer, which stays valid until the
                 next call, and which an average can be taken against; otherwise memory of
                 its own.
+            params: Whether to copy the parameters, or the buffers alone.
         """
+        if not params:
+            return self._copy_buffers()
         if not reuse:
             return self._copy_out(None)
         payload, arrival = self.start_snapshot()
@@ -68,6 +76,16 @@ class ReplicaAverager:
     def last_snapshot(self) -> Payload:
         """As :meth:`snapshot`, where no average follows: takes no more memory of the device."""
         return self._copy_out(self._twin)
+
+    def _copy_buffers(self) -> Payload:
+        floats, others = self._state.buffers.empty()
+        with self._device.comm(), torch.no_grad():
+            self._state.buffers.read_into(floats, others)
+            return Payload(
+                params=(),
+                buffers=tuple(t.to("cpu") for t in floats),
+                taken=tuple(t.to("cpu") for t in others),
+            )
 
     def _copy_out(self, twin: Payload | None) -> Payload:
         if self._device.device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from runtime.config import (
     check_flag,
     check_float,
     check_int,
+    check_path,
 )
 from runtime.finite import ON_NON_FINITE
 from runtime.handle import TrainerHandle
@@ -282,6 +284,36 @@ class TrainerBuilder:
         number of closed epochs. Its failure is logged and stops nothing."""
         check_callable("checkpoint_fn", f, "(version, model)")
         return self._set(checkpoint_fn=f)
+
+    def checkpoint_dir(
+        self, path: str | os.PathLike[str], every: int = 1, keep: int = 3
+    ) -> TrainerBuilder:
+        """Write the whole state of the run into this directory every ``every`` epochs, when
+        it is stopped and at its end; the last ``keep`` stay. The directory is made if needed.
+
+        Training waits while the state is copied in memory, and no longer: a thread writes
+        the files, and a checkpoint that a newer one overtakes is left out. What cannot be
+        written is logged and counted, and training goes on. Each checkpoint is a directory
+        ``step-<batches>-<serial>`` with the weights in ``weights.safetensors``, which a bare
+        module loads; it is complete or not there, whatever happens at whatever moment."""
+        return self._set(
+            checkpoint_dir=check_path("checkpoint_dir", path),
+            checkpoint_dir_every=check_int("checkpoint_dir: every", every, 1),
+            checkpoint_dir_keep=check_int("checkpoint_dir: keep", keep, 1),
+        )
+
+    def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> TrainerBuilder:
+        """Go on from the newest complete checkpoint in this directory, or from the one whose
+        own directory it is. One that is torn or altered is refused with a warning, and the
+        one before it is taken. Nothing in a checkpoint is ever executed.
+
+        Model, ``batch_size``, length of the data set, ``seed``, ``drop_last``, ``accumulate``
+        and whether the policy is ``SYNC`` must be those of the run that wrote it; devices and
+        their number may be others, and ``num_epochs`` may be raised. With ``missing_ok`` a directory without a checkpoint starts the run afresh."""
+        return self._set(
+            resume=check_path("resume", path),
+            resume_missing_ok=check_flag("resume: missing_ok", missing_ok),
+        )
 
     # -- limits ---------------------------------------------------------------------
 

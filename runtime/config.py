@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +64,21 @@ def check_callable(name: str, value: object, signature: str) -> None:
     """Something that can be called, or an error that shows how it will be."""
     if not callable(value):
         raise TypeError(f"{name} must be a function {signature}, got {type(value).__name__}")
+
+
+def check_path(name: str, value: object) -> Path:
+    """A path as a string or an ``os.PathLike``, made absolute, or an error."""
+    if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
+        raise TypeError(f"{name}({value!r}): pass a path as a string or a pathlib.Path")
+    if not os.fspath(value):
+        raise ValueError(f"{name}({value!r}): the path is empty; '.' is the current directory")
+    return Path(value).expanduser().absolute()
+
+
+def check_directory(name: str, path: Path) -> None:
+    """Nothing, or a directory, is at a path; an error where it is something else."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{name}({str(path)!r}) is a file; pass a directory")
 
 
 def check_devices(devices: object) -> tuple[torch.device, ...]:
@@ -133,6 +150,11 @@ class TrainConfig:
     metrics_fn: Callable[[EpochMetrics], object] | None = None
     checkpoint_every: int | None = None
     checkpoint_fn: Callable[[int, nn.Module], object] | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_dir_every: int = 1
+    checkpoint_dir_keep: int = 3
+    resume: Path | None = None
+    resume_missing_ok: bool = False
     snapshot_timeout: float = 5.0
     collective_timeout: float = 60.0
     max_failed_rounds: int = 5
@@ -183,6 +205,10 @@ class TrainConfig:
                 f"prefetch(0) does not go with loader_workers({self.loader_workers}), which load "
                 "ahead by nature; leave one of them out"
             )
+        for name in ("checkpoint_dir", "resume"):
+            path = getattr(self, name)
+            if path is not None:
+                check_directory(name, path)
         if self.checkpoint_every is not None and self.checkpoint_fn is None:
             raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
         if self.policy is ApplyPolicy.SYNC and self.progressive_dispatch:

@@ -89,6 +89,14 @@ class CudaApi:
         """
         target.copy_(source, non_blocking=True)
 
+    def generator_state(self, device: torch.device) -> Tensor:
+        """State of a device's default generator, on the CPU."""
+        return torch.cuda.get_rng_state(device)
+
+    def set_generator_state(self, device: torch.device, state: Tensor) -> None:
+        """Put such a state back."""
+        torch.cuda.set_rng_state(state, device)
+
     def new_pool(self) -> Any:
         """Memory that the graphs of one stream may share."""
         return torch.cuda.graph_pool_handle()

@@ -183,6 +183,14 @@ class CudaDevice(DeviceContext):
         for stream in (self.compute, self.comm_stream):
             CudaArrival(self._events, self._events.record(stream)).wait()
 
+    def generator_state(self) -> torch.Tensor:
+        """That of the device's default generator, which workers on it share."""
+        return self.api.generator_state(self.device)
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        """Put it back."""
+        self.api.set_generator_state(self.device, state)
+
     # -- graphs -----------------------------------------------------------------------
 
     def pause_point(self) -> None:

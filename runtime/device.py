@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from coordinator.exact_sum import ExactSum
 from coordinator.messages import Payload, Tally
 from runtime.intra_op import IntraOpThreads
 from runtime.timing import HostTimer, StepTimer
@@ -36,11 +37,14 @@ class LogMark(NamedTuple):
 
 
 Harvest = tuple[float, int, tuple[tuple[str, float, int], ...]]
-"""Loss sum, the samples behind it, and ``(name, weighted sum, samples)`` of each scalar."""
+"""Loss sum, the samples behind it, and ``(name, weighted sum, samples)`` of each scalar.
+
+Sums are :class:`~coordinator.exact_sum.RoundedSum`.
+"""
 
 
 class Sums:
-    """Adds up losses and scalars in step order.
+    """Adds up losses and scalars, exactly.
 
     Args:
         on_bad_loss: See :class:`ValueLog`.
@@ -48,32 +52,33 @@ class Sums:
 
     def __init__(self, on_bad_loss: Callable[[int], None] | None) -> None:
         self._on_bad_loss = on_bad_loss
-        self._loss_sum, self._loss_samples = 0.0, 0
-        self._scalars: dict[str, tuple[float, int]] = {}
+        self._loss_sum, self._loss_samples = ExactSum(), 0
+        self._scalars: dict[str, tuple[ExactSum, int]] = {}
 
     def add_loss(self, loss: float, num_samples: int, step: int) -> None:
         """Add the mean loss of a batch."""
         if self._on_bad_loss is not None and not math.isfinite(loss):
             self._on_bad_loss(step)
-        self._loss_sum += loss * num_samples
+        self._loss_sum.add(loss * num_samples)
         self._loss_samples += num_samples
 
     def add_scalar(self, name: str, value: float, num_samples: int) -> None:
         """Add a scalar of a batch."""
-        total, weight = self._scalars.get(name, (0.0, 0))
-        self._scalars[name] = (total + value * num_samples, weight + num_samples)
+        total, weight = self._scalars.get(name) or (ExactSum(), 0)
+        total.add(value * num_samples)
+        self._scalars[name] = (total, weight + num_samples)
 
     def harvest(self) -> Harvest:
         """Everything that was added."""
-        scalars = tuple((k, s, w) for k, (s, w) in self._scalars.items())
-        return self._loss_sum, self._loss_samples, scalars
+        scalars = tuple((k, s.value(), w) for k, (s, w) in self._scalars.items())
+        return self._loss_sum.value(), self._loss_samples, scalars
 
 
 class ValueLog:
     """Losses and scalars of the steps since the last report, read late.
 
     ``push`` only keeps a reference; ``harvest`` reads what is ready. On a CPU everything
-    is ready. Sums are kept in step order, so that they are reproducible.
+    is ready. Sums are exact, so that where they are cut does not show.
 
     Attributes:
         on_bad_loss: Called by ``harvest`` with the number of the first batch whose loss is
@@ -94,6 +99,10 @@ class ValueLog:
     def push_scalar(self, name: str, value: float | torch.Tensor, num_samples: int) -> None:
         """Keep a scalar of a batch."""
         self._scalars.append((name, value, num_samples))
+
+    def start_at(self, step: int) -> None:
+        """Number the next batch."""
+        self._step = step
 
     def mark(self) -> LogMark:
         """Where the log stands; good until the next harvest."""
@@ -246,6 +255,14 @@ class DeviceContext(ABC):
 
     def finish(self) -> None:
         """Block until all that this worker gave to the device is done. Never in a step."""
+        return
+
+    def generator_state(self) -> torch.Tensor | None:
+        """State of the process's generator of the device, if it has one beside the CPU's."""
+        return None
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        """Put a state back; nothing where there is no such generator."""
         return
 
     # -- graphs ---------------------------------------------------------------------

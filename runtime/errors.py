@@ -9,6 +9,7 @@ from coordinator.outcome import Failure
 
 __all__ = [
     "AveragingFailed",
+    "CheckpointError",
     "CollectiveAborted",
     "CollectiveTimeout",
     "GpuWorkerError",
@@ -110,6 +111,10 @@ class ReplicaFailed(GpuWorkerError):
         return type(self), (self.rank, self.device, self.what, self._error)
 
 
+class CheckpointError(GpuWorkerError):
+    """A checkpoint could not be written, read, or continued with these settings."""
+
+
 class CollectiveAborted(GpuWorkerError):
     """A collective was aborted, by this rank or by another; its buffers hold garbage."""
 
@@ -129,7 +134,7 @@ def error_of(failure: Failure | None, stuck: Sequence[str]) -> BaseException | N
     if failure is None:
         return GpuWorkerError(f"the run is over; {named}") if stuck else None
     error = failure.error
-    if failure.rank >= 0 and not isinstance(error, ReplicaMismatch):
+    if failure.rank >= 0 and not isinstance(error, (ReplicaMismatch, CheckpointError)):
         error = WorkerFailed(failure.rank, failure.epoch, failure.step, failure.error)
         error.__cause__ = failure.error
     if stuck:

@@ -89,12 +89,17 @@ class FlatParams:
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """``flats`` as one tensor for each parameter, in order."""
-        out: list[Tensor] = [torch.empty(0)] * len(self.params)
-        for group, layout, flat in zip(self._groups, self._layouts, flats, strict=True):
-            like = [self.params[i].data for i in group]
-            for i, view in zip(group, layout.views(flat, like), strict=True):
-                out[i] = view
-        return out
+        like = [p.data for p in self.params]
+        return _views(self._groups, self._layouts, flats, like)
+
+    def viewer(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """:meth:`views` as a function that keeps no parameter alive."""
+        like = [
+            torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
+            for p in self.params
+        ]
+        groups, layouts = self._groups, self._layouts
+        return lambda flats: _views(groups, layouts, flats, like)
 
     def check(self) -> None:
         """Make sure that no parameter was moved out of its flat tensor.
@@ -108,6 +113,19 @@ class FlatParams:
                     f"parameter {name!r} was moved to other memory during training: assign to it "
                     "in place (p.copy_(...)), and call .to(device) in the model factory only"
                 )
+
+
+def _views(
+    groups: Sequence[Sequence[int]],
+    layouts: Sequence[_Layout],
+    flats: Sequence[Tensor],
+    like: Sequence[Tensor],
+) -> list[Tensor]:
+    out = list(like)
+    for group, layout, flat in zip(groups, layouts, flats, strict=True):
+        for i, view in zip(group, layout.views(flat, [like[i] for i in group]), strict=True):
+            out[i] = view
+    return out
 
 
 class FlatBuffers:
@@ -161,6 +179,22 @@ class FlatBuffers:
     def _alloc(self, groups: list[list[int]]) -> tuple[Tensor, ...]:
         tensors = self.tensors()
         return tuple(tensors[g[0]].new_empty(sum(tensors[i].numel() for i in g)) for g in groups)
+
+    def viewer(self) -> Callable[[Payload], dict[int, Tensor]]:
+        """Gives a payload's buffers as views, by position; keeps no buffer alive."""
+        groups, shapes = [*self._float_groups, *self._other_groups], self._shapes
+
+        def views(payload: Payload) -> dict[int, Tensor]:
+            found: dict[int, Tensor] = {}
+            for group, flat in zip(groups, (*payload.buffers, *payload.taken), strict=True):
+                offset = 0
+                for i in group:
+                    numel = shapes[i].numel()
+                    found[i] = flat[offset : offset + numel].view(shapes[i])
+                    offset += numel
+            return found
+
+        return views
 
     def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Copy all buffers into flat tensors."""

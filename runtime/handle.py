@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,11 +16,17 @@ import torch
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import AverageBackend
 from coordinator.world import Statistics
+from runtime.checkpoint.writer import save_once
+from runtime.config import check_float, check_path
 from runtime.interrupts import INTERRUPTS, Period
 from runtime.state import TrainedState
 
 if TYPE_CHECKING:
     from runtime.run import Run
+
+
+SAVE_S = 600.0
+"""How long a step boundary may take to come, unless another bound is given."""
 
 
 class TrainerHandle:
@@ -75,6 +83,30 @@ class TrainerHandle:
         """End the run at a step boundary and keep its state. Returns at once; idempotent."""
         if not self._ended:
             self._run.stop()
+
+    def save(self, path: str | os.PathLike[str], timeout: float = SAVE_S) -> Path:
+        """Write a checkpoint of the whole run into the directory ``path``, of which
+        ``resume(path)`` goes on; none is removed there.
+
+        Blocks until it is on the disk; training waits while the state is copied, no longer.
+        While the run goes on the state is that of the next boundary; afterwards it is the
+        last one, which is kept where ``checkpoint_dir`` is set.
+
+        Args:
+            path: A directory; made if needed.
+            timeout: Seconds that a boundary may take to come.
+
+        Returns:
+            The checkpoint's own directory.
+
+        Raises:
+            RuntimeError: Called in a worker's thread, which would wait for itself.
+            TimeoutError: No boundary came in time.
+            CheckpointError: The run is over and left no full state.
+            OSError: The files could not be written.
+        """
+        target = check_path("save", path)
+        return save_once(target, self._run.save(check_float("timeout", timeout, 0.0)))
 
     def statistics(self) -> Statistics:
         """A frozen snapshot of the coordinator's counters."""

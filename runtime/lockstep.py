@@ -12,6 +12,7 @@ class Lockstep:
         step: Optimizer steps made since the start of the run.
         num_syncs: Times the buffers were averaged.
         buffer_samples: Samples that this rank's buffers have seen since then.
+        num_captured: The last capture that this rank has made.
     """
 
     def __init__(self, agreement: StopAgreement | None = None) -> None:
@@ -19,6 +20,7 @@ class Lockstep:
         self.step = 0
         self.num_syncs = 0
         self.buffer_samples = 0
+        self.num_captured = 0
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -43,6 +45,16 @@ class Lockstep:
     def stop_reached(self) -> bool:
         """Whether the ranks have agreed to stop before the next step."""
         return self._agreement.reached(self.step)
+
+    def propose_capture(self, capture: int) -> None:
+        """Have all ranks take their states after the next step."""
+        self._agreement.propose_capture(capture, self.step + 1)
+
+    @property
+    def capture_reached(self) -> int | None:
+        """The capture that the ranks have agreed to make before the next step, if any."""
+        capture, step = self._agreement.capture_at
+        return capture if capture > self.num_captured and self.step >= step else None
 
     def copy_from(self, other: Lockstep) -> None:
         """Stand where a peer stands."""

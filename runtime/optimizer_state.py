@@ -24,8 +24,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     for own, given in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for name in _OWN:
             given.pop(name, None)
-            if name in own:
-                given[name] = own[name]
+        for name, value in own.items():
+            if name != "params":
+                given.setdefault(name, value)  # also what another version of PyTorch lacks
     optimizer.load_state_dict(state)
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")

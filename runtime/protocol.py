@@ -182,7 +182,7 @@ class WorkerProtocol:
                 return message
             case m.Rollback():
                 return message if self.rolled_back(message.round) else None
-            case m.RequestParams() | m.Update() | m.Evaluate() | m.Checkpoint():
+            case m.RequestParams() | m.Update() | m.Evaluate() | m.Checkpoint() | m.Capture():
                 return message
             case _:
                 assert_never(message)

@@ -233,12 +233,14 @@ def build_replica(
     scheduler: SchedulerFactory | None = None,
     total_steps: int | None = None,
     finish: Callable[[], None] = lambda: None,
+    load: Callable[[nn.Module], None] | None = None,
 ) -> Replica:
     """Build a rank's replica in its turn, with rank 0's weights.
 
     Parameters are moved into flat tensors before the optimizer is built, so that its
     state belongs to them. ``finish`` waits for the device: others copy rank 0's weights on
-    streams of their own, and rank 0 trains on as soon as they have told to be ready.
+    streams of their own, and rank 0 trains on as soon as they have told to be ready. ``load``
+    gives rank 0's model the weights of a checkpoint.
     """
     try:
         with order.turn(rank) as template:
@@ -246,6 +248,8 @@ def build_replica(
                 model = build_model(model_factory, device)
             if template is not None:
                 adopt(model, template, rank)
+            elif load is not None:
+                load(model)
             model.train()
             state = FlatState(model)
             optimizer = build_optimizer(optim_factory, model, state.params.params, param_groups)

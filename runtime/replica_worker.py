@@ -17,16 +17,18 @@ from runtime.averaging import ReplicaAverager
 from runtime.collective import Collective
 from runtime.context import worker_context
 from runtime.device import DeviceContext, StepMeter
-from runtime.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
+from runtime.errors import CheckpointError, CollectiveAborted, CollectiveTimeout, GpuWorkerError
 from runtime.finite import ReplicaJudge, StepJudge
 from runtime.flat import FlatState
 from runtime.graph_optimizer import CapturableOptimizer
 from runtime.lockstep import Lockstep
 from runtime.peers import Peers
 from runtime.protocol import WorkerProtocol
+from runtime.rank_state import RankState
 from runtime.reducer import GradientReducer
 from runtime.replica import BuildOrder, build_replica
 from runtime.reporter import Reporter
+from runtime.resume import ResumePoint
 from runtime.schedule import SchedulerFactory
 from runtime.step import Stepper
 from runtime.worker_types import (
@@ -65,6 +67,7 @@ class ReplicaWorker:
         device: DeviceContext,
         lockstep: Lockstep,
         peers: Peers | None,
+        resume: ResumePoint | None = None,
     ) -> None:
         self.config = config
         self.rank = config.rank
@@ -89,10 +92,13 @@ class ReplicaWorker:
         )
         self._log = self._reporter.meter.log
         self._batch_samples = 1
+        self._begun_epoch = -1
         self._key_generator(0)
-        self._build(order, collective)
+        self._build(order, collective, resume)
 
-    def _build(self, order: BuildOrder, collective: Collective | None) -> None:
+    def _build(
+        self, order: BuildOrder, collective: Collective | None, resume: ResumePoint | None
+    ) -> None:
         f, c = self._functions, self.config
         with worker_context(self):
             replica = build_replica(
@@ -105,6 +111,7 @@ class ReplicaWorker:
                 scheduler=f.scheduler,
                 total_steps=c.total_steps,
                 finish=self._context.finish,
+                load=None if resume is None else resume.load_weights,
             )
         self.model = replica.model
         self.optimizer = replica.optimizer
@@ -147,7 +154,30 @@ class ReplicaWorker:
             averaged=c.world_size > 1 and not self._lockstep,
         )
         self._averager = ReplicaAverager(self._state, self._context, collective)
+        self._own = self._make_own(resume)
         self._answers = self._make_answers()
+
+    def _make_own(self, resume: ResumePoint | None) -> RankState:
+        c = self.config
+        own = RankState(
+            rank=c.rank,
+            model=self.model,
+            state=self._state,
+            stepper=self._stepper,
+            schedule=self._schedule,
+            averager=self._averager,
+            generator=self.generator,
+            context=self._context,
+            together=self._together,
+            log=self._log,
+            lr_scale=c.lr_scale,
+            lockstep=self._lockstep,
+        )
+        if resume is not None:
+            saved = resume.rank(c.rank)
+            own.restore(saved)
+            self.local_step, self.current_epoch = saved["local_step"], saved["epoch"]
+        return own
 
     def _make_answers(self) -> Answers:
         return Answers(
@@ -159,7 +189,21 @@ class ReplicaWorker:
             self._reporter,
             self._functions,
             self._context,
+            self.capture_state,
         )
+
+    def capture_state(self) -> m.Extra:
+        """This rank's own part of a checkpoint, as it is between two steps; a copy.
+
+        Returns:
+            The state, or why it cannot be saved, which stops no training.
+        """
+        try:
+            return self._own.capture(
+                local_step=self.local_step, epoch=self.current_epoch, begun_epoch=self._begun_epoch
+            )
+        except (CheckpointError, MemoryError) as error:
+            return error
 
     def _step_judge(self) -> StepJudge | None:
         """Who judges each step, where that is done before it is made."""
@@ -322,12 +366,15 @@ class ReplicaWorker:
         fault = self._judge.final_fault(self.current_epoch)
         payload = self._averager.last_snapshot()
         together = self._together
+        shutdown = self._protocol.shutdown
+        extra = shutdown is not None and shutdown.capture and fault is None
         self._reporter.put(
             m.FinalSnapshot(
                 rank=self.rank,
                 payload=payload,
                 num_samples=together.buffer_samples if self._lockstep else self._protocol.samples,
-                step=together.step if self._lockstep else 0,
+                step=together.step if self._lockstep or self.world_size == 1 else 0,
                 fault=fault,
+                extra=self.capture_state() if extra else None,
             )
         )

@@ -80,20 +80,23 @@ class Reporter:
         if self._protocol.report_due or self._clock.now() - self._last >= self._interval_s:
             self.report_timing()
 
-    def take_report(self) -> m.BatchReport | None:
+    def take_report(self, *, wait: bool = False) -> m.BatchReport | None:
         """All that was trained and not told, to travel with a reply to a round.
 
         Both sides then count alike, and the coordinator wakes once, not twice.
+
+        Args:
+            wait: Also wait for losses and times that are still on the device.
         """
-        untold = self._protocol.unreported or self.meter.num_skipped
-        return self._report() if untold else None
+        untold = self._protocol.unreported or self.meter.num_skipped or wait
+        return self._report(wait=wait) if untold else None
 
     def report_timing(self) -> None:
         """Tell what was trained since the last report."""
         self.put(self._report())
 
-    def _report(self) -> m.BatchReport:
-        tally = self._take(wait=False)
+    def _report(self, *, wait: bool = False) -> m.BatchReport:
+        tally = self._take(wait=wait)
         return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=tally)
 
     def report_epoch(self, epoch: int) -> None:

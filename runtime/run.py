@@ -23,6 +23,7 @@ from coordinator.world import Statistics
 from runtime import allocator
 from runtime.agreement import StopAgreement
 from runtime.assembly import coordinator_config, failed, user_functions, worker_config
+from runtime.checkpoint.contents import CheckpointData
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
@@ -37,6 +38,8 @@ from runtime.intra_op import IntraOpThreads
 from runtime.peers import Peers
 from runtime.progress import MetricsThread
 from runtime.replica import BuildOrder
+from runtime.resume import ResumePoint
+from runtime.saving import Saves
 from runtime.state import TrainedState, WorkerFailure, assemble
 from runtime.summary import device_summary
 from runtime.worker import GpuWorker
@@ -106,23 +109,9 @@ class Run:
         self._order = BuildOrder(config.seed)
         self._agreement = StopAgreement()
         self._fallbacks = Fallbacks()
-        self._machine = Coordinator(
-            coordinator_config(
-                config,
-                devices=names,
-                num_samples=adapter.num_samples,
-                backend=self.backend,
-                grace_s=WORKER_GRACE_S,
-            )
-        )
-        self._service = Service(
-            self._machine,
-            self._inbox,
-            self._outboxes,
-            abort_collective=self._abort,
-            on_epoch=self._on_epoch,
-            on_end=self._on_end,
-        )
+        self._resume = ResumePoint.read(config, adapter.num_samples)
+        self._saves = Saves.of(config, adapter.num_samples)
+        self._machine, self._service = self._make_coordinator(names)
         self._metrics = MetricsThread(
             metrics_fn=config.metrics_fn,
             on_stop=self.stop,
@@ -130,9 +119,30 @@ class Run:
             total_batches=self._total_batches(),
             trained=lambda: sum(r.num_batches for r in self.statistics().ranks),
         )
+        self._built: list[int] = []
         self._handle: TrainerHandle | None = None
         self._holds_threads = False
         self._keeps_memory = False
+
+    def _make_coordinator(self, names: tuple[str, ...]) -> tuple[Coordinator, Service]:
+        config = coordinator_config(
+            self.config,
+            devices=names,
+            num_samples=self._adapter.num_samples,
+            backend=self.backend,
+            grace_s=WORKER_GRACE_S,
+        )
+        machine = Coordinator(config, None if self._resume is None else self._resume.run)
+        service = Service(
+            machine,
+            self._inbox,
+            self._outboxes,
+            abort_collective=self._abort,
+            on_epoch=self._on_epoch,
+            on_end=self._on_end,
+            on_save=self._saves.take,
+        )
+        return machine, service
 
     def _total_batches(self) -> int:
         per_epoch = count_batches(
@@ -246,7 +256,7 @@ class Run:
 
     def _build_worker(self, rank: int) -> GpuWorker:
         c = self.config
-        return GpuWorker(
+        worker = GpuWorker(
             worker_config(
                 c, rank=rank, devices=self.devices, num_samples=self._adapter.num_samples
             ),
@@ -259,7 +269,14 @@ class Run:
             peers=self._peers if self._collectives else None,
             device=self._contexts[rank],
             fallbacks=self._fallbacks,
+            resume=self._resume,
         )
+        self._built.append(rank)
+        if len(self._built) == len(self.devices):
+            self._resume = None  # its memory
+        if rank == 0:
+            self._saves.learn(worker.model, worker.flat_state)
+        return worker
 
     # -- while it runs -----------------------------------------------------------
 
@@ -267,10 +284,23 @@ class Run:
         """Ask the coordinator to end the run at a step boundary."""
         self._inbox.put(m.StopRequested())
 
+    def save(self, timeout_s: float) -> CheckpointData:
+        """The state at the next boundary, or the last one; blocks until it is there."""
+        if threading.current_thread() in self._threads:
+            raise RuntimeError(
+                "save() waits for a boundary, which a worker's own thread would never reach: call "
+                "it from another thread"
+            )
+        number, ticket = self._saves.ticket()
+        if number is not None:
+            self._inbox.put(m.SaveRequested(ticket=number))
+        return ticket.wait(timeout_s)
+
     def abort(self) -> None:
         """Ask the coordinator to end the run at once; without any lock, as :meth:`stop`."""
         self._inbox.put(m.AbortRequested())
         self._metrics.abandon()
+        self._saves.abandon()
 
     def owns_current_thread(self) -> bool:
         """Whether the caller is a callback of this run."""
@@ -304,8 +334,9 @@ class Run:
         try:
             stuck = self._join_workers()
             error = error_of(self._machine.outcome.failure, stuck)
+            errors = self._saves.close(error)
             if error is None:
-                state = self._state()
+                state = self._state(errors)
         except BaseException as caught:
             error = caught
         try:
@@ -327,7 +358,7 @@ class Run:
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in started if thread.is_alive()]
 
-    def _state(self) -> TrainedState:
+    def _state(self, checkpoint_errors: tuple[BaseException, ...]) -> TrainedState:
         outcome = self._machine.outcome
         lead = next(w for w in self._workers if w is not None)
         assert outcome.payload is not None, "a run without a failure leaves a state"
@@ -341,6 +372,7 @@ class Run:
                 for f in outcome.failures
             ),
             stopped=outcome.stopped,
+            checkpoint_errors=checkpoint_errors,
         )
 
     def _take_down(self) -> None:
@@ -354,6 +386,7 @@ class Run:
         self._collectives = {}
         self._data_path.close()
         self._workers = []
+        self._resume = None
         # The run itself lives until the collector of cycles comes; the state does not need it.
         self._machine.outcome.payload = None
         self._machine.outcome.failures.clear()

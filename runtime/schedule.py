@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import torch
+
+from runtime.checkpoint.contents import plain
+from runtime.errors import CheckpointError
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -95,6 +100,37 @@ class Schedule:
         if self._scheduler is not None and other._scheduler is not None:
             self._scheduler.load_state_dict(copy.deepcopy(other._scheduler.state_dict()))
         self._write(other._read())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, scale, unscaled rates and the scheduler's own state.
+
+        Of that, what is no plain value (a function) is left out: the factory makes it anew.
+        """
+        scheduler = None
+        if self._scheduler is not None:
+            scheduler = {}
+            for name, value in self._scheduler.state_dict().items():
+                with suppress(CheckpointError):
+                    scheduler[name] = plain(value, name, copy=True)
+        return {
+            "position": self._position,
+            "scale": self._scale,
+            "base": list(self._base),
+            "scheduler": scheduler,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave; the rates stay, they are the optimizer's."""
+        self._position = int(state["position"])
+        self._scale = float(state["scale"])
+        self._base = [float(rate) for rate in state["base"]] or self._read()
+        if self._scheduler is not None and state["scheduler"] is not None:
+            self._scheduler.load_state_dict(copy.deepcopy(dict(state["scheduler"])))
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the rates and, where there is a scheduler, the scale on top of it."""
+        self._write([rate * factor for rate in self._read()])
+        self._scale = self._scale * factor if self._scheduler is not None else self._scale
 
     def advance(self, position: int) -> None:
         """Bring the rate to a position: batches trained by all ranks before this step."""

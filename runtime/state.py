@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from coordinator.messages import Payload
 from coordinator.metrics import EpochMetrics
+from runtime.checkpoint.files import save_weights
 from runtime.flat import FlatState
 
 
@@ -41,6 +44,8 @@ class TrainedState:
         metrics: One entry for each closed epoch.
         failures: Workers that died on the way.
         stopped: Whether the run was ended before its time.
+        checkpoint_errors: The last error of writing checkpoints, if there was any; each was
+            logged when it came.
     """
 
     params: dict[str, Tensor]
@@ -48,7 +53,22 @@ class TrainedState:
     metrics: tuple[EpochMetrics, ...] = ()
     failures: tuple[WorkerFailure, ...] = ()
     stopped: bool = False
+    checkpoint_errors: tuple[BaseException, ...] = ()
     _keys: tuple[str, ...] = field(default=(), repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights as a safetensors file, which a bare module loads:
+        ``Net().load_state_dict(safetensors.torch.load_file(path))``.
+
+        Blocks until it is on the disk. Afterwards ``path`` is the new file or, if this
+        raises or the process dies, what it was before. Tied tensors are written once under
+        each of their names.
+
+        Raises:
+            OSError, CheckpointError: It could not be written, or a tensor is of a type that
+                safetensors cannot hold.
+        """
+        save_weights(Path(path), self.state_dict())
 
     def state_dict(self) -> OrderedDict[str, Tensor]:
         """Plain keys in the module's order: ``Net().load_state_dict(...)`` takes them."""
@@ -64,6 +84,7 @@ def assemble(
     metrics: tuple[EpochMetrics, ...],
     failures: tuple[WorkerFailure, ...] = (),
     stopped: bool,
+    checkpoint_errors: tuple[BaseException, ...] = (),
 ) -> TrainedState:
     """Put the final average into the model and copy everything to the CPU.
 
@@ -74,6 +95,7 @@ def assemble(
         metrics: One entry for each closed epoch.
         failures: Workers that died on the way.
         stopped: Whether the run was ended before its time.
+        checkpoint_errors: Of writing checkpoints.
     """
     with torch.no_grad():
         flat.load(payload)
@@ -101,5 +123,6 @@ def assemble(
         metrics=metrics,
         failures=failures,
         stopped=stopped,
+        checkpoint_errors=checkpoint_errors,
         _keys=tuple(keys),
     )

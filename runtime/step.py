@@ -7,7 +7,7 @@ of fp16's gradient scaler, of :mod:`runtime.finite` and of :mod:`runtime.reducer
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -88,6 +88,21 @@ class Stepper:
         load_optimizer_state(self._optimizer, copy.deepcopy(other._optimizer.state_dict()))
         if self._scaler is not None and other._scaler is not None:
             self._scaler.load_state_dict(other._scaler.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimizer and, if there is one, of the scaler; no copies."""
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        return {"optimizer": self._optimizer.state_dict(), "scaler": scaler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave.
+
+        How the optimizer computes (``foreach``, ``fused``, ``capturable``) stays as built.
+        """
+        # A copy: ranks may share it, and torch keeps its containers.
+        load_optimizer_state(self._optimizer, copy.deepcopy(state["optimizer"]))
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
 
     def begin(self) -> None:
         """A step begins: what follows can be taken back, and has no gradients yet."""

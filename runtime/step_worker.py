@@ -20,6 +20,7 @@ from runtime.lockstep import Lockstep
 from runtime.peers import Peers
 from runtime.replica import BuildOrder
 from runtime.replica_worker import ReplicaWorker
+from runtime.resume import ResumePoint
 from runtime.step import StepEnd, TrainFn
 from runtime.windows import count_samples
 from runtime.worker_types import StepResult, UserFunctions, WorkerConfig, WorkerEndpoints
@@ -39,8 +40,11 @@ class StepWorker(ReplicaWorker):
         lockstep: Lockstep,
         peers: Peers | None,
         fallbacks: Fallbacks | None,
+        resume: ResumePoint | None = None,
     ) -> None:
-        super().__init__(config, functions, endpoints, collective, order, device, lockstep, peers)
+        super().__init__(
+            config, functions, endpoints, collective, order, device, lockstep, peers, resume
+        )
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
             self._graphs = self._make_graphs(self._capturable, fallbacks or Fallbacks())
@@ -192,3 +196,49 @@ class StepWorker(ReplicaWorker):
         assert self._graphs is not None
         self._graphs.pass_by()
         self._graphs.eagerly(window, train_fn, total)
+
+    # -- epochs and checkpoints ---------------------------------------------------------
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.current_epoch = self._reporter.epoch = epoch
+        if epoch > self._begun_epoch:
+            self._begun_epoch = epoch
+            self._own.before_epoch_fn()
+            self._key_generator(epoch)
+            if self._functions.epoch_fn is not None:
+                with self._context.apart():
+                    self._functions.epoch_fn(epoch, self)
+            self._own.after_epoch_fn(epoch)
+
+    def _sync_buffers(self) -> None:
+        """Under lockstep, average the buffers: every rank is between the same two steps."""
+        if self._lockstep:
+            self._averager.sync_buffers(self._together.buffer_samples)
+            self._together.synced()
+
+    def _capture_together(self, capture: int) -> None:
+        """Under lockstep: name the step before which all ranks take their states.
+
+        A rank with a plan has not joined the reduction of its next step, so all others hear
+        of it in time. One that has none stands where every other will stand without it.
+        """
+        if capture <= self._together.num_captured:
+            return  # a peer heard of it first, and named the step
+        if self._protocol.plan is not None or self._protocol.plans:
+            self._together.propose_capture(capture)
+        else:
+            self._capture_now(capture)
+
+    def _capture_if_reached(self) -> None:
+        if self._lockstep and (capture := self._together.capture_reached) is not None:
+            self._capture_now(capture)
+
+    def _capture_now(self, capture: int) -> None:
+        together = self._together
+        together.num_captured = capture
+        self._answers.send_capture(
+            capture,
+            params=not self._lockstep or self._averager.leads,
+            num_samples=together.buffer_samples if self._lockstep else 0,
+            step=together.step,
+        )

@@ -24,6 +24,7 @@ from runtime.loader import Loader
 from runtime.lockstep import Lockstep
 from runtime.peers import Peers
 from runtime.replica import BuildOrder
+from runtime.resume import ResumePoint
 from runtime.step import TrainFn
 from runtime.step_worker import StepWorker
 from runtime.windows import Windows
@@ -55,6 +56,7 @@ class GpuWorker(StepWorker):
             worker cannot join a new group after a death.
         device: Where it trains; ``None``: made from the settings.
         fallbacks: Shared by all workers of a run; tells what is not captured.
+        resume: Where an earlier run stood, of which this one goes on.
 
     Raises:
         TypeError, ValueError: What a factory gives cannot be trained.
@@ -73,6 +75,7 @@ class GpuWorker(StepWorker):
         peers: Peers | None = None,
         device: DeviceContext | None = None,
         fallbacks: Fallbacks | None = None,
+        resume: ResumePoint | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -84,11 +87,11 @@ class GpuWorker(StepWorker):
             Lockstep(agreement),
             peers,
             fallbacks,
+            resume,
         )
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
         self._submitted: list[m.EpochPlan] = []
-        self._begun_epoch = -1
         self._loader = make_loader(self, lambda: self._inbox.put(WAKE)) if make_loader else None
         self._protocol.built()
         if peers is not None:
@@ -146,6 +149,7 @@ class GpuWorker(StepWorker):
                 if index + 1 < windows.count:  # else the plan's own report follows
                     self._reporter.report_if_due()
             self._sync_buffers()
+            self._capture_if_reached()
         self._end_plan(plan)
         return False
 
@@ -153,6 +157,7 @@ class GpuWorker(StepWorker):
         """Answer messages; whether the next step may begin."""
         if self.handle_control() and not self._finish_together():
             return False
+        self._capture_if_reached()
         return not (self._lockstep and self._together.stop_reached)
 
     def _finish_together(self) -> bool:
@@ -200,15 +205,6 @@ class GpuWorker(StepWorker):
                 answer = False
         return loaded.data
 
-    def _begin_epoch(self, epoch: int) -> None:
-        self.current_epoch = self._reporter.epoch = epoch
-        if epoch > self._begun_epoch:
-            self._begun_epoch = epoch
-            self._key_generator(epoch)
-            if self._functions.epoch_fn is not None:
-                with self._context.apart():
-                    self._functions.epoch_fn(epoch, self)
-
     def _submit(self, plan: m.EpochPlan) -> None:
         """Start loading a plan, unless it was when it arrived."""
         if not any(p is plan for p in self._submitted):
@@ -221,6 +217,7 @@ class GpuWorker(StepWorker):
             self._loader.cancel()
         self._submitted.clear()
         if self._together.stop_reached:
+            self._own.keep_buffers()
             self._sync_buffers()
         self._end_plan(plan)
 
@@ -229,12 +226,6 @@ class GpuWorker(StepWorker):
             self._judge.require_finite()  # no round follows: the report closes the epoch
         self._protocol.end_plan()
         self.report_epoch(plan.epoch)
-
-    def _sync_buffers(self) -> None:
-        """Under lockstep, average the buffers: every rank is between the same two steps."""
-        if self._lockstep:
-            self._averager.sync_buffers(self._together.buffer_samples)
-            self._together.synced()
 
     # -- messages ------------------------------------------------------------------
 
@@ -278,6 +269,8 @@ class GpuWorker(StepWorker):
         work = self._protocol.receive(message)
         if isinstance(work, m.Regroup):
             self._regroup(work)
+        elif isinstance(work, m.Capture):
+            (self._capture_together if self._lockstep else self._capture_now)(work.id)
         elif work is not None:
             self._answers.answer(work)
 

@@ -17,7 +17,7 @@ from runtime.step import TrainFn
 from runtime.timing import StepTime
 
 if TYPE_CHECKING:
-    from runtime.worker import GpuWorker
+    pass
 
 EvalFn = Callable[[nn.Module, int], dict[str, float]]
 
@@ -82,7 +82,7 @@ class UserFunctions:
     param_groups: ParamGroups | None = None
     scheduler: SchedulerFactory | None = None
     eval_fn: EvalFn | None = None
-    epoch_fn: Callable[[int, GpuWorker], object] | None = None
+    epoch_fn: Callable[[int, Any], object] | None = None
     checkpoint_fn: Callable[[int, nn.Module], object] | None = None
 
 

@@ -14,6 +14,7 @@ from coordinator.policy import ApplyPolicy
 from coordinator.world import RankState
 from runtime.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation
+from tests.simulation.saves import BEFORE, SaveChecks
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
@@ -42,6 +43,12 @@ class Checks:
         self._dismissed: set[int] = set()
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
+        self.saves = SaveChecks(sim)
+        self._resumed: frozenset[Batch] = frozenset()
+        if sim.origin is not None:
+            self._resumed = sim.origin.held
+            self._trained = dict.fromkeys(self._resumed, BEFORE)
+            self._closed = list(range(sim.origin.num_closed))
 
     # -- the coordinator ---------------------------------------------------------------
 
@@ -138,7 +145,7 @@ class Checks:
         before = self._trained.get(batch)
         # Under lockstep the effect of a batch may die with a rank that did not train it.
         lost = self._sim.dead if self.needs_rounds else self._sim.dead and {before}
-        if before is not None and before not in lost:
+        if before is not None and (before not in lost or before == BEFORE):
             raise Violation(f"rank {rank} trains {batch}, which rank {before} trained")
         if not 0 <= batch[1] < self._per_epoch or size != self._sim.samples_of(batch):
             raise Violation(f"rank {rank} trains {batch} with {size} samples")
@@ -207,10 +214,15 @@ class Checks:
             raise Violation(f"only the epochs {self._closed} have closed")
         if c.max_steps is None:
             for rank in set(range(c.world_size)) - self._sim.dead:
-                if self._begun[rank] != list(range(c.num_epochs)):
+                if self._begun[rank] != self._unfinished():
                     raise Violation(f"rank {rank} began the epochs {self._begun[rank]}")
-        if not self._sim.dead and not self._sim.machine.core.generation:
+        if not self._sim.dead and not self._sim.machine.core.generation and not self._resumed:
             self._shares()
+
+    def _unfinished(self) -> list[int]:
+        """Epochs of which anything is trained in this run."""
+        epochs = range(self._config.num_epochs)
+        return [e for e in epochs if not self._resumed.issuperset(self._batches_of(e))]
 
     def _shares(self) -> None:
         """Fixed ratios hold in every epoch to a batch."""

@@ -17,7 +17,15 @@ from itertools import count
 from typing import Any
 
 from coordinator import messages as m
-from coordinator.commands import AbortCollective, Average, Command, ReportStall, Send
+from coordinator.commands import (
+    SAVE_ROUND,
+    AbortCollective,
+    Average,
+    Command,
+    ReportStall,
+    SaveCheckpoint,
+    Send,
+)
 from coordinator.machine import Coordinator
 from coordinator.policy import AverageBackend
 from runtime.agreement import StopAgreement
@@ -25,6 +33,7 @@ from runtime.errors import CollectiveAborted, CollectiveTimeout
 from runtime.worker_types import WAKE
 from tests.simulation.checks import Checks
 from tests.simulation.effects import SamplesOf, Traced, Violation, average, replica
+from tests.simulation.saves import Origin
 from tests.simulation.schedule import Death, Schedule, draw_schedule
 from tests.simulation.sim_worker import GET, Join, Op, SimWorker
 
@@ -90,10 +99,16 @@ class Simulation:
         dead: Ranks that died.
         result: The last average.
         average_pending: Whether an average is being computed.
+        origin: The checkpoint that the run goes on from, if any.
+        saved: The checkpoints that it has made.
     """
 
-    def __init__(self, schedule: Schedule, hooks: Hooks | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, hooks: Hooks | None = None, origin: Origin | None = None
+    ) -> None:
         c = schedule.config
+        self.origin = origin
+        self.saved: list[SaveCheckpoint] = []
         self.schedule = schedule
         self.hooks = hooks or Hooks()
         self.now = 0.0
@@ -101,8 +116,8 @@ class Simulation:
         self.clock = _Clock(self)
         self.samples_of = SamplesOf(c.num_samples, c.batch_size)
         self.agreement = StopAgreement()
-        self.machine = Coordinator(c)
-        self.result: Traced = replica(frozenset(), ())
+        self.machine = Coordinator(c, None if origin is None else origin.run)
+        self.result: Traced = replica(frozenset() if origin is None else origin.held, ())
         self.dead: set[int] = set()
         self.average_pending = False
         self.checks = Checks(self)
@@ -145,6 +160,10 @@ class Simulation:
     def wake_at(self, worker: SimWorker, time: float) -> None:
         """Put a loader's wake-up into the worker's inbox."""
         self._at(time, lambda: self._deliver(worker, WAKE))
+
+    def group_of(self, generation: int) -> tuple[int, ...]:
+        """The ranks that meet in a generation."""
+        return self._groups[generation]
 
     def ended(self, worker: SimWorker) -> bool:
         """Whether the worker's thread has ended."""
@@ -229,6 +248,14 @@ class Simulation:
                 elif isinstance(command.message, m.Regroup):
                     self._groups[command.message.generation] = command.message.ranks
                 self._send_to_worker(command.rank, command.message)
+            case Average() if command.round == SAVE_ROUND:
+                mean = m.Payload(params=(), buffers=("mean",))  # type: ignore[arg-type]
+                done = m.Averaged(round=SAVE_ROUND, average=mean, kept=mean)
+                time = self.now + self.draw(self.schedule.average_s)
+                self._at(time, lambda: self._handle(done))
+            case SaveCheckpoint():
+                self.checks.saves.on_save(command)
+                self.saved.append(command)
             case Average():
                 self.average_pending = True
                 self._at(self.now + self.draw(self.schedule.average_s), self._averager(command))
@@ -251,6 +278,7 @@ class Simulation:
                     num_samples=sum(job.weights),
                     divergences=divergences,
                     compute_s=self.schedule.average_s,
+                    kept=mean if job.keep else None,
                 )
             )
 
@@ -403,6 +431,9 @@ class Simulation:
             self._resume(worker)
         if self.schedule.stop_at_s is not None:
             self._at(self.schedule.stop_at_s, lambda: self._handle(m.StopRequested()))
+        for number, time in enumerate(self.schedule.saves_at_s):
+            request = m.SaveRequested(ticket=number)
+            self._at(time, partial(self._handle, request))
         for death in self.schedule.deaths:
             self._at(death.at_s, partial(self._mark, death))
         while not (self.machine.done and len(self._ended) == len(self.workers)):

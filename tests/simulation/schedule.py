@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.config import CoordinatorConfig
 from coordinator.policy import ApplyPolicy, AverageBackend
@@ -52,6 +52,7 @@ class Schedule:
             after all have joined.
         linger_s: Longest time until a rank gets to run after a collective.
         collective_timeout_s: How long a rank waits for its peers; 0: for ever.
+        saves_at_s: When ``save()`` is called.
     """
 
     seed: int = 0
@@ -75,6 +76,7 @@ class Schedule:
     torn_chance: float = 0.0
     linger_s: float = 0.0
     collective_timeout_s: float = 0.0
+    saves_at_s: tuple[float, ...] = ()
 
     def batch_s(self, rank: int, now: float) -> float:
         """Seconds of a full batch on a rank at a time."""
@@ -193,4 +195,20 @@ class Draw:
 
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
-    return Draw(seed).schedule()
+    return with_saves(Draw(seed).schedule())
+
+
+def with_saves(schedule: Schedule) -> Schedule:
+    """The schedule with checkpoints in some runs, drawn apart: the rest stays as it was."""
+    rng = random.Random(f"saves of {schedule.seed}")
+    if rng.random() < 0.5:
+        return schedule
+    c = schedule.config
+    step_s = schedule.batch_s(0, 0.0)
+    total_s = c.num_epochs * c.num_samples / c.batch_size * step_s / c.world_size
+    times = (schedule.build_s + rng.uniform(0.0, 1.1) * total_s for _ in range(rng.randint(0, 4)))
+    return replace(
+        schedule,
+        config=replace(c, save_every=rng.choice((None, 1, 1, 2))),
+        saves_at_s=tuple(sorted(times)),
+    )

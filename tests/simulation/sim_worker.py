@@ -93,6 +93,9 @@ class SimWorker:
         self._together = Lockstep(sim.agreement)
         self._snapshot: tuple[Batch, ...] = ()
         self._before: Traced | None = None
+        if sim.origin is not None:
+            self.base = sim.origin.held
+            self._together.step = sim.origin.step(rank)
         self.steps = self._run()
 
     @property
@@ -122,12 +125,15 @@ class SimWorker:
                 break
             self._halt()
         if self._wants_snapshot():
+            counts = self._lockstep or self._config.world_size == 1
+            assert self.protocol.shutdown is not None
             self._reporter.put(
                 m.FinalSnapshot(
                     rank=self.rank,
                     payload=self.state,
                     num_samples=0 if self._lockstep else self.protocol.samples,
-                    step=self._together.step if self._lockstep else 0,
+                    step=self._together.step if counts else 0,
+                    extra=self._extra() if self.protocol.shutdown.capture else None,
                 )
             )
         self.protocol.gone()
@@ -210,6 +216,7 @@ class SimWorker:
             if index + 1 < windows.count:
                 self._reporter.report_if_due()
         yield from self._sync_buffers()
+        self._capture_if_reached()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
         return False
@@ -217,6 +224,7 @@ class SimWorker:
     def _may_step(self) -> Steps:
         if (yield from self._handle_control()) and not self._finish_together():
             return False
+        self._capture_if_reached()
         return not (self._lockstep and self._together.stop_reached)
 
     def _finish_together(self) -> bool:
@@ -282,6 +290,43 @@ class SimWorker:
                     answer = False
         return True
 
+    # -- checkpoints -------------------------------------------------------------------
+
+    def _extra(self) -> dict[str, Any]:
+        return {"rank": self.rank, "step": self._together.step}
+
+    def _capture(self, capture: int) -> None:
+        if not self._lockstep:
+            self._capture_now(capture)
+        elif capture > self._together.num_captured:
+            if self.protocol.plan is not None or self.protocol.plans:
+                self._together.propose_capture(capture)
+            else:
+                self._capture_now(capture)
+
+    def _capture_if_reached(self) -> None:
+        if self._lockstep and (capture := self._together.capture_reached) is not None:
+            self._capture_now(capture)
+
+    def _capture_now(self, capture: int) -> None:
+        self._together.num_captured = capture
+        report = self._reporter.take_report(wait=True)
+        payload: m.Payload = self.state
+        if self._lockstep:  # one rank sends the parameters, each of them its buffers
+            leads = self.rank == self._sim.group_of(self.protocol.generation)[0]
+            payload = m.Payload(params=(self.state,) if leads else (), buffers=(self.rank,))  # type: ignore[arg-type]
+        self._reporter.put(
+            m.Captured(
+                rank=self.rank,
+                id=capture,
+                payload=payload,
+                num_samples=int(self._lockstep),
+                step=self._together.step,
+                extra=self._extra(),
+                report=report,
+            )
+        )
+
     # -- messages ----------------------------------------------------------------------
 
     def _handle_control(self) -> Steps:
@@ -317,6 +362,8 @@ class SimWorker:
                 yield from self._per_epoch(work.epoch, None)
             case m.Checkpoint():
                 yield from self._per_epoch(None, work.version)
+            case m.Capture():
+                self._capture(work.id)
             case m.Halt():
                 raise CollectiveAborted("a rank died")
             case m.Regroup():
@@ -329,13 +376,17 @@ class SimWorker:
                 raise Violation(f"the protocol leaves {work} to the worker")
 
     def _sync_now(self, message: m.SyncNow) -> Steps:
-        report = self._reporter.take_report()
-        ok = False
+        report = self._reporter.take_report(wait=message.capture)
+        ok, extra, average = False, None, None
         try:
             self._before = self.state
             self.base = (yield self._join("round", message.round, self.protocol.samples)).base
             self.local.clear()
             ok = True
+            if message.capture:
+                extra = self._extra()
+                if self.rank == self._sim.group_of(self.protocol.generation)[0]:
+                    average = self.state
         except (CollectiveAborted, CollectiveTimeout):
             pass
         finally:
@@ -349,13 +400,15 @@ class SimWorker:
                     sync_s=self._sim.schedule.sync_s if ok else 0.0,
                     ok=ok,
                     report=report,
+                    extra=extra,
+                    average=average,
                 )
             )
         if ok:
             yield from self._per_epoch(message.evaluate, message.checkpoint)
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
-        report = self._reporter.take_report()
+        report = self._reporter.take_report(wait=message.capture)
         self._snapshot = tuple(self.local)
         self.protocol.snapshot_taken(message.round)
         self._reporter.put(
@@ -366,6 +419,7 @@ class SimWorker:
                 num_samples=self.protocol.samples,
                 num_batches=self.protocol.batches,
                 report=report,
+                extra=self._extra() if message.capture else None,
             )
         )
 

@@ -182,6 +182,12 @@ class FakeCuda(CudaApi):
             if self.prompt and self.device_of(target).type != "cpu":
                 self.run(stream)
 
+    def generator_state(self, device):
+        return torch.tensor([7], dtype=torch.uint8)
+
+    def set_generator_state(self, device, state):
+        self._note("generator", state.tolist())
+
     def new_pool(self):
         return Pool()
 

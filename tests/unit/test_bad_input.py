@@ -134,6 +134,15 @@ WRONG = [
     ("metrics_fn", ("f",), TypeError, "EpochMetrics"),
     ("checkpoint_every", (0,), ValueError, "at least 1"),
     ("checkpoint_fn", ("path",), TypeError, "version, model"),
+    ("checkpoint_dir", (5,), TypeError, "path as a string"),
+    ("checkpoint_dir", (b"bytes",), TypeError, "path as a string"),
+    ("checkpoint_dir", ("",), ValueError, "current directory"),
+    ("checkpoint_dir", ("here", 0), ValueError, "at least 1"),
+    ("checkpoint_dir", ("here", 1.0), TypeError, "whole number"),
+    ("checkpoint_dir", ("here", 1, 0), ValueError, "at least 1"),
+    ("resume", (None,), TypeError, "path as a string"),
+    ("resume", ("",), ValueError, "current directory"),
+    ("resume", ("here", 1), TypeError, "True or False"),
     ("snapshot_timeout", (0,), ValueError, "above 0"),
     ("collective_timeout", (-1,), ValueError, "above 0"),
     ("collective_timeout", (inf,), ValueError, "above 0"),
@@ -168,7 +177,7 @@ def test_a_wrong_value_is_refused_when_it_is_set(method, arguments, error, remed
     assert method in named or "device" in named
 
 
-def test_every_method_returns_the_builder_and_the_defaults_run():
+def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
     b = Trainer.builder(counter, plain_sgd, count_up)
     values = {
         "dataset": (numbers(12),),
@@ -204,6 +213,8 @@ def test_every_method_returns_the_builder_and_the_defaults_run():
         "metrics_fn": (lambda m: None,),
         "checkpoint_every": (1,),
         "checkpoint_fn": (lambda v, m: None,),
+        "checkpoint_dir": (tmp_path, 2, 1),
+        "resume": (str(tmp_path), True),
         "snapshot_timeout": (5,),
         "collective_timeout": (20,),
         "stall_timeout": (60.0,),
@@ -291,6 +302,8 @@ def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
         (lambda b: b.speed_hint(2, 2.0), "no rank 2 of 2"),
         (lambda b: b.anchor(9).max_anchor(8), "raise max_anchor"),
         (lambda b: b.checkpoint_every(2), "needs checkpoint_fn"),
+        (lambda b: b.checkpoint_dir(__file__), "is a file; pass a directory"),
+        (lambda b: b.resume(__file__, True), "is a file; pass a directory"),
         (lambda b: b.policy(SYNC).progressive_dispatch(True), "leave it out"),
         (lambda b: b.prefetch(0).loader_workers(2), "leave one of them out"),
         (lambda b: b.dataset([1.0, 2.0]).resident(True), "pass a tuple of its tensors"),

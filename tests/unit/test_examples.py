@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 50
+TIMEOUT_S = 150
 
 
 def run_example(name, *arguments):

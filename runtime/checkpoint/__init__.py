@@ -1,0 +1,1 @@
+"""Checkpoints on disk: complete or not there, and never code."""

@@ -1,0 +1,248 @@
+"""Files and directories that survive a crash, and reading that trusts nothing.
+
+A file is durable once it and the directory that names it are flushed; a rename is atomic,
+but durable only after its directory is flushed (fsync(2), rename(2)).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from runtime.errors import CheckpointError
+
+_CHUNK_BYTES = 1 << 20
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+
+_SAFE_DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    }
+)
+
+
+def flush_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot
+            raise
+    finally:
+        os.close(fd)
+
+
+def flush_and_digest(path: Path) -> tuple[int, str]:
+    """Make a file's content durable; gives its size in bytes and its SHA-256.
+
+    Hashing runs while the system writes what :meth:`os.fsync` then waits for.
+    """
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+        return file.tell(), digest
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Create a file with this content on the disk."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _Output:
+    """A file that remembers why it could not be written, which ``torch.save`` hides."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        try:
+            return self._file.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_pickle(path: Path, value: Any) -> None:
+    """Write a value with ``torch.save``, without flushing it to the disk.
+
+    Raises:
+        OSError: It could not be written.
+        CheckpointError: It cannot be pickled.
+    """
+    with open(path, "xb") as file:
+        output = _Output(file)
+        try:
+            torch.save(value, cast("BinaryIO", output))
+        except Exception as error:
+            if output.error is not None:
+                raise output.error from None
+            if isinstance(error, OSError):
+                raise
+            raise CheckpointError(
+                f"{path.name} could not be written: {type(error).__name__}: {error}"
+            ) from error
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors, without flushing.
+
+    Names that share memory are written once each, so that a bare module loads the file
+    strictly.
+
+    Raises:
+        CheckpointError: A tensor is of a type that the format has not, or the file could
+            not be written.
+    """
+    ready: dict[str, Tensor] = {}
+    for name, t in weights.items():
+        if not fits_safetensors(t):
+            raise CheckpointError(f"safetensors cannot hold {name!r} of {t.dtype} and {t.layout}")
+        ready[name] = t.detach().to("cpu").contiguous()
+    end = 0
+    for name, t in sorted(ready.items(), key=lambda item: item[1].data_ptr()):
+        if t.data_ptr() < end:  # memory under two names would be refused
+            ready[name] = t.clone()
+        end = max(end, t.data_ptr() + t.nbytes)
+    try:
+        save_file(ready, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} could not be written: {error}") from error
+
+
+def fits_safetensors(t: Tensor) -> bool:
+    """Whether a safetensors file can hold it."""
+    return t.dtype in _SAFE_DTYPES and t.layout is torch.strided
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file atomically: afterwards ``path`` is the new one or, after an
+    error or a crash, what it was before. Blocks until it is on the disk.
+
+    Raises:
+        OSError, CheckpointError: It could not be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        write_weights(temporary, weights)
+        flush_and_digest(temporary)
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_directory(path.parent)
+
+
+def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
+    """The content of a regular file; a pipe or device in its place cannot hold the caller.
+
+    Raises:
+        OSError: It cannot be read.
+        CheckpointError: Not a regular file, or longer than ``limit_bytes``.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError("not a regular file")
+        if limit_bytes is not None and status.st_size > limit_bytes:
+            raise CheckpointError(f"{status.st_size} bytes where at most {limit_bytes} belong")
+        return file.read()
+
+
+@contextmanager
+def claimed_directory(name: Callable[[], Path]) -> Iterator[Path]:
+    """A new directory that :func:`remove_leftovers` of other processes lets alone.
+
+    It carries a lock that the system takes away when the process ends, however it ends.
+
+    Args:
+        name: Gives a path that does not exist.
+    """
+    while True:
+        path = name()
+        path.mkdir()
+        # Until it is locked a cleaner may take it for a leftover and remove it.
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            _lock(fd, wait=True)
+            if not _is_still(path, fd):
+                continue
+            yield path
+            return
+        finally:
+            os.close(fd)
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(fd: int, *, wait: bool) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (*_NO_LOCKS, errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def remove_leftovers(directory: Path, prefix: str) -> None:
+    """Remove directories of this prefix whose process is gone; on a file system without
+    locks, none. What cannot be removed stays."""
+    with suppress(OSError):
+        for path in list(directory.iterdir()):
+            if path.name.startswith(prefix):
+                _remove_leftover(path)
+
+
+def _remove_leftover(path: Path) -> None:
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if _lock(fd, wait=False):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(fd)

@@ -1,0 +1,163 @@
+"""Writing checkpoints beside the training."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from pathlib import Path
+
+from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.store import remove_old, write_checkpoint
+
+logger = logging.getLogger(__name__)
+
+EXIT_GRACE_S = 10.0
+"""How long an interpreter that ends waits for checkpoints that are being written."""
+
+
+def save_once(path: str | Path, data: CheckpointData) -> Path:
+    """Write one checkpoint into the directory ``path``, and remove none. Blocks.
+
+    Returns:
+        The checkpoint's own directory in it.
+
+    Raises:
+        OSError, CheckpointError: It could not be written; nothing torn is left of it.
+    """
+    return write_checkpoint(Path(path), data)
+
+
+class CheckpointWriter:
+    """Writes what it is given, one at a time, from a thread that lives as long as there is
+    something to write.
+
+    Every method may be called from any thread. A failure is logged and counted; it stops
+    nothing, and later checkpoints are written as if it had not been.
+
+    Args:
+        directory: Where checkpoints go; made with the first.
+        keep: How many complete ones stay.
+
+    Attributes:
+        num_written: Checkpoints on the disk.
+        num_failed: Checkpoints that could not be written.
+        num_superseded: Checkpoints that a newer one replaced while they waited.
+        last_error: What the last failure was, if any.
+        newest: Directory of the last one written.
+    """
+
+    def __init__(self, directory: str | Path, keep: int) -> None:
+        self._directory = Path(directory)
+        self._keep = keep
+        self._condition = threading.Condition()
+        self._waiting: CheckpointData | None = None
+        self._busy = False
+        self._closed = False
+        self.num_written = 0
+        self.num_failed = 0
+        self.num_superseded = 0
+        self.last_error: BaseException | None = None
+        self.newest: Path | None = None
+        _LIVE.add(self)
+
+    def submit(self, data: CheckpointData) -> None:
+        """Write this as soon as what is being written is done. Returns at once.
+
+        A checkpoint that still waits is replaced. After :meth:`close` it counts as failed.
+        """
+        with self._condition:
+            if self._closed:
+                self._failed(data, RuntimeError("the run is over"))
+                return
+            if self._waiting is not None:
+                self.num_superseded += 1
+                logger.warning(
+                    "checkpoint of step %d is left out: the disk is slower than checkpoints come",
+                    self._waiting.global_step,
+                )
+            self._waiting = data
+            if self._busy:
+                return
+            self._busy = True
+        thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads
+            with self._condition:
+                self._busy, self._waiting = False, None
+                self._failed(data, error)
+                self._condition.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                data, self._waiting = self._waiting, None
+                if data is None:
+                    self._busy = False
+                    self._condition.notify_all()
+                    return
+            self._write(data)
+
+    def _write(self, data: CheckpointData) -> None:
+        began = time.monotonic()
+        try:
+            path = write_checkpoint(self._directory, data)
+        except BaseException as error:
+            with self._condition:
+                self._failed(data, error)
+            return
+        with self._condition:
+            self.num_written += 1
+            self.newest = path
+        logger.info("checkpoint %s written in %.1f s", path, time.monotonic() - began)
+        try:
+            remove_old(self._directory, self._keep)
+        except OSError as error:
+            logger.warning("old checkpoints in %s stay: %s", self._directory, error)
+
+    def _failed(self, data: CheckpointData, error: BaseException) -> None:
+        self.num_failed += 1
+        self.last_error = error
+        logger.error(
+            "checkpoint of step %d could not be written to %s: %s: %s; training goes on",
+            data.global_step,
+            self._directory,
+            type(error).__name__,
+            error,
+        )
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything submitted is written or has failed; False: not in time."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._busy, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more, and wait for what was submitted. Idempotent.
+
+        Returns:
+            False if it was not done in time: the thread goes on, and ends with its work.
+        """
+        with self._condition:
+            self._closed = True
+        done = self.wait(timeout_s)
+        if not done:
+            logger.error(
+                "a checkpoint to %s is still not written after %s s", self._directory, timeout_s
+            )
+        return done
+
+
+_LIVE: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
+
+
+def _wait_at_exit() -> None:
+    # The thread is a daemon, so that a dead disk cannot hold the interpreter for ever.
+    deadline = time.monotonic() + EXIT_GRACE_S
+    for writer in list(_LIVE):
+        writer.wait(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_wait_at_exit)

@@ -1,0 +1,210 @@
+"""From the coordinator's checkpoints to files, and to those who asked for one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from coordinator.commands import SaveCheckpoint, SaveFailed
+from coordinator.messages import Payload
+from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.writer import CheckpointWriter
+from runtime.config import TrainConfig
+from runtime.errors import CheckpointError
+from runtime.flat import FlatState
+from runtime.resume import compatible
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 600.0
+"""How long the end of a run waits for a slow disk."""
+LOOK_S = 0.2
+"""How long it may take until an abort ends that wait."""
+
+
+class WeightLayout:
+    """Makes a state dict of flat payloads, without the module.
+
+    Args:
+        model: A replica, built.
+        state: Its flat state.
+    """
+
+    def __init__(self, model: nn.Module, state: FlatState) -> None:
+        self._params, self._buffers = state.params.viewer(), state.buffers.viewer()
+        places: dict[int, tuple[str, int]] = {}
+        for i, p in enumerate(state.params.params):
+            places[id(p)] = ("param", i)
+        for i, b in enumerate(state.buffers.tensors()):
+            places[id(b)] = ("buffer", i)
+        self._keys: list[tuple[str, tuple[str, int] | None]] = []
+        self._frozen: dict[str, Tensor] = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                continue
+            place = places.get(id(value))
+            self._keys.append((key, place))
+            if place is None:
+                # It never changes: one copy serves all checkpoints, none is needed on a CPU.
+                self._frozen[key] = value.detach().to("cpu")
+
+    def weights(self, payload: Payload) -> dict[str, Tensor]:
+        """The module's state dict with the payload's values, as views of it."""
+        params, buffers = self._params(payload.params), self._buffers(payload)
+        found: dict[str, Tensor] = {}
+        for key, place in self._keys:
+            if place is None:
+                found[key] = self._frozen[key]
+            elif place[0] == "param":
+                found[key] = params[place[1]]
+            else:
+                found[key] = buffers[place[1]]
+        return found
+
+
+class Ticket:
+    """One call of ``save()``: waits for the state that it shall write."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._data: CheckpointData | None = None
+        self._error: BaseException | None = None
+
+    def give(self, data: CheckpointData | None, error: BaseException | None = None) -> None:
+        """Answer the call; the first answer counts."""
+        if not self._ready.is_set():
+            self._data, self._error = data, error
+            self._ready.set()
+
+    def wait(self, timeout_s: float) -> CheckpointData:
+        """Block until it is answered.
+
+        Raises:
+            TimeoutError: It was not in time.
+            CheckpointError: The run ended without a state.
+        """
+        if not self._ready.wait(timeout_s):
+            raise TimeoutError(f"no step boundary was reached within {timeout_s:g} s")
+        if isinstance(self._error, CheckpointError):
+            raise self._error
+        if self._data is None:
+            raise CheckpointError(
+                "the run is over and kept no full state: call save() while it runs, set "
+                "checkpoint_dir(path), or write the weights alone with state.save(path)"
+            ) from self._error
+        return self._data
+
+
+class Saves:
+    """What a run writes. Every method may be called from any thread.
+
+    Args:
+        directory: Where checkpoints go; ``None``: only where a call of ``save()`` says.
+        keep: How many stay there.
+        compatible: The settings that must agree where one is continued.
+    """
+
+    def __init__(self, directory: Path | None, keep: int, compatible: dict[str, Any]) -> None:
+        self._writer = None if directory is None else CheckpointWriter(directory, keep)
+        self._compatible = compatible
+        self._layout: WeightLayout | None = None
+        self._lock = threading.Lock()
+        self._tickets: dict[int, Ticket] = {}
+        self._num_tickets = 0
+        self._last: CheckpointData | None = None
+        self._over = False
+        self._abandoned = False
+        self._error: BaseException | None = None
+        self._why: BaseException | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, num_samples: int) -> Saves:
+        """What the settings say, for a data set of that length."""
+        directory, keep = config.checkpoint_dir, config.checkpoint_dir_keep
+        return cls(directory, keep, compatible(config, num_samples))
+
+    def learn(self, model: nn.Module, state: FlatState) -> None:
+        """Rank 0 is built: from here on weights have names."""
+        self._layout = WeightLayout(model, state)
+
+    def take(self, command: SaveCheckpoint | SaveFailed) -> None:
+        """Hand a checkpoint on; returns at once. On the coordinator's thread."""
+        if isinstance(command, SaveFailed):
+            self._fail(command)
+            return
+        if self._layout is None:
+            return  # nobody was ever built
+        data = CheckpointData(
+            weights=self._layout.weights(command.payload),
+            ranks=command.ranks,
+            run=command.run,
+            compatible=self._compatible,
+            epoch=command.epoch,
+            global_step=command.global_step,
+        )
+        if command.scheduled and self._writer is not None:
+            self._writer.submit(data)
+        with self._lock:
+            for number in command.tickets:
+                ticket = self._tickets.pop(number, None)
+                if ticket is not None:
+                    ticket.give(data)
+            if command.final:
+                self._last = data
+
+    def _fail(self, command: SaveFailed) -> None:
+        error = command.error
+        logger.error("no checkpoint could be made: %s; training goes on", error)
+        with self._lock:
+            self._error = error
+            for number in command.tickets:
+                ticket = self._tickets.pop(number, None)
+                if ticket is not None:
+                    ticket.give(None, error)
+
+    def ticket(self) -> tuple[int | None, Ticket]:
+        """A call of ``save()``: its number for the coordinator, unless the run is over."""
+        ticket = Ticket()
+        with self._lock:
+            if self._over:
+                ticket.give(self._last, self._why)
+                return None, ticket
+            self._num_tickets += 1
+            self._tickets[self._num_tickets] = ticket
+            return self._num_tickets, ticket
+
+    def abandon(self) -> None:
+        """Let :meth:`close` wait no longer; takes no lock."""
+        self._abandoned = True
+
+    def close(self, error: BaseException | None) -> tuple[BaseException, ...]:
+        """The run is over: answer everybody, and wait for what is being written.
+
+        Args:
+            error: How it ended, if not well.
+
+        Returns:
+            The last error of making and of writing one, if there was any.
+        """
+        with self._lock:
+            self._over, self._why = True, error
+            for ticket in self._tickets.values():
+                ticket.give(self._last, error)
+            self._tickets.clear()
+            self._layout = None
+        writer = self._writer
+        errors = () if self._error is None else (self._error,)
+        if writer is None:
+            return errors
+        deadline = time.monotonic() + CLOSE_S
+        while not (writer.wait(LOOK_S) or self._abandoned or time.monotonic() > deadline):
+            pass
+        if not writer.close(0.0):
+            late = CheckpointError("the end of the run did not wait for the last checkpoint")
+            return (*errors, late)
+        return errors if writer.last_error is None else (*errors, writer.last_error)

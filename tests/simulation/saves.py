@@ -1,0 +1,108 @@
+"""What must hold for every checkpoint of a simulated run, and going on from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from coordinator.commands import SaveCheckpoint
+from coordinator.dispatch import count_batches
+from coordinator.policy import ApplyPolicy
+from tests.simulation.effects import Batch, Traced, Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.harness import Simulation
+
+BEFORE = -1
+"""Who trained what is in the checkpoint that a run goes on from."""
+
+
+def held_by(command: SaveCheckpoint) -> frozenset[Batch]:
+    """The batches whose effect is in a checkpoint's weights."""
+    payload = command.payload
+    if not isinstance(payload, Traced):
+        (payload,) = payload.params  # type: ignore[assignment]
+    assert isinstance(payload, Traced)
+    if len(payload.base.union(payload.local)) != len(payload.base) + len(payload.local):
+        raise Violation("a batch is in a checkpoint twice")
+    return payload.base.union(payload.local)
+
+
+def consumed_by(run: Mapping[str, Any], per_epoch: int) -> frozenset[Batch]:
+    """The batches that a checkpoint says are in it."""
+    found = [(metrics["epoch"], b) for metrics in run["metrics"] for b in range(per_epoch)]
+    for epoch in run["epochs"]:
+        for start, stop in epoch["consumed"]:
+            found += [(epoch["epoch"], b) for b in range(start, stop)]
+    if len(set(found)) != len(found):
+        raise Violation("a checkpoint counts a batch twice")
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint that a simulated run goes on from."""
+
+    command: SaveCheckpoint
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """The machine's state."""
+        return self.command.run
+
+    @property
+    def held(self) -> frozenset[Batch]:
+        """What is in the weights."""
+        return held_by(self.command)
+
+    @property
+    def num_closed(self) -> int:
+        """Epochs that were published."""
+        return len(self.run["metrics"])
+
+    def step(self, rank: int) -> int:
+        """Optimizer steps that the rank has made."""
+        saved = self.command.ranks
+        step: int = saved[rank % len(saved)]["step"]
+        return step
+
+
+class SaveChecks:
+    """Watches the checkpoints of one run."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._answered: list[int] = []
+
+    def on_save(self, command: SaveCheckpoint) -> None:
+        """A checkpoint was made."""
+        c = self._sim.schedule.config
+        per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
+        held, run = held_by(command), command.run
+        said = consumed_by(run, per_epoch)
+        if said != held:
+            missing, extra = sorted(held - said), sorted(said - held)
+            raise Violation(f"in the checkpoint and not told: {missing}; told, not in it: {extra}")
+        if not command.global_step == run["global_step"] == len(held):
+            raise Violation(f"a checkpoint of {len(held)} batches says {command.global_step}")
+        for epoch in run["epochs"]:
+            mine = [batch for batch in held if batch[0] == epoch["epoch"]]
+            samples = sum(map(self._sim.samples_of, mine))
+            told = sum(rank["num_samples"] for rank in epoch["tally"]["ranks"])
+            if not epoch["num_samples"] == told - epoch["num_retrained"] == samples:
+                raise Violation(f"{samples} samples of an epoch are in the checkpoint: {epoch}")
+        if c.policy is ApplyPolicy.SYNC:
+            steps = {rank["step"] for rank in command.ranks} | {run["num_windows"]}
+            if len(steps) != 1:
+                raise Violation(f"the ranks of a checkpoint have made {steps} steps")
+        if [r["rank"] for r in command.ranks] != sorted({r["rank"] for r in command.ranks}):
+            raise Violation(f"the ranks of a checkpoint are {command.ranks}")
+        again = set(command.tickets) & set(self._answered)
+        if again:
+            raise Violation(f"calls of save() are answered twice: {again}")
+        self._answered += command.tickets
+
+    def answered(self) -> list[int]:
+        """Calls of ``save()`` that were answered."""
+        return self._answered

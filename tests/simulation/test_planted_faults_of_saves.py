@@ -1,0 +1,123 @@
+"""Faults planted in the making of checkpoints: the simulator must find each."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from coordinator import messages as m
+from coordinator import run_state, saving
+from coordinator.policy import ApplyPolicy
+from coordinator.pool import ChunkPool
+from coordinator.run_state import Note
+from coordinator.saving import Saving
+from runtime.lockstep import Lockstep
+from tests.simulation.finding import assert_is_found
+from tests.simulation.harness import Hooks, Simulation, SimulationFailed
+from tests.simulation.saves import Origin
+from tests.simulation.schedule import draw_schedule
+
+
+def test_sums_that_hold_what_was_told_after_the_cut_are_found(monkeypatch):
+    def late(core, closing, elapsed_s, notes, step):
+        epochs = [*(epoch for epoch, _ in closing), *core.pool.epochs]
+        now = {rank: replace(Note.of(core, epochs, rank), told=notes[rank].told) for rank in notes}
+        return run_state.capture_run(core, closing, elapsed_s, now, step)
+
+    monkeypatch.setattr(saving, "capture_run", late)
+    assert_is_found("samples of an epoch are in the checkpoint")
+
+
+class LateParts(Hooks):
+    """The part of one rank arrives when the others have gone on."""
+
+    def extra_delay_s(self, sim, rank, message):
+        late = isinstance(message, m.Captured) and rank == 1
+        return 20 * sim.schedule.batch_s(rank, sim.now) if late else 0.0
+
+
+def lockstep_schedules():
+    for seed in range(3000):
+        schedule = draw_schedule(seed)
+        c = schedule.config
+        if c.policy is ApplyPolicy.SYNC and c.world_size > 1 and schedule.saves_at_s:
+            yield replace(schedule, deaths=(), collective_timeout_s=0.0)
+
+
+def run_all(schedules, hooks):
+    for schedule in schedules:
+        Simulation(schedule, hooks).run()
+
+
+def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatch):
+    seen = 0
+    for schedule in itertools.islice(lockstep_schedules(), 60):
+        seen += len(Simulation(schedule, LateParts()).run().saved)
+    assert seen > 60
+    monkeypatch.setattr(run_state, "_told_later", lambda core, notes: {})
+    with pytest.raises(SimulationFailed, match=r"told, not in it: \[\("):
+        run_all(lockstep_schedules(), LateParts())
+
+
+def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
+    captured = run_state._epoch_state
+
+    def forgetful(core, epoch, notes, *, epoch_s=None):
+        state = captured(core, epoch, notes, epoch_s=epoch_s)
+        if epoch_s is None:
+            spans = [[span.start, span.stop] for span in epoch.open.spans]
+            rest = {b for start, stop in spans for b in range(start, stop)}
+            done = [b for b in range(epoch.num_batches) if b not in rest]
+            state["consumed"] = [[b, b + 1] for b in done]
+        return state
+
+    monkeypatch.setattr(run_state, "_epoch_state", forgetful)
+    assert_is_found("told, not in it: [(")
+
+
+def test_ranks_that_capture_without_agreeing_on_a_step_are_found(monkeypatch):
+    def at_once(self, capture):
+        self._agreement.propose_capture(capture, self.step)
+
+    monkeypatch.setattr(Lockstep, "propose_capture", at_once)
+    assert_is_found("ranks captured other steps")
+
+
+def test_a_cut_that_outlives_its_round_is_found(monkeypatch):
+    monkeypatch.setattr(Saving, "cancel", lambda self: None)
+    assert_is_found("")
+
+
+def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
+    freeze_end, settle, ending = Saving.freeze_end, ChunkPool.settle, []
+
+    def marking(self, finals):
+        ending.append(True)
+        freeze_end(self, finals)
+        ending.clear()
+
+    monkeypatch.setattr(Saving, "freeze_end", marking)
+    monkeypatch.setattr(
+        ChunkPool, "settle", lambda self, rank: None if ending else settle(self, rank)
+    )
+    assert_is_found("in the checkpoint and not told: [(")
+
+
+def test_a_pool_that_deals_consumed_batches_again_is_found(monkeypatch):
+    epoch_of = run_state._epoch_of
+
+    def whole(core, saved, now):
+        return epoch_of(core, {**saved, "consumed": [], "parts": None}, now)
+
+    monkeypatch.setattr(run_state, "_epoch_of", whole)
+    with pytest.raises(SimulationFailed, match="which rank -1 trained"):
+        resume_all(replace(draw_schedule(seed), deaths=()) for seed in range(500))
+
+
+def resume_all(schedules):
+    for schedule in schedules:
+        for command in Simulation(schedule).run().saved:
+            if any(e["consumed"] for e in command.run["epochs"]):
+                Simulation(replace(schedule, stop_at_s=None), origin=Origin(command)).run()

@@ -1,0 +1,92 @@
+"""Sums that come out the same wherever they are cut, and in any order."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.exact_sum import ExactSum, RoundedSum
+from coordinator.messages import Tally
+from coordinator.metrics import EpochTally
+
+numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=30)
+
+
+def summed(values):
+    total = ExactSum()
+    for value in values:
+        total.add(value)
+    return total
+
+
+@given(numbers)
+def test_a_sum_is_the_exact_one_rounded_once(values):
+    assert summed(values).value() == float(sum(map(Fraction, values), Fraction(0)))
+
+
+@given(numbers, st.integers(1, 7), st.randoms())
+def test_neither_cuts_nor_order_show(values, size, rng):
+    cut = [summed(values[i : i + size]).value() for i in range(0, len(values), size)]
+    rng.shuffle(cut)
+    assert summed(cut).value() == summed(values).value()
+
+
+@given(numbers)
+def test_the_parts_make_the_same_sum_again(values):
+    total = summed(values)
+    again = ExactSum(total.parts)
+    assert again.value() == total.value()
+    again.add(0.1)
+    total.add(0.1)
+    assert again.value() == total.value()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, math.inf, 2.0], math.inf),
+        ([-math.inf, 1.0], -math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([1.0, math.nan], math.nan),
+        ([1e308, 1e308], math.inf),
+    ],
+)
+def test_what_is_not_finite_stays_so(values, expected):
+    for total in (summed(values), summed([summed(values).value()]), ExactSum(summed(values).parts)):
+        assert repr(float(total.value())) == repr(expected)
+
+
+def test_a_rounded_sum_is_a_number_that_keeps_what_was_rounded_away():
+    total = summed([1e16, 1.0, 1.0, 1e-9]).value()
+    assert isinstance(total, float)
+    assert total == 1e16 + 2
+    copied = pickle.loads(pickle.dumps(total))
+    assert (copied, copied.parts) == (total, total.parts)
+    assert summed([copied, -1e16]).value() == 2.000000001
+    assert RoundedSum(2.5).parts == ()
+
+
+def test_the_losses_of_an_epoch_do_not_depend_on_when_reports_were_sent():
+    rng = random.Random(0)
+    losses = [rng.uniform(0.0, 3.0) * 32 for _ in range(200)]
+    means = set()
+    for size in (1, 3, 7, 200):
+        tally = EpochTally(2)
+        for i in range(0, len(losses), size):
+            piece = losses[i : i + size]
+            total = summed(piece).value()
+            scalars = (("a", total, len(piece)),)
+            tally.add(0, Tally(loss_sum=total, loss_samples=len(piece), scalars=scalars))
+        metrics = tally.close(epoch=0, epoch_s=1.0, num_samples=0, devices=())
+        means.add((metrics.avg_loss, metrics.scalars["a"], metrics.per_rank[0].avg_loss))
+        again = EpochTally(2)
+        again.load_state_dict(tally.state_dict())
+        assert repr(again.close(epoch=0, epoch_s=1.0, num_samples=0, devices=())) == repr(metrics)
+    mean = math.fsum(losses) / 200
+    assert means == {(mean, mean, mean)}

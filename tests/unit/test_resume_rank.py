@@ -1,0 +1,281 @@
+"""A rank's own state: what goes into a checkpoint comes back whole."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lrs
+
+from coordinator import messages as m
+from runtime import CheckpointError, GpuWorker
+from runtime.checkpoint.contents import plain
+from runtime.flat import FlatParams
+from runtime.resume import ResumePoint
+from runtime.schedule import Schedule
+from runtime.step import Stepper
+from runtime.worker_types import UserFunctions, WorkerConfig
+
+OPTIMIZERS = {
+    "sgd with momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "lr in a tensor": lambda p: torch.optim.Adam(p, torch.tensor(0.01), foreach=False),
+}
+
+SCHEDULERS = {
+    "steps": lambda o: lrs.MultiStepLR(o, [3, 3, 5], 0.5),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 12),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "one cycle": lambda o: lrs.OneCycleLR(o, 1.0, total_steps=20, cycle_momentum=False),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
+    "sequence": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, total_iters=4), lrs.ExponentialLR(o, 0.9)], [4]
+    ),
+}
+
+
+def through_a_file(state):
+    """As it comes back from the disk."""
+    file = io.BytesIO()
+    torch.save(plain(state, "the state", copy=True), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def build(optim):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    params = FlatParams(model)
+    optimizer = optim(params.params)
+    return model, Stepper(model, params, optimizer, device=torch.device("cpu")), optimizer
+
+
+def train(model, stepper, steps):
+    for step in steps:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        stepper.begin()
+        stepper.micro_step(lambda model, x: (model(x) ** 2).mean(), x)
+        stepper.finish(4)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_an_optimizer_goes_on_in_every_bit(optim):
+    straight, stepper, _ = build(optim)
+    train(straight, stepper, range(6))
+    first, stepper, _ = build(optim)
+    train(first, stepper, range(3))
+    state = through_a_file(stepper.state_dict())
+    second, stepper, _ = build(optim)
+    second.load_state_dict(first.state_dict())
+    stepper.load_state_dict(state)
+    train(second, stepper, range(3, 6))
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+
+
+def test_ranks_that_share_a_saved_state_do_not_share_memory():
+    model, stepper, _ = build(OPTIMIZERS["adamw"])
+    train(model, stepper, range(2))
+    saved = through_a_file(stepper.state_dict())
+    optimizers = []
+    for _ in range(2):
+        _, stepper, optimizer = build(OPTIMIZERS["adamw"])
+        stepper.load_state_dict(saved)
+        optimizers.append(optimizer)
+    ours, theirs = ({id(t) for s in o.state.values() for t in s.values()} for o in optimizers)
+    pointers = [{t.data_ptr() for s in o.state.values() for t in s.values()} for o in optimizers]
+    assert not ours & theirs
+    assert not pointers[0] & pointers[1]
+
+
+def test_how_an_optimizer_computes_stays_as_it_was_built():
+    _, stepper, _ = build(lambda p: torch.optim.AdamW(p, 0.5, foreach=True))
+    saved = through_a_file(stepper.state_dict())
+    _, stepper, optimizer = build(lambda p: torch.optim.AdamW(p, 0.01, fused=True))
+    stepper.load_state_dict(saved)
+    group = optimizer.param_groups[0]
+    assert (group["fused"], group["foreach"], group["lr"]) == (True, None, 0.5)
+
+
+@pytest.mark.parametrize("factory", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_a_schedule_goes_on_in_every_bit(factory, scale):
+    def rates(schedule, positions):
+        found = []
+        for position in positions:
+            schedule.advance(position)
+            found.append(schedule.current)
+        return found
+
+    def made():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+        schedule = Schedule(optimizer, factory, 15)
+        schedule.set_scale(scale)
+        return schedule, optimizer
+
+    straight = rates(made()[0], range(15))
+    schedule, optimizer = made()
+    first = rates(schedule, range(6))
+    state = through_a_file({"schedule": schedule.state_dict(), "optimizer": optimizer.state_dict()})
+    schedule, optimizer = made()
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    assert first + rates(schedule, range(6, 15)) == straight
+
+
+def test_another_world_size_scales_the_rate_anew():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    plain_schedule = Schedule(optimizer)
+    plain_schedule.scale_lr(2.0)
+    plain_schedule.rescale(1.5)
+    assert plain_schedule.current == pytest.approx(0.3)
+    scheduled = Schedule(optimizer, SCHEDULERS["steps"])
+    scheduled.set_scale(2.0)
+    scheduled.rescale(0.5)
+    scheduled.advance(1)
+    assert scheduled.current == pytest.approx(0.3)
+
+
+# -- in the worker -----------------------------------------------------------------------
+
+
+class Alone:
+    """A worker on its own, driven by hand."""
+
+    def __init__(self, resume=None, rank=0, epoch_fn=None):
+        endpoints, channels = GpuWorker.channels()
+        self.control, self.reports = channels.control, channels.reports
+        self.worker = GpuWorker(
+            WorkerConfig(rank=rank, num_samples=8, batch_size=2),
+            UserFunctions(
+                model_factory=lambda device: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
+                optim_factory=lambda p: torch.optim.Adam(p, 0.1),
+                train_fn=lambda model, x: model(x).square().mean(),
+                epoch_fn=epoch_fn,
+            ),
+            endpoints,
+            resume=resume,
+        )
+
+    def step(self, seed):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+        return float(self.worker.train_step(x).loss)
+
+    def ask(self, message):
+        self.control.put(message)
+        self.worker.handle_control()
+        found = []
+        while not self.reports.empty():
+            found.append(self.reports.get())
+        return found
+
+    def close(self):
+        self.worker.close()
+
+
+@pytest.fixture
+def alone():
+    made = []
+
+    def make(**kwargs):
+        made.append(Alone(**kwargs))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+def point(captured, weights):
+    """What the worker sent, as a run would find it."""
+
+    class Data:
+        run, compatible, epoch, global_step = {}, {}, 0, 0
+
+    Data.ranks, Data.weights = (through_a_file(captured.extra),), weights
+    return ResumePoint(Data, "a checkpoint")
+
+
+def test_a_worker_goes_on_from_what_it_has_sent(alone):
+    first = alone()
+    for seed in range(3):
+        first.step(seed)
+    (captured,) = first.ask(m.Capture(id=1))
+    assert captured.report.tally.num_batches == 3
+    weights = {k: t.clone() for k, t in first.worker.model.state_dict().items()}
+    losses = [first.step(seed) for seed in range(3, 6)]
+    assert first.ask(m.Capture(id=2))[0].report.tally.num_batches == 3
+
+    second = alone(resume=point(captured, weights))
+    assert second.worker.local_step == 3
+    assert [second.step(seed) for seed in range(3, 6)] == losses
+    for name, tensor in first.worker.model.state_dict().items():
+        assert torch.equal(tensor, second.worker.model.state_dict()[name]), name
+
+
+def test_what_was_sent_does_not_change_with_the_next_step(alone):
+    worker = alone()
+    worker.step(0)
+    (captured,) = worker.ask(m.Capture(id=1))
+    before = through_a_file({"extra": captured.extra, "params": list(captured.payload.params)})
+    worker.step(1)
+    after = through_a_file({"extra": captured.extra, "params": list(captured.payload.params)})
+    assert repr(before) == repr(after)
+
+
+def test_a_snapshot_for_a_round_carries_the_state_only_if_asked(alone):
+    worker = alone()
+    worker.step(0)
+    (bare,) = worker.ask(m.RequestParams(round=1))
+    (full,) = worker.ask(m.RequestParams(round=2, capture=True))
+    assert bare.extra is None
+    assert full.extra["local_step"] == 1
+    assert full.extra["optimizer"]["state"]
+
+
+def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
+    def draws(worker):
+        return (
+            float(torch.rand(1, generator=worker.generator)),
+            float(torch.rand(1)),
+            random.random(),
+            float(np.random.rand()),
+        )
+
+    def epoch_fn(epoch, worker):
+        draws(worker)  # as in the first run, which must not show
+
+    first = alone(epoch_fn=epoch_fn)
+    first.worker._begin_epoch(0)
+    draws(first.worker)
+    (captured,) = first.ask(m.Capture(id=1))
+    weights = dict(first.worker.model.state_dict())
+    expected = draws(first.worker)
+    second = alone(resume=point(captured, weights), epoch_fn=epoch_fn)
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    second.worker._begin_epoch(0)
+    assert draws(second.worker) == expected
+    at_the_edge = alone(resume=point(captured, weights), epoch_fn=lambda epoch, worker: None)
+    at_the_edge.worker._begin_epoch(1)
+    assert draws(at_the_edge.worker)[1:] == expected[1:]
+    assert draws(at_the_edge.worker)[0] != expected[0]
+
+
+def test_a_state_that_no_file_can_hold_is_told_and_stops_nothing(alone):
+    worker = alone()
+    worker.step(0)
+    next(iter(worker.worker.optimizer.state.values()))["odd"] = object()
+    (captured,) = worker.ask(m.Capture(id=1))
+    assert isinstance(captured.extra, CheckpointError)
+    assert "the state of rank 0" in str(captured.extra)
