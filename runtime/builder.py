@@ -309,7 +309,8 @@ class TrainerBuilder:
 
         Model, ``batch_size``, length of the data set, ``seed``, ``drop_last``, ``accumulate``
         and whether the policy is ``SYNC`` must be those of the run that wrote it; devices and
-        their number may be others, and ``num_epochs`` may be raised. With ``missing_ok`` a directory without a checkpoint starts the run afresh."""
+        their number may be others, and ``num_epochs`` may be raised. With ``missing_ok`` a
+        directory without a checkpoint starts the run afresh."""
         return self._set(
             resume=check_path("resume", path),
             resume_missing_ok=check_flag("resume: missing_ok", missing_ok),
