@@ -1,6 +1,6 @@
 """``Trainer.setup`` and ``FSDP`` against PyTorch's own, one after the other.
 
-Usage: ``python benchmarks/wrappers.py [--quick]``. Runs ``wrappers_setup.py`` and
+Usage: ``python benchmarks/wrappers.py [--repeat N] [--seconds S]``. Runs ``wrappers_setup.py`` and
 ``wrappers_fsdp.py`` with the same arguments; their texts say what is measured.
 """
 
