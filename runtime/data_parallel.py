@@ -202,7 +202,8 @@ class DataParallelCoordinator:
         The step is that of one device on the whole mini-batch, apart from what a model
         computes over a batch (batch norm). The buffers of the first replica that had
         samples are copied to all. If anything goes wrong before the step, every replica is
-        as it was before the call, without gradients, and training may go on.
+        as it was before the call, without gradients, and training may go on; but a replica
+        that fails in the middle of the averaging breaks the group, and this object, for good.
 
         Args:
             samples: As for :func:`~runtime.shards.shard_samples`. Tensors in columns are
@@ -253,6 +254,10 @@ class DataParallelCoordinator:
     def _reduce(self, counts: Sequence[int]) -> float:
         """Average the gradients on all replicas; their norm."""
         outcomes = self._run(lambda rank: self._replicas[rank].reduce(counts[rank]))
+        if (error := first_error(outcomes)[1]) is not None:
+            self._fault = (
+                f"their gradients could not be averaged ({error}), and the group is broken"
+            )
         reduced = self._values(outcomes)
         bad = [rank for rank, r in enumerate(reduced) if not math.isfinite(r.norm)]
         if bad:

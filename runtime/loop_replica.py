@@ -107,9 +107,13 @@ class LoopReplica:
         """Average the gradients with those of the other replicas, weighted by samples."""
         own = [p.grad for p in self._params]
         if self._reducer is not None:
-            self._reducer.pack(num_samples)
-            self._reducer.exchange(num_samples)
-            self._reducer.unpack()
+            try:
+                self._reducer.pack(num_samples)
+                self._reducer.exchange(num_samples)
+                self._reducer.unpack()
+            except BaseException:
+                self._reducer.collective.abort()  # the peers wait for this rank
+                raise
         grads = self._gradients()
         norm = gradient_norm(grads)
         if math.isfinite(norm):

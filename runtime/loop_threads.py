@@ -9,7 +9,7 @@ import torch
 from coordinator.policy import AverageBackend
 from runtime.collective import Collective, create_collectives
 from runtime.device import DeviceContext, open_device
-from runtime.errors import CollectiveAborted
+from runtime.errors import CollectiveAborted, CollectiveTimeout
 from runtime.intra_op import IntraOpThreads
 from runtime.rank_threads import Outcome, RankThreads
 
@@ -46,7 +46,8 @@ def start_threads(
 def first_error(outcomes: Sequence[Outcome]) -> tuple[int, BaseException | None]:
     """The first failure that is not the echo of another rank's."""
     failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
-    first = [(rank, e) for rank, e in failed if not isinstance(e, CollectiveAborted)]
+    echoes = (CollectiveAborted, CollectiveTimeout)
+    first = [(rank, e) for rank, e in failed if not isinstance(e, echoes)]
     return next(iter(first or failed), (0, None))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
@@ -101,6 +102,7 @@ class RankThreads:
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
@@ -137,8 +139,13 @@ class RankThreads:
         """Let every rank's thread call ``work(rank)``, behind earlier calls. Does not block.
 
         Raises:
-            RuntimeError: They are closed.
+            RuntimeError: They are closed, or were left behind in a fork.
         """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"the threads of {self.name} are in the process that made them, not in this fork "
+                "of it: build the object in the process that uses it"
+            )
         call = Call(work, len(self._inboxes))
         with self._lock:  # a close comes before a call or behind it on every rank
             if self._closed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -67,33 +66,6 @@ def _fault(parameter: nn.Parameter, device: torch.device) -> str | None:
     if parameter.requires_grad and parameter.dtype not in FLOATS:
         return f"is trainable and {parameter.dtype}; only real floating-point ones can be"
     return None
-
-
-def check_no_optimizer(found: Sequence[Found]) -> None:
-    """Makes sure that no optimizer was built from the parameters of the bare module.
-
-    It would hold what the module no longer uses, and train nothing.
-
-    Raises:
-        ValueError: There is one.
-    """
-    parameters = [each.parameter for each in found]
-    # An optimizer keeps its parameters in lists: rarely is there any other to look for.
-    lists = [holder for holder in gc.get_referrers(*parameters) if type(holder) is list]
-    if all(holder is parameters for holder in lists):
-        return
-    own = {id(parameter): each.name for each in found for parameter in (each.parameter,)}
-    for other in gc.get_objects():
-        if not issubclass(type(other), torch.optim.Optimizer):
-            continue
-        for group in getattr(other, "param_groups", ()):
-            for parameter in group["params"]:
-                if id(parameter) in own:
-                    raise ValueError(
-                        f"{type(other).__name__} was built from {own[id(parameter)]!r} before the "
-                        "module was wrapped, and would train nothing; build the optimizer from "
-                        "fsdp.parameters()"
-                    )
 
 
 def describe(module: nn.Module, found: Sequence[Found]) -> list[str]:

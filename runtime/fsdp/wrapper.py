@@ -11,9 +11,10 @@ from torch import nn
 
 from runtime.collective import Collective, split
 from runtime.fsdp.agreement import check_same
-from runtime.fsdp.found import Found, check_no_optimizer, describe, find_parameters
+from runtime.fsdp.found import Found, describe, find_parameters
 from runtime.fsdp.replicated import ReplicatedParameters
 from runtime.fsdp.sharded import ShardedParameters
+from runtime.fsdp.stale import STALE
 from runtime.fsdp.state import Parameters, gather_state, load_state, sync_buffers
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 
@@ -37,7 +38,6 @@ class ShardedModule(nn.Module):
         found = find_parameters(module)
         if any(isinstance(part, ShardedModule) for part in module.modules()):
             raise ValueError("the module contains an FSDP already; wrap the whole module once")
-        check_no_optimizer(found)
         self.module = module
         self.collective = collective
         self.strategy = strategy
@@ -53,6 +53,8 @@ class ShardedModule(nn.Module):
             self._groups = groups
             self._store: Parameters = _make_parameters(found, collective, groups, strategy)
             sync_buffers(module, collective)
+        if strategy is not ShardingStrategy.NO_SHARD:  # which keeps the module's own
+            STALE.watch(found)
 
     # -- state ------------------------------------------------------------------------------
 
@@ -115,6 +117,7 @@ class ShardedModule(nn.Module):
         self._store.drop_prefetch()
         with self._aborting():
             self._store.restore()
+        STALE.forget(self.module.parameters())
         self.close()
         return self.module
 

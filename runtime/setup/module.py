@@ -183,8 +183,11 @@ class ReplicatedModule(nn.Module):
 
     @property
     def head(self) -> Any:
-        """The object with a ``.module`` that was passed, or the factory's first."""
-        return self._head
+        """The object with a ``.module`` that was passed, or the factory's first.
+
+        Where none was, the model's own attribute of that name.
+        """
+        return self.module.head if self._head is None else self._head
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

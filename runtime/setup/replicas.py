@@ -155,6 +155,14 @@ class ReplicaThreads:
                 "the replicas' threads have ended: the model was closed; go on with model.module, "
                 "or set up again"
             )
+        self.check_thread()
+
+    def check_thread(self) -> None:
+        """Refuse a call by one of the threads, which others wait for.
+
+        Raises:
+            RuntimeError: One of them calls.
+        """
         if threading.current_thread() in self._threads:
             raise RuntimeError("a replica cannot call the model that it is a part of")
 

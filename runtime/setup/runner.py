@@ -86,6 +86,10 @@ class Runner:
         """
         self._threads.check_caller()
 
+    def check_thread(self) -> None:
+        """See :meth:`ReplicaThreads.check_thread`."""
+        self._threads.check_thread()
+
     def ends(self) -> Sequence[Collective]:
         """Each rank's end of the group."""
         return self._ends.get()

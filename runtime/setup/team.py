@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -26,6 +26,7 @@ from runtime.setup.replicas import END_S, Task
 from runtime.setup.runner import Runner
 from runtime.setup.scatter import Scatter
 from runtime.setup.tree import flatten
+from runtime.setup.turn import Turn
 
 
 class Window(Enum):
@@ -69,7 +70,7 @@ class Team(Engine):
         self._journal = journal
         self._max_grad_norm = max_grad_norm
         self._mirror = Mirror(replicas)
-        self._lock = threading.Lock()
+        self._turn = Turn(runner.check_thread)
         self._window = Window.EMPTY
         self._counts = [0] * len(replicas)
         self._broken = False  # a step ended half-way: what rank 0 has counts
@@ -80,6 +81,14 @@ class Team(Engine):
         self.optimizers = tuple(replica.optimizer for replica in replicas)
         self.rate = LearningRate(self._first.optimizer)
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
+        self._loaded = False
+        team = weakref.ref(self)  # the hook must not keep the threads alive
+
+        def on_load(optimizer: torch.optim.Optimizer) -> None:
+            if (self := team()) is not None:
+                self._loaded = True
+
+        self._first.optimizer.register_load_state_dict_post_hook(on_load)
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
@@ -98,7 +107,7 @@ class Team(Engine):
         self._runner.check_caller()
         scatter = Scatter(args, kwargs)
         ambient = Ambient.capture()
-        with self._lock:
+        with self._turn():
             self._prepare()
             sizes = self._balancer.sizes(scatter.num_samples)
             tasks: list[Task | None] = []
@@ -125,7 +134,7 @@ class Team(Engine):
         keep: bool,
     ) -> list[list[Tensor | None]]:
         """Run the shards' backward and, where parameters get gradients, add these up."""
-        with self._lock:
+        with self._turn.lock:
             self._settle()
             if params:
                 self._open(Window.BACKWARD)
@@ -165,7 +174,7 @@ class Team(Engine):
         ambient = Ambient.capture()
         tensors: list[Tensor] = []
         flatten(list(batches), tensors, strict=False)
-        with self._lock:
+        with self._turn():
             self._prepare()
             self._open(Window.ACCUMULATED)
             sizes = deal(len(batches), self.batch_counts)
@@ -186,7 +195,7 @@ class Team(Engine):
 
     def step(self) -> None:
         """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
-        with self._lock:
+        with self._turn():
             self._prepare()
             if self._window is Window.EMPTY and any(
                 p.grad is not None for p in self._first.tensors
@@ -230,7 +239,7 @@ class Team(Engine):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole batch, on rank 0."""
-        with self._lock:
+        with self._turn():
             self._settle()
             if self._window is Window.ACCUMULATED:
                 raise RuntimeError(
@@ -243,7 +252,7 @@ class Team(Engine):
 
     def zero_grad(self) -> None:
         """Forget all gradients since the last step."""
-        with self._lock:
+        with self._turn():
             self._settle()
             self._forget()
 
@@ -281,36 +290,44 @@ class Team(Engine):
 
     def sync_params(self) -> None:
         """Give rank 0's parameters and buffers to all."""
-        with self._lock:
+        with self._turn():
             self._settle()
             self._copy_weights()
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state on every rank."""
-        with self._lock:
+        with self._turn():
             self._settle()
             load = partial(self._first.optimizer.load_state_dict, state)
             self._runner.run([load, *self._idle], "load")
             self._copy("copy_optimizer")
+            self._loaded = False
 
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of every replica."""
-        with self._lock:
+        with self._turn():
             for model in self.models:
                 setattr(model, name, value)
 
     def close(self) -> None:
         """End the replicas' threads, after what they are doing if that ends in time."""
-        free = self._lock.acquire(timeout=END_S)
+        free = self._turn.lock.acquire(timeout=END_S)
         try:
             self._runner.close()
         finally:
             if free:
-                self._lock.release()
+                self._turn.lock.release()
+
+    def _take_loaded(self) -> None:
+        """A state that was loaded into rank 0's optimizer by hand holds for all."""
+        if self._loaded:
+            self._loaded = False
+            self._copy("copy_optimizer")
 
     def _prepare(self) -> None:
         """Before the replicas compute: what the caller did to rank 0 holds for all."""
         self._settle()
+        self._take_loaded()
         self._mirror.flags()
         if self._broken:
             self._copy("copy_optimizer")

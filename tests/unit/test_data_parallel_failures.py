@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
+import time
 
 import pytest
 import torch
@@ -345,3 +346,38 @@ def test_an_interrupted_build_leaves_no_thread():
     with pytest.raises(KeyboardInterrupt):
         DataParallelCoordinator(interrupting, adam, loss_fn, ["cpu"] * 2)
     assert not [t for t in threading.enumerate() if t.name.startswith("data-parallel-")]
+
+
+def test_a_replica_that_fails_in_the_averaging_wakes_its_peer_and_is_named():
+    class Late(nn.Module):
+        """Gets a sparse gradient, which cannot be averaged, in the second batch of rank 1."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
+            self.sparse = False
+
+        def forward(self, x):
+            looked_up = self.embedding(torch.zeros(1, dtype=torch.long))
+            return self.linear(x[:, :2]) + (looked_up.sum() if self.sparse else 0)
+
+    def loss(model, samples):
+        model.sparse = model.sparse or (rank() == 1 and model.count > 0)
+        model.count += 1
+        return model(samples).square().mean()
+
+    def build(device):
+        model = Late().to(device)
+        model.count = 0
+        return model
+
+    with DataParallelCoordinator(
+        build, lambda p: torch.optim.SGD(p, 0.1), loss, ["cpu", "cpu"]
+    ) as coordinator:
+        coordinator.train_batch(torch.ones(4, 2))
+        begun = time.monotonic()
+        with pytest.raises(ReplicaFailed, match="1"):
+            coordinator.train_batch(torch.ones(4, 2))
+        assert time.monotonic() - begun < WAIT_S
+        with pytest.raises(RuntimeError, match="could not be averaged"):
+            coordinator.train_batch(torch.ones(4, 2))

@@ -77,16 +77,18 @@ def test_an_optimizer_built_before_wrapping_is_found(end, held):
     net = Net()
     params = net.parameters() if held == "all" else [{"params": [net.hidden.bias]}]
     optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.step()
+    fsdp = wrap(end, module=net)
     with pytest.raises(ValueError, match=r"built from '.*' before .* from fsdp.parameters\(\)"):
-        wrap(end, module=net)
-    del optimizer
-    wrap(end, module=net)
+        optimizer.step()
+    torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
 
 
 def test_lists_of_parameters_and_other_optimizers_are_no_matter(end):
     net, other = Net(), Net()
     kept = [list(net.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)]
     wrap(end, module=net)
+    kept[1].step()
     assert len(kept[0]) == len(list(net.parameters()))
 
 

@@ -246,3 +246,14 @@ def test_ctrl_c_interrupts_a_wait_while_the_ranks_go_on(make):
     thread.join()
     go.set()
     assert values(call) == [True]
+
+
+def test_a_fork_is_told_that_its_threads_stayed_behind(monkeypatch):
+    threads = RankThreads("here", [nullcontext, nullcontext])
+    try:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RuntimeError, match="not in this fork"):
+            threads.start(lambda rank: rank)
+    finally:
+        monkeypatch.undo()
+        threads.close()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from runtime import DdpConfig, ReplicaMismatch, ReplicatedModule, Trainer
+from runtime import DdpConfig, ReplicaFailed, ReplicaMismatch, ReplicatedModule, Trainer
 from tests.unit.own_loop import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -428,3 +428,53 @@ def test_a_timeline_that_fails_stops_nothing(caplog):
             train_step(model, *make_batch(6))
         assert_identical(model)
     assert caplog.text.count("the timeline failed") == 1
+
+
+def test_a_state_loaded_into_the_first_optimizer_by_hand_reaches_all():
+    with own_loop_model() as model:
+        train_steps(model, 3)
+        saved = copy.deepcopy(model.optimizer.state_dict())
+        train_steps(model, 3)
+        model.optimizer.load_state_dict(saved)
+        train_steps(model, 2)
+        first, second = (list(replica.parameters()) for replica in model.replicas)
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("touch", ["zero_grad", "attribute"])
+def test_a_replica_that_touches_the_model_is_told_so_and_does_not_hang(touch):
+    with own_loop_model() as model:
+
+        def loss_fn(module, batch):
+            if touch == "zero_grad":
+                model.zero_grad()
+            else:
+                model.seen = 1
+            return module(batch).square().mean()
+
+        with pytest.raises(ReplicaFailed, match="cannot call the model that it is a part of"):
+            model.accumulate(loss_fn, [torch.ones(2, 3), torch.ones(2, 3)])
+
+
+def test_a_head_of_the_models_own_is_not_hidden():
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.head(x)
+
+    with Trainer.setup(Headed(), lambda p: torch.optim.SGD(p, 0.1), ["cpu", "cpu"]) as model:
+        assert isinstance(model.head, nn.Linear)
+
+
+def own_loop_model():
+    return Trainer.setup(nn.Linear(3, 1), lambda p: torch.optim.Adam(p, 0.1), ["cpu", "cpu"])
+
+
+def train_steps(model, count):
+    for _ in range(count):
+        model(torch.randn(4, 3)).square().mean().backward()
+        model.step()
