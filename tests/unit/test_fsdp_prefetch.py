@@ -191,9 +191,9 @@ def test_a_peer_that_leaves_ends_a_prefetch_that_waits_for_it(make, kind):
 
 
 def test_a_peer_that_never_comes_is_a_timeout(make):
-    ranks = make(timeout_s=0.5)
+    ranks = make(timeout_s=3.0)
     ranks.fsdp[0].prefetch_forward_params()
-    with pytest.raises(CollectiveTimeout, match=r"0\.5 s"):
+    with pytest.raises(CollectiveTimeout, match=r"\b3(\.0)? s"):
         ranks.fsdp[0](batch(2)[0])
     with pytest.raises(CollectiveAborted):
         ranks.ends[1].check()  # everybody is told
