@@ -138,10 +138,6 @@ class GraphedSteps:
                 self.forget()
                 return
 
-    def refresh(self) -> None:
-        """A step begins: bring the learning rates to the device."""
-        self._optimizer.refresh()
-
     def forget(self) -> None:
         """Capture anew, after eager steps: what a graph holds on to has been replaced.
 
@@ -158,10 +154,7 @@ class GraphedSteps:
         if graph is not None:
             return graph.run(self._stepper, self._log, total)
         self.eagerly(window, train_fn, total)
-        end = self._stepper.finish(total)
-        if end.dropped:
-            self._seen.pop(self._key(window, train_fn), None)  # it has warmed nothing up
-        return end
+        return self._stepper.finish(total)
 
     def eagerly(self, window: Window, train_fn: TrainFn, total: int) -> None:
         """Forward and backward of the batches that are held, without a graph."""

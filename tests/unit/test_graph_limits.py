@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.capture_gate import GateMember
 from runtime.optimizer_state import load_optimizer_state
 from tests.unit.graphing import (
     DATA,
@@ -262,11 +263,19 @@ def test_steps_that_were_dropped_have_warmed_nothing_up(posing):
     assert sum(posing.num_replays) > 0
 
 
-def test_three_ranks_of_a_lockstep_run_are_all_captured_at_once(posing):
-    state = train(a_run(way=(SYNC, THREAD), ranks=3, epochs=4).cuda_graphs(True))
-    assert [e.num_samples for e in state.metrics] == [66] * 4
+def test_three_ranks_of_a_lockstep_run_are_all_captured(posing):
+    """A machine under load may refuse a capture, which is tried again some steps later."""
+    state = train(a_run(way=(SYNC, THREAD), ranks=3, epochs=20).cuda_graphs(True))
+    assert [e.num_samples for e in state.metrics] == [66] * 20
     assert len(posing.num_replays) == 6
-    assert min(posing.num_replays) > 8
+    assert min(posing.num_replays) > 0
+
+
+def test_every_capture_is_asked_for_one_step_ahead(posing, monkeypatch):
+    asked, reserve = [], GateMember.reserve
+    monkeypatch.setattr(GateMember, "reserve", lambda self: (asked.append(self), reserve(self)))
+    train(a_run(way=(SYNC, THREAD), ranks=2).cuda_graphs(True))
+    assert len(set(asked)) == 2
 
 
 def test_batches_that_no_graph_can_serve_are_told(posing, caplog):
