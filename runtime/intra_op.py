@@ -25,11 +25,13 @@ class IntraOpThreads:
     _lock = threading.Lock()
     _users = 0
     _before = 0
+    _lent = threading.local()
 
     @classmethod
     def budget(cls) -> int:
         """Intra-op threads that all CPU workers of a run may have together."""
         with cls._lock:
+            cls._recover()
             before = cls._before if cls._users else torch.get_num_threads()
         return min(num_cores(), before)
 
@@ -37,6 +39,7 @@ class IntraOpThreads:
     def acquire(cls) -> None:
         """A run starts."""
         with cls._lock:
+            cls._recover()
             if cls._users == 0:
                 cls._before = torch.get_num_threads()
             cls._users += 1
@@ -48,3 +51,45 @@ class IntraOpThreads:
             cls._users -= 1
             if cls._users == 0:
                 torch.set_num_threads(cls._before)
+
+    @classmethod
+    def lend(cls, num_threads: int) -> int:
+        """Let the calling thread have so many, until it takes its own back.
+
+        For a thread that works in turn with CPU replicas: the intra-op threads of its own
+        operations would go on spinning for a while, on the cores that the replicas need.
+
+        Returns:
+            The thread, for :meth:`take_back`.
+        """
+        lent = cls._lent
+        if not getattr(lent, "times", 0):
+            lent.times, lent.before = 0, torch.get_num_threads()
+        lent.times += 1
+        lent.now = num_threads
+        torch.set_num_threads(num_threads)
+        return threading.get_ident()
+
+    @classmethod
+    def take_back(cls, thread: int) -> None:
+        """As many as before for the calling thread, if it is the one; takes no lock.
+
+        Args:
+            thread: From :meth:`lend`; called once for each call of that.
+        """
+        if thread == threading.get_ident() and getattr(cls._lent, "times", 0):
+            cls._lent.times -= 1
+            if not cls._lent.times:
+                cls._restore()
+
+    @classmethod
+    def _recover(cls) -> None:
+        """What this thread was lent and another one ended, it takes back late."""
+        if cls._users == 0 and getattr(cls._lent, "times", 0):
+            cls._lent.times = 0
+            cls._restore()
+
+    @classmethod
+    def _restore(cls) -> None:
+        if torch.get_num_threads() == cls._lent.now:  # else somebody has set it since
+            torch.set_num_threads(cls._lent.before)

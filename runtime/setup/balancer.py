@@ -18,6 +18,9 @@ SMOOTHING = 0.3
 MIN_SHARE = 0.05
 """No device gets less than this part of a batch (less where there are over 20 devices)."""
 
+MIN_GAIN = 0.05
+"""Ratios that would shorten a step by less than this part of it are no gain but noise."""
+
 
 class Balancer:
     """Chunk ratios from throughputs. No clock, no thread; not thread-safe.
@@ -111,8 +114,20 @@ class Balancer:
         weights = list(self._ratios)
         for rank in measured:
             weights[rank] = left * self._throughput[rank] / total
-        self.adopt(weights)
+        fitted = shares_of(weights)
+        equal = (1.0 / len(fitted),) * len(fitted)
+        # Equal parts before others that are hardly better: alike devices stay alike.
+        for ratios in (equal, self._ratios):
+            if self._step_s(ratios) * (1 - MIN_GAIN) <= self._step_s(fitted):
+                fitted = ratios
+                break
+        self.adopt(fitted)
         return True
+
+    def _step_s(self, ratios: Sequence[float]) -> float:
+        """How long a step with these parts would take, by what was measured."""
+        rates = zip(ratios, self._throughput, strict=True)
+        return max(ratio / rate for ratio, rate in rates if rate > 0)
 
 
 def shares_of(weights: Sequence[float]) -> tuple[float, ...]:

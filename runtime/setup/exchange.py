@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from runtime.collective import Collective
 from runtime.flat import FlatParams
@@ -87,14 +88,53 @@ class GradientExchange:
                 continue
             if grad is None:
                 view.zero_()
-            elif grad.layout is not torch.strided:
-                raise ValueError(
-                    f"parameter {name!r} has a sparse gradient, which replicas cannot add up: "
-                    "build the embedding with sparse=False"
-                )
             else:
+                _refuse_sparse(name, grad)
                 targets.append(view)
                 sources.append(grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    # -- in the caller's thread, while the ranks rest --------------------------------------
+
+    @property
+    def num_elements(self) -> int:
+        """Of all parameters together."""
+        return sum(p.numel() for p in self._params)
+
+    @torch.no_grad()
+    def hand_to(self, first: GradientExchange) -> None:
+        """Add this rank's gradients to rank 0's; this one has none afterwards."""
+        targets, sources = [], []
+        for name, mine, theirs in zip(self._names, self._params, first._params, strict=True):
+            grad = mine.grad
+            if grad is None:
+                continue
+            _refuse_sparse(name, grad)
+            if theirs.grad is None:
+                theirs.grad = grad
+            else:
+                _refuse_sparse(name, theirs.grad)
+                targets.append(theirs.grad)
+                sources.append(grad)
+        if targets:
+            torch._foreach_add_(targets, sources)
+        self.drop()
+
+    @torch.no_grad()
+    def take_from(self, first: GradientExchange) -> None:
+        """Take rank 0's gradients, as they are now."""
+        targets, sources = [], []
+        for name, mine, view, theirs in zip(
+            self._names, self._params, self._views, first._params, strict=True
+        ):
+            if theirs.grad is None:
+                mine.grad = None
+                continue
+            _refuse_sparse(name, theirs.grad)
+            targets.append(view)
+            sources.append(theirs.grad)
+            mine.grad = view
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -104,3 +144,11 @@ class GradientExchange:
     def _take(self, used: Sequence[bool]) -> None:
         for p, view, flag in zip(self._params, self._views, used, strict=True):
             p.grad = view if flag else None
+
+
+def _refuse_sparse(name: str, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name!r} has a sparse gradient, which replicas cannot add up: "
+            "build the embedding with sparse=False"
+        )

@@ -154,6 +154,22 @@ class LoopReplica:
         self._exchange.collect(collective)
         self.reduced_s = (start_s, time.perf_counter())
 
+    def hand_to(self, first: LoopReplica) -> None:
+        """See :meth:`GradientExchange.hand_to`."""
+        start_s = time.perf_counter()
+        self._exchange.hand_to(first._exchange)
+        self.reduced_s = first.reduced_s = (start_s, time.perf_counter())
+
+    def take_from(self, first: LoopReplica) -> None:
+        """See :meth:`GradientExchange.take_from`."""
+        self.state.params.check()
+        self._exchange.take_from(first._exchange)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the parameters that are exchanged."""
+        return self._exchange.num_elements
+
     # -- several batches between two reductions ------------------------------------------
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:

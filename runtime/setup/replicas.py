@@ -119,12 +119,15 @@ class ReplicaThreads:
         except BaseException:
             exit_.leave(len(devices))
             raise
+        lender: int | None = None
+        if num_cpus:
+            lender = IntraOpThreads.lend(max(1, IntraOpThreads.budget() // num_cpus))
         number = next(_numbers)
         self._inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
         self._threads: list[threading.Thread] = []
         # Holds nothing of this object, or it would never be collected. It may run anywhere,
         # in the middle of anything: it takes no lock and waits for nobody.
-        self._finalizer = weakref.finalize(self, _tell_to_end, self._inboxes)
+        self._finalizer = weakref.finalize(self, _tell_to_end, self._inboxes, lender)
         self._finalizer.atexit = False  # which waits, see below
         for rank, pair in enumerate(zip(self.contexts, self._inboxes, strict=True)):
             thread = threading.Thread(
@@ -255,9 +258,11 @@ def _raiser(error: BaseException) -> Task:
     return task
 
 
-def _tell_to_end(inboxes: Sequence[Inbox]) -> None:
+def _tell_to_end(inboxes: Sequence[Inbox], lender: int | None) -> None:
     for inbox in inboxes:
         inbox.put(None)
+    if lender is not None:
+        IntraOpThreads.take_back(lender)
 
 
 _live: weakref.WeakSet[ReplicaThreads] = weakref.WeakSet()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from runtime.collective import Collective
 from runtime.setup.ambient import Ambient
 from runtime.setup.balancer import Balancer, deal
 from runtime.setup.cadence import Cadence, sync_seconds
+from runtime.setup.direct import Direct
 from runtime.setup.engine import Engine
 from runtime.setup.gather import Call
 from runtime.setup.journal import Journal
@@ -27,16 +27,7 @@ from runtime.setup.runner import Runner
 from runtime.setup.scatter import Scatter
 from runtime.setup.tree import flatten
 from runtime.setup.turn import Turn
-
-
-class Window(Enum):
-    """Where the gradients since the last step came from."""
-
-    EMPTY = auto()
-    BACKWARD = auto()
-    """From ``loss.backward()``: those of the whole batch, on rank 0."""
-    ACCUMULATED = auto()
-    """From ``accumulate``: each rank's own."""
+from runtime.setup.window import Window
 
 
 class Team(Engine):
@@ -81,6 +72,7 @@ class Team(Engine):
         self.optimizers = tuple(replica.optimizer for replica in replicas)
         self.rate = LearningRate(self._first.optimizer)
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
+        self._direct = Direct(replicas, max_grad_norm) if Direct.serves(replicas) else None
         self._loaded = False
         team = weakref.ref(self)  # the hook must not keep the threads alive
 
@@ -139,7 +131,8 @@ class Team(Engine):
             if params:
                 self._open(Window.BACKWARD)
             given = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
-            ends = self._runner.ends() if params else [None] * len(self._replicas)
+            meet = params and not self._direct
+            ends = self._runner.ends() if meet else [None] * len(self._replicas)
             tasks = [
                 partial(self._backward, replica, given.get(rank), end, params, keep)
                 for rank, (replica, end) in enumerate(zip(self._replicas, ends, strict=True))
@@ -147,6 +140,8 @@ class Team(Engine):
             tensors = [g for row in grads for g in row if g is not None]
             with self._dropping_gradients():
                 outcomes = self._runner.run(tasks, "backward", tensors)
+                if params and self._direct:
+                    self._direct.collect()
             if params:
                 self._journal.reductions(self._replicas)
             return [outcomes[shard.rank].value for shard in shards]
@@ -201,6 +196,8 @@ class Team(Engine):
                 p.grad is not None for p in self._first.tensors
             ):
                 self._window = Window.BACKWARD  # of rank 0's module itself
+            if self._direct and self._window is Window.BACKWARD:
+                self._direct.spread()
             options = self._options()
             tasks = [
                 partial(self._step, rank, end, options if rank else None)
@@ -226,7 +223,7 @@ class Team(Engine):
         with self._runner.waking_peers():
             if self._window is Window.ACCUMULATED:
                 replica.average(end, self._counts[rank], self._max_grad_norm)
-            elif self._window is Window.BACKWARD:
+            elif self._window is Window.BACKWARD and not self._direct:
                 if rank == 0 and self._max_grad_norm is not None:
                     replica.clip(self._max_grad_norm)
                 replica.spread(end)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from runtime import Trainer
+from runtime.setup import direct
 
 WAIT_S = 20.0
 """Bound of every wait: reached only by a test that fails."""
@@ -32,6 +34,15 @@ def adamw(params):
 
 def make_batch(size, dtype=torch.float64):
     return torch.randn(size, NUM_FEATURES, dtype=dtype), torch.randint(NUM_CLASSES, (size,))
+
+
+@contextmanager
+def gradients_travel(how):
+    """How CPU replicas exchange gradients: "directly", in the caller's thread, or by "meeting"."""
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "meeting":
+            patch.setattr(direct, "SMALL", 0)
+        yield
 
 
 @contextmanager

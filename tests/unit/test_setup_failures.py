@@ -27,6 +27,7 @@ from tests.unit.own_loop import (
     adamw,
     assert_close,
     assert_identical,
+    gradients_travel,
     make_batch,
     make_net,
     on_cpus,
@@ -36,6 +37,12 @@ from tests.unit.own_loop import (
 
 FAST_S = 5.0
 """A failure comes out at once, and not by a timeout."""
+
+
+@pytest.fixture(autouse=True, scope="module", params=["directly", "meeting"])
+def way(request):
+    with gradients_travel(request.param):
+        yield request.param
 
 
 def on_rank(rank):

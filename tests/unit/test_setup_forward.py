@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from runtime import DdpConfig
+from runtime import DdpConfig, Trainer
 from runtime.setup.balancer import share_out, shares_of
 from runtime.setup.scatter import Scatter
 from tests.unit.own_loop import (
@@ -228,18 +229,56 @@ def test_replicas_run_forward_and_backward_at_the_same_time_in_threads_of_their_
     assert threading.current_thread().name not in Meeting.threads["forward"]
 
 
-def test_cpu_replicas_share_the_cores():
-    found = []
+@pytest.fixture
+def num_threads():
+    """More than one intra-op thread, whatever the machine; put back afterwards."""
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+def test_cpu_replicas_and_the_caller_share_the_cores_until_the_end(num_threads):
+    found = []
 
     def note(model, x):
         found.append(torch.get_num_threads())
         return x * model.w
 
-    with on_cpus(Echo(note), 2) as model:
+    with on_cpus(Echo(note), 2) as model, on_cpus(Echo(note), 2) as other:
         model(numbers(2))
-        assert torch.get_num_threads() == before
-    assert found == [max(1, before // 2)] * 2
+        other(numbers(2))
+        assert torch.get_num_threads() == 1
+    assert found == [1] * 4
+    assert torch.get_num_threads() == num_threads
+
+
+def test_a_caller_that_never_closes_has_its_cores_again(num_threads):
+    model = Trainer.setup(make_net(), sgd, ["cpu", "cpu"])
+    assert torch.get_num_threads() == 1
+    threads = [t for t in threading.enumerate() if t.name.startswith("replica-")]
+    del model
+    gc.collect()
+    assert torch.get_num_threads() == num_threads
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_a_model_that_another_thread_closes_is_no_loss_to_the_next_one(num_threads):
+    model = Trainer.setup(make_net(), sgd, ["cpu", "cpu"])
+    closer = threading.Thread(target=model.close)
+    closer.start()
+    closer.join(WAIT_S)
+    assert torch.get_num_threads() == 1
+    with on_cpus(make_net(), 2):
+        pass
+    assert torch.get_num_threads() == num_threads
+
+
+def test_intra_op_threads_set_meanwhile_stay(num_threads):
+    with on_cpus(make_net(), 3):
+        torch.set_num_threads(7)
+    assert torch.get_num_threads() == 7
 
 
 def test_work_is_shared_out_by_measured_throughput():

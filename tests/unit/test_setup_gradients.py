@@ -18,6 +18,7 @@ from tests.unit.own_loop import (
     assert_close,
     assert_identical,
     gradients,
+    gradients_travel,
     make_batch,
     make_net,
     on_cpus,
@@ -26,6 +27,12 @@ from tests.unit.own_loop import (
 )
 
 ratios = st.lists(st.floats(0.05, 20.0), min_size=2, max_size=4)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["directly", "meeting"])
+def way(request):
+    with gradients_travel(request.param):
+        yield request.param
 
 
 def set_ratios(model, weights):
