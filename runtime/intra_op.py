@@ -16,6 +16,14 @@ def num_cores() -> int:
         return os.cpu_count() or 1
 
 
+class _Lent(threading.local):
+    """What a thread was lent, how often, and what it had before."""
+
+    times = 0
+    now = 0
+    before = 0
+
+
 class IntraOpThreads:
     """Restores ``torch.set_num_threads`` when the last run of the process ends.
 
@@ -25,7 +33,7 @@ class IntraOpThreads:
     _lock = threading.Lock()
     _users = 0
     _before = 0
-    _lent = threading.local()
+    _lent = _Lent()
 
     @classmethod
     def budget(cls) -> int:
@@ -63,8 +71,8 @@ class IntraOpThreads:
             The thread, for :meth:`take_back`.
         """
         lent = cls._lent
-        if not getattr(lent, "times", 0):
-            lent.times, lent.before = 0, torch.get_num_threads()
+        if not lent.times:
+            lent.before = torch.get_num_threads()
         lent.times += 1
         lent.now = num_threads
         torch.set_num_threads(num_threads)
@@ -77,7 +85,7 @@ class IntraOpThreads:
         Args:
             thread: From :meth:`lend`; called once for each call of that.
         """
-        if thread == threading.get_ident() and getattr(cls._lent, "times", 0):
+        if thread == threading.get_ident() and cls._lent.times:
             cls._lent.times -= 1
             if not cls._lent.times:
                 cls._restore()
@@ -85,7 +93,7 @@ class IntraOpThreads:
     @classmethod
     def _recover(cls) -> None:
         """What this thread was lent and another one ended, it takes back late."""
-        if cls._users == 0 and getattr(cls._lent, "times", 0):
+        if cls._users == 0 and cls._lent.times:
             cls._lent.times = 0
             cls._restore()
 
