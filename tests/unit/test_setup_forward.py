@@ -308,6 +308,7 @@ def test_a_speed_hint_gives_the_first_ratios():
     def note(model, x):
         with lock:
             sizes.append((threading.current_thread().name[-1], len(x)))
+        threading.Event().wait(0.003 * len(x))  # alike, against the hint
         return x * model.w
 
     with on_cpus(Echo(note), 2, config=config) as model:
@@ -315,7 +316,7 @@ def test_a_speed_hint_gives_the_first_ratios():
         model(numbers(8)).sum().backward()
         assert sorted(sizes) == [("0", 2), ("1", 6)]
         model.step()
-        assert model.chunk_ratios != (0.25, 0.75)
+        assert model.chunk_ratios[0] > 0.3
 
 
 # -- what cannot work ------------------------------------------------------------------------
