@@ -21,16 +21,15 @@ from runtime.collective import Collective
 from runtime.config import check_callable, check_devices, check_float
 from runtime.cuda_api import Event
 from runtime.device import DeviceContext
-from runtime.errors import NonFiniteError, ReplicaFailed
+from runtime.errors import NonFiniteError
 from runtime.gradients import average_gradients, has_non_finite
+from runtime.loop_calls import LoopCalls
+from runtime.loop_mirror import LoopMirror
 from runtime.loop_replica import LoopReplica, LossFn
 from runtime.loop_threads import first_error, kind_of, start_threads
-from runtime.rank_threads import Outcome
 from runtime.replica import BuildOrder, ModelFactory, OptimFactory, build_replica
 from runtime.shards import count_samples, shard_samples
 
-SETTLE_S = 30.0
-"""How long Ctrl-C waits for the replicas to come to the end of what they are doing."""
 _REMEDY = (
     "No replica was changed. Lower the learning rate, set max_grad_norm, or guard the loss "
     "against such batches"
@@ -124,15 +123,15 @@ class DataParallelCoordinator:
         )
         self._unlike = len({kind_of(device) for device in self._devices}) > 1
         self._busy = threading.Lock()
-        self._num_batches = 0
-        self._fault: str | None = None
+        self._alike = True
         contexts, ends, self._threads = start_threads(self._devices, self.backend)
+        self._calls = LoopCalls(self._threads, self._devices)
         try:
             self._replicas = self._build(model_factory, optim_factory, contexts, ends)
         except BaseException:
             self._threads.close()
             raise
-        self._modes: list[bool] | None = None
+        self._mirror = LoopMirror(self._replicas)
 
     def _build(
         self,
@@ -153,7 +152,7 @@ class DataParallelCoordinator:
             return built
 
         try:
-            outcomes = self._run(build)
+            outcomes = self._calls.run(build)
         finally:
             order.forget()  # wakes whoever waits for replica 0
         rank, error = first_error(outcomes)
@@ -178,9 +177,17 @@ class DataParallelCoordinator:
     def primary(self) -> nn.Module:
         """Replica 0's model, to evaluate and save; it stays usable after :meth:`close`.
 
-        Every replica is in the mode that this one, and each module in it, is in: call
-        ``primary.train()`` after an evaluation in ``eval()`` mode. After changing its
-        weights call :meth:`sync_params`.
+        What is changed here between two batches holds for all replicas from the next one on:
+
+        - the mode of each module: call ``primary.train()`` after an evaluation in ``eval()``
+          mode;
+        - which parameters are frozen, of those that were trainable when it was built;
+        - parameters and buffers that were written to in place, as ``load_state_dict`` does,
+          or buffers that were replaced by others of their shapes.
+
+        PyTorch counts writes in place, and that tells of them. It does not count those through
+        ``.data`` and by fused optimizers: call :meth:`sync_params` after these. Parameters that
+        were replaced are an error.
         """
         return self._replicas[0].model
 
@@ -214,8 +221,13 @@ class DataParallelCoordinator:
         Raises:
             TypeError, ValueError: Samples that cannot be cut, or none.
             ReplicaFailed: A replica failed; names its rank, with the original as the cause.
+            ReplicaMismatch: A buffer of the primary was replaced by one of another shape.
             NonFiniteError: A loss or a gradient is NaN or infinite. No optimizer has stepped.
-            RuntimeError: Closed, broken by an earlier failure within a step, or in use.
+            RuntimeError: Closed, broken by an earlier failure within a step, or in use; a
+                parameter of the primary was replaced, or unfrozen which was frozen when it
+                was built.
+            KeyboardInterrupt: Ctrl-C. Each replica has come to the end of what it was doing,
+                so either all or none have stepped; the next call puts right what is left.
         """
         with self._turn():
             total = count_samples(samples)
@@ -223,47 +235,54 @@ class DataParallelCoordinator:
                 raise ValueError("train_batch got no samples; leave the call out")
             shards = shard_samples(samples, self.num_devices)
             counts = [count_samples(shard) for shard in shards]
-            self._follow_modes()
+            self._mirror.follow_flags()
+            marks = self._marks(samples)
+            if not self._alike or self._mirror.is_changed():
+                self._copy_all(marks)
+            self._alike = False  # until the end: Ctrl-C may come between any two lines
             try:
-                loss, correct = self._compute(shards, counts, self._marks(samples))
+                loss, correct = self._compute(shards, counts, marks)
                 norm = self._reduce(counts)
             except BaseException:
-                if self._fault is None:
-                    self._settle(lambda rank: self._replicas[rank].undo())
+                if self._calls.fault is None:
+                    self._undo()
+                    self._are_alike()
                 raise
             self._step(norm, counts)
-            self._num_batches += 1
+            self._calls.num_batches += 1
+            self._are_alike()
         return BatchResult(loss, correct, total, norm)
 
     def _compute(
         self, shards: Sequence[Any], counts: Sequence[int], marks: Sequence[Event]
     ) -> tuple[float, int]:
         """Every replica's gradients; the mean loss and the number correct."""
-        outcomes = self._run(
+        outcomes = self._calls.run(
             lambda rank: self._replicas[rank].forward_backward(
                 self._loss_fn, shards[rank], counts[rank], marks
             )
         )
-        parts = self._values(outcomes)
+        parts = self._calls.values(outcomes)
         for rank, part in enumerate(parts):
             if not math.isfinite(part.loss):
-                raise NonFiniteError(rank, self._num_batches, "loss", remedy=_REMEDY)
+                raise NonFiniteError(rank, self._calls.num_batches, "loss", remedy=_REMEDY)
         loss = sum(part.loss * n for part, n in zip(parts, counts, strict=True)) / sum(counts)
         return loss, sum(part.correct for part in parts)
 
     def _reduce(self, counts: Sequence[int]) -> float:
         """Average the gradients on all replicas; their norm."""
-        outcomes = self._run(lambda rank: self._replicas[rank].reduce(counts[rank]))
+        outcomes = self._calls.run(lambda rank: self._replicas[rank].reduce(counts[rank]))
         if (error := first_error(outcomes)[1]) is not None:
-            self._fault = (
+            self._calls.fault = (
                 f"their gradients could not be averaged ({error}), and the group is broken"
             )
-        reduced = self._values(outcomes)
+        reduced = self._calls.values(outcomes)
         bad = [rank for rank, r in enumerate(reduced) if not math.isfinite(r.norm)]
         if bad:
             rank = next((r for r in bad if counts[r] and reduced[r].bad is not None), bad[0])
             name = reduced[rank].bad
-            raise NonFiniteError(rank, self._num_batches, "gradient", name, remedy=_REMEDY)
+            number = self._calls.num_batches
+            raise NonFiniteError(rank, number, "gradient", name, remedy=_REMEDY)
         return float(reduced[0].norm)
 
     def _step(self, norm: float, counts: Sequence[int]) -> None:
@@ -271,80 +290,52 @@ class DataParallelCoordinator:
         if self._max_grad_norm is not None:
             factor = min(1.0, self._max_grad_norm / (norm + 1e-6))
         source = self._replicas[next(rank for rank, n in enumerate(counts) if n)]
-        self._settle(lambda rank: self._replicas[rank].step(factor, source))
+        self._calls.settle(lambda rank: self._replicas[rank].step(factor, source))
         if self._unlike:
-            self._copy_from_primary(lambda r: r.copy_params(self._replicas[0]))
+            self._copy_from_primary(lambda r, _: r.copy_params(self._replicas[0]))
 
     def sync_params(self) -> None:
         """Give every replica the primary's parameters, frozen ones too, and buffers.
 
-        To be called after the primary's weights were changed, by ``load_state_dict`` for
-        instance; blocks until it is done. Optimizer states stay as they are.
+        Needed after changes that PyTorch does not count, see :attr:`primary`; others are
+        followed without it. Blocks until it is done. Optimizer states stay as they are.
+
+        Raises:
+            ReplicaMismatch, RuntimeError: As :meth:`train_batch`.
         """
         with self._turn():
-            marks = self._marks(())
-            ranks = {id(replica): rank for rank, replica in enumerate(self._replicas)}
-            self._copy_from_primary(lambda r: r.copy_all(self._replicas[0], ranks[id(r)], marks))
+            self._mirror.follow_flags()
+            self._copy_all(self._marks(()))
 
-    def _copy_from_primary(self, copy: Callable[[LoopReplica], None]) -> None:
-        self._settle(lambda rank: copy(self._replicas[rank]) if rank else None)
+    def _copy_all(self, marks: Sequence[Event]) -> None:
+        """Give every replica all tensors of the primary's."""
+        self._mirror.check()
+        if not self._alike:
+            self._undo()  # of a batch that was interrupted; nothing where it was stepped
+        self._alike = False
+        self._copy_from_primary(lambda r, rank: r.copy_all(self._replicas[0], rank, marks))
+        self._are_alike()
 
-    # -- calls to the threads -----------------------------------------------------------
+    def _undo(self) -> None:
+        self._calls.settle(lambda rank: self._replicas[rank].undo())
 
-    def _run(self, work: Callable[[int], Any]) -> list[Outcome]:
-        """Let every replica's thread work, and wait for all of them."""
-        call = self._threads.start(work)
-        try:
-            call.wait()
-        except BaseException:  # Ctrl-C: leave no thread at work on the replicas
-            self._fault = "it was interrupted, and a replica did not come to an end"
-            if call.wait(SETTLE_S):
-                self._fault = None
-            raise
-        return call.outcomes
+    def _are_alike(self) -> None:
+        self._mirror.are_alike()
+        self._alike = True
 
-    def _settle(self, work: Callable[[int], Any]) -> None:
-        """As :meth:`_run`, for work that leaves the replicas different if it fails."""
-        outcomes = self._run(work)
-        rank, error = first_error(outcomes)
-        if error is not None:
-            self._fault = f"rank {rank} failed while the replicas were changed"
-        self._values(outcomes)
-
-    def _values(self, outcomes: Sequence[Outcome]) -> list[Any]:
-        rank, error = first_error(outcomes)
-        if error is not None:
-            what = f"batch {self._num_batches}"
-            raise ReplicaFailed(rank, str(self._devices[rank]), what, error) from error
-        return [outcome.value for outcome in outcomes]
+    def _copy_from_primary(self, copy: Callable[[LoopReplica, int], None]) -> None:
+        self._calls.settle(lambda rank: copy(self._replicas[rank], rank) if rank else None)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
+        if self._busy.locked():
             raise RuntimeError(
                 "this DataParallelCoordinator is at work already: call it from one thread at a "
                 "time, and not from loss_fn"
             )
-        try:
-            if self._threads.closed:
-                raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
-            if self._fault is not None:
-                raise RuntimeError(
-                    f"the replicas may differ, for {self._fault}; build a new "
-                    "DataParallelCoordinator from a saved state"
-                )
+        with self._busy:  # not acquire(): Ctrl-C could come before a try
+            self._calls.check()
             yield
-        finally:
-            self._busy.release()
-
-    def _follow_modes(self) -> None:
-        """Put every replica's modules into the modes of the primary's."""
-        modes = [module.training for module in self._replicas[0].modules]
-        if modes != self._modes:
-            self._modes = modes
-            for replica in self._replicas[1:]:
-                for module, mode in zip(replica.modules, modes, strict=True):
-                    module.training = mode
 
     def _marks(self, samples: Any) -> list[Event]:
         """Events in the caller's current streams of every GPU that plays a part."""

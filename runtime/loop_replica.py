@@ -58,6 +58,7 @@ class LoopReplica:
 
     Attributes:
         modules: The model and everything in it, in one order on every replica.
+        tensors: All its parameters, frozen ones too, in one order on every replica.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LoopReplica:
         self.model = replica.model
         self.optimizer = replica.optimizer
         self.modules = list(replica.model.modules())
+        self.tensors = list(replica.model.parameters())
         self._state = replica.state
         self._params = replica.state.params.params
         self._names = replica.state.params.names
@@ -76,6 +78,10 @@ class LoopReplica:
         device.pin_accumulators(self._params)
         self._kept: list[Tensor] = []
         self._checked = False
+
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers as they are now; a module may replace them."""
+        return self._state.buffers.tensors()
 
     def forward_backward(
         self, loss_fn: LossFn, samples: Any, num_samples: int, behind: Sequence[Event]
@@ -91,7 +97,7 @@ class LoopReplica:
         for event in behind:
             cuda_api.API.wait_event(event)
         self._state.params.check()
-        self._kept = [buffer.clone() for buffer in self._state.buffers.tensors()]
+        self._kept = [buffer.clone() for buffer in self.buffers()]
         self._forget_gradients()
         if num_samples == 0:
             return Part()
@@ -133,8 +139,7 @@ class LoopReplica:
             torch._foreach_mul_(self._gradients(), factor)
         self.optimizer.step()
         with torch.no_grad():
-            mine, theirs = self._state.buffers.tensors(), source._state.buffers.tensors()
-            for target, value in zip(mine, theirs, strict=True):
+            for target, value in zip(self.buffers(), source.buffers(), strict=True):
                 if target is not value:
                     target.copy_(value)
         self._kept = []
@@ -143,7 +148,7 @@ class LoopReplica:
     def undo(self) -> None:
         """Take the batch back: the buffers are as they were, and there are no gradients."""
         with torch.no_grad():
-            for buffer, kept in zip(self._state.buffers.tensors(), self._kept, strict=False):
+            for buffer, kept in zip(self.buffers(), self._kept, strict=False):
                 buffer.copy_(kept)
         self._kept = []
         self._forget_gradients()

@@ -40,17 +40,23 @@ class Call:
 
     Attributes:
         outcomes: One for each rank, in order; complete once :meth:`wait` says so.
+        is_begun: Whether a rank may have it.
     """
 
     def __init__(self, work: Callable[[int], Any], num_ranks: int) -> None:
         self._work = work
         self.outcomes: list[Outcome] = [Outcome()] * num_ranks
+        self.is_begun = False
+        self._taken = [False] * num_ranks  # each is its own rank's thread's
         self._lock = threading.Lock()
         self._num_left = num_ranks
         self._done = threading.Event()
 
     def carry_out(self, rank: int, broken: BaseException | None) -> None:
-        """Do a rank's part, in its thread; ``broken`` is why it cannot be done."""
+        """Do a rank's part, in its thread, once; ``broken`` is why it cannot be done."""
+        if self._taken[rank]:
+            return
+        self._taken[rank] = True
         if broken is not None:
             self.outcomes[rank] = Outcome(error=broken)
         else:
@@ -138,21 +144,40 @@ class RankThreads:
     def start(self, work: Callable[[int], Any]) -> Call:
         """Let every rank's thread call ``work(rank)``, behind earlier calls. Does not block.
 
+        For whoever must know, if Ctrl-C comes meanwhile, that all ranks do it or none does:
+        :meth:`new_call` and :meth:`deliver`.
+
         Raises:
             RuntimeError: They are closed, or were left behind in a fork.
+        """
+        call = self.new_call(work)
+        self.deliver(call)
+        return call
+
+    def new_call(self, work: Callable[[int], Any]) -> Call:
+        """A call that no rank has yet."""
+        return Call(work, len(self._inboxes))
+
+    def deliver(self, call: Call) -> None:
+        """Give a call to every rank's thread. Does not block.
+
+        Where an exception left this in the middle, the next try completes it: each rank does
+        its part once, however often it gets the call.
+
+        Raises:
+            RuntimeError: As :meth:`start`; no rank has the call.
         """
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the threads of {self.name} are in the process that made them, not in this fork "
                 "of it: build the object in the process that uses it"
             )
-        call = Call(work, len(self._inboxes))
         with self._lock:  # a close comes before a call or behind it on every rank
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name} are closed")
+            call.is_begun = True
             for inbox in self._inboxes:
                 inbox.put(call)
-        return call
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the threads behind the calls they have, and wait for them. Idempotent.

@@ -255,12 +255,15 @@ class GroupReduction(Reduction):
                     self._api.wait_event(event)
                 self._ends[rank].weighted_mean_(flats[rank], weights[rank])
 
-            call = self._threads.start(exchange)
+            call = self._threads.new_call(exchange)
             try:
+                self._threads.deliver(call)
                 call.wait()
             except BaseException:  # Ctrl-C: nobody may write to the tensors any more
-                self._ends[0].abort()
-                call.wait(ABORT_S)
+                if call.is_begun:
+                    self._ends[0].abort()
+                    self._threads.deliver(call)
+                    call.wait(ABORT_S)
                 raise
             _raise_first(call.outcomes)
             for packed, own in zip(self._packed, tensors, strict=True):

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective, ReduceOp
+
+
+def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Judges arguments before anything is exchanged.
+
+    Returns:
+        Both as numbers.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: The limit is negative, or the norm's order is not above zero.
+    """
+    numbers = []
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name}={value!r}: pass a number") from error
+    limit, order = numbers
+    if not limit >= 0:
+        raise ValueError(f"max_norm={limit}: pass what the norm is brought down to, from 0 up")
+    if not order > 0:
+        raise ValueError(f"norm_type={order}: pass the order of the norm, above 0")
+    return limit, order
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.fsdp.clip import clip_by_, sharded_norm
+from runtime.fsdp.clip import check_clip, clip_by_, sharded_norm
 from runtime.fsdp.guard import guard
 from runtime.fsdp.strategy import ShardingStrategy
 from runtime.fsdp.wrapper import ShardedModule
@@ -25,14 +25,21 @@ class FSDP(ShardedModule):
             optimizer.zero_grad()
             loss_fn(fsdp(x), y).backward()
             fsdp.sync_gradients()               # the mean over the ranks
+            fsdp.clip_grad_norm_(1.0)           # not torch.nn.utils.clip_grad_norm_
             optimizer.step()
             fsdp.broadcast_updated_params()     # does something for SHARD_GRAD_OP alone
 
     Wrapping, ``forward``, ``sync_gradients`` and whatever is called a collective call below
-    block until all ranks have made them, at most for the collective's time limit; a failure
-    inside one aborts the collective, so that nobody waits. A rank that leaves its loop by an
-    exception must close or abort its collective, which wakes the others. Work runs on the
-    stream that is current in the calling thread.
+    block until all ranks have made them, at most for the collective's time limit. Work runs on
+    the stream that is current in the calling thread.
+
+    **Errors.** A failure inside a collective call aborts the collective, so that nobody waits. A
+    misuse that is seen before anything is exchanged, and an exception that the module raises,
+    change nothing if all ranks meet them: all may go on. If only some do, the collective is
+    aborted at once, and the other ranks raise ``CollectiveAborted``, which names a rank that
+    failed. Wrong arguments abort nothing: call again with right ones. Of what is raised outside
+    this object's methods, in backward for instance, it knows nothing: a rank that leaves its loop
+    by an exception must close or abort its collective, which wakes the others.
 
     **Parameters.** ``parameters()`` yields this rank's shards: one-dimensional, of each
     parameter one, some of them empty where a parameter has fewer elements than there are ranks.
@@ -54,6 +61,11 @@ class FSDP(ShardedModule):
     backward passes, and over several calls of :meth:`sync_gradients` until ``zero_grad``.
     Full gradients that were not synced are dropped by :meth:`zero_grad` of this object and by
     :meth:`reshard`, not by the optimizer's ``zero_grad``.
+
+    Clip them by :meth:`clip_grad_norm_` of this object alone.
+    ``torch.nn.utils.clip_grad_norm_(fsdp.parameters(), ...)``, and other helpers that look at all
+    gradients at once, see this rank's shards: each rank would clip by the norm of its own part,
+    differently, and nothing tells.
 
     Args:
         module: On its device, with its final dtypes, the same on every rank. It belongs to the
@@ -86,19 +98,23 @@ class FSDP(ShardedModule):
 
         Raises:
             RuntimeError: The shards were seen to change behind a prefetch's back.
+            BaseException: What the module raises; aborts the collective unless it raises on
+                every rank.
         """
-        self._check_open()
         parameters = self._store
         was_held = parameters.is_held
-        parameters.check()
+        with self._agreeing(counts=parameters.is_prefetching or parameters.must_gather):
+            self._check_open()
+            parameters.check()
         with self._aborting():
             parameters.hold()
         keeps = torch.is_grad_enabled() and parameters.is_trainable
         try:
             output = self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if not was_held:
                 parameters.release()
+            self._calls.failed(self.collective, error)
             raise
         if keeps:
             self._has_forward = True
@@ -118,7 +134,13 @@ class FSDP(ShardedModule):
             RuntimeError: A prefetch is pending; the full parameters are there; the strategy
                 never frees them.
         """
-        self._check_open()
+        with self._agreeing():
+            self._check_open()
+            self._check_prefetch()
+        with self._aborting():
+            self._store.start_prefetch(self._make_side, f"fsdp-prefetch-{self.collective.rank}")
+
+    def _check_prefetch(self) -> None:
         if not self.strategy.frees_parameters:
             raise RuntimeError(
                 f"{self.strategy.name} keeps full parameters on every rank, so there is nothing to "
@@ -135,8 +157,6 @@ class FSDP(ShardedModule):
                 "sync_gradients() and optimizer.step(), or reshard(), first"
             )
         parameters.check()
-        with self._aborting():
-            parameters.start_prefetch(self._make_side, f"fsdp-prefetch-{self.collective.rank}")
 
     @property
     def has_pending_prefetch(self) -> bool:
@@ -153,12 +173,14 @@ class FSDP(ShardedModule):
             RuntimeError: There was no ``forward`` with gradients enabled since the last call.
             ValueError: A gradient is sparse.
         """
-        self._check_open()
-        if not self._has_forward:
-            raise RuntimeError(
-                "sync_gradients() before forward(): run forward() with gradients enabled, and "
-                "backward(), before each call"
-            )
+        with self._agreeing():
+            self._check_open()
+            if not self._has_forward:
+                raise RuntimeError(
+                    "sync_gradients() before forward(): run forward() with gradients enabled, and "
+                    "backward(), before each call"
+                )
+            self._store.check_gradients()
         with self._aborting():
             self._store.reduce()
         self._has_forward = False
@@ -169,10 +191,14 @@ class FSDP(ShardedModule):
         Call it after ``optimizer.step()``. Where it was left out, the next ``forward`` does it.
         Does nothing for other strategies.
         """
-        self._check_open()
-        if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
-            with self._aborting():
-                self._store.refresh()
+        if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
+            self._check_open()
+            return
+        with self._agreeing():
+            self._check_open()
+            self._store.check_shards()
+        with self._aborting():
+            self._store.refresh()
 
     @torch.no_grad()
     def update_shards(self, flat: Tensor) -> None:
@@ -206,6 +232,9 @@ class FSDP(ShardedModule):
     ) -> Tensor:
         """Clips synced gradients by the norm of the whole model's; a collective call.
 
+        To be used in place of ``torch.nn.utils.clip_grad_norm_``, which would clip each rank's
+        shards by their own norm.
+
         Args:
             max_norm: What the norm is brought down to.
             norm_type: Order of the norm, infinity included.
@@ -215,11 +244,14 @@ class FSDP(ShardedModule):
             The norm before, a scalar, the same on every rank.
 
         Raises:
+            TypeError, ValueError: A wrong argument.
             RuntimeError: There are gradients that were not synced; the norm is not finite.
         """
-        self._check_open()
-        if self._has_forward:
-            raise RuntimeError("clip_grad_norm_() before sync_gradients(): sync first")
+        max_norm, norm_type = check_clip(max_norm, norm_type)
+        with self._agreeing(counts=self.strategy is not ShardingStrategy.NO_SHARD):
+            self._check_open()
+            if self._has_forward:
+                raise RuntimeError("clip_grad_norm_() before sync_gradients(): sync first")
         shards = self._store.shards
         if self.strategy is ShardingStrategy.NO_SHARD:
             return torch.nn.utils.clip_grad_norm_(

@@ -47,10 +47,13 @@ class Prefetch:
         self._thread.start()
 
     def join(self) -> Sequence[Tensor]:
-        """Waits for the end; gives the tensors, filled, or raises what the thread raised."""
+        """Waits for the end; gives the tensors, filled, or raises what the thread raised, once."""
         self.end()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback leads back to here
         return self._fulls
 
     def end(self) -> None:

@@ -27,11 +27,13 @@ class ReplicatedParameters:
         shards: The parameters themselves.
         generation: Always 0: full values are never replaced.
         is_held: Always ``False``: there is nothing to free.
+        must_gather: Always ``False``: there is nothing to form.
     """
 
     generation = 0
     is_held = False
     is_changed = False
+    must_gather = False
     is_prefetching = False
 
     def __init__(self, found: Sequence[Found], world: Collective) -> None:
@@ -89,17 +91,24 @@ class ReplicatedParameters:
         """Nothing: the module always holds them."""
         return nullcontext()
 
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Averages the gradients over all ranks, in place; a collective call."""
+    def check_gradients(self) -> None:
+        """Raises ``ValueError`` if a gradient is sparse."""
         for parameter in self._trainable:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.layout is not torch.strided:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ValueError(
                     "a gradient is sparse, which FSDP does not support; use "
                     "Embedding(..., sparse=False)"
                 )
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Averages the gradients over all ranks, in place; a collective call.
+
+        To be called after :meth:`check_gradients`.
+        """
+        for parameter in self._trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         for layout in self._layouts:
             for bucket in layout.buckets:
                 self._reduce(bucket)

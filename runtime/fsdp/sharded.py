@@ -104,6 +104,11 @@ class ShardedParameters:
         return self._prefetch is not None
 
     @property
+    def must_gather(self) -> bool:
+        """Whether :meth:`hold` forms the full values anew, unless it has prefetched ones."""
+        return self._fulls is None or self._may_be_stale or self.is_changed
+
+    @property
     def is_changed(self) -> bool:
         """Whether the shards were written to since they were gathered last."""
         return self._stamp != self._versions()
@@ -135,7 +140,7 @@ class ShardedParameters:
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             self._fulls = list(prefetch.join())
-        elif self._fulls is None or self._may_be_stale or self.is_changed:
+        elif self.must_gather:
             if self._fulls is not None and self.is_changed:
                 self.generation += 1  # what was computed with the old values is void
             if not self._keep_full:
@@ -201,10 +206,12 @@ class ShardedParameters:
                 owner._parameters[key] = parameter
 
     def _new_fulls(self) -> list[Tensor]:
-        return [
-            flat.new_empty(layout.full_numel)
-            for layout, flat in zip(self._layouts, self._flats, strict=True)
-        ]
+        # Tensors of inference mode could not be written to by a prefetch's thread, nor trained.
+        with torch.inference_mode(False):
+            return [
+                flat.new_empty(layout.full_numel)
+                for layout, flat in zip(self._layouts, self._flats, strict=True)
+            ]
 
     def _form(self) -> None:
         fulls = self._new_fulls() if self._fulls is None else self._fulls
@@ -258,8 +265,10 @@ class ShardedParameters:
 
     def wait_prefetch(self) -> None:
         """Waits for a prefetch, so that no two exchanges run at once; it stays pending."""
-        if self._prefetch is not None:
-            self._prefetch.join()
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.join()
+            self._prefetch = prefetch
 
     def drop_prefetch(self) -> None:
         """Waits for a prefetch and forgets it, whatever came of it."""
@@ -269,15 +278,21 @@ class ShardedParameters:
 
     # -- gradients and values ------------------------------------------------------------
 
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Averages the full gradients into those of the shards, and releases; collective."""
+    def check_gradients(self) -> None:
+        """Raises ``ValueError`` if a gradient is sparse."""
         for name, whole in zip(self.names, self._wholes, strict=True):
             if whole.grad is not None and whole.grad.layout is not torch.strided:
                 raise ValueError(
                     f"the gradient of {name!r} is sparse, which FSDP does not support; use "
                     "Embedding(..., sparse=False)"
                 )
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Averages the full gradients into those of the shards, and releases; collective.
+
+        To be called after :meth:`check_gradients`.
+        """
         self.release()
         self._may_be_stale = True
         for layout, flat in zip(self._layouts, self._flats, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -10,7 +9,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from runtime.collective import Collective, split
+from runtime.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.fsdp.agreement import check_same
+from runtime.fsdp.calls import calls_of
+from runtime.fsdp.closing import OwnedGroups
 from runtime.fsdp.found import Found, describe, find_parameters
 from runtime.fsdp.replicated import ReplicatedParameters
 from runtime.fsdp.sharded import ShardedParameters
@@ -43,13 +45,13 @@ class ShardedModule(nn.Module):
         self.strategy = strategy
         self._closed = False
         self._has_forward = False
-        self._subgroups: list[Collective] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._subgroups)
+        self._subgroups = OwnedGroups()
+        self._calls = calls_of(collective)
         with self._aborting():
             how = f"the strategy {strategy.name} with intra_node_size={intra_node_size}"
             check_same([how, *describe(module, found)], collective)
             groups = make_groups(collective, strategy, intra_node_size)
-            self._subgroups.extend(groups.owned)
+            self._subgroups.add(groups.owned)
             self._groups = groups
             self._store: Parameters = _make_parameters(found, collective, groups, strategy)
             sync_buffers(module, collective)
@@ -68,10 +70,11 @@ class ShardedModule(nn.Module):
             Full parameters, rank 0's buffers, with the keys of the bare module; an empty dict
             on a rank that does not get it.
         """
-        self._check_open()
         if rank is not None and not 0 <= rank < self.collective.world_size:
             raise ValueError(f"rank={rank}: pass a rank under {self.collective.world_size}")
-        self._store.check_shards()
+        with self._agreeing():
+            self._check_open()
+            self._store.check_shards()
         wanted = rank is None or rank == self.collective.rank
         with self._aborting():
             self._store.wait_prefetch()
@@ -102,7 +105,8 @@ class ShardedModule(nn.Module):
 
     def sync_buffers(self) -> None:
         """Every rank takes rank 0's buffers; a collective call."""
-        self._check_open()
+        with self._agreeing():
+            self._check_open()
         with self._aborting():
             self._store.wait_prefetch()
             sync_buffers(self.module, self.collective)
@@ -112,10 +116,11 @@ class ShardedModule(nn.Module):
 
         A collective call. The wrapper, its shards and optimizers of them are of no use after it.
         """
-        self._check_open()
-        self._store.check_shards()
-        self._store.drop_prefetch()
+        with self._agreeing():
+            self._check_open()
+            self._store.check_shards()
         with self._aborting():
+            self._store.drop_prefetch()
             self._store.restore()
         STALE.forget(self.module.parameters())
         self.close()
@@ -124,10 +129,11 @@ class ShardedModule(nn.Module):
     def close(self) -> None:
         """Ends the wrapper and the groups it made, a prefetch included. Idempotent.
 
-        Garbage collection does the same. The collective stays open.
+        Garbage collection does the same, in a thread called ``fsdp-closer``. The collective
+        stays open.
         """
         self._closed = True
-        self._finalizer()
+        self._subgroups.close()
         self._store.drop_prefetch()  # its group is closed, so it ends
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -163,7 +169,7 @@ class ShardedModule(nn.Module):
 
     def _make_side(self) -> Collective:
         side = split(self._groups.shard, 0)
-        self._subgroups.append(side)
+        self._subgroups.add([side])
         return side
 
     def _check_open(self) -> None:
@@ -175,17 +181,40 @@ class ShardedModule(nn.Module):
             raise RuntimeError(f"{what} while a prefetch is pending; call forward() first")
 
     @contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """Aborts the group when an exception leaves, so that no peer waits for this rank.
+    def _agreeing(self, *, counts: bool = True) -> Iterator[None]:
+        """Around what is looked at before a collective call: all ranks make it, or none does.
 
-        What is wrong with arguments or the order of calls is the same on every rank.
+        Wrong arguments do not belong here: who is told of them may pass others.
+
+        Args:
+            counts: Whether the call behind it is one that ranks make together.
         """
         try:
             yield
-        except (ValueError, TypeError):
+        except BaseException as error:
+            tell = self._calls.refused if counts else self._calls.failed
+            tell(self.collective, error)
             raise
-        except BaseException:
-            self.collective.abort()
+        if counts:
+            self._calls.made(self.collective)
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Aborts the group when an exception leaves, so that no peer waits for this rank.
+
+        Modules that differ are found by all ranks, in an exchange that is complete.
+        """
+        try:
+            yield
+        except ReplicaMismatch:
+            raise
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            self.collective.abort()  # it may have been a subgroup's
+            if self._calls.reason is None:
+                raise
+            raise CollectiveAborted(self._calls.reason) from error
+        except BaseException as error:
+            self._calls.broke(self.collective, error)
             raise
 
 
@@ -196,8 +225,3 @@ def _make_parameters(
         return ReplicatedParameters(found, world)
     keep_full = not strategy.frees_parameters
     return ShardedParameters(found, world, groups, keep_full=keep_full)
-
-
-def _close_all(subgroups: list[Collective]) -> None:
-    for subgroup in subgroups:
-        subgroup.close()

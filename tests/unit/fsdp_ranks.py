@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,6 +31,13 @@ def node_size(strategy: ShardingStrategy, world_size: int) -> int | None:
     return 2 if world_size % 2 == 0 else 1
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Lets go of what a failed rank had: the pool's frames would keep it, in a cycle."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def outcomes_of(ends: Sequence[Collective], work: Callable[[Collective], Any]) -> list[Any]:
     """Each rank's result, or the exception that ended it; a rank that fails closes its end."""
 
@@ -38,6 +46,7 @@ def outcomes_of(ends: Sequence[Collective], work: Callable[[Collective], Any]) -
             return work(end)
         except BaseException as error:
             end.close()
+            forget_frames(error)
             return error
 
     with ThreadPoolExecutor(len(ends), "rank") as pool:

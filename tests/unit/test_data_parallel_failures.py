@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed
-from runtime import data_parallel as data_parallel_module
+from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed, loop_calls
 from tests.unit.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of, state
 
 WAIT_S = 20.0
@@ -323,7 +322,7 @@ def test_ctrl_c_within_a_step_lets_every_replica_make_it():
 
 def test_ctrl_c_while_user_code_does_not_return_breaks_the_coordinator(trained, monkeypatch):
     coordinator, plan = trained
-    monkeypatch.setattr(data_parallel_module, "SETTLE_S", 0.05)
+    monkeypatch.setattr(loop_calls, "SETTLE_S", 0.05)
     go = threading.Event()
 
     def stuck(loss, model):

@@ -14,6 +14,7 @@ from torch import nn
 
 from runtime import FSDP, create_collectives
 from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.fsdp.prefetch import Prefetch
 from tests.unit.fake_cuda import GPU, FakeCuda, standing_in
 from tests.unit.fsdp_ranks import FREEING, Net, batch, loss_of, on_ranks, outcomes_of, share, wrap
 from tests.unit.posing import POSING, posing_group
@@ -250,6 +251,22 @@ def test_an_error_in_the_thread_comes_out_of_forward_and_wakes_the_peer(make):
     assert isinstance(waiting, CollectiveAborted)
     assert "aborted through rank 1" in str(waiting)
     assert time.monotonic() - begin < WAKE_S
+
+
+def test_an_error_that_was_raised_keeps_nothing_alive():
+    def gather(fulls):
+        raise MemoryError
+
+    prefetch = Prefetch(gather, [torch.zeros(1)], "fsdp-prefetch-0")
+    gone = weakref.ref(prefetch)
+    gc.disable()
+    try:
+        with pytest.raises(MemoryError):
+            prefetch.join()
+        del prefetch
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # --- streams ------------------------------------------------------------------------

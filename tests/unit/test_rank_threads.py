@@ -257,3 +257,37 @@ def test_a_fork_is_told_that_its_threads_stayed_behind(monkeypatch):
     finally:
         monkeypatch.undo()
         threads.close()
+
+
+class Interrupted:
+    """An inbox that Ctrl-C comes in front of, once."""
+
+    def __init__(self, inbox):
+        self._inbox = inbox
+        self.left = 1
+
+    def put(self, call):
+        if self.left:
+            self.left -= 1
+            raise KeyboardInterrupt
+        self._inbox.put(call)
+
+    def __getattr__(self, name):
+        return getattr(self._inbox, name)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_call_whose_delivery_was_interrupted_can_be_completed_and_is_done_once(make, at):
+    threads, done = make(3), []
+    threads._inboxes[at] = Interrupted(threads._inboxes[at])
+    call = threads.new_call(done.append)
+    assert not call.is_begun
+    with pytest.raises(KeyboardInterrupt):
+        threads.deliver(call)
+    assert call.is_begun
+    assert not call.wait(0.01)
+    for _ in range(2):
+        threads.deliver(call)
+    assert call.wait(WAIT_S)
+    assert threads.start(lambda rank: None).wait(WAIT_S)
+    assert sorted(done) == [0, 1, 2]
