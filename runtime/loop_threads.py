@@ -40,7 +40,8 @@ def start_threads(
             end.close()
 
     # Once the threads are made they end everything, even if one could not be started.
-    return contexts, ends, RankThreads("data-parallel", [c.activate for c in contexts], on_end)
+    activate = [c.activate for c in contexts]
+    return contexts, ends, RankThreads("data-parallel", activate, on_end, lend=num_cpu)
 
 
 def first_error(outcomes: Sequence[Outcome]) -> tuple[int, BaseException | None]:

@@ -9,9 +9,11 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from runtime.intra_op import IntraOpThreads
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,13 @@ EXIT_S = 5.0
 LOOK_S = 0.2
 """A signal that comes in the instant before a wait is seen by Python only when it ends, so
 no wait is longer than this."""
+
+
+class Work(Protocol):
+    """What the threads of some ranks do, each its part."""
+
+    def carry_out(self, rank: int, broken: BaseException | None) -> None:
+        """Do a rank's part, in its thread; ``broken`` is why it cannot be done. Never raises."""
 
 
 class Outcome(NamedTuple):
@@ -84,7 +93,7 @@ class Call:
         return True
 
 
-Inbox = queue.SimpleQueue[Call | None]
+Inbox = queue.SimpleQueue[Work | None]
 
 
 class RankThreads:
@@ -99,6 +108,8 @@ class RankThreads:
         contexts: For each rank, what makes the context that its thread lives in. If one
             fails, its error is the outcome of every call.
         on_end: Called once by the last thread to end, in that thread.
+        lend: How many of the threads are CPU ones. If there are any, the calling thread has
+            as many intra-op threads as each of them until the end.
     """
 
     def __init__(
@@ -106,6 +117,8 @@ class RankThreads:
         name: str,
         contexts: Sequence[Callable[[], AbstractContextManager[object]]],
         on_end: Callable[[], object] = lambda: None,
+        *,
+        lend: int = 0,
     ) -> None:
         self.name = name
         self._pid = os.getpid()
@@ -132,8 +145,12 @@ class RankThreads:
             for _ in self._threads[num_started:]:
                 ending.leave()
             raise
-        # Only puts into queues, which may be done wherever garbage is collected.
+        # These take no lock, for they may run wherever garbage is collected.
         weakref.finalize(self, _tell_to_end, self._inboxes).atexit = False
+        share = max(1, IntraOpThreads.budget() // lend) if lend else 0
+        lender = IntraOpThreads.lend(share) if lend else 0
+        self._take_back = weakref.finalize(self, IntraOpThreads.take_back, lender)
+        self._take_back.atexit = False
         _OPEN.add(self)
 
     @property
@@ -167,6 +184,14 @@ class RankThreads:
         Raises:
             RuntimeError: As :meth:`start`; no rank has the call.
         """
+        self.post(call, range(len(self._inboxes)))
+
+    def post(self, work: Work, ranks: Iterable[int]) -> None:
+        """Let the threads of these ranks carry out work, behind earlier work. Does not block.
+
+        Raises:
+            RuntimeError: They are closed, or were left behind in a fork.
+        """
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the threads of {self.name} are in the process that made them, not in this fork "
@@ -175,9 +200,20 @@ class RankThreads:
         with self._lock:  # a close comes before a call or behind it on every rank
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name} are closed")
-            call.is_begun = True
-            for inbox in self._inboxes:
-                inbox.put(call)
+            if isinstance(work, Call):
+                work.is_begun = True
+            for rank in ranks:
+                self._inboxes[rank].put(work)
+
+    def has_caller(self) -> bool:
+        """Whether one of the threads calls this."""
+        # Not current_thread(), which keeps an object for each thread of autograd; the number
+        # of a thread that has ended may be another's by now.
+        return any(t.ident == threading.get_ident() and t.is_alive() for t in self._threads)
+
+    def dead(self) -> list[str]:
+        """Names of the threads that have ended."""
+        return [thread.name for thread in self._threads if not thread.is_alive()]
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the threads behind the calls they have, and wait for them. Idempotent.
@@ -185,19 +221,24 @@ class RankThreads:
         Raises:
             RuntimeError: A thread is still alive after ``timeout_s`` seconds; named.
         """
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                _tell_to_end(self._inboxes)
-        deadline = time.monotonic() + timeout_s
-        others = [t for t in self._threads if t is not threading.current_thread()]
-        for thread in others:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [thread.name for thread in others if thread.is_alive()]
+        stuck = self.end(timeout_s)
         if stuck:
             raise RuntimeError(
                 f"{', '.join(stuck)} did not end within {timeout_s:g} s: user code does not return"
             )
+
+    def end(self, timeout_s: float) -> list[str]:
+        """As :meth:`close`; gives the names of the threads that are still alive."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                _tell_to_end(self._inboxes)
+                self._take_back()
+        deadline = time.monotonic() + timeout_s
+        others = [t for t in self._threads if t is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in others if thread.is_alive()]
 
 
 class _Ending:

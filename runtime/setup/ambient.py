@@ -51,3 +51,16 @@ class Ambient:
             for kind, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
             yield
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """No autocast for a while: around a backward pass, as PyTorch asks for.
+
+    Backward runs each operation in the dtype of its forward, unless autocast changes that.
+    """
+    with ExitStack() as stack:
+        for kind in _DEVICE_TYPES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -17,6 +17,7 @@ from runtime.collective import create_collectives
 from runtime.config import check_callable, check_devices
 from runtime.device import DeviceContext
 from runtime.errors import ReplicaMismatch
+from runtime.loop_threads import kind_of
 from runtime.replica import OptimFactory, Template, adopt, build_model
 from runtime.setup.balancer import Balancer
 from runtime.setup.cadence import Cadence, unequal_gpus
@@ -78,7 +79,16 @@ def set_up(
         ends.get()
         runner = Runner(threads, places, ends, journal)
         balancer = Balancer(len(places), config.speed_hint)
-        team = Team(replicas, runner, balancer, cadence, journal, config.max_grad_norm)
+        drifting = len({kind_of(place) for place in places}) > 1
+        team = Team(
+            replicas,
+            runner,
+            balancer,
+            cadence,
+            journal,
+            config.max_grad_norm,
+            drifting=drifting,
+        )
         return source.finish(ReplicatedModule(team, source.head))
     except BaseException:
         threads.close()

@@ -12,6 +12,15 @@ from torch import Tensor, nn
 from runtime.setup.learning_rate import LearningRate
 from runtime.setup.replica import LossFn
 
+MIXED = (
+    "loss.backward() and accumulate(...) cannot share a step: their gradients are averaged "
+    "differently; call model.step() or model.zero_grad() in between"
+)
+CLIP_LATE = (
+    "accumulate(...) leaves each device its own gradients until step(): clip them with "
+    "DdpConfig(max_grad_norm=...)"
+)
+
 
 class Engine(ABC):
     """Trains one model on some devices.
@@ -69,6 +78,10 @@ class Engine(ABC):
     @abstractmethod
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of every replica."""
+
+    @abstractmethod
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
+        """Add a buffer to every replica."""
 
     @abstractmethod
     def close(self) -> None:

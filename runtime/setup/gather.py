@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.setup.replica import Shard
-from runtime.setup.scatter import Scatter
+from runtime.setup.scatter import Scatter, carry
 
 
 class Backward(Protocol):
@@ -57,9 +57,7 @@ class Merged:
         self.requires_grad = any(part.requires_grad for part in parts)
         self._weights: list[float] = []
         self._rows: list[int] = []
-        values = [
-            part.detach().to(device, non_blocking=part.device.type == "cuda") for part in parts
-        ]
+        values = [carry(part.detach(), device) for part in parts]
         if len(parts) == 1:
             self._weights = [1.0]
             self.value = values[0]

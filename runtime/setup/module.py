@@ -40,10 +40,18 @@ class ReplicatedModule(nn.Module):
     :meth:`step` the gradients of ``parameters()`` are those of the whole batch, to be looked
     at, clipped or changed in place as on one device. Several forward passes before a backward,
     and several backward passes before a step, add up as on one device. Gradients of gradients
-    do not pass through replicas.
+    do not pass through replicas. Gradients of parameters come through ``loss.backward()``
+    only: ``torch.autograd.grad(loss, parameters)`` and ``loss.backward(inputs=parameters)``
+    end at the outputs, and find parameters that "have not been used", or give ``None`` or
+    zeros where that is allowed; gradients of the inputs come both ways. A gradient is written
+    over by the next backward after a step: clone what is to be kept.
 
     **step()** gives the gradients to all replicas, copies rank 0's buffers, and steps every
-    optimizer with the settings of rank 0's, so that all replicas keep the same bits.
+    optimizer with the settings of rank 0's, so that all replicas keep the same bits: those of
+    rank 0's parameters are copied after each step where devices are not all of one kind. An
+    optimizer that draws random numbers draws others on each device. Parameter groups that are
+    added to :attr:`optimizer` reach all; what they hold must have required a gradient in
+    ``Trainer.setup``.
 
     **Several batches for each device between two reductions** (of use where devices differ,
     or reductions cost much) are supplied in lists, and the loss is computed where the model
@@ -62,9 +70,17 @@ class ReplicatedModule(nn.Module):
 
     What is done to the model from outside holds for every replica from the next forward on:
     train and eval mode, frozen parameters, ``load_state_dict``, weights changed in place
-    under ``torch.no_grad()``, attributes set on this module. Changes through ``.data`` need
-    :meth:`sync_params`. Anything else on the model (methods, attributes) is rank 0's, and runs
-    in the caller's thread.
+    under ``torch.no_grad()``, buffers changed in place or replaced by others of the same
+    shape, and attributes set on this module, with tensors moved to each device. Changes
+    through ``.data`` need :meth:`sync_params`. Anything else on the model (methods, attributes)
+    is rank 0's, and runs in the caller's thread. So an attribute of a part, or a hook, is to be
+    set on every replica, on one device as on many::
+
+        for replica in model.replicas:
+            replica.dropout.p = 0.3
+
+    Parameters and parts cannot be added or replaced: build the model before. Buffers can be
+    added with :meth:`register_buffer`.
 
     Use it from one thread at a time. Autocast, gradient and inference mode of the caller hold
     in the replicas; fp16 gradient scalers are not supported. Dropout on CPU replicas draws
@@ -83,8 +99,8 @@ class ReplicatedModule(nn.Module):
 
     def __init__(self, engine: Engine, head: Any = None) -> None:
         super().__init__()
-        self._engine = engine
         self._head = head
+        self._engine = engine
         if isinstance(engine, Solo):
             # Not as an attribute of nn.Module, which would make it a submodule.
             self.__dict__["forward"] = engine.direct
@@ -106,6 +122,9 @@ class ReplicatedModule(nn.Module):
 
         Raises:
             ReplicaFailed: An optimizer raised.
+            ValueError: The optimizer was given a parameter that cannot be trained here, which
+                was taken from it again.
+            RuntimeError: Parts of the model were replaced, or a scheduler is for other groups.
         """
         self._engine.step()
 
@@ -114,7 +133,8 @@ class ReplicatedModule(nn.Module):
 
         Blocks until all are trained. Batches are dealt out in proportion to
         :attr:`batch_counts`, in order of rank. May be called again before :meth:`step`; their
-        gradients add up. Cannot share a step with ``loss.backward()``.
+        gradients add up. Cannot share a step with ``loss.backward()``. Backward runs outside
+        autocast. If it fails, all gradients since the last step are dropped.
 
         Args:
             loss_fn: ``f(module, batch) -> Tensor``, the batch's mean loss; called in the
@@ -126,6 +146,7 @@ class ReplicatedModule(nn.Module):
 
         Raises:
             ReplicaFailed: The model or ``loss_fn`` raised (one device: as it is).
+            RuntimeError: There are gradients of ``loss.backward()``, or gradient mode is off.
         """
         check_callable("loss_fn", loss_fn, "f(module, batch) -> Tensor")
         if not isinstance(batches, Sequence):
@@ -191,7 +212,10 @@ class ReplicatedModule(nn.Module):
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
-        """The model on each device; to look at."""
+        """The model on each device; to look at, and to set attributes of parts on all of them.
+
+        Weights and buffers are changed on the first one, :attr:`module`, and reach the others.
+        """
         return self._engine.models
 
     @property
@@ -268,10 +292,24 @@ class ReplicatedModule(nn.Module):
         return self.module.named_children()
 
     def apply(self, fn: Any) -> ReplicatedModule:
-        """Apply a function to the model and its parts; its effect reaches every replica."""
+        """Apply a function to the model and its parts.
+
+        What it does to parameters and buffers reaches every replica; other attributes that it
+        sets are rank 0's.
+        """
         self.module.apply(fn)
         self.sync_params()
         return self
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer to the model, on every replica; each has its own copy.
+
+        Raises:
+            KeyError: A name that is taken, or none.
+            TypeError: No tensor.
+            ValueError: A tensor that requires a gradient.
+        """
+        self._engine.register_buffer(name, tensor, persistent)
 
     def train(self, mode: bool = True) -> ReplicatedModule:
         """Train or eval mode, for every replica."""
@@ -286,16 +324,38 @@ class ReplicatedModule(nn.Module):
         return getattr(engine.models[0], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name.startswith("_") or name == "training" or "_engine" not in self.__dict__
-        if own or hasattr(type(self), name):
+        if self._is_own(name):
             object.__setattr__(self, name, value)
         elif isinstance(value, (nn.Module, nn.Parameter)):
-            raise RuntimeError(
-                f"{name!r} would be no part of the replicas and their optimizers: build the whole "
-                "model before Trainer.setup"
-            )
+            self._refuse_part(name)
         else:
             self._engine.set_attribute(name, value)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is of this module itself, and not of the model."""
+        if "_engine" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not hasattr(self._engine.models[0], name)
+
+    def _refuse_part(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            f"{name!r} would be no part of the replicas and their optimizers: build the whole "
+            "model before Trainer.setup"
+        )
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> NoReturn:
+        """Refused: build the whole model before."""
+        self._refuse_part(name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
+        """Refused: build the whole model before."""
+        self._refuse_part(name)
+
+    register_module = add_module
+
+    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> NoReturn:
+        """Refused: build the whole model before."""
+        self._refuse_part(target)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError(

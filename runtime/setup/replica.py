@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from runtime.collective import Collective
 from runtime.device import DeviceContext
-from runtime.flat import FlatState
+from runtime.flat import FlatBuffers, FlatState
 from runtime.replica import OptimFactory, build_optimizer
+from runtime.setup.ambient import outside_autocast
 from runtime.setup.exchange import GradientExchange
-from runtime.setup.scatter import Piece, move
+from runtime.setup.scatter import Piece, carry, move, placed
 from runtime.setup.tree import Spec, flatten
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -143,7 +145,7 @@ class LoopReplica:
     ) -> list[Tensor | None]:
         """Run backward on what :meth:`forward` gave."""
         self.sample_timer.start()
-        given = [None if g is None else g.to(self.device, non_blocking=True) for g in grads]
+        given = [None if g is None else carry(g, self.device) for g in grads]
         found = shard.backward(given, params=params, keep=keep)
         self.sample_timer.stop(0)
         return found
@@ -182,7 +184,8 @@ class LoopReplica:
         for batch in batches:
             self.batch_timer.start()
             loss = checked_loss(loss_fn(self.model, move(batch, self.device)))
-            loss.backward()  # type: ignore[no-untyped-call]
+            with outside_autocast():
+                loss.backward()  # type: ignore[no-untyped-call]
             self.batch_timer.stop(1)
             losses.append(loss.detach().reshape(()))
         return torch.stack(losses) if losses else torch.empty(0, device=self.device)
@@ -229,11 +232,6 @@ class LoopReplica:
 
     def _set_options(self, options: Options) -> None:
         groups = self.optimizer.param_groups
-        if len(groups) != len(options):
-            raise ValueError(
-                f"the optimizer has {len(options)} parameter groups now and had {len(groups)}: "
-                "build all groups in optim_factory"
-            )
         for group, given in zip(groups, options, strict=True):
             for key, value in given.items():
                 old = group.get(key)
@@ -241,6 +239,35 @@ class LoopReplica:
                     old.copy_(value)
                 else:
                     group[key] = value
+
+    # -- what the caller adds ----------------------------------------------------------
+
+    def set_attribute(self, name: str, value: object) -> None:
+        """Set an attribute of the model; tensors on its device, rank 0's as they are."""
+        setattr(self.model, name, placed(value, self.device, copy=self.rank > 0))
+        if name in self.model._buffers:  # perhaps of another shape
+            self.state.buffers = FlatBuffers(self.model)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
+        """Add a buffer to the model, on its device."""
+        own = placed(tensor, self.device, copy=self.rank > 0)
+        self.model.register_buffer(name, own, persistent)
+        self.state.buffers = FlatBuffers(self.model)
+
+    def set_groups(self, members: Sequence[Sequence[int]], options: Options) -> None:
+        """Regroup what the optimizer trains.
+
+        Args:
+            members: For each group the places of its parameters among the trained ones.
+            options: For each group its settings; what is new keeps them.
+        """
+        params, groups = self.state.params.params, self.optimizer.param_groups
+        del groups[len(members) :]
+        for group, places in zip(groups, members, strict=False):
+            group["params"] = [params[i] for i in places]
+        for index in range(len(groups), len(members)):
+            own = [params[i] for i in members[index]]
+            self.optimizer.add_param_group({**options[index], "params": own})
 
     # -- rank 0's state ----------------------------------------------------------------
 
@@ -252,11 +279,20 @@ class LoopReplica:
         self.copy_buffers(first)
 
     @torch.no_grad()
+    def copy_params(self, first: LoopReplica) -> None:
+        """Take rank 0's trained parameters."""
+        first.state.params.check()
+        self.state.params.check()
+        for mine, theirs in zip(self.state.params.flats, first.state.params.flats, strict=True):
+            mine.copy_(theirs)
+
+    @torch.no_grad()
     def copy_buffers(self, first: LoopReplica) -> None:
         """Take rank 0's buffers, from its own memory. Both on the CPU, or nobody writes."""
         mine, theirs = self.state.buffers.tensors(), first.state.buffers.tensors()
         if mine:
-            torch._foreach_copy_(mine, theirs)
+            with _writing(mine):
+                torch._foreach_copy_(mine, theirs)
 
     @torch.no_grad()
     def broadcast_buffers(self, collective: Collective) -> None:
@@ -268,12 +304,28 @@ class LoopReplica:
             for flat in (*floats, *others):
                 collective.broadcast_(flat)
             if self.rank:
-                buffers.write_from(floats, others)
+                with _writing(buffers.tensors()):
+                    buffers.write_from(floats, others)
 
     def copy_optimizer(self, first: LoopReplica) -> None:
         """Take rank 0's optimizer state."""
-        # load_state_dict keeps tensors of the right dtype and device, which are the other's.
-        self.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        state = first.optimizer.state_dict()
+        # load_state_dict keeps tensors of the right dtype and device, which are the other's,
+        # so they are copied. To this device: that is in order with its stream, while a clone
+        # on another GPU would run there on a stream that waits for nobody.
+        memo: dict[int, Any] = {
+            id(t): t.clone() if t.device.type == "cpu" else t.to(self.device, copy=True)
+            for entry in (*state["state"].values(), *state["param_groups"])
+            if isinstance(entry, dict)
+            for t in entry.values()
+            if isinstance(t, Tensor)
+        }
+        self.optimizer.load_state_dict(copy.deepcopy(state, memo))
+
+
+def _writing(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Around writing to buffers: those that a forward has left in inference mode change there."""
+    return torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext()
 
 
 def mean_of_accumulated(params: Sequence[nn.Parameter], count: int, max_norm: float | None) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from runtime.device import DeviceContext, open_device
+from runtime.device import open_device
 from runtime.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError, ReplicaFailed
 from runtime.intra_op import IntraOpThreads
+from runtime.rank_threads import RankThreads
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +57,14 @@ class Job:
         if self._left:
             self._done.acquire()
 
-    def perform(self, rank: int) -> None:
-        """Do a rank's task, in its thread. Never raises."""
+    def carry_out(self, rank: int, broken: BaseException | None) -> None:
+        """Do a rank's task, in its thread; ``broken`` is why it cannot be done. Never raises."""
         outcome, task = self.outcomes[rank], self._tasks[rank]
         assert task is not None, "a rank without a task is given no job"
         outcome.start_s = time.perf_counter()
         try:
+            if broken is not None:
+                raise broken
             outcome.value = task()
         except BaseException as error:
             outcome.error = error
@@ -75,19 +75,16 @@ class Job:
             if not self._left:
                 self._done.release()
 
-    def wait(self, threads: Sequence[threading.Thread]) -> None:
+    def wait(self, threads: RankThreads) -> None:
         """Block until all tasks are done. Ctrl-C gets through.
 
         Raises:
             GpuWorkerError: A thread is gone.
         """
         while not self._done.acquire(timeout=LOOK_S):
-            dead = [thread.name for thread in threads if not thread.is_alive()]
+            dead = threads.dead()
             if dead and not self._done.acquire(blocking=False):
                 raise GpuWorkerError(f"threads have ended: {', '.join(dead)}; set up again")
-
-
-Inbox = SimpleQueue[tuple[Job, int] | None]
 
 
 class ReplicaThreads:
@@ -113,39 +110,28 @@ class ReplicaThreads:
         num_cpus = sum(device.type == "cpu" for device in devices)
         if num_cpus:
             IntraOpThreads.acquire()
-        exit_ = _Exit(len(devices), at_end, bool(num_cpus))
+
+        def clear_up() -> None:
+            try:
+                at_end()
+            except Exception:
+                logger.warning("the replicas' group did not close", exc_info=True)
+            if num_cpus:
+                IntraOpThreads.release()
+
         try:
             self.contexts = [open_device(device, num_cpus) for device in devices]
         except BaseException:
-            exit_.leave(len(devices))
+            clear_up()
             raise
-        lender: int | None = None
-        if num_cpus:
-            lender = IntraOpThreads.lend(max(1, IntraOpThreads.budget() // num_cpus))
-        number = next(_numbers)
-        self._inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
-        self._threads: list[threading.Thread] = []
-        # Holds nothing of this object, or it would never be collected. It may run anywhere,
-        # in the middle of anything: it takes no lock and waits for nobody.
-        self._finalizer = weakref.finalize(self, _tell_to_end, self._inboxes, lender)
-        self._finalizer.atexit = False  # which waits, see below
-        for rank, pair in enumerate(zip(self.contexts, self._inboxes, strict=True)):
-            thread = threading.Thread(
-                target=_serve, args=(*pair, exit_), name=f"replica-{number}-{rank}", daemon=True
-            )
-            try:
-                thread.start()
-            except BaseException:
-                exit_.leave(len(devices) - rank)
-                self._finalizer()
-                raise
-            self._threads.append(thread)
-        _live.add(self)
+        # From here on the threads clear up, even if not all of them could be started.
+        contexts = [context.activate for context in self.contexts]
+        self._threads = RankThreads(f"replica-{next(_numbers)}", contexts, clear_up, lend=num_cpus)
 
     @property
     def closed(self) -> bool:
         """Whether the threads were told to end."""
-        return not self._finalizer.alive
+        return self._threads.closed
 
     def check_caller(self) -> None:
         """Refuse what could only block.
@@ -166,7 +152,7 @@ class ReplicaThreads:
         Raises:
             RuntimeError: One of them calls.
         """
-        if threading.current_thread() in self._threads:
+        if self._threads.has_caller():
             raise RuntimeError("a replica cannot call the model that it is a part of")
 
     def run(self, tasks: Sequence[Task | None]) -> list[Outcome]:
@@ -183,9 +169,7 @@ class ReplicaThreads:
         """
         self.check_caller()
         job = Job(tasks)
-        for rank, task in enumerate(tasks):
-            if task is not None:
-                self._inboxes[rank].put((job, rank))
+        self._threads.post(job, [rank for rank, task in enumerate(tasks) if task is not None])
         job.wait(self._threads)
         return job.outcomes
 
@@ -195,87 +179,12 @@ class ReplicaThreads:
         Raises:
             GpuWorkerError: One is still alive after a while, in the user's own code.
         """
-        self._finalizer()
-        deadline = time.monotonic() + END_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        alive = [t.name for t in self._threads if t.is_alive()]
+        alive = self._threads.end(END_S)
         if alive:
             raise GpuWorkerError(
                 f"threads did not end within {END_S:g} s: {', '.join(alive)}; they are daemons "
                 "and will not keep the process alive"
             )
-
-
-class _Exit:
-    """Where the threads leave; the last one gives back what they had together."""
-
-    def __init__(self, num_threads: int, at_end: Callable[[], object], on_cpu: bool) -> None:
-        self._left = num_threads
-        self._at_end = at_end
-        self._on_cpu = on_cpu
-        self._lock = threading.Lock()
-
-    def leave(self, num_threads: int = 1) -> None:
-        """So many threads end, or never began."""
-        with self._lock:
-            self._left -= num_threads
-            last = not self._left
-        if not last:
-            return
-        try:
-            self._at_end()
-        except Exception:
-            logger.warning("the replicas' group did not close", exc_info=True)
-        if self._on_cpu:
-            IntraOpThreads.release()
-
-
-def _serve(context: DeviceContext, inbox: Inbox, exit_: _Exit) -> None:
-    """Body of a thread."""
-    try:
-        with context.activate():
-            _work(inbox, None)
-    except BaseException as error:  # of the device itself; whoever comes is told
-        _work(inbox, error)
-    finally:
-        exit_.leave()
-
-
-def _work(inbox: Inbox, broken: BaseException | None) -> None:
-    while (given := inbox.get()) is not None:
-        job, rank = given
-        if broken is not None:
-            job._tasks[rank] = _raiser(broken)
-        job.perform(rank)
-        del given, job  # the last reference may be the caller's
-
-
-def _raiser(error: BaseException) -> Task:
-    def task() -> None:
-        raise error
-
-    return task
-
-
-def _tell_to_end(inboxes: Sequence[Inbox], lender: int | None) -> None:
-    for inbox in inboxes:
-        inbox.put(None)
-    if lender is not None:
-        IntraOpThreads.take_back(lender)
-
-
-_live: weakref.WeakSet[ReplicaThreads] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """No thread may be inside PyTorch when the interpreter goes away."""
-    for threads in list(_live):
-        try:
-            threads.close()
-        except GpuWorkerError as error:
-            logger.warning("%s", error)
 
 
 def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device], what: str) -> None:

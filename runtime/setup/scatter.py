@@ -74,7 +74,7 @@ class Scatter:
             part = tensor.detach()
             if tensor.dim() and stop - start < self.num_samples:
                 part = part[start:stop]
-            part = part.to(device, non_blocking=True)
+            part = carry(part, device)
             leaf = None
             if tensor.requires_grad and torch.is_grad_enabled():
                 leaf = part.requires_grad_()
@@ -110,10 +110,48 @@ class Scatter:
         )
 
 
+def carry(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; the host waits for the copy only if it goes to the CPU.
+
+    There the host reads next, and nothing else would make it wait.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def move(value: Any, device: torch.device) -> Any:
     """A nested value with all its tensors on a device; copies run on the current stream."""
     tensors: list[Tensor] = []
     spec = flatten(value, tensors, strict=False)
     if all(t.device == device for t in tensors):
         return value
-    return spec.build(t.to(device, non_blocking=True) for t in tensors)
+    return spec.build(carry(t, device) for t in tensors)
+
+
+def placed(value: Any, device: torch.device, *, copy: bool) -> Any:
+    """What a replica keeps of a value that is given to all: tensors on its own device.
+
+    Args:
+        value: Anything; tensors may stand in lists, tuples and dicts, also nested ones.
+        device: The replica's.
+        copy: Whether tensors that are there already are copied too.
+
+    Raises:
+        ValueError: A tensor with a gradient, which replicas cannot share.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise ValueError(
+                "a tensor that requires a gradient would get none from the replicas: pass it to "
+                "forward, or detach() it; what is to be trained belongs to the model before "
+                "Trainer.setup"
+            )
+        return value.to(device, copy=copy)
+    if type(value) not in (list, tuple, dict):
+        return value
+    parts = list(value.values()) if isinstance(value, dict) else list(value)
+    own = [placed(part, device, copy=copy) for part in parts]
+    if all(a is b for a, b in zip(own, parts, strict=True)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, own, strict=True))
+    return type(value)(own)

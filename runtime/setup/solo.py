@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from runtime.replica import OptimFactory, build_optimizer
-from runtime.setup.engine import Engine
+from runtime.setup.ambient import outside_autocast
+from runtime.setup.engine import CLIP_LATE, MIXED, Engine
 from runtime.setup.journal import Journal
 from runtime.setup.learning_rate import LearningRate
 from runtime.setup.replica import LossFn, checked_loss, mean_of_accumulated
-from runtime.setup.scatter import move
+from runtime.setup.scatter import move, placed
 
 
 class Solo(Engine):
@@ -46,6 +48,8 @@ class Solo(Engine):
         self._max_grad_norm = max_grad_norm
         self._journal = journal
         self._num_accumulated = 0
+        self._guards: list[RemovableHandle] = []
+        self._nodes: dict[int, Any] = {}  # of the parameters, by place; the guards are in them
         self.devices = (device,)
         self.models = (model,)
         self.optimizers = (self._optimizer,)
@@ -78,24 +82,36 @@ class Solo(Engine):
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Forward, loss and backward of each batch in turn."""
+        if not self._num_accumulated and any(p.grad is not None for p in self._params):
+            raise RuntimeError(MIXED)
         start_s = time.perf_counter()
         losses = []
-        for batch in batches:
-            loss = checked_loss(loss_fn(self._model, move(batch, self._device)))
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._num_accumulated += 1
-            losses.append(loss.detach().reshape(()))
+        self._unguard()
+        try:
+            for batch in batches:
+                loss = checked_loss(loss_fn(self._model, move(batch, self._device)))
+                with outside_autocast():
+                    loss.backward()  # type: ignore[no-untyped-call]
+                self._num_accumulated += 1
+                losses.append(loss.detach().reshape(()))
+        except BaseException:
+            self.zero_grad()  # half of the gradients are no use
+            raise
+        if self._num_accumulated:
+            self._guard()
         self._journal.record("accumulate", 0, start_s, time.perf_counter())
         return torch.stack(losses) if losses else torch.empty(0, device=self._device)
 
     def step(self) -> None:
         """Clip, step and forget the gradients."""
         start_s = time.perf_counter()
+        self.rate.check()
         if self._num_accumulated:
             mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
             self._num_accumulated = 0
         elif self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
+        self._unguard()
         self._optimizer.step()
         self._model.zero_grad(set_to_none=True)
         self.rate.advance()
@@ -104,11 +120,14 @@ class Solo(Engine):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients."""
+        if self._num_accumulated:
+            raise RuntimeError(CLIP_LATE)
         return nn.utils.clip_grad_norm_(self._params, max_norm)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self._num_accumulated = 0
+        self._unguard()
         self._model.zero_grad(set_to_none=True)
 
     def sync_params(self) -> None:
@@ -120,7 +139,30 @@ class Solo(Engine):
 
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of the model."""
-        setattr(self._model, name, value)
+        setattr(self._model, name, placed(value, self._device, copy=False))
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
+        """Add a buffer to the model."""
+        own = placed(tensor, self._device, copy=False)
+        self._model.register_buffer(name, own, persistent)
 
     def close(self) -> None:
         """Nothing was started."""
+
+    def _guard(self) -> None:
+        """Until the step, refuse gradients from elsewhere before any of them is added."""
+        for place, p in enumerate(self._params):
+            if p.requires_grad and place not in self._nodes:
+                self._nodes[place] = torch.autograd.graph.get_gradient_edge(p).node
+        self._guards = [node.register_prehook(_refuse) for node in self._nodes.values()]
+
+    def _unguard(self) -> None:
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        if self._device.type != "cpu":
+            self._nodes.clear()  # one belongs to the stream under which it was made
+
+
+def _refuse(grads: Any) -> NoReturn:
+    raise RuntimeError(MIXED)

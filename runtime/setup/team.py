@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +15,11 @@ from runtime.setup.ambient import Ambient
 from runtime.setup.balancer import Balancer, deal
 from runtime.setup.cadence import Cadence, sync_seconds
 from runtime.setup.direct import Direct
-from runtime.setup.engine import Engine
+from runtime.setup.engine import CLIP_LATE, MIXED, Engine
 from runtime.setup.gather import Call
 from runtime.setup.journal import Journal
 from runtime.setup.learning_rate import LearningRate
-from runtime.setup.mirror import Mirror
+from runtime.setup.likeness import Likeness
 from runtime.setup.replica import LoopReplica, LossFn, Options, Shard
 from runtime.setup.replicas import END_S, Task
 from runtime.setup.runner import Runner
@@ -42,6 +41,7 @@ class Team(Engine):
         cadence: Says how many batches each rank runs between two reductions.
         journal: Takes down what happens.
         max_grad_norm: Clips gradients; ``None``: they stay as they are.
+        drifting: Whether devices compute different bits from the same gradients.
     """
 
     def __init__(
@@ -52,6 +52,8 @@ class Team(Engine):
         cadence: Cadence,
         journal: Journal,
         max_grad_norm: float | None,
+        *,
+        drifting: bool = False,
     ) -> None:
         self._replicas = replicas
         self._first = replicas[0]
@@ -60,12 +62,10 @@ class Team(Engine):
         self._cadence = cadence
         self._journal = journal
         self._max_grad_norm = max_grad_norm
-        self._mirror = Mirror(replicas)
+        self._likeness = Likeness(replicas, runner, drifting=drifting)
         self._turn = Turn(runner.check_thread)
         self._window = Window.EMPTY
         self._counts = [0] * len(replicas)
-        self._broken = False  # a step ended half-way: what rank 0 has counts
-        self._buffers_differ = False
         self._idle: list[Task | None] = [None] * (len(replicas) - 1)
         self.devices = tuple(replica.device for replica in replicas)
         self.models = tuple(replica.model for replica in replicas)
@@ -73,14 +73,6 @@ class Team(Engine):
         self.rate = LearningRate(self._first.optimizer)
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
         self._direct = Direct(replicas, max_grad_norm) if Direct.serves(replicas) else None
-        self._loaded = False
-        team = weakref.ref(self)  # the hook must not keep the threads alive
-
-        def on_load(optimizer: torch.optim.Optimizer) -> None:
-            if (self := team()) is not None:
-                self._loaded = True
-
-        self._first.optimizer.register_load_state_dict_post_hook(on_load)
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
@@ -112,8 +104,8 @@ class Team(Engine):
                 else:
                     tasks.append(None)
                 start += size
-            self._note_buffers()
-            outcomes = self._runner.run(tasks, "forward", scatter.tensors)
+            with self._likeness.computing(prepared=True):
+                outcomes = self._runner.run(tasks, "forward", scatter.tensors)
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
         return Call(scatter, shards, self.devices[0], self.backward).output()
 
@@ -126,7 +118,7 @@ class Team(Engine):
         keep: bool,
     ) -> list[list[Tensor | None]]:
         """Run the shards' backward and, where parameters get gradients, add these up."""
-        with self._turn.lock:
+        with self._turn():
             self._settle()
             if params:
                 self._open(Window.BACKWARD)
@@ -138,7 +130,7 @@ class Team(Engine):
                 for rank, (replica, end) in enumerate(zip(self._replicas, ends, strict=True))
             ]
             tensors = [g for row in grads for g in row if g is not None]
-            with self._dropping_gradients():
+            with self._dropping_gradients(), self._likeness.computing(prepared=False):
                 outcomes = self._runner.run(tasks, "backward", tensors)
                 if params and self._direct:
                     self._direct.collect()
@@ -171,7 +163,9 @@ class Team(Engine):
         flatten(list(batches), tensors, strict=False)
         with self._turn():
             self._prepare()
-            self._open(Window.ACCUMULATED)
+            if batches:
+                self._notice_gradients()
+                self._open(Window.ACCUMULATED)
             sizes = deal(len(batches), self.batch_counts)
             tasks: list[Task | None] = []
             start = 0
@@ -179,8 +173,7 @@ class Team(Engine):
                 own = batches[start : start + size]
                 tasks.append(partial(_accumulate, replica, ambient, loss_fn, own) if own else None)
                 start += size
-            self._note_buffers()
-            with self._dropping_gradients():
+            with self._dropping_gradients(), self._likeness.computing(prepared=True):
                 outcomes = self._runner.run(tasks, "accumulate", tensors)
             self._counts = [a + b for a, b in zip(self._counts, sizes, strict=True)]
         losses = [o.value.to(self.devices[0]) for o in outcomes if o.value is not None]
@@ -192,26 +185,23 @@ class Team(Engine):
         """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
         with self._turn():
             self._prepare()
-            if self._window is Window.EMPTY and any(
-                p.grad is not None for p in self._first.tensors
-            ):
-                self._window = Window.BACKWARD  # of rank 0's module itself
+            self.rate.check()
+            self._notice_gradients()
             if self._direct and self._window is Window.BACKWARD:
                 self._direct.spread()
-            options = self._options()
+            options = self._likeness.groups.options()
             tasks = [
                 partial(self._step, rank, end, options if rank else None)
                 for rank, end in enumerate(self._runner.ends())
             ]
             try:
                 self._runner.run(tasks, "step")
+                self._likeness.stepped()
             except BaseException:
-                self._broken = True
+                self._likeness.broken = True
                 if not self._runner.interrupted:
                     self._forget()
                 raise
-            self._mirror.weights_are_alike()
-            self._buffers_differ = False
             self._measure()
             self._window, self._counts = Window.EMPTY, [0] * len(self._replicas)
             self.rate.advance()
@@ -227,7 +217,7 @@ class Team(Engine):
                 if rank == 0 and self._max_grad_norm is not None:
                     replica.clip(self._max_grad_norm)
                 replica.spread(end)
-            if self._buffers_differ:
+            if self._likeness.buffers_differ:
                 if not self._on_cpu:
                     replica.broadcast_buffers(end)
                 elif rank:  # nobody writes to rank 0's until all have stepped
@@ -239,10 +229,7 @@ class Team(Engine):
         with self._turn():
             self._settle()
             if self._window is Window.ACCUMULATED:
-                raise RuntimeError(
-                    "accumulate(...) leaves each device its own gradients until step(): clip them "
-                    "with DdpConfig(max_grad_norm=...)"
-                )
+                raise RuntimeError(CLIP_LATE)
             outcomes = self._runner.run([partial(self._first.clip, max_norm), *self._idle], "clip")
             norm: Tensor = outcomes[0].value
             return norm
@@ -272,39 +259,31 @@ class Team(Engine):
         if changed:
             self._journal.rebalanced(len(self._replicas))
 
-    def _options(self) -> Options:
-        """Settings of rank 0's optimizer, as they are before it steps."""
-        return [
-            {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in self._first.optimizer.param_groups
-        ]
-
     # -- keeping the replicas alike --------------------------------------------------------
 
     def sync_params(self) -> None:
         """Give rank 0's parameters and buffers to all."""
         with self._turn():
             self._settle()
-            self._copy_weights()
+            self._likeness.sync()
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state on every rank."""
         with self._turn():
             self._settle()
-            load = partial(self._first.optimizer.load_state_dict, state)
-            self._runner.run([load, *self._idle], "load")
-            self._copy("copy_optimizer")
-            self._loaded = False
+            self._likeness.load_optimizer(state)
 
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of every replica."""
         with self._turn():
-            for model in self.models:
-                setattr(model, name, value)
+            self._settle()
+            self._likeness.set_attribute(name, value)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
+        """Add a buffer to every replica."""
+        with self._turn():
+            self._settle()
+            self._likeness.register_buffer(name, tensor, persistent)
 
     def close(self) -> None:
         """End the replicas' threads, after what they are doing if that ends in time."""
@@ -315,52 +294,25 @@ class Team(Engine):
             if free:
                 self._turn.lock.release()
 
-    def _take_loaded(self) -> None:
-        """A state that was loaded into rank 0's optimizer by hand holds for all."""
-        if self._loaded:
-            self._loaded = False
-            self._copy("copy_optimizer")
-
     def _prepare(self) -> None:
         """Before the replicas compute: what the caller did to rank 0 holds for all."""
         self._settle()
-        self._take_loaded()
-        self._mirror.flags()
-        if self._broken:
-            self._copy("copy_optimizer")
-            self._copy_weights()
-            self._broken = False
-        elif self._mirror.weights_changed():
-            self._copy_weights()
-        elif self._buffers_differ and not self._first.model.training:
-            self._copy("copy_buffers")
-            self._buffers_differ = False
+        self._likeness.prepare()
 
     def _settle(self) -> None:
         if self._runner.interrupted:
             self._runner.settle()
             self._forget()
-            self._broken = True
+            self._likeness.broken = True
 
-    def _copy_weights(self) -> None:
-        self._copy("copy_weights")
-        self._buffers_differ = False
-        self._mirror.weights_are_alike()
-
-    def _copy(self, method: str) -> None:
-        tasks = [partial(getattr(replica, method), self._first) for replica in self._replicas[1:]]
-        self._runner.run([None, *tasks], method)
-
-    def _note_buffers(self) -> None:
-        if self._first.state.buffers and any(m.training for m in self._first.modules):
-            self._buffers_differ = True
+    def _notice_gradients(self) -> None:
+        """Those of rank 0's module itself, which the caller may have trained, count."""
+        if self._window is Window.EMPTY and any(p.grad is not None for p in self._first.tensors):
+            self._window = Window.BACKWARD
 
     def _open(self, window: Window) -> None:
         if self._window not in (Window.EMPTY, window):
-            raise RuntimeError(
-                "loss.backward() and accumulate(...) cannot share a step: their gradients are "
-                "averaged differently; call model.step() or model.zero_grad() in between"
-            )
+            raise RuntimeError(MIXED)
         self._window = window
 
     def _forget(self) -> None:

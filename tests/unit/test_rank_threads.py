@@ -73,6 +73,35 @@ def test_calls_are_carried_out_in_order(make):
     assert done == [list(range(50))] * 2
 
 
+def test_the_threads_know_each_other_and_nobody_else(make):
+    threads = make(2)
+    assert values(threads.start(lambda rank: threads.has_caller())) == [True, True]
+    assert not threads.has_caller()
+    threads.close()
+    assert threads.dead() == ["ranks-0", "ranks-1"]
+    found = []
+    for _ in range(20):  # which get the numbers of those that have ended
+        other = threading.Thread(target=lambda: found.append(threads.has_caller()))
+        other.start()
+        end_of([other])
+    assert found == [False] * 20
+
+
+def test_work_goes_to_the_ranks_that_are_named_and_to_no_other(make):
+    done, through = [], threading.Event()
+
+    class Noting:
+        def carry_out(self, rank, broken):
+            done.append((rank, broken))
+            through.set()
+
+    threads = make()
+    threads.post(Noting(), [1])
+    assert through.wait(WAIT_S)
+    assert values(threads.start(lambda rank: rank)) == [0, 1, 2]
+    assert done == [(1, None)]
+
+
 def test_a_failure_is_the_outcome_of_its_rank_alone(make):
     def fail(rank):
         if rank == 1:
