@@ -112,7 +112,7 @@ def test_the_cores_are_shared_out_and_given_back():
     before = torch.get_num_threads()
     with replicas(2, loss=look) as coordinator:
         coordinator.train_batch(samples_of(4))
-        assert torch.get_num_threads() == before
+        assert torch.get_num_threads() == max(1, before // 2)  # the share of a rank
     assert found == [max(1, IntraOpThreads.budget() // 2)] * 2
     assert torch.get_num_threads() == before  # as the fixture sees to, in new threads too
 
