@@ -10,14 +10,18 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test browser lint format clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
 	$(PY) examples/digits.py --all
 
-test: $(VENV)/.stamp-test
+test: $(VENV)/.stamp-test browser
 	$(PY) -m pytest
+
+# For the tests of pages, which are skipped where there is none.
+browser:
+	-@.ci/browser
 
 lint: $(VENV)/.stamp-test
 	$(PY) -m ruff check

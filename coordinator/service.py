@@ -35,6 +35,7 @@ from coordinator.world import Statistics
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 86_400.0  # a queue takes no timeout of more than some centuries
+Observer = Callable[[m.Event, Sequence[Command], float], None]
 SUSPENDED_S = 1.0
 """Waking up so much too late means that the whole process was stopped meanwhile."""
 
@@ -78,7 +79,18 @@ class Service:
         self._averager = threading.Thread(target=self._average_loop, name="averager", daemon=True)
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._log = MessageLog()
+        self._observers: tuple[Observer, ...] = ()
         self.cpu_s = 0.0
+
+    def observe(self, observer: Observer) -> None:
+        """Show ``observer`` each event from here on, with what the machine decided on it.
+
+        It is called in the coordinator's thread with the event, the commands and the time at
+        which the event was taken, after the commands were carried out: it must be quick
+        and must not raise. From any thread.
+        """
+        with self._lock:
+            self._observers = (*self._observers, observer)
 
     def start(self) -> None:
         """Start both threads."""
@@ -148,6 +160,8 @@ class Service:
                 commands = machine.handle(event, now)
             for command in commands:
                 self._execute(command, now)
+            for observer in self._observers:
+                observer(event, commands, now)
             try:
                 event = self._inbox.get_nowait()
             except queue.Empty:

@@ -29,6 +29,7 @@ from runtime.setup import DdpConfig, ReplicatedModule
 from runtime.shards import shard_samples
 from runtime.state import TrainedState, WorkerFailure
 from runtime.summary import device_summary
+from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer
 from runtime.worker import GpuWorker
 from runtime.worker_types import UserFunctions, WorkerConfig
@@ -39,6 +40,7 @@ __all__ = [
     "AveragingFailed",
     "BatchResult",
     "CheckpointError",
+    "Cause",
     "Collective",
     "CollectiveAborted",
     "CollectiveTimeout",
@@ -48,8 +50,11 @@ __all__ = [
     "ElChe",
     "EpochMetrics",
     "FSDP",
+    "Event",
     "GpuWorker",
     "GpuWorkerError",
+    "IdleGap",
+    "Kind",
     "NonFiniteError",
     "RankMetrics",
     "RankStatistics",
@@ -61,6 +66,8 @@ __all__ = [
     "RunStalled",
     "ShardingStrategy",
     "Statistics",
+    "Timeline",
+    "TimelineSummary",
     "TrainedState",
     "Trainer",
     "TrainerBuilder",

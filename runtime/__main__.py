@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from runtime.summary import device_summary
+from runtime.machine_report import machine_report
 
-sys.stdout.write(device_summary() + "\n")
+sys.stdout.write(machine_report())

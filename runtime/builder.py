@@ -30,6 +30,7 @@ from runtime.replica import ModelFactory, OptimFactory, ParamGroups
 from runtime.run import start_run
 from runtime.schedule import SchedulerFactory
 from runtime.step import TrainFn
+from runtime.timeline import Timeline
 from runtime.worker_types import EvalFn
 
 
@@ -365,6 +366,13 @@ class TrainerBuilder:
         """A progress bar, or one line an epoch off a terminal (default: a bar on a
         terminal, else nothing)."""
         return self._set(progress=check_flag("progress", flag))
+
+    def timeline(self, tl: Timeline) -> TrainerBuilder:
+        """Record what the run does with its time; see :class:`~runtime.Timeline`. One
+        timeline records one run."""
+        if not isinstance(tl, Timeline):
+            raise TypeError(f"timeline({tl!r:.80}): pass a runtime.Timeline()")
+        return self._set(timeline=tl)
 
     # -- the run ----------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from coordinator.policy import ApplyPolicy, AverageBackend
 from runtime.replica import ModelFactory, OptimFactory, ParamGroups
 from runtime.schedule import SchedulerFactory
 from runtime.step import TrainFn
+from runtime.timeline import Timeline
 from runtime.worker_types import EvalFn
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -166,6 +167,7 @@ class TrainConfig:
     cuda_graphs: bool = False
     tune_allocator: bool = True
     progress: bool | None = None
+    timeline: Timeline | None = None
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The devices asked for, else every visible CUDA device, else one CPU."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -42,6 +43,7 @@ from runtime.resume import ResumePoint
 from runtime.saving import Saves
 from runtime.state import TrainedState, WorkerFailure, assemble
 from runtime.summary import device_summary
+from runtime.timeline.recording import Recording
 from runtime.worker import GpuWorker
 from runtime.worker_types import WorkerEndpoints
 
@@ -82,6 +84,7 @@ class Run:
         self.config = config
         self.devices = config.resolved_devices()
         config.check(adapter.num_samples, self.devices)
+        self._recording = Recording(config)
         assert config.batch_size is not None
         assert config.num_epochs is not None
         self.batch_size, self.num_epochs = config.batch_size, config.num_epochs
@@ -167,6 +170,10 @@ class Run:
         if c.tune_allocator and self._cpu_workers:
             allocator.acquire()
             self._keeps_memory = True
+        backend = (self.backend.name, self.backend_reason)
+        self._recording.begin(
+            self.devices, self._adapter.num_samples, backend, self._machine, self._service
+        )
         started = False
         INTERRUPTS.add(self)
         try:
@@ -189,6 +196,7 @@ class Run:
                 self._end_missing_workers()
             else:
                 self._take_down()
+                self._recording.finish(stopped=False, error=sys.exception())
             raise
 
     def _needs_collectives(self) -> bool:
@@ -230,6 +238,7 @@ class Run:
             with self._contexts[rank].activate():
                 worker = self._build_worker(rank)
                 self._workers[rank] = worker
+                self._recording.built(worker)
                 worker.run()
         except CollectiveAborted:
             # Rank 0 could not build, which it tells itself.
@@ -251,12 +260,13 @@ class Run:
                 if worker is not None:
                     worker.close()
                 worker = None
+                self._recording.left(rank)
             finally:
                 self._inbox.put(m.ThreadEnded(rank=rank))
 
     def _build_worker(self, rank: int) -> GpuWorker:
         c = self.config
-        worker = GpuWorker(
+        worker = self._recording.worker_class(rank)(
             worker_config(
                 c, rank=rank, devices=self.devices, num_samples=self._adapter.num_samples
             ),
@@ -344,6 +354,7 @@ class Run:
         except BaseException as caught:
             error = error or caught
         finally:
+            self._recording.finish(stopped=self._machine.outcome.stopped, error=error)
             self._handle.finish(None if error else state, error)
 
     def _join_workers(self) -> list[str]:

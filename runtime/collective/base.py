@@ -6,12 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from runtime.collective.barrier import Rendezvous
+from runtime.timeline.causes import AVERAGING, SYNC
+
+if TYPE_CHECKING:
+    from runtime.timeline.lane import Lane
 
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
@@ -90,9 +94,11 @@ class Collective(ABC):
         rank: This rank.
         world_size: How many ranks there are.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
+        lane: Where the rank notes how long it waits for the others; ``None``: nowhere.
     """
 
     kind: str
+    lane: Lane | None = None
 
     def __init__(self, rank: int, world_size: int, group: Group) -> None:
         self.rank = rank
@@ -174,16 +180,21 @@ class Collective(ABC):
 
     def _run(self, request: Request) -> float:
         """Carries a collective out. Returns the sum of the weights."""
-        group = self._group
+        group, lane = self._group, self.lane
+        before = None if lane is None else lane.enter(SYNC)
         try:
             plan = group.meet(self.rank, request, self._plan)
             if plan.fault is None and not plan.done:
+                if lane is not None:
+                    lane.enter(AVERAGING)
                 self._take_part(request, plan)
         except BaseException as error:
             group.fail(error)
             raise
         finally:
             group.slots[self.rank] = None  # keep no tensor alive
+            if lane is not None and before is not None:
+                lane.enter(before)
         if plan.fault is not None:
             raise ValueError(plan.fault)
         return plan.total

@@ -15,6 +15,7 @@ from runtime import (
     ApplyPolicy,
     AverageBackend,
     ReplicaMismatch,
+    Timeline,
     Trainer,
     WorkerFailed,
     record_scalar,
@@ -226,6 +227,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "cuda_graphs": (False,),
         "tune_allocator": (False,),
         "progress": (False,),
+        "timeline": (Timeline(),),
     }
     for method, arguments in values.items():
         assert getattr(b, method)(*arguments) is b, method

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+
+from tests.unit.trace_format import load_trace
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -158,3 +162,40 @@ def write_mnist(directory, prefix, count, pack=True):
         content = header + array.tobytes()
         path = directory / f"{prefix}-{kind}-ubyte{'.gz' if pack else ''}"
         path.write_bytes(gzip.compress(content) if pack else content)
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_profile_timeline_tells_where_the_time_went(tmp_path, policy):
+    out = tmp_path / "run"
+    output = output_of(
+        "profile_timeline.py", "--policy", policy, "--epochs", 2, "--samples", 2000, "--out", out
+    )
+    ranks = re.findall(r"^rank (\d): +[\d,]+ samples, idle [\d.]+%: (.*)$", output, re.MULTILINE)
+    assert [rank for rank, _ in ranks] == ["0", "1"]
+    for _, told in ranks:
+        assert sum(float(share) for share in re.findall(r"([\d.]+)%", told)) > 95
+    load_trace(Path(f"{out}.trace.json"))
+    assert Path(f"{out}.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_profile_torch_names_the_parts_of_each_workers_step(tmp_path):
+    out = tmp_path / "torch.json"
+    output = output_of("profile_torch.py", "--epochs", 1, "--out", out)
+    told = re.findall(r"^(gpu-worker-\d/\w+) +(\d+) times", output, re.MULTILINE)
+    parts = ("backward", "forward", "optimizer")
+    assert [name for name, _ in told] == [f"gpu-worker-{r}/{p}" for r in (0, 1) for p in parts]
+    counts = [int(count) for _, count in told]
+    assert counts[0:3] == [counts[0]] * 3
+    assert counts[0] + counts[3] == 64
+    names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
+    assert {name for name, _ in told} <= names
+
+
+def test_ab_policies_compares_every_way(tmp_path):
+    out = tmp_path / "policies.svg"
+    few = ("--policies", "sync", "cadence", "--epochs", 1, "--seeds", 0)
+    output = output_of("ab_policies.py", *few, "--slow", 1, "--out", out)
+    rows = re.findall(r"^\| (sync|cadence|async) +\| (cpu|thread|gloo) +\|", output, re.MULTILINE)
+    assert len(set(rows)) == len(rows) == 6
+    picture = ElementTree.parse(out).getroot()
+    assert len(picture.findall(".//{*}title")) == 6 * 8

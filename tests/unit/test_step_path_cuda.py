@@ -8,7 +8,12 @@ import pytest
 
 from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative, sources
 
-ENTRIES = ("worker.py", "cuda_device.py", "collective/__init__.py")
+ENTRIES = (
+    "worker.py",
+    "timeline/recorded_worker.py",
+    "cuda_device.py",
+    "collective/__init__.py",
+)
 
 BOUNDARY = ("runtime/cuda_api.py", "runtime/cuda_memory.py")
 """What speaks to CUDA, and has stand-ins in tests."""

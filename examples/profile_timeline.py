@@ -1,0 +1,93 @@
+"""Where does the time go? Workers of unequal speed, with a page and a trace to look at."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from slow import Slowdown
+from torch import nn
+
+from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer, record_scalar
+
+POLICIES = [policy.value for policy in ApplyPolicy]
+BACKENDS = ["auto", "cpu", "thread", "gloo"]
+
+
+def make_data(num_samples, num_features=64):
+    """Points around ten centres, which a small network tells apart."""
+    labels = torch.arange(num_samples) % 10
+    centres = torch.randn(10, num_features, generator=torch.Generator().manual_seed(0))
+    return centres[labels] + 0.8 * torch.randn(num_samples, num_features), labels
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def start(args, timeline):
+    slowdown = Slowdown(0, args.slow)
+    data = make_data(args.samples)
+    test_points, test_labels = make_data(500)
+
+    def train_fn(model, batch):
+        slowdown()
+        points, labels = batch
+        logits = model(points)
+        record_scalar("accuracy", (logits.argmax(1) == labels).float().mean())
+        return nn.functional.cross_entropy(logits, labels)
+
+    def evaluate(model, epoch):
+        right = model(test_points).argmax(1) == test_labels
+        return {"accuracy": right.float().mean().item()}
+
+    builder = Trainer.builder(
+        lambda device: build_model().to(device),
+        lambda params: torch.optim.SGD(params, lr=0.05),
+        train_fn,
+    ).dataset(data)
+    builder.devices(["cpu"] * args.workers).batch_size(32).num_epochs(args.epochs)
+    builder.policy(ApplyPolicy(args.policy)).backend(AverageBackend(args.backend))
+    return builder.eval_fn(evaluate).timeline(timeline).progress(False).run()
+
+
+def report(timeline):
+    """Print what each rank did with its time, and the longest waits."""
+    summary = timeline.summary()
+    print(f"{summary.state} after {summary.wall_s:.2f} s, {summary.num_averagings} averagings")
+    for rank in summary.ranks:
+        parts = sorted(rank.causes.items(), key=lambda part: -part[1])
+        told = ", ".join(f"{name} {s / rank.wall_s:.1%}" for name, s in parts if s > 0.001)
+        print(
+            f"rank {rank.rank}: {rank.num_samples:6,} samples, idle {rank.idle_share:.1%}: {told}"
+        )
+    for gap in timeline.idle_gaps()[:5]:
+        cause = gap.cause.label
+        print(f"rank {gap.rank} lost {gap.duration_s * 1e3:6.1f} ms to {cause}", end=" ")
+        print(f"at {gap.start_s:.3f} s")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policy", choices=POLICIES, default="cadence")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--slow", type=float, default=3.0, help="how much slower rank 0 is")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--samples", type=int, default=16_000)
+    parser.add_argument("--out", type=Path, default=Path("timeline"), help="of the files, a stem")
+    args = parser.parse_args()
+    timeline = Timeline(poll_s=0.05)
+    handle = start(args, timeline)
+    try:
+        handle.join()
+    finally:  # a run that was stopped or failed has a timeline too
+        timeline.save_html(f"{args.out}.html")
+        timeline.save_trace(f"{args.out}.trace.json")
+    report(timeline)
+    print(f"open {args.out}.html in a browser, {args.out}.trace.json in Perfetto")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What the machine gives to the run, looked at by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+
+from runtime.timeline.curves import Curve, Row
+from runtime.timeline.nvml import Gpus, open_gpus
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "timeline-poll"
+MACHINE_S = 0.5
+"""The machine's own numbers are read no more often: parsing them takes longer than all else."""
+STOP_S = 5.0
+"""How long a reading may take; only a driver that does not answer takes that long."""
+COLUMNS = ("process_cpu_percent", "process_rss_bytes", "machine_cpu_percent", "machine_used_bytes")
+GPU_COLUMNS = ("percent", "used_bytes")
+
+
+class Load:
+    """Load and memory of this process and of the machine. Made and used in one thread.
+
+    Args:
+        machine_s: Seconds between two readings of the machine's own numbers.
+    """
+
+    def __init__(self, machine_s: float = MACHINE_S) -> None:
+        self._machine_s = machine_s
+        self._process = psutil.Process()
+        self._machine = (math.nan, math.nan)
+        self._machine_due = self._at = time.monotonic()
+        self._cpu_s = time.process_time()
+        psutil.cpu_percent()  # measured from one call to the next
+
+    def read(self, now: float) -> list[float]:
+        """What :data:`COLUMNS` names, at this time by ``time.monotonic``."""
+        cpu_s = time.process_time()
+        percent = 100.0 * (cpu_s - self._cpu_s) / (now - self._at) if now > self._at else math.nan
+        self._cpu_s, self._at = cpu_s, now
+        if now >= self._machine_due:
+            self._machine_due = now + self._machine_s
+            self._machine = psutil.cpu_percent(), float(psutil.virtual_memory().used)
+        return [percent, float(self._process.memory_info().rss), *self._machine]
+
+
+class ResourcePoller:
+    """Reads load and memory at intervals, in a daemon thread.
+
+    Args:
+        poll_s: Seconds between two readings.
+        devices: Of the run: their GPUs are read where NVML can be had.
+        read_gpus: Opens them; another one in tests.
+
+    Attributes:
+        columns: Names of the values of a reading, behind its time. CPU load of the process
+            is in percent of one core, of the machine in percent of all.
+    """
+
+    def __init__(
+        self,
+        poll_s: float,
+        devices: Sequence[torch.device],
+        read_gpus: Callable[[Sequence[torch.device]], Gpus | None] = open_gpus,
+    ) -> None:
+        self._poll_s = poll_s
+        self._curve = Curve()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._gpus = read_gpus(devices)
+        self.columns: tuple[str, ...] = COLUMNS
+        for index in range(0 if self._gpus is None else len(self._gpus)):
+            self.columns += tuple(f"gpu{index}_{name}" for name in GPU_COLUMNS)
+
+    def start(self) -> None:
+        """Start the thread; on failure nothing is left."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close_gpus()
+            raise
+
+    def stop(self) -> None:
+        """End the thread and wait for it, which takes no longer than one reading. Idempotent."""
+        self._stop.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                logger.warning("%s did not end within %g s", THREAD_NAME, STOP_S)
+
+    def rows(self) -> list[Row]:
+        """The readings so far, each behind its time; from any thread."""
+        return self._curve.read()
+
+    def _run(self) -> None:
+        try:
+            load = Load()
+            while not self._stop.wait(self._poll_s):
+                now = time.monotonic()
+                self._curve.add(now, *load.read(now), *self._read_gpus())
+        except Exception:
+            logger.warning("the machine's load is no longer recorded", exc_info=True)
+        finally:
+            self._close_gpus()
+
+    def _read_gpus(self) -> list[float]:
+        return [] if self._gpus is None else [n for pair in self._gpus.read() for n in pair]
+
+    def _close_gpus(self) -> None:
+        gpus, self._gpus = self._gpus, None
+        if gpus is not None:
+            gpus.close()

@@ -1,0 +1,328 @@
+"""Timeline: what a run did with its time."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+import torch
+
+from coordinator.machine import Coordinator
+from runtime.timeline.causes import Cause
+from runtime.timeline.coordinator_lane import CoordinatorLane, EpochRecord
+from runtime.timeline.curves import Row
+from runtime.timeline.document import json_text
+from runtime.timeline.events import Event, IdleGap, Kind
+from runtime.timeline.lane import Lane
+from runtime.timeline.page import html_text
+from runtime.timeline.resources import ResourcePoller
+from runtime.timeline.summary import RankSummary, RunFacts, TimelineSummary, idle_seconds, share
+from runtime.timeline.table import csv_text
+from runtime.timeline.text import error_text, one_line
+from runtime.timeline.trace import trace_text
+
+MIN_POLL_S = 0.001
+MAX_POLL_S = 3600.0
+
+
+class Timeline:
+    """Records one run: attach it with ``.timeline(tl)`` before ``.run()``.
+
+    Each rank counts its time by cause, without sampling; events (epochs, chunks, steps,
+    averagings, waits and so on) are kept in rings of bounded size, of which the oldest give
+    way and are counted. Load and memory of the process are read every ``poll_s`` seconds, those of
+    the whole machine twice a second at most, by a daemon thread that ends with the run.
+
+    Every method may be called from any thread, while the run goes on or after its end,
+    whatever that was. A run that failed or was stopped leaves what was recorded until then.
+
+    Args:
+        poll_s: Seconds between two readings of the machine's load, 0.001 to 3600.
+        max_events: Events kept of each sort and rank (about 200 bytes each).
+        min_gap_s: Gaps shorter than this are counted, but are no events of their own.
+        step_interval_s: Of each rank's steps, one in so long is an event.
+
+    Raises:
+        TypeError, ValueError: A setting is no number or out of range.
+    """
+
+    def __init__(
+        self,
+        poll_s: float = 0.1,
+        *,
+        max_events: int = 20_000,
+        min_gap_s: float = 0.001,
+        step_interval_s: float = 0.02,
+    ) -> None:
+        self.poll_s = _number("poll_s", poll_s, MIN_POLL_S, MAX_POLL_S)
+        self.min_gap_s = _number("min_gap_s", min_gap_s, 0.0, math.inf)
+        self.step_interval_s = _number("step_interval_s", step_interval_s, 0.0, math.inf)
+        if isinstance(max_events, bool) or not isinstance(max_events, int):
+            raise TypeError(f"max_events={max_events!r}: pass a whole number")
+        if max_events < 16:
+            raise ValueError(f"max_events={max_events}: must be at least 16")
+        self.max_events = max_events
+        self._lock = threading.Lock()  # guards the beginning and the end, nothing in between
+        self._start = 0.0
+        self._end: float | None = None
+        self._state = "empty"
+        self._error: str | None = None
+        self._model = ""
+        self._facts: RunFacts | None = None
+        self._lanes: tuple[Lane, ...] = ()
+        self._written: tuple[Lane, ...] = ()
+        self._coordinator: CoordinatorLane | None = None
+        self._poller: ResourcePoller | None = None
+
+    # -- the run's side -------------------------------------------------------------
+
+    def require_unused(self) -> None:
+        """Raises ``ValueError`` if this timeline has recorded a run."""
+        if self._state != "empty":
+            raise ValueError(
+                "this Timeline has recorded a run already: pass a new Timeline() to each run"
+            )
+
+    def begin(
+        self, facts: RunFacts, devices: Sequence[torch.device], machine: Coordinator
+    ) -> CoordinatorLane:
+        """The run begins; called once, before its threads start.
+
+        Returns:
+            Who is to observe the coordinator.
+
+        Raises:
+            ValueError: Another run was begun.
+        """
+        with self._lock:
+            self.require_unused()
+            self._start = time.monotonic()
+            poller = ResourcePoller(self.poll_s, devices)
+            poller.start()
+            self._facts = facts
+            self._coordinator = CoordinatorLane(machine, self._start, self.max_events)
+            self._lanes = tuple(
+                Lane(
+                    rank,
+                    self._start,
+                    max_events=self.max_events,
+                    min_gap_s=self.min_gap_s,
+                    step_interval_s=self.step_interval_s,
+                )
+                for rank in range(len(facts.devices))
+            )
+            self._written = self._lanes
+            self._poller = poller
+            self._state = "running"
+            return self._coordinator
+
+    def lane(self, rank: int) -> Lane:
+        """Where a rank notes what it does."""
+        return self._written[rank]
+
+    def built(self, model: object) -> None:
+        """The model is there; its class gives the run a name."""
+        self._model = one_line(type(model).__name__)
+
+    def finish(self, *, stopped: bool, error: BaseException | None) -> None:
+        """The run is over; called once its threads have ended. Idempotent."""
+        with self._lock:
+            if self._state != "running":
+                return
+            self._end = time.monotonic()
+            self._state = "failed" if error is not None else "stopped" if stopped else "finished"
+            if error is not None:
+                self._error = error_text(error)
+            # What a thread notes that was stuck, and comes back now, is no part of the run.
+            self._lanes = tuple(
+                lane if lane.cause == Cause.GONE else copy.deepcopy(lane) for lane in self._lanes
+            )
+            poller, coordinator = self._poller, self._coordinator
+        if coordinator is not None:
+            coordinator.let_go()
+        if poller is not None:
+            poller.stop()
+
+    # -- as data ----------------------------------------------------------------------
+
+    def summary(self) -> TimelineSummary:
+        """The run in numbers, up to now or of all of it."""
+        coordinator, facts = self._coordinator, self._facts
+        if coordinator is None or facts is None:
+            return TimelineSummary(state=self._state)
+        return TimelineSummary(
+            state=self._state,
+            error=self._error,
+            wall_s=self._elapsed(),
+            model=self._model,
+            facts=facts,
+            ranks=tuple(self._rank_summary(lane, facts, coordinator) for lane in self._lanes),
+            num_epochs=coordinator.num_epochs,
+            num_averagings=coordinator.num_averagings,
+            num_failed_rounds=coordinator.num_failed_rounds,
+            anchor=coordinator.anchor,
+            coordinator_busy_s=coordinator.busy_s,
+            num_dropped=coordinator.num_dropped + sum(lane.num_dropped for lane in self._lanes),
+        )
+
+    def _rank_summary(
+        self, lane: Lane, facts: RunFacts, coordinator: CoordinatorLane
+    ) -> RankSummary:
+        seconds = lane.seconds(self._end)
+        wall_s = sum(seconds)
+        num_samples = coordinator.num_samples[lane.rank]
+        return RankSummary(
+            rank=lane.rank,
+            device=facts.devices[lane.rank],
+            wall_s=wall_s,
+            causes={cause.label: seconds[cause] for cause in Cause},
+            idle_share=share(idle_seconds(seconds), wall_s),
+            num_steps=lane.num_steps,
+            num_batches=coordinator.num_batches[lane.rank],
+            num_samples=num_samples,
+            throughput=share(num_samples, wall_s),
+            num_throttles=lane.num_throttles,
+            num_dropped=lane.num_dropped,
+        )
+
+    def idle_gaps(self, min_s: float = 0.0) -> list[IdleGap]:
+        """Stretches in which a rank did not train, longest first.
+
+        Only those that the ring still holds and that took ``min_gap_s`` or longer; the
+        totals of :meth:`summary` hold all.
+
+        Args:
+            min_s: Leave shorter ones out.
+        """
+        found = [gap for lane in self._lanes for gap in lane.gaps(self._start, self._end)]
+        found = [gap for gap in found if gap.duration_s >= min_s]
+        return sorted(found, key=lambda gap: (-gap.duration_s, gap.rank, gap.start_s))
+
+    def events(self) -> list[Event]:
+        """All events that are kept, of all ranks and the coordinator, in order."""
+        found, _ = self.read()
+        if self._facts is not None:
+            args = {"state": self._state, "policy": self._facts.policy}
+            found.append(
+                Event(kind=Kind.RUN, rank=None, start_s=0.0, end_s=self._elapsed(), args=args)
+            )
+        return sorted(found, key=lambda event: (event.start_s, -event.end_s))
+
+    def read(
+        self, cursor: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[list[Event], dict[str, tuple[int, ...]]]:
+        """The events that were added since the last call, in the order of their ends.
+
+        For whoever follows a run: reading takes no lock and wakes nobody. An event is
+        added when it is over. What the rings lose between two calls is not told.
+
+        Args:
+            cursor: From the last call; ``None`` at first.
+
+        Returns:
+            The events, and the cursor for the next call.
+        """
+        before = cursor or {}
+        after: dict[str, tuple[int, ...]] = {}
+        found: list[Event] = []
+        for lane in self._lanes:
+            rarely, often = before.get(str(lane.rank), (0, 0))
+            events, after[str(lane.rank)] = lane.read((rarely, often), self._start)
+            found += events
+        if self._coordinator is not None:
+            (start,) = before.get("coordinator", (0,))
+            events, end = self._coordinator.read(start)
+            after["coordinator"] = (end,)
+            found += events
+        return sorted(found, key=lambda event: event.end_s), after
+
+    def epochs(self, since: int = 0) -> list[EpochRecord]:
+        """The closed epochs, without the first ``since`` of them."""
+        return [] if self._coordinator is None else self._coordinator.epochs(since)
+
+    def profile(self, rank: int) -> tuple[float, list[Row]]:
+        """A rank's time over the run.
+
+        Returns:
+            Width of a bin in seconds, and for each bin the seconds by cause, in the order
+            of :class:`Cause`; at most 1,024 bins, of which the last may be cut.
+        """
+        return self._lanes[rank].bins(self._start + self._elapsed())
+
+    def anchor_curve(self) -> list[Row]:
+        """``(seconds, anchor)`` at the start and at each change."""
+        if self._coordinator is None:
+            return []
+        return [(t - self._start, n) for t, n in self._coordinator.anchor_curve.read()]
+
+    def throughput(self, num_points: int = 60) -> tuple[float, list[Row]]:
+        """Samples/s of each rank over the run, as the coordinator was told.
+
+        Args:
+            num_points: At most so many spans of time.
+
+        Returns:
+            Width of a span in seconds, and for each span the samples/s of each rank.
+        """
+        if self._coordinator is None:
+            return 0.0, []
+        return self._coordinator.rates(self._start + self._elapsed(), num_points)
+
+    def resources(self) -> tuple[tuple[str, ...], list[Row]]:
+        """Names of what was read of the machine, and ``(seconds, *values)`` for each reading."""
+        if self._poller is None:
+            return (), []
+        rows = [(row[0] - self._start, *row[1:]) for row in self._poller.rows()]
+        return self._poller.columns, rows
+
+    def _elapsed(self) -> float:
+        if self._facts is None:
+            return 0.0
+        return (time.monotonic() if self._end is None else self._end) - self._start
+
+    # -- as files ---------------------------------------------------------------------------
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write all events in the Chrome trace-event format, which Perfetto opens."""
+        write_text(path, trace_text(self))
+
+    def save_json(self, path: str | os.PathLike[str]) -> None:
+        """Write everything as one JSON object; what is not finite becomes ``null``."""
+        write_text(path, json_text(self))
+
+    def save_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write one table: totals by cause, epochs, events, gaps and readings, a row each."""
+        write_text(path, csv_text(self))
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page that needs nothing else, and no network."""
+        write_text(path, html_text(self))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file as a whole: whoever is interrupted leaves the one from before."""
+    target = os.fspath(path)
+    beside = f"{target}.{os.getpid()}-{threading.get_ident()}.tmp"
+    try:
+        with open(beside, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.replace(beside, target)
+    except BaseException:
+        if os.path.exists(beside):
+            os.unlink(beside)
+        raise
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: pass a number of seconds")
+    number = float(value)
+    if not low <= number <= high or not math.isfinite(number):
+        bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
+        raise ValueError(f"{name}={value!r}: must be {bound}")
+    return number

@@ -1,0 +1,93 @@
+"""What ``python -m runtime`` tells of a machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coordinator.policy import ApplyPolicy
+from runtime import machine_report as module
+from runtime.machine_report import machine_report
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+GPUS = [torch.device("cuda", i) for i in range(2)]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Makes the machine look as if it had these models of GPU, and NCCL."""
+
+    def pretend(*names):
+        def properties(device):
+            return SimpleNamespace(
+                name=names[device.index], total_memory=80 * 2**30, major=9, minor=0
+            )
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(module, "_has_nccl", lambda: True)
+
+    return pretend
+
+
+def lines_of(text, word):
+    return [line.split(None, 1)[1] for line in text.splitlines() if line.split()[:1] == [word]]
+
+
+def test_the_command_prints_the_report():
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    assert done.stderr == ""
+    for word in ("devices", "models", "host", "NCCL", "GIL", "SYNC", "CADENCE", "ASYNC"):
+        assert len(lines_of(done.stdout, word)) == 1, word
+
+
+def test_two_cpu_workers_are_told_why_there_is_no_nccl():
+    text = machine_report([CPU, CPU])
+    assert lines_of(text, "SYNC")[0].startswith("THREAD")
+    assert lines_of(text, "CADENCE")[0].startswith("CPU ")
+    assert "NCCL is out" in lines_of(text, "ASYNC")[0]
+    assert lines_of(text, "models") == ["no GPU"]
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    assert lines_of(text, "GIL")[0].startswith("on" if gil else "off")
+
+
+def test_gpus_of_different_models_are_told_apart(gpus):
+    gpus("Fast 1", "Slow 2")
+    text = machine_report()
+    assert "distinct: 2 models" in lines_of(text, "models")[0]
+    assert lines_of(text, "devices") == ["cuda:0, Fast 1, 80.0 GiB, compute capability 9.0"]
+    assert "cuda:1, Slow 2" in text
+    assert lines_of(text, "NCCL")[0].startswith("available")
+    for policy in ApplyPolicy:
+        assert lines_of(text, policy.name)[0].startswith("NCCL")
+
+
+def test_alike_gpus_and_mixed_devices_are_told(gpus):
+    gpus("One", "One")
+    assert lines_of(machine_report(), "models") == ["one model of GPU"]
+    assert lines_of(machine_report([GPUS[0], CPU]), "models") == ["mixed: CUDA devices and the CPU"]
+    twice = machine_report([GPUS[0], GPUS[0]])
+    assert "more than once" in lines_of(twice, "CADENCE")[0]
+    assert twice.count("compute capability") == 1
+
+
+def test_a_build_without_nccl_says_so(gpus, monkeypatch):
+    gpus("One", "One")
+    monkeypatch.setattr(module, "_has_nccl", lambda: False)
+    text = machine_report()
+    assert lines_of(text, "NCCL") == ["not in this build of PyTorch"]
+    assert lines_of(text, "SYNC")[0].startswith("THREAD")
