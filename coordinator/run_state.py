@@ -179,9 +179,11 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
         for name in _TOTALS:
             setattr(info, name, getattr(info, name) + totals[name])
     core.outcome.metrics = [metrics_of(saved) for saved in state["metrics"]]
+    # Some may have been opened ahead of which nothing is trained, and that are too many now.
+    last = core.config.num_epochs
     core.pool.resume(
-        [_epoch_of(core, saved, now) for saved in state["epochs"]],
-        next_epoch=int(state["next_epoch"]),
+        [_epoch_of(core, saved, now) for saved in state["epochs"] if saved["epoch"] < last],
+        next_epoch=min(int(state["next_epoch"]), last),
         num_spent=core.global_step,
     )
 

@@ -206,7 +206,7 @@ class ReplicaAverager:
                 waited = time.perf_counter() - start
                 if healthy is not None:
                     num_samples = self._agree_weight(num_samples if healthy else -1)
-                total = collective.weighted_mean_([*params.flats, *floats], num_samples)
+                total = collective.weighted_mean_(_reals(*params.flats, *floats), num_samples)
                 if others and total > 0:
                     self._take_from_heaviest(others, num_samples)
                 collective.check()
@@ -256,7 +256,7 @@ class ReplicaAverager:
             self._state.buffers.read_into(floats, others)
             total = float(num_samples)
             if floats:
-                total = collective.weighted_mean_(list(floats), num_samples)
+                total = collective.weighted_mean_(_reals(*floats), num_samples)
             if others:
                 self._take_from_heaviest(others, num_samples)
             if total > 0:
@@ -280,3 +280,8 @@ class ReplicaAverager:
         heaviest = int(weights.argmax())
         for flat in others:
             collective.broadcast_(flat, src=heaviest)
+
+
+def _reals(*flats: Tensor) -> list[Tensor]:
+    """The same memory as real numbers, which is what collectives average."""
+    return [torch.view_as_real(flat) if flat.is_complex() else flat for flat in flats]

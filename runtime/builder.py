@@ -296,7 +296,11 @@ class TrainerBuilder:
         the files, and a checkpoint that a newer one overtakes is left out. What cannot be
         written is logged and counted, and training goes on. Each checkpoint is a directory
         ``step-<batches>-<serial>`` with the weights in ``weights.safetensors``, which a bare
-        module loads; it is complete or not there, whatever happens at whatever moment."""
+        module loads; it is complete or not there, whatever happens at whatever moment.
+
+        Also kept: frozen parameters that ``train_fn`` has changed, and modules' extra state
+        (``get_extra_state``). Give each run a directory of its own: what is older than the
+        last ``keep`` is removed, whoever wrote it."""
         return self._set(
             checkpoint_dir=check_path("checkpoint_dir", path),
             checkpoint_dir_every=check_int("checkpoint_dir: every", every, 1),
@@ -310,7 +314,9 @@ class TrainerBuilder:
 
         Model, ``batch_size``, length of the data set, ``seed``, ``drop_last``, ``accumulate``
         and whether the policy is ``SYNC`` must be those of the run that wrote it; devices and
-        their number may be others, and ``num_epochs`` may be raised. With ``missing_ok`` a
+        their number may be others, and ``num_epochs`` may be raised. The numbers of the
+        optimizer and of the scheduler, learning rate and length included, are those of the
+        checkpoint. With ``missing_ok`` a
         directory without a checkpoint starts the run afresh."""
         return self._set(
             resume=check_path("resume", path),

@@ -123,6 +123,23 @@ class CollectiveTimeout(GpuWorkerError):
     """A peer did not join a collective in time; the group is aborted."""
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """The error, its causes too, without tracebacks, whose frames would keep tensors alive.
+
+    For an error that is kept for long; the log has the traceback where it may be needed.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        found.__traceback__ = None
+        waiting += [found.__cause__, found.__context__]
+    return error
+
+
 def error_of(failure: Failure | None, stuck: Sequence[str]) -> BaseException | None:
     """What ``join()`` raises, if anything.
 

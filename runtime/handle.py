@@ -89,8 +89,10 @@ class TrainerHandle:
         ``resume(path)`` goes on; none is removed there.
 
         Blocks until it is on the disk; training waits while the state is copied, no longer.
-        While the run goes on the state is that of the next boundary; afterwards it is the
-        last one, which is kept where ``checkpoint_dir`` is set.
+        While the run goes on the state is that of the next boundary. Afterwards it is the
+        last one, which is kept where ``checkpoint_dir`` is set: each rank's optimizer may
+        take more memory of the host than there is, so that without it nothing is kept but the
+        weights, which ``state.save(path)`` writes.
 
         Args:
             path: A directory; made if needed.
@@ -102,7 +104,8 @@ class TrainerHandle:
         Raises:
             RuntimeError: Called in a worker's thread, which would wait for itself.
             TimeoutError: No boundary came in time.
-            CheckpointError: The run is over and left no full state.
+            CheckpointError: The run is over and left no full state, for want of
+                ``checkpoint_dir`` or because it failed.
             OSError: The files could not be written.
         """
         target = check_path("save", path)

@@ -17,6 +17,7 @@ from runtime.device import DeviceContext, ValueLog
 from runtime.errors import CheckpointError
 from runtime.flat import FlatState
 from runtime.lockstep import Lockstep
+from runtime.module_state import ModuleState
 from runtime.schedule import Schedule
 from runtime.step import Stepper
 
@@ -76,6 +77,7 @@ class RankState:
         # Without lockstep those in the state dict are averaged with the weights.
         averaged = set() if lockstep else set(model.state_dict())
         self._own_buffers = [i for i, name in enumerate(names) if name not in averaged]
+        self._module = ModuleState(model)
         self._before_sync: State | None = None
         self._generators: State | None = None
         self._begun_epoch = -1
@@ -96,6 +98,7 @@ class RankState:
         with self._context.comm():
             state = {
                 **self._stepper.state_dict(),
+                **self._module.state_dict(),
                 "schedule": self._schedule.state_dict(),
                 "lr_scale": self._lr_scale,
                 "generators": _generators(self._generator, self._context),
@@ -141,10 +144,11 @@ class RankState:
         try:
             self._stepper.load_state_dict(saved)
             self._schedule.load_state_dict(saved["schedule"])
+            self._module.load_state_dict(saved)
         except Exception as error:
             raise CheckpointError(
-                f"rank {self._rank}: the checkpoint does not fit this optimizer or scheduler "
-                f"({type(error).__name__}: {error}); build them as in the run that wrote it"
+                f"rank {self._rank}: the checkpoint does not fit this optimizer, scheduler or "
+                f"module ({type(error).__name__}: {error}); build them as in the run that wrote it"
             ) from error
         before = float(saved["lr_scale"])
         if before != self._lr_scale:
@@ -189,13 +193,11 @@ def _plain(state: State, where: str) -> State:
 def _generators(generator: torch.Generator, context: DeviceContext) -> State:
     numbers = np.random.get_state(legacy=False)
     assert isinstance(numbers, dict)
-    inner = dict(numbers["state"])
-    inner["key"] = torch.from_numpy(inner["key"].astype(np.int64))
     state: State = {
         "worker": generator.get_state(),
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": {**numbers, "state": inner},
+        "numpy": _packed(numbers),
     }
     drawn = context.generator_state()
     if drawn is not None:
@@ -208,7 +210,25 @@ def _restore_process(saved: Mapping[str, Any], context: DeviceContext) -> None:
     if "device" in saved:
         context.set_generator_state(saved["device"])
     random.setstate(saved["python"])
-    numbers = dict(saved["numpy"])
-    inner = dict(numbers["state"])
-    inner["key"] = inner["key"].numpy().astype(np.uint32)
-    np.random.set_state({**numbers, "state": inner})
+    numbers = _unpacked(saved["numpy"])
+    if numbers["bit_generator"] == "MT19937":
+        numbers["state"]["key"] = numbers["state"]["key"].astype(np.uint32)
+    try:
+        np.random.set_state(numbers)
+    except ValueError as error:
+        logger.warning("NumPy's global generator is not that of the checkpoint: %s", error)
+
+
+def _packed(value: Any) -> Any:
+    """The state of a NumPy generator, of whichever kind, with tensors in place of arrays."""
+    if isinstance(value, dict):
+        return {name: _packed(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.uint64).view(np.int64))
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _unpacked(item) for name, item in value.items()}
+    return value.numpy().view(np.uint64) if isinstance(value, Tensor) else value

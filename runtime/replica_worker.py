@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,13 @@ from runtime.averaging import ReplicaAverager
 from runtime.collective import Collective
 from runtime.context import worker_context
 from runtime.device import DeviceContext, StepMeter
-from runtime.errors import CheckpointError, CollectiveAborted, CollectiveTimeout, GpuWorkerError
+from runtime.errors import (
+    CheckpointError,
+    CollectiveAborted,
+    CollectiveTimeout,
+    GpuWorkerError,
+    without_frames,
+)
 from runtime.finite import ReplicaJudge, StepJudge
 from runtime.flat import FlatState
 from runtime.graph_optimizer import CapturableOptimizer
@@ -37,6 +44,8 @@ from runtime.worker_types import (
     WorkerConfig,
     WorkerEndpoints,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaWorker:
@@ -202,8 +211,16 @@ class ReplicaWorker:
             return self._own.capture(
                 local_step=self.local_step, epoch=self.current_epoch, begun_epoch=self._begun_epoch
             )
-        except (CheckpointError, MemoryError) as error:
-            return error
+        except CheckpointError as error:
+            failure = error
+        except Exception as error:  # in the user's optimizer, scheduler or module
+            logger.exception("rank %d: its state could not be taken", self.rank)
+            failure = CheckpointError(
+                f"the state of rank {self.rank} could not be taken: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+        without_frames(failure)
+        return failure
 
     def _step_judge(self) -> StepJudge | None:
         """Who judges each step, where that is done before it is made."""

@@ -15,6 +15,7 @@ from runtime.checkpoint.contents import CheckpointData
 from runtime.checkpoint.reader import load_newest
 from runtime.config import TrainConfig
 from runtime.errors import CheckpointError
+from runtime.module_state import named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +116,13 @@ class ResumePoint:
         return self._data.run
 
     def rank(self, rank: int) -> Mapping[str, Any]:
-        """A rank's own state; at another world size that of ``rank mod`` the saved one."""
-        return self._data.ranks[rank % len(self._data.ranks)]
+        """A rank's own state; at another world size that of ``rank mod`` the saved one.
+
+        A rank that was not there draws random numbers of its own, not those of another.
+        """
+        saved = self._data.ranks
+        state = saved[rank % len(saved)]
+        return state if rank < len(saved) else {**state, "generators": None}
 
     def load_weights(self, model: nn.Module) -> None:
         """Give a model the checkpoint's weights.
@@ -125,7 +131,7 @@ class ResumePoint:
             CheckpointError: It is another model; names the first difference.
         """
         saved = self._data.weights
-        own = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+        own = named_weights(model)
         difference = _first_difference(saved, own)
         if difference is not None:
             raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from coordinator.commands import SaveCheckpoint, SaveFailed
 from coordinator.messages import Payload
 from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.store import entries
 from runtime.checkpoint.writer import CheckpointWriter
 from runtime.config import TrainConfig
 from runtime.errors import CheckpointError
 from runtime.flat import FlatState
+from runtime.module_state import named_weights
 from runtime.resume import compatible
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,25 @@ CLOSE_S = 600.0
 """How long the end of a run waits for a slow disk."""
 LOOK_S = 0.2
 """How long it may take until an abort ends that wait."""
+TELL_S = 5.0
+"""After how long that wait is told of."""
+
+
+def _tell_of_others(directory: Path, resume: Path | None) -> None:
+    """Warn of checkpoints that are not this run's, and will give way to its own."""
+    if resume is not None and directory in (resume, resume.parent):
+        return
+    try:
+        found = len(entries(directory))
+    except OSError:
+        return
+    if found:
+        logger.warning(
+            "%s holds %d checkpoints of another run, which are removed as those of this one come; "
+            "go on from them with resume(path), or name another directory",
+            directory,
+            found,
+        )
 
 
 class WeightLayout:
@@ -44,22 +66,28 @@ class WeightLayout:
             places[id(b)] = ("buffer", i)
         self._keys: list[tuple[str, tuple[str, int] | None]] = []
         self._frozen: dict[str, Tensor] = {}
-        for key, value in model.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
-                continue
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._frozen_names: dict[str, str] = {}
+        for key, value in named_weights(model).items():
             place = places.get(id(value))
             self._keys.append((key, place))
             if place is None:
-                # It never changes: one copy serves all checkpoints, none is needed on a CPU.
+                # Few ever change: one copy serves all checkpoints, none is needed on a CPU.
                 self._frozen[key] = value.detach().to("cpu")
+                self._frozen_names[key] = names.get(id(value), key)
 
-    def weights(self, payload: Payload) -> dict[str, Tensor]:
-        """The module's state dict with the payload's values, as views of it."""
+    def weights(self, payload: Payload, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The module's state dict with the payload's values, as views of it.
+
+        Args:
+            payload: The average.
+            changed: Frozen parameters that are not as they were at first, by name; copies.
+        """
         params, buffers = self._params(payload.params), self._buffers(payload)
         found: dict[str, Tensor] = {}
         for key, place in self._keys:
             if place is None:
-                found[key] = self._frozen[key]
+                found[key] = changed.get(self._frozen_names[key], self._frozen[key])
             elif place[0] == "param":
                 found[key] = params[place[1]]
             else:
@@ -126,6 +154,8 @@ class Saves:
     def of(cls, config: TrainConfig, num_samples: int) -> Saves:
         """What the settings say, for a data set of that length."""
         directory, keep = config.checkpoint_dir, config.checkpoint_dir_keep
+        if directory is not None:
+            _tell_of_others(directory, config.resume)
         return cls(directory, keep, compatible(config, num_samples))
 
     def learn(self, model: nn.Module, state: FlatState) -> None:
@@ -140,7 +170,7 @@ class Saves:
         if self._layout is None:
             return  # nobody was ever built
         data = CheckpointData(
-            weights=self._layout.weights(command.payload),
+            weights=self._layout.weights(command.payload, command.ranks[0]["frozen"]),
             ranks=command.ranks,
             run=command.run,
             compatible=self._compatible,
@@ -201,10 +231,25 @@ class Saves:
         errors = () if self._error is None else (self._error,)
         if writer is None:
             return errors
-        deadline = time.monotonic() + CLOSE_S
-        while not (writer.wait(LOOK_S) or self._abandoned or time.monotonic() > deadline):
-            pass
+        self._await(writer)
         if not writer.close(0.0):
-            late = CheckpointError("the end of the run did not wait for the last checkpoint")
+            late = CheckpointError(
+                f"the end of the run did not wait for the last checkpoint to {writer.directory}"
+            )
             return (*errors, late)
         return errors if writer.last_error is None else (*errors, writer.last_error)
+
+    def _await(self, writer: CheckpointWriter) -> None:
+        """Wait for what is being written, until :meth:`abandon` or for :data:`CLOSE_S`."""
+        began, told = time.monotonic(), False
+        while not (writer.wait(LOOK_S) or self._abandoned):
+            waited = time.monotonic() - began
+            if waited > CLOSE_S:
+                return
+            if waited > TELL_S and not told:
+                told = True
+                logger.warning(
+                    "the run is over, and its last checkpoint is still being written to %s; the "
+                    "second Ctrl-C no longer waits for it",
+                    writer.directory,
+                )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from runtime.checkpoint.contents import plain
-from runtime.errors import CheckpointError
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -108,10 +106,8 @@ class Schedule:
         """
         scheduler = None
         if self._scheduler is not None:
-            scheduler = {}
-            for name, value in self._scheduler.state_dict().items():
-                with suppress(CheckpointError):
-                    scheduler[name] = plain(value, name, copy=True)
+            state = self._scheduler.state_dict()
+            scheduler = plain(state, "the scheduler's state", copy=True, drop=True)
         return {
             "position": self._position,
             "scale": self._scale,

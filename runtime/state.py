@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from coordinator.messages import Payload
 from coordinator.metrics import EpochMetrics
+from runtime.checkpoint.contents import plain
 from runtime.checkpoint.files import save_weights
+from runtime.config import check_path
+from runtime.errors import CheckpointError
 from runtime.flat import FlatState
+
+EXTRA = "_extra_state"
+"""How ``state_dict()`` calls a module's extra state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,7 @@ class TrainedState:
     stopped: bool = False
     checkpoint_errors: tuple[BaseException, ...] = ()
     _keys: tuple[str, ...] = field(default=(), repr=False)
+    _extra: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the weights as a safetensors file, which a bare module loads:
@@ -62,17 +69,22 @@ class TrainedState:
 
         Blocks until it is on the disk. Afterwards ``path`` is the new file or, if this
         raises or the process dies, what it was before. Tied tensors are written once under
-        each of their names.
+        each of their names. Extra state of modules (``get_extra_state``) is left out: a model
+        that has some loads the file with ``strict=False``.
 
         Raises:
             OSError, CheckpointError: It could not be written, or a tensor is of a type that
                 safetensors cannot hold.
         """
-        save_weights(Path(path), self.state_dict())
+        weights = {k: v for k, v in self.state_dict().items() if k not in self._extra}
+        save_weights(check_path("save", path), weights)
 
-    def state_dict(self) -> OrderedDict[str, Tensor]:
-        """Plain keys in the module's order: ``Net().load_state_dict(...)`` takes them."""
-        every = {**self.params, **self.buffers}
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Plain keys in the module's order: ``Net().load_state_dict(...)`` takes them.
+
+        Tensors, and the extra state of modules that have some.
+        """
+        every = {**self.params, **self.buffers, **self._extra}
         return OrderedDict((key, every[key]) for key in self._keys)
 
 
@@ -109,8 +121,12 @@ def assemble(
         params = {n: copy(p) for n, p in model.named_parameters()}
         buffers = {n: copy(b) for n, b in model.named_buffers()}
         state = model.state_dict(keep_vars=True)
+        extra = {k: _copied(v) for k, v in state.items() if k.rpartition(".")[2] == EXTRA}
         keys = []
         for key, value in state.items():
+            if key in extra:
+                keys.append(key)
+                continue
             if not isinstance(value, Tensor):
                 continue
             keys.append(key)
@@ -125,4 +141,13 @@ def assemble(
         stopped=stopped,
         checkpoint_errors=checkpoint_errors,
         _keys=tuple(keys),
+        _extra=extra,
     )
+
+
+def _copied(value: Any) -> Any:
+    """Extra state on the CPU, in memory of its own where that is known how to be done."""
+    try:
+        return plain(value, EXTRA, copy=True)
+    except CheckpointError:
+        return value

@@ -92,13 +92,20 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer and, if there is one, of the scaler; no copies."""
         scaler = None if self._scaler is None else self._scaler.state_dict()
-        return {"optimizer": self._optimizer.state_dict(), "scaler": scaler}
+        kind = type(self._optimizer).__name__
+        return {"optimizer": self._optimizer.state_dict(), "kind": kind, "scaler": scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave.
 
         How the optimizer computes (``foreach``, ``fused``, ``capturable``) stays as built.
+
+        Raises:
+            ValueError: It is of another optimizer.
         """
+        kind = type(self._optimizer).__name__
+        if state["kind"] != kind:  # torch would load it, and fail in the first step
+            raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
         # A copy: ranks may share it, and torch keeps its containers.
         load_optimizer_state(self._optimizer, copy.deepcopy(state["optimizer"]))
         if self._scaler is not None and state["scaler"]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.errors import CheckpointError
 
@@ -41,7 +42,7 @@ class CheckpointData:
     global_step: int
 
 
-def plain(value: Any, where: str, *, copy: bool = False) -> Any:
+def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> Any:
     """The value in types that ``torch.load(weights_only=True)`` gives back unchanged.
 
     Containers are rebuilt, so that later changes do not show; numbers and strings of
@@ -49,16 +50,20 @@ def plain(value: Any, where: str, *, copy: bool = False) -> Any:
     a device.
 
     Args:
-        value: Tensors, numbers, strings, ``None``, lists, tuples and mappings of them.
+        value: Tensors, numbers, strings, bytes, ``None``, lists, tuples, sets and mappings of
+            them.
         where: What it is, for the error.
         copy: Copy tensors to new CPU memory; otherwise they are taken as they are.
+        drop: Leave out of mappings what a checkpoint cannot hold.
 
     Raises:
         CheckpointError: Something else is in it; names the place.
     """
     if value is None or isinstance(value, (bool, torch.dtype, torch.device, torch.Size)):
         return value
-    if isinstance(value, Tensor):
+    if type(value) in (bytes, complex):
+        return value
+    if isinstance(value, Tensor) and _comes_back(value):
         return value.detach().to("cpu", copy=True) if copy else value.detach()
     if isinstance(value, str):
         return str(value)
@@ -73,12 +78,22 @@ def plain(value: Any, where: str, *, copy: bool = False) -> Any:
         if isinstance(value, (Counter, OrderedDict)):  # schedulers rely on them
             kept = Counter() if isinstance(value, Counter) else OrderedDict()
         for key, item in value.items():
-            kept[plain(key, f"a key of {where}")] = plain(item, f"{where}[{key!r}]", copy=copy)
+            with suppress(CheckpointError) if drop else nullcontext():
+                found = plain(item, f"{where}[{key!r}]", copy=copy, drop=drop)
+                kept[plain(key, f"a key of {where}")] = found
         return kept
     if isinstance(value, (list, tuple)):
-        items = [plain(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)]
+        items = [plain(item, f"{where}[{i}]", copy=copy, drop=drop) for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
+    if type(value) is set:
+        return {plain(item, f"an item of {where}", copy=copy) for item in value}
     raise CheckpointError(
         f"{where} is of type {type(value).__name__}, which a checkpoint cannot hold: keep tensors, "
         "numbers, strings, lists, tuples and dicts in state dicts"
     )
+
+
+def _comes_back(t: Tensor) -> bool:
+    """Whether the safe reader knows the tensor's type: a subclass only if it was told of it."""
+    kind = type(t)
+    return kind in (Tensor, nn.Parameter) or kind in torch.serialization.get_safe_globals()

@@ -61,6 +61,22 @@ def flush_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, each durable; one that is there is left alone."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+    flush_directory(path.parent)
+
+
 def flush_and_digest(path: Path) -> tuple[int, str]:
     """Make a file's content durable; gives its size in bytes and its SHA-256.
 
@@ -133,7 +149,8 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     for name, t in weights.items():
         if not fits_safetensors(t):
             raise CheckpointError(f"safetensors cannot hold {name!r} of {t.dtype} and {t.layout}")
-        ready[name] = t.detach().to("cpu").contiguous()
+        # What a file gets are the bytes in memory, without a view's conjugation or sign.
+        ready[name] = t.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     end = 0
     for name, t in sorted(ready.items(), key=lambda item: item[1].data_ptr()):
         if t.data_ptr() < end:  # memory under two names would be refused

@@ -87,7 +87,14 @@ class Manifest:
                 files=files,
                 about=dict(body["about"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"not readable: {type(error).__name__}: {error}") from error
         found._check_names()
         return found

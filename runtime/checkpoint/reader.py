@@ -11,7 +11,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from runtime.checkpoint.contents import CheckpointData
@@ -123,6 +122,8 @@ def _read(path: Path) -> CheckpointData:
         if (state["epoch"], state["global_step"]) != (manifest.epoch, manifest.global_step):
             raise CheckpointError(f"{path / STATE}: its step is not the manifest's")
         every = {**weights, **state["others"]}
+        if not all(isinstance(t, Tensor) for t in every.values()):
+            raise TypeError("a weight is no tensor")
         return CheckpointData(
             weights={name: every.pop(name) for name in state["names"]},
             ranks=ranks,
@@ -170,14 +171,14 @@ def _content(file: Path, size_bytes: int, digest: str) -> bytes:
 def _weights(file: Path, size_bytes: int, digest: str) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(_content(file, size_bytes, digest))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # it raises many kinds on what it does not know
         raise CheckpointError(f"{file}: not readable: {error}") from error
 
 
 def _unpickle(file: Path, size_bytes: int, digest: str) -> dict[str, Any]:
     content = _content(file, size_bytes, digest)
     try:
-        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
     except Exception as error:  # the safe reader raises many kinds on what it does not know
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{file}: refused by the safe reader: {reason}") from error

@@ -21,6 +21,7 @@ from runtime.checkpoint.files import (
     fits_safetensors,
     flush_and_digest,
     flush_directory,
+    make_directory,
     read_regular,
     remove_leftovers,
     write_durably,
@@ -91,7 +92,7 @@ def write_checkpoint(directory: Path, data: CheckpointData) -> Path:
         OSError, CheckpointError: It could not be written, or holds what a checkpoint cannot
             hold, or ``directory`` is a checkpoint itself; nothing torn is left of it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     if (directory / MANIFEST).exists():
         raise CheckpointError(
             f"{directory} is a checkpoint itself; name a directory to put checkpoints into"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runtime.checkpoint.contents import CheckpointData
 from runtime.checkpoint.store import remove_old, write_checkpoint
+from runtime.errors import CheckpointError, without_frames
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class CheckpointWriter:
         keep: How many complete ones stay.
 
     Attributes:
+        directory: Where checkpoints go.
         num_written: Checkpoints on the disk.
         num_failed: Checkpoints that could not be written.
         num_superseded: Checkpoints that a newer one replaced while they waited.
@@ -50,7 +52,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._keep = keep
         self._condition = threading.Condition()
         self._waiting: CheckpointData | None = None
@@ -104,7 +106,7 @@ class CheckpointWriter:
     def _write(self, data: CheckpointData) -> None:
         began = time.monotonic()
         try:
-            path = write_checkpoint(self._directory, data)
+            path = write_checkpoint(self.directory, data)
         except BaseException as error:
             with self._condition:
                 self._failed(data, error)
@@ -114,20 +116,21 @@ class CheckpointWriter:
             self.newest = path
         logger.info("checkpoint %s written in %.1f s", path, time.monotonic() - began)
         try:
-            remove_old(self._directory, self._keep)
+            remove_old(self.directory, self._keep)
         except OSError as error:
-            logger.warning("old checkpoints in %s stay: %s", self._directory, error)
+            logger.warning("old checkpoints in %s stay: %s", self.directory, error)
 
     def _failed(self, data: CheckpointData, error: BaseException) -> None:
         self.num_failed += 1
-        self.last_error = error
         logger.error(
             "checkpoint of step %d could not be written to %s: %s: %s; training goes on",
             data.global_step,
-            self._directory,
+            self.directory,
             type(error).__name__,
             error,
+            exc_info=None if isinstance(error, (OSError, CheckpointError)) else error,
         )
+        self.last_error = without_frames(error)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything submitted is written or has failed; False: not in time."""
@@ -144,9 +147,7 @@ class CheckpointWriter:
             self._closed = True
         done = self.wait(timeout_s)
         if not done:
-            logger.error(
-                "a checkpoint to %s is still not written after %s s", self._directory, timeout_s
-            )
+            logger.error("a checkpoint to %s is still not written", self.directory)
         return done
 
 

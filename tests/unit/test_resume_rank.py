@@ -30,7 +30,20 @@ OPTIMIZERS = {
     "lr in a tensor": lambda p: torch.optim.Adam(p, torch.tensor(0.01), foreach=False),
 }
 
+
+class Own(lrs.LRScheduler):
+    """A user's scheduler that holds a function, which no file can."""
+
+    def __init__(self, optimizer):
+        self.rate = lambda step: 0.01 * (step + 1)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [self.rate(self.last_epoch) for _ in self.optimizer.param_groups]
+
+
 SCHEDULERS = {
+    "a function within": lambda o: lrs.SequentialLR(o, [Own(o), lrs.ExponentialLR(o, 0.9)], [4]),
     "steps": lambda o: lrs.MultiStepLR(o, [3, 3, 5], 0.5),
     "cosine": lambda o: lrs.CosineAnnealingLR(o, 12),
     "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
@@ -270,6 +283,19 @@ def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
     at_the_edge.worker._begin_epoch(1)
     assert draws(at_the_edge.worker)[1:] == expected[1:]
     assert draws(at_the_edge.worker)[0] != expected[0]
+
+
+def test_a_rank_that_was_not_there_draws_numbers_of_its_own(alone):
+    first = alone()
+    first.worker._begin_epoch(0)
+    (captured,) = first.ask(m.Capture(id=1))
+    going_on = point(captured, dict(first.worker.model.state_dict()))
+    drawn = []
+    for worker in (first, alone(resume=going_on), alone(resume=going_on, rank=1), alone(rank=1)):
+        if worker is not first:
+            worker.worker._begin_epoch(0)
+        drawn.append(float(torch.rand(1, generator=worker.worker.generator)))
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 def test_a_state_that_no_file_can_hold_is_told_and_stops_nothing(alone):

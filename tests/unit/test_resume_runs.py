@@ -28,11 +28,11 @@ N = 60
 
 
 def stop_after(run, num_steps):
-    """Have the first rank ask for the end after so many of its steps."""
+    """Have the first rank that has made so many steps ask for the end."""
     started, handles = threading.Event(), []
 
     def on_step(worker):
-        if worker.rank == 0 and worker.local_step >= num_steps:
+        if worker.local_step >= num_steps:
             assert started.wait(WAIT_S)
             handles[0].stop()
 
