@@ -41,7 +41,7 @@ from runtime.progress import MetricsThread
 from runtime.replica import BuildOrder
 from runtime.resume import ResumePoint
 from runtime.saving import Saves
-from runtime.state import TrainedState, WorkerFailure, assemble
+from runtime.state import TrainedState, assemble
 from runtime.summary import device_summary
 from runtime.timeline.recording import Recording
 from runtime.worker import GpuWorker
@@ -346,7 +346,9 @@ class Run:
             error = error_of(self._machine.outcome.failure, stuck)
             errors = self._saves.close(error)
             if error is None:
-                state = self._state(errors)
+                lead = next(w for w in self._workers if w is not None)
+                state = assemble(lead.model, lead.flat_state, self._machine.outcome, errors)
+                del lead
         except BaseException as caught:
             error = caught
         try:
@@ -368,23 +370,6 @@ class Run:
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in started if thread.is_alive()]
-
-    def _state(self, checkpoint_errors: tuple[BaseException, ...]) -> TrainedState:
-        outcome = self._machine.outcome
-        lead = next(w for w in self._workers if w is not None)
-        assert outcome.payload is not None, "a run without a failure leaves a state"
-        return assemble(
-            lead.model,
-            lead.flat_state,
-            outcome.payload,
-            metrics=tuple(outcome.metrics),
-            failures=tuple(
-                WorkerFailure(rank=f.rank, epoch=f.epoch, step=f.step, error=f.error)
-                for f in outcome.failures
-            ),
-            stopped=outcome.stopped,
-            checkpoint_errors=checkpoint_errors,
-        )
 
     def _take_down(self) -> None:
         """Free what the run holds; whoever is stuck keeps only what it has in its hands."""

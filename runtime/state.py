@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coordinator.messages import Payload
 from coordinator.metrics import EpochMetrics
+from coordinator.outcome import Outcome
 from runtime.checkpoint.contents import plain
 from runtime.checkpoint.files import save_weights
 from runtime.config import check_path
@@ -91,11 +91,7 @@ class TrainedState:
 def assemble(
     model: nn.Module,
     flat: FlatState,
-    payload: Payload,
-    *,
-    metrics: tuple[EpochMetrics, ...],
-    failures: tuple[WorkerFailure, ...] = (),
-    stopped: bool,
+    outcome: Outcome,
     checkpoint_errors: tuple[BaseException, ...] = (),
 ) -> TrainedState:
     """Put the final average into the model and copy everything to the CPU.
@@ -103,14 +99,12 @@ def assemble(
     Args:
         model: A replica whose worker has left.
         flat: Its flat state.
-        payload: The final average.
-        metrics: One entry for each closed epoch.
-        failures: Workers that died on the way.
-        stopped: Whether the run was ended before its time.
+        outcome: The end of a run that did not fail.
         checkpoint_errors: Of writing checkpoints.
     """
+    assert outcome.payload is not None, "a run without a failure leaves a state"
     with torch.no_grad():
-        flat.load(payload)
+        flat.load(outcome.payload)
         copies: dict[int, Tensor] = {}
 
         def copy(t: Tensor) -> Tensor:
@@ -136,9 +130,12 @@ def assemble(
     return TrainedState(
         params=params,
         buffers=buffers,
-        metrics=metrics,
-        failures=failures,
-        stopped=stopped,
+        metrics=tuple(outcome.metrics),
+        failures=tuple(
+            WorkerFailure(rank=f.rank, epoch=f.epoch, step=f.step, error=f.error)
+            for f in outcome.failures
+        ),
+        stopped=outcome.stopped,
         checkpoint_errors=checkpoint_errors,
         _keys=tuple(keys),
         _extra=extra,
