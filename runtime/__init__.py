@@ -25,6 +25,8 @@ from runtime.errors import (
 from runtime.fsdp import FSDP, ShardingStrategy
 from runtime.gradients import average_gradients, has_non_finite
 from runtime.handle import TrainerHandle
+from runtime.loggers import CombinedLogger, CsvLogger, TensorBoardLogger
+from runtime.monitor import Monitor
 from runtime.setup import DdpConfig, ReplicatedModule
 from runtime.shards import shard_samples
 from runtime.state import TrainedState, WorkerFailure
@@ -32,6 +34,7 @@ from runtime.summary import device_summary
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer
 from runtime.worker import GpuWorker
+from runtime.worker_log import WorkerLogFilter
 from runtime.worker_types import UserFunctions, WorkerConfig
 
 __all__ = [
@@ -39,22 +42,25 @@ __all__ = [
     "AverageBackend",
     "AveragingFailed",
     "BatchResult",
-    "CheckpointError",
     "Cause",
+    "CheckpointError",
     "Collective",
     "CollectiveAborted",
     "CollectiveTimeout",
+    "CombinedLogger",
+    "CsvLogger",
     "DataParallelCoordinator",
     "Ddp",
     "DdpConfig",
     "ElChe",
     "EpochMetrics",
-    "FSDP",
     "Event",
+    "FSDP",
     "GpuWorker",
     "GpuWorkerError",
     "IdleGap",
     "Kind",
+    "Monitor",
     "NonFiniteError",
     "RankMetrics",
     "RankStatistics",
@@ -66,6 +72,7 @@ __all__ = [
     "RunStalled",
     "ShardingStrategy",
     "Statistics",
+    "TensorBoardLogger",
     "Timeline",
     "TimelineSummary",
     "TrainedState",
@@ -76,6 +83,7 @@ __all__ = [
     "WorkerConfig",
     "WorkerFailed",
     "WorkerFailure",
+    "WorkerLogFilter",
     "average_gradients",
     "create_collectives",
     "current_worker",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coordinator.dispatch import count_batches
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import ApplyPolicy, AverageBackend
 from runtime.replica import ModelFactory, OptimFactory, ParamGroups
@@ -168,6 +169,14 @@ class TrainConfig:
     tune_allocator: bool = True
     progress: bool | None = None
     timeline: Timeline | None = None
+
+    def total_batches(self, num_samples: int) -> int:
+        """Batches of the whole run, over all ranks, for a data set of that length."""
+        assert self.batch_size is not None
+        assert self.num_epochs is not None
+        per_epoch = count_batches(num_samples, self.batch_size, drop_last=self.drop_last)
+        total = per_epoch * self.num_epochs
+        return total if self.max_steps is None else min(total, self.max_steps)
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The devices asked for, else every visible CUDA device, else one CPU."""

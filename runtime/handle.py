@@ -19,6 +19,8 @@ from coordinator.world import Statistics
 from runtime.checkpoint.writer import save_once
 from runtime.config import check_float, check_path
 from runtime.interrupts import INTERRUPTS, Period
+from runtime.monitor.monitor import Monitor
+from runtime.monitor.watched import End, watched_run
 from runtime.state import TrainedState
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ class TrainerHandle:
         self._state: TrainedState | None = None
         self._error: BaseException | None = None
         self._given_up = False
+        self._started = time.monotonic()
+        self._ended_at = 0.0
+        self._monitors: list[Monitor] = []
         self.world_size = len(run.devices)
         self.devices: tuple[torch.device, ...] = run.devices
         self.backend: AverageBackend = run.backend
@@ -69,8 +74,13 @@ class TrainerHandle:
     def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
         """The run is over; called by the run."""
         with self._condition:
+            self._ended_at = time.monotonic()
+            # The last makes the others true for who reads without the lock.
             self._state, self._error, self._ended = state, error, True
             self._condition.notify_all()
+            monitors = list(self._monitors)
+        for monitor in monitors:
+            monitor.run_ended()
 
     # -- the caller's side -----------------------------------------------------------
 
@@ -114,6 +124,36 @@ class TrainerHandle:
     def statistics(self) -> Statistics:
         """A frozen snapshot of the coordinator's counters."""
         return self._run.statistics()
+
+    def attach(self, monitor: Monitor) -> TrainerHandle:
+        """Show the run on the page of a :class:`~runtime.Monitor`, from now on; also when it
+        is over. Returns this handle.
+
+        The monitor goes on serving after the end of the run, until it is closed; the handle
+        keeps it. Attaching it again changes nothing.
+
+        Raises:
+            TypeError: It is no monitor.
+            RuntimeError: The monitor is closed.
+            ValueError: It shows another run, which goes on.
+        """
+        if not isinstance(monitor, Monitor):
+            raise TypeError(f"attach({monitor!r:.80}): pass a runtime.Monitor()")
+        with self._condition:
+            if monitor in self._monitors:
+                return self
+        monitor.watch(watched_run(self._run, self._started, self._end))
+        with self._condition:
+            self._monitors.append(monitor)
+        return self
+
+    def _end(self) -> End | None:
+        if not self._ended:
+            return None
+        if self._error is not None:
+            return End(state="failed", at=self._ended_at, error=self._error)
+        stopped = self._state is not None and self._state.stopped
+        return End(state="stopped" if stopped else "finished", at=self._ended_at)
 
     def join(self, timeout: float | None = None) -> TrainedState:
         """Wait for the end of the run.

@@ -15,7 +15,6 @@ import torch
 import torch.distributed
 
 from coordinator import messages as m
-from coordinator.dispatch import count_batches
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
@@ -119,7 +118,7 @@ class Run:
             metrics_fn=config.metrics_fn,
             on_stop=self.stop,
             progress=config.progress,
-            total_batches=self._total_batches(),
+            total_batches=config.total_batches(adapter.num_samples),
             trained=lambda: sum(r.num_batches for r in self.statistics().ranks),
         )
         self._built: list[int] = []
@@ -146,13 +145,6 @@ class Run:
             on_save=self._saves.take,
         )
         return machine, service
-
-    def _total_batches(self) -> int:
-        per_epoch = count_batches(
-            self._adapter.num_samples, self.batch_size, drop_last=self.config.drop_last
-        )
-        total = per_epoch * self.num_epochs
-        return total if self.config.max_steps is None else min(total, self.config.max_steps)
 
     # -- start ---------------------------------------------------------------
 
@@ -322,6 +314,11 @@ class Run:
         if self._service.started:
             self._service.join(timeout_s)
 
+    @property
+    def machine(self) -> Coordinator:
+        """The coordinator, to be looked at."""
+        return self._machine
+
     def statistics(self) -> Statistics:
         """A snapshot of the coordinator's counters."""
         return self._service.statistics()
@@ -346,9 +343,7 @@ class Run:
             error = error_of(self._machine.outcome.failure, stuck)
             errors = self._saves.close(error)
             if error is None:
-                lead = next(w for w in self._workers if w is not None)
-                state = assemble(lead.model, lead.flat_state, self._machine.outcome, errors)
-                del lead
+                state = self._state(errors)
         except BaseException as caught:
             error = caught
         try:
@@ -370,6 +365,10 @@ class Run:
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in started if thread.is_alive()]
+
+    def _state(self, errors: tuple[BaseException, ...]) -> TrainedState:
+        lead = next(w for w in self._workers if w is not None)
+        return assemble(lead.model, lead.flat_state, self._machine.outcome, errors)
 
     def _take_down(self) -> None:
         """Free what the run holds; whoever is stuck keeps only what it has in its hands."""

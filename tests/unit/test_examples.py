@@ -178,6 +178,19 @@ def test_profile_timeline_tells_where_the_time_went(tmp_path, policy):
     assert Path(f"{out}.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_monitor_shows_a_run_and_logs_its_metrics(tmp_path):
+    pytest.importorskip("aiohttp")
+    files = ("--out", tmp_path / "run.html", "--csv", tmp_path / "run.csv")
+    done = run_example("monitor.py", "--epochs", 2, "--samples", 2000, *files)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"open http://127\.0\.0\.1:\d+/\nloss [\d.]+, accuracy [\d.]+%\n", done.stdout)
+    assert "INFO [rank 1 epoch 1 step " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    lines = (tmp_path / "run.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1"]
+
+
 def test_profile_torch_names_the_parts_of_each_workers_step(tmp_path):
     out = tmp_path / "torch.json"
     output = output_of("profile_torch.py", "--epochs", 1, "--out", out)

@@ -1,0 +1,199 @@
+"""Looks at a run now and then, and tells what is new."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from coordinator.metrics import EpochMetrics
+from coordinator.world import Statistics
+from runtime.monitor.feed import Json
+from runtime.monitor.happenings import Happenings
+from runtime.monitor.machine_load import MachineLoad
+from runtime.monitor.past import past_ticks
+from runtime.monitor.watched import End, WatchedRun
+from runtime.timeline.causes import Cause
+from runtime.timeline.summary import TimelineSummary
+from runtime.timeline.text import one_line
+
+MAX_SCALARS = 64
+"""Scalars that are shown of an epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What was seen.
+
+    Attributes:
+        now: How the run stands.
+        ticks: Readings of the counters that are new, in order.
+        epochs: Epochs that have closed since the last look.
+        events: What has happened since.
+        over: Whether the run has ended, and this was the last look.
+    """
+
+    now: Json
+    ticks: list[Json]
+    epochs: list[Json]
+    events: list[Json]
+    over: bool
+
+
+class Reader:
+    """Follows one run. Used by one thread; nothing in the run waits for it.
+
+    A look reads counters: those of the coordinator, under its lock for some microseconds,
+    and those of the timeline without any, if the run has one. The first look tells the
+    past as well.
+
+    Args:
+        run: The run.
+        poll_s: Seconds between two looks.
+    """
+
+    def __init__(self, run: WatchedRun, poll_s: float) -> None:
+        self._run = run
+        self._load = MachineLoad(run, poll_s)
+        self._happenings = Happenings(run)
+        self._num_epochs = 0
+        self._first: tuple[float, int] | None = None
+        self._num_looks = 0
+
+    def facts(self) -> Json:
+        """What does not change."""
+        return {
+            **asdict(self._run.facts),
+            "total_batches": self._run.total_batches,
+            "causes": [cause.label for cause in Cause],
+            "recorded": self._run.timeline is not None,
+            "begun": time.time() - (time.monotonic() - self._run.started),
+        }
+
+    def look(self) -> Look:
+        """Read everything once."""
+        run = self._run
+        end = run.end()  # before the counters: those of a run that has ended are final
+        statistics = run.statistics()
+        summary = None if run.timeline is None else run.timeline.summary()
+        elapsed_s = (time.monotonic() if end is None else end.at) - run.started
+        if summary is not None and summary.facts is not None:
+            elapsed_s = summary.wall_s
+        ticks = [] if self._num_looks or run.timeline is None else past_ticks(run.timeline)
+        ticks.append(self._tick(statistics, summary, elapsed_s))
+        self._num_looks += 1
+        epochs = list(run.epochs(self._num_epochs))
+        self._num_epochs += len(epochs)
+        return Look(
+            now=self._now(statistics, summary, end, elapsed_s),
+            ticks=ticks,
+            epochs=[_epoch(metrics) for metrics in epochs],
+            events=self._happenings.since_last(statistics, epochs, end, elapsed_s),
+            over=end is not None,
+        )
+
+    def close(self) -> None:
+        """No more looks; ends what was started for them."""
+        self._load.close()
+
+    def _now(
+        self,
+        statistics: Statistics,
+        summary: TimelineSummary | None,
+        end: End | None,
+        elapsed_s: float,
+    ) -> Json:
+        error = None if end is None else end.error
+        total, step = self._run.total_batches, statistics.global_step
+        if self._first is None or step == self._first[1]:
+            self._first = (elapsed_s, step)
+        return {
+            "state": "running" if end is None else end.state,
+            "error": None if error is None else _told(error),
+            "model": "" if summary is None else summary.model,
+            "elapsed_s": round(elapsed_s, 3),
+            "left_s": None if end is not None else self._left_s(elapsed_s, step),
+            "step": step,
+            "progress": min(1.0, step / total) if total else 0.0,
+            "epoch": statistics.epoch,
+            "num_epochs": self._num_epochs,
+            "anchor": statistics.anchor,
+            "num_averagings": statistics.num_averagings,
+            "num_failed_rounds": statistics.num_failed_rounds,
+            "ranks": [_rank(rank, summary) for rank in statistics.ranks],
+        }
+
+    def _left_s(self, elapsed_s: float, step: int) -> float | None:
+        """At the speed since training began to be seen; ``None`` before."""
+        assert self._first is not None
+        start_s, first_step = self._first
+        trained, lasted = step - first_step, elapsed_s - start_s
+        if trained <= 0 or lasted <= 0:
+            return None
+        return max(0.0, (self._run.total_batches - step) * lasted / trained)
+
+    def _tick(
+        self, statistics: Statistics, summary: TimelineSummary | None, elapsed_s: float
+    ) -> Json:
+        tick: Json = {
+            "t": round(elapsed_s, 3),
+            "anchor": statistics.anchor,
+            "samples": [rank.num_samples for rank in statistics.ranks],
+            "memory": [_device_memory(device) for device in self._run.devices],
+            **self._load.read(),
+        }
+        if summary is not None and summary.ranks:
+            tick["samples"] = [rank.num_samples for rank in summary.ranks]
+            tick["causes"] = [
+                [round(rank.causes[cause.label], 3) for cause in Cause] for rank in summary.ranks
+            ]
+        return tick
+
+
+def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
+    found = {
+        "rank": rank.rank,
+        "device": rank.device,
+        "alive": rank.alive,
+        "share": rank.share,
+        "throughput": _finite(rank.throughput),
+        "num_batches": rank.num_batches,
+        "num_samples": rank.num_samples,
+        "num_throttles": rank.num_throttles,
+        "sync_s": round(rank.sync_s, 3),
+    }
+    if summary is not None and summary.ranks:
+        found["idle_share"] = summary.ranks[rank.rank].idle_share
+    return found
+
+
+def _epoch(metrics: EpochMetrics) -> Json:
+    scalars = list(metrics.scalars.items())[:MAX_SCALARS]
+    return {
+        "epoch": metrics.epoch,
+        "loss": _finite(metrics.avg_loss),
+        "epoch_s": round(metrics.epoch_s, 3),
+        "num_samples": metrics.num_samples,
+        # Pairs: a name could be one that objects have already.
+        "scalars": [[one_line(name), _finite(value)] for name, value in scalars],
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for what is not finite."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _told(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {one_line(error)}")
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """Bytes that PyTorch holds on a GPU, for all ranks on it together; ``None`` on the CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.memory_reserved(device))

@@ -1,0 +1,328 @@
+"""The server behind a monitor: a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from runtime.monitor import page
+from runtime.monitor.feed import Feed
+from runtime.monitor.hosts import ANY, host_name
+from runtime.monitor.reader import Reader
+from runtime.monitor.viewers import Viewers
+from runtime.monitor.watched import WatchedRun
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "monitor"
+MAX_VIEWERS = 64
+START_S = 10.0
+CLOSE_S = 1.0
+"""How long a page that reads slowly may hold up the end."""
+PING_S = 15.0
+RETRY_MS = 2000
+
+HEADERS = {
+    "Content-Security-Policy": page.POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Server": "gpuworker",
+}
+
+
+class Server:
+    """Serves one page and what it shows, and looks at the run in between.
+
+    The thread holds this object, and this object neither the monitor nor, once the run is
+    over, the run.
+
+    Args:
+        listener: Where requests come in; closed with the server.
+        names: Host names to which it answers.
+        feed: What the pages show.
+        poll_s: Seconds between two looks at the run.
+    """
+
+    def __init__(
+        self, listener: socket.socket, names: frozenset[str], feed: Feed, poll_s: float
+    ) -> None:
+        self._listener = listener
+        self._names = names
+        self._feed = feed
+        self._poll_s = poll_s
+        self._thread = threading.Thread(target=self._main, name=THREAD_NAME, daemon=True)
+        self._started = threading.Event()
+        # Of the loop: nothing is sent to one that was closed. The collector of cycles may call
+        # stop() in a thread that holds it.
+        self._lock = threading.RLock()
+        self._stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BaseException | None = None
+        self._reader: Reader | None = None
+        self._complained = False
+
+    # -- any thread ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, and wait until it serves.
+
+        Raises:
+            RuntimeError: It could not be started.
+        """
+        try:
+            self._thread.start()
+        except BaseException:
+            self._listener.close()
+            raise
+        if not self._started.wait(START_S) or self._error is not None:
+            self.stop()
+            raise RuntimeError("the monitor's server did not start") from self._error
+
+    def follow(self, run: WatchedRun) -> None:
+        """Show this run from now on. Returns at once."""
+        self._send(lambda: self._begin(run))
+
+    def look(self) -> None:
+        """Look at the run now. Returns at once; from any thread."""
+        self._send(lambda: self._due.set())
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Tell the pages, end the thread and wait for it. Idempotent.
+
+        In the server's own thread, as when the collector of cycles runs there, it does not
+        wait.
+        """
+        with self._lock:
+            self._stopped = True
+        self._send(lambda: self._over.set())
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it serves."""
+        return self._thread.is_alive()
+
+    def _send(self, action: Callable[[], None]) -> None:
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(action)
+
+    # -- the server's thread ------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            # Whatever loop the process prefers elsewhere.
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            self._error = error
+            if self._started.is_set():
+                logger.exception("the monitor's server died; the run goes on")
+        finally:
+            self._listener.close()
+            self._leave()
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._due, self._over = asyncio.Event(), asyncio.Event()
+        self._viewers = Viewers(self._history, MAX_VIEWERS)
+        app = web.Application(middlewares=[self._guard], logger=_quiet)
+        for path, handler in (
+            ("/", self._page),
+            (f"/{page.STYLE_NAME}", self._style),
+            (f"/{page.SCRIPT_NAME}", self._script),
+            (f"/{page.plots_name()}", self._plots),
+            ("/events", self._events),
+        ):
+            app.router.add_get(path, handler)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_quiet,
+            handle_signals=False,
+            handler_cancellation=True,
+            shutdown_timeout=CLOSE_S,
+        )
+        await runner.setup()
+        looks = asyncio.create_task(self._look_on())
+        try:
+            await web.SockSite(runner, self._listener).start()
+            with self._lock:
+                self._loop = asyncio.get_running_loop()
+                if self._stopped:  # whoever started it waits no longer
+                    self._over.set()
+            self._started.set()
+            await self._over.wait()
+        finally:
+            with self._lock:
+                self._loop = None  # which is about to be closed
+            looks.cancel()
+            self._viewers.put(b"event: bye\ndata: {}\n\n")
+            self._viewers.close()
+            await self._clean_up(runner)
+
+    async def _clean_up(self, runner: web.AppRunner) -> None:
+        """Let what is being sent go out for a while, then cut all connections."""
+        # Python 3.11 loses a connection that is being accepted when its server is closed: let
+        # no more in, and those that are in become known, first.
+        asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        await _turns()
+        server = runner.server
+        transports = [] if server is None else [c.transport for c in server.connections]
+        await runner.cleanup()
+        for transport in transports:
+            if transport is not None:
+                transport.abort()
+        await _turns()
+
+    def _leave(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    # -- looking at the run ----------------------------------------------------------------
+
+    def _begin(self, run: WatchedRun) -> None:
+        try:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
+            reader = Reader(run, self._poll_s)
+            self._feed.begin(reader.facts())
+            self._reader = reader
+            self._look()
+            self._viewers.restart()
+        except Exception:
+            self._complain()
+        self._due.set()
+
+    async def _look_on(self) -> None:
+        while True:
+            try:
+                # Without a run there is nothing to look at, and no need to wake up.
+                timeout_s = PING_S if self._reader is None else self._poll_s
+                await asyncio.wait_for(self._due.wait(), timeout_s)
+            except TimeoutError:
+                if self._reader is None:
+                    self._viewers.put(b": still here\n\n")
+            self._due.clear()
+            try:
+                self._look()
+            except Exception:
+                self._complain()
+
+    def _look(self) -> None:
+        reader = self._reader
+        if reader is None:
+            return
+        look = reader.look()
+        message = self._feed.add(look.now, look.ticks, look.epochs, look.events)
+        self._viewers.put(_message("news", message))
+        if look.over:
+            self._reader = None
+            reader.close()
+
+    def _complain(self) -> None:
+        if not self._complained:
+            self._complained = True
+            logger.exception("the monitor failed, which it tells once; the run goes on")
+
+    def _history(self) -> bytes:
+        return _message("history", self._feed.history())
+
+    # -- requests ----------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Refuse what is not meant for this server (as by DNS rebinding), and all but reading."""
+        hosts = request.headers.getall("Host", [])
+        name = host_name(hosts[0]) if len(hosts) == 1 else None
+        if name is None or (name not in self._names and ANY not in self._names):
+            return _refusal(
+                421, "This monitor does not answer to this host name: see allowed_hosts of Monitor."
+            )
+        if request.method not in ("GET", "HEAD"):
+            return _refusal(405, "This monitor can only be read.", Allow="GET, HEAD")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _refusal(error.status, error.reason)
+        except Exception:
+            self._complain()
+            return _refusal(500, "The monitor failed: see the log of the run.")
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        return _response(page.served_page(), "text/html")
+
+    async def _style(self, request: web.Request) -> web.StreamResponse:
+        return _response(page.style(), "text/css")
+
+    async def _script(self, request: web.Request) -> web.StreamResponse:
+        return _response(page.script(), "text/javascript")
+
+    async def _plots(self, request: web.Request) -> web.StreamResponse:
+        # Its name has the version: it never changes.
+        cached = {"Cache-Control": "private, max-age=31536000, immutable"}
+        return web.Response(
+            body=page.plots(),
+            content_type="text/javascript",
+            charset="utf-8",
+            headers={**HEADERS, **cached},
+        )
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        headers = {**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+        if request.method == "HEAD":
+            return web.Response(headers=headers)
+        viewer = self._viewers.add()
+        if viewer is None:
+            return _refusal(503, "Too many pages are open.")
+        response = web.StreamResponse(headers=headers)
+        try:
+            await response.prepare(request)
+            await response.write(f"retry: {RETRY_MS}\n\n".encode())
+            while (message := await viewer.next()) is not None:
+                await response.write(message)
+        except ConnectionError:
+            pass  # the page was closed
+        finally:
+            self._viewers.remove(viewer)
+        return response
+
+
+async def _turns() -> None:
+    """Some turns of the loop: connections are opened and closed over more than one."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+# Broken requests are the sender's trouble: they are answered, and fill nobody's log.
+_quiet = logging.getLogger(f"{__name__}.requests")
+_quiet.addHandler(logging.NullHandler())
+_quiet.propagate = False
+
+
+def _message(event: str, data: str) -> bytes:
+    return f"event: {event}\ndata: {data}\n\n".encode("ascii")
+
+
+def _response(text: str, content_type: str) -> web.Response:
+    return web.Response(text=text, content_type=content_type, headers=HEADERS)
+
+
+def _refusal(status: int, reason: str, **headers: str) -> web.Response:
+    return web.Response(status=status, text=f"{reason}\n", headers={**HEADERS, **headers})
