@@ -54,14 +54,7 @@ def start(args, timeline):
 
 def report(timeline):
     """Print what each rank did with its time, and the longest waits."""
-    summary = timeline.summary()
-    print(f"{summary.state} after {summary.wall_s:.2f} s, {summary.num_averagings} averagings")
-    for rank in summary.ranks:
-        parts = sorted(rank.causes.items(), key=lambda part: -part[1])
-        told = ", ".join(f"{name} {s / rank.wall_s:.1%}" for name, s in parts if s > 0.001)
-        print(
-            f"rank {rank.rank}: {rank.num_samples:6,} samples, idle {rank.idle_share:.1%}: {told}"
-        )
+    print(timeline.summary())
     for gap in timeline.idle_gaps()[:5]:
         cause = gap.cause.label
         print(f"rank {gap.rank} lost {gap.duration_s * 1e3:6.1f} ms to {cause}", end=" ")

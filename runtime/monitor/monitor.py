@@ -131,6 +131,7 @@ class Monitor:
         Raises:
             OSError: It cannot be written.
         """
+        self._server.look_now()
         write_text(path, page.saved_page(self._feed.history()))
 
     def close(self) -> None:

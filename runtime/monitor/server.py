@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "monitor"
 MAX_VIEWERS = 64
 START_S = 10.0
+LOOK_S = 5.0
 CLOSE_S = 1.0
 """How long a page that reads slowly may hold up the end."""
 PING_S = 15.0
@@ -95,6 +96,19 @@ class Server:
         """Look at the run now. Returns at once; from any thread."""
         self._send(lambda: self._due.set())
 
+    def look_now(self, timeout_s: float = LOOK_S) -> None:
+        """Look at the run, and wait until that is done or takes too long; from any thread."""
+        done = threading.Event()
+
+        def look() -> None:
+            self._try_to_look()
+            done.set()
+
+        if threading.current_thread() is self._thread:
+            self._try_to_look()
+        elif self._send(look):
+            done.wait(timeout_s)
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Tell the pages, end the thread and wait for it. Idempotent.
 
@@ -112,10 +126,13 @@ class Server:
         """Whether it serves."""
         return self._thread.is_alive()
 
-    def _send(self, action: Callable[[], None]) -> None:
+    def _send(self, action: Callable[[], None]) -> bool:
+        """Have the server's thread do something; ``False`` where it does not serve."""
         with self._lock:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(action)
+            if self._loop is None:
+                return False
+            self._loop.call_soon_threadsafe(action)
+            return True
 
     # -- the server's thread ------------------------------------------------------------
 
@@ -167,6 +184,7 @@ class Server:
             with self._lock:
                 self._loop = None  # which is about to be closed
             looks.cancel()
+            self._try_to_look()  # the run may be over since the last look
             self._viewers.put(b"event: bye\ndata: {}\n\n")
             self._viewers.close()
             await self._clean_up(runner)
@@ -216,10 +234,13 @@ class Server:
                 if self._reader is None:
                     self._viewers.put(b": still here\n\n")
             self._due.clear()
-            try:
-                self._look()
-            except Exception:
-                self._complain()
+            self._try_to_look()
+
+    def _try_to_look(self) -> None:
+        try:
+            self._look()
+        except Exception:
+            self._complain()
 
     def _look(self) -> None:
         reader = self._reader

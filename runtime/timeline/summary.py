@@ -32,6 +32,10 @@ class RunFacts:
     num_samples: int = 0
 
 
+TOLD = 0.001
+"""Smaller parts of a rank's time are left out of its line."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
     """One rank's time.
@@ -70,6 +74,16 @@ class RankSummary:
         """Part of ``wall_s`` of which nothing is known."""
         return share(self.causes[Cause.UNATTRIBUTED.label], self.wall_s)
 
+    def __str__(self) -> str:
+        """One line: what the time went to, most of it first."""
+        parts = sorted(self.causes.items(), key=lambda part: -part[1])
+        shares = [(name, share(seconds, self.wall_s)) for name, seconds in parts]
+        told = ", ".join(f"{name} {part:.1%}" for name, part in shares if part >= TOLD)
+        return (
+            f"rank {self.rank} ({self.device}): {self.num_samples:,} samples, "
+            f"{self.throughput:,.0f} a second, idle {self.idle_share:.1%}: {told}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSummary:
@@ -102,6 +116,15 @@ class TimelineSummary:
     anchor: int = 0
     coordinator_busy_s: float = 0.0
     num_dropped: int = 0
+
+    def __str__(self) -> str:
+        """A line for the run, and one for each rank."""
+        error = f" ({self.error})" if self.error else ""
+        first = (
+            f"{self.model or 'run'}: {self.state} after {self.wall_s:.2f} s{error}; "
+            f"{self.num_epochs} epochs, {self.num_averagings} averagings"
+        )
+        return "\n".join([first, *map(str, self.ranks)])
 
     def as_dict(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dictionaries."""

@@ -170,7 +170,8 @@ def test_profile_timeline_tells_where_the_time_went(tmp_path, policy):
     output = output_of(
         "profile_timeline.py", "--policy", policy, "--epochs", 2, "--samples", 2000, "--out", out
     )
-    ranks = re.findall(r"^rank (\d): +[\d,]+ samples, idle [\d.]+%: (.*)$", output, re.MULTILINE)
+    line = r"^rank (\d) \(cpu\): [\d,]+ samples, [\d,]+ a second, idle [\d.]+%: (.*)$"
+    ranks = re.findall(line, output, re.MULTILINE)
     assert [rank for rank, _ in ranks] == ["0", "1"]
     for _, told in ranks:
         assert sum(float(share) for share in re.findall(r"([\d.]+)%", told)) > 95

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import socket
+import threading
 import time
 import weakref
 from itertools import pairwise
@@ -422,3 +423,29 @@ def test_a_page_waits_for_what_is_new():
         return await asyncio.wait_for(waiting, WAIT_S)
 
     assert asyncio.run(play()) == b"news"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_saved_page_of_a_run_that_is_over_shows_its_end(closed, tmp_path):
+    """However seldom the monitor looks, and however soon after join() the page is saved."""
+    with Monitor(poll_s=60.0) as monitor:
+        gate, busy = threading.Event(), threading.Event()
+
+        def dawdle():
+            busy.set()
+            assert gate.wait(WAIT_S)
+
+        running = Gate()
+        handle = builder(train=running, epochs=2).run().attach(monitor)
+        running.await_entry()
+        monitor._server._send(dawdle)
+        assert busy.wait(WAIT_S)
+        running.opened.set()
+        handle.join(WAIT_S)
+        threading.Timer(0.1, gate.set).start()  # what is saved before that lacks the end
+        if closed:
+            monitor.close()
+        monitor.save_html(tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert '"state":"finished"' in text
+    assert '"state":"running"' not in text
