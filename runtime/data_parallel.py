@@ -132,6 +132,9 @@ class DataParallelCoordinator:
             self._threads.close()
             raise
         self._mirror = LoopMirror(self._replicas)
+        # Appended to: the hook must not keep this object and its threads alive.
+        self._loaded: list[torch.optim.Optimizer] = []
+        self._replicas[0].optimizer.register_load_state_dict_post_hook(self._loaded.append)
 
     def _build(
         self,
@@ -198,7 +201,11 @@ class DataParallelCoordinator:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Every replica's optimizer; change all alike, for instance by a scheduler for each."""
+        """Every replica's optimizer.
+
+        Settings of the first one, a learning rate or what a scheduler sets, and a state that is
+        loaded into it, hold for all from the next batch on. Save the first one's; load it there.
+        """
         return tuple(replica.optimizer for replica in self._replicas)
 
     # -- training -----------------------------------------------------------------------
@@ -236,7 +243,11 @@ class DataParallelCoordinator:
             shards = shard_samples(samples, self.num_devices)
             counts = [count_samples(shard) for shard in shards]
             self._mirror.follow_flags()
+            self._mirror.follow_settings()
             marks = self._marks(samples)
+            if self._loaded:
+                self._copy_from_primary(lambda r, _: r.copy_optimizer(self._replicas[0]))
+                self._loaded.clear()
             if not self._alike or self._mirror.is_changed():
                 self._copy_all(marks)
             self._alike = False  # until the end: Ctrl-C may come between any two lines

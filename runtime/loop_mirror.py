@@ -75,6 +75,29 @@ class LoopMirror:
                     with torch.inference_mode(False):
                         module._buffers[key] = buffer.clone()
 
+    def follow_settings(self) -> None:
+        """Give every optimizer the settings of the first one's groups.
+
+        Raises:
+            RuntimeError: It has other groups than it was built with.
+        """
+        groups = self._first.optimizer.param_groups
+        for other in self._others:
+            own = other.optimizer.param_groups
+            if [len(g["params"]) for g in own] != [len(g["params"]) for g in groups]:
+                raise RuntimeError(
+                    "the first optimizer has other parameter groups than the others: build all "
+                    "groups in optim_factory"
+                )
+            for group, its in zip(groups, own, strict=True):
+                for key, value in group.items():
+                    if key == "params":
+                        continue
+                    if isinstance(value, Tensor) and isinstance(its.get(key), Tensor):
+                        its[key].copy_(value)
+                    elif its.get(key) is not value:
+                        its[key] = value
+
     def is_changed(self) -> bool:
         """Whether tensors of the first replica were written to since :meth:`are_alike`."""
         now = self._look()

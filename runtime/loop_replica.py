@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -66,6 +67,8 @@ class LoopReplica:
     ) -> None:
         self.model = replica.model
         self.optimizer = replica.optimizer
+        # PyTorch takes the tensors of a state as they are, and each replica needs its own.
+        self.optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
         self.modules = list(replica.model.modules())
         self.tensors = list(replica.model.parameters())
         self._state = replica.state
@@ -152,6 +155,11 @@ class LoopReplica:
                 buffer.copy_(kept)
         self._kept = []
         self._forget_gradients()
+        self._device.finish()
+
+    def copy_optimizer(self, source: LoopReplica) -> None:
+        """Take over the state and settings of another replica's optimizer, which rests."""
+        self.optimizer.load_state_dict(source.optimizer.state_dict())
         self._device.finish()
 
     def copy_params(self, source: LoopReplica) -> None:

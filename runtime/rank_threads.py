@@ -59,7 +59,10 @@ class Call:
         self._taken = [False] * num_ranks  # each is its own rank's thread's
         self._lock = threading.Lock()
         self._num_left = num_ranks
-        self._done = threading.Event()
+        # Not an Event: its methods are Python code, which Ctrl-C may leave in the middle with
+        # the lock inside it held for good.
+        self._done = threading.Lock()
+        self._done.acquire()
 
     def carry_out(self, rank: int, broken: BaseException | None) -> None:
         """Do a rank's part, in its thread, once; ``broken`` is why it cannot be done."""
@@ -77,7 +80,7 @@ class Call:
             self._num_left -= 1
             last = self._num_left == 0
         if last:
-            self._done.set()
+            self._done.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until every rank is through; ``False`` if time is up before.
@@ -85,11 +88,13 @@ class Call:
         Can be interrupted by a signal. The ranks' work goes on then.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._done.is_set():
+        while self._num_left:
             left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
             if left <= 0:
                 return False
-            self._done.wait(left)
+            # Taken by whoever waits first, who leaves it to the others.
+            if self._done.acquire(timeout=left):
+                self._done.release()
         return True
 
 

@@ -57,7 +57,8 @@ class Trainer:
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters, called
                 once for each device.
             devices: ``None``: every visible CUDA device, else one CPU. A device may stand more
-                than once.
+                than once. Several CPU devices share PyTorch's intra-op threads with the calling
+                thread, which has as many as each of them until it closes the model.
 
         Returns:
             A module in train mode whose ``state_dict`` has the model's own keys.

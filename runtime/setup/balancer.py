@@ -7,7 +7,9 @@ proportion to a moving average of the throughputs, fitted anew every so many ste
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 CALIBRATION_STEPS = 10
 """Steps before the first re-balance."""
@@ -20,26 +22,62 @@ MIN_SHARE = 0.05
 
 MIN_GAIN = 0.05
 """Ratios that would shorten a step by less than this part of it are no gain but noise."""
+MIN_CHANGE = 0.25
+"""Where ratios that were tried were no gain, speeds have to change by this part of them before
+others are tried."""
+WARM_UP_STEPS = 3
+"""Steps whose time tells nothing: memory is allocated, kernels are chosen."""
+
+
+class Trial(NamedTuple):
+    """What there was before ratios that are on trial.
+
+    Attributes:
+        ratios: The ratios.
+        cost: Seconds for each sample of a batch with them.
+        throughput: Of each device with them.
+    """
+
+    ratios: tuple[float, ...]
+    cost: float
+    throughput: tuple[float, ...]
 
 
 class Balancer:
     """Chunk ratios from throughputs. No clock, no thread; not thread-safe.
 
+    Each device has a cost for each call too, which a throughput hides: the larger its part,
+    the faster a device looks, and alike ones would drift apart. So new ratios are on trial:
+    unless the steps with them are shorter than those before, the old ones come back and hold.
+
     Args:
         world_size: Number of devices, at least 1.
         speed_hint: ``(slow rank, ratio)``: first ratios, corrected after the first step.
+        fixed: Whether the first ratios hold for good.
     """
 
-    def __init__(self, world_size: int, speed_hint: tuple[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        speed_hint: tuple[int, float] | None = None,
+        *,
+        fixed: bool = False,
+    ) -> None:
         weights = [1.0] * world_size
         if speed_hint is not None:
             slow, ratio = speed_hint
             weights = [1.0 if rank == slow else ratio for rank in range(world_size)]
         self._hinted = speed_hint is not None
+        self._fixed = fixed
         self._ratios = shares_of(weights)
         self._throughput = [0.0] * world_size
         self._pending_s = [0.0] * world_size
         self._num_steps = 0
+        self._last_s = [0.0] * world_size
+        self._last_n = [0] * world_size
+        self._costs: list[float] = []  # of the steps since the last re-balance
+        self._trial: Trial | None = None
+        self._held: Sequence[float] | None = None
         self._sizes: dict[int, tuple[int, ...]] = {}
 
     @property
@@ -65,6 +103,8 @@ class Balancer:
         if num_samples <= 0 or not self._pending_s[rank]:
             return
         measured = num_samples / self._pending_s[rank]
+        self._last_s[rank] += self._pending_s[rank]
+        self._last_n[rank] += num_samples
         self._pending_s[rank] = 0.0
         old = self._throughput[rank]
         self._throughput[rank] = old + SMOOTHING * (measured - old) if old else measured
@@ -76,14 +116,19 @@ class Balancer:
             Whether the ratios were fitted anew.
         """
         self._num_steps += 1
+        self._note_cost()
         since = self._num_steps - CALIBRATION_STEPS
         first_guess = self._hinted and self._num_steps == 1
-        if not first_guess and (since < 0 or since % REBALANCE_EVERY):
+        if self._fixed or (not first_guess and (since < 0 or since % REBALANCE_EVERY)):
             return False
-        return self._rebalance()
+        if since >= 0 and self._fails_trial():
+            return True
+        return self._rebalance(on_trial=since >= 0)
 
     def adopt(self, weights: Sequence[float]) -> None:
         """Take ratios in proportion to speeds that were measured elsewhere."""
+        if self._fixed:
+            return
         self._ratios = shares_of(weights)
         self._sizes.clear()
 
@@ -104,10 +149,41 @@ class Balancer:
             found = self._sizes[num_samples] = share_out(num_samples, self._ratios)
         return found
 
-    def _rebalance(self) -> bool:
+    def _note_cost(self) -> None:
+        """Seconds for each sample of a batch, once all devices have told their time for one."""
+        if all(self._last_n):
+            if self._num_steps > WARM_UP_STEPS:
+                self._costs.append(max(self._last_s) / sum(self._last_n))
+            self._last_s = [0.0] * len(self._last_s)
+            self._last_n = [0] * len(self._last_n)
+
+    def _fails_trial(self) -> bool:
+        """Take ratios back that were no gain."""
+        trial, self._trial = self._trial, None
+        if trial is None or not self._costs:
+            return False
+        if statistics.median(self._costs) <= trial.cost * (1 - MIN_GAIN / 2):
+            return False
+        self._held = trial.throughput
+        self._costs = []
+        self.adopt(trial.ratios)
+        return True
+
+    def _rebalance(self, *, on_trial: bool) -> bool:
         measured = [rank for rank, rate in enumerate(self._throughput) if rate > 0]
         if len(measured) < 2:
             return False
+        costs, self._costs = self._costs, []
+        fitted = self._fitted(measured)
+        if fitted == self._ratios or self._holds():
+            return True
+        self._held = None
+        if on_trial and costs:
+            self._trial = Trial(self._ratios, statistics.median(costs), self.throughput)
+        self.adopt(fitted)
+        return True
+
+    def _fitted(self, measured: Sequence[int]) -> tuple[float, ...]:
         # A device without a measurement keeps its part; the others share what is left.
         left = sum(self._ratios[rank] for rank in measured)
         total = sum(self._throughput[rank] for rank in measured)
@@ -116,13 +192,19 @@ class Balancer:
             weights[rank] = left * self._throughput[rank] / total
         fitted = shares_of(weights)
         equal = (1.0 / len(fitted),) * len(fitted)
-        # Equal parts before others that are hardly better: alike devices stay alike.
+        # Equal parts before others that are hardly better.
         for ratios in (equal, self._ratios):
             if self._step_s(ratios) * (1 - MIN_GAIN) <= self._step_s(fitted):
-                fitted = ratios
-                break
-        self.adopt(fitted)
-        return True
+                return ratios
+        return fitted
+
+    def _holds(self) -> bool:
+        """Whether speeds are still those with which other ratios were no gain."""
+        if self._held is None:
+            return False
+        before, now = sum(self._held), sum(self._throughput)
+        pairs = zip(self._held, self._throughput, strict=True)
+        return all(abs(n / now - b / before) <= MIN_CHANGE * b / before for b, n in pairs)
 
     def _step_s(self, ratios: Sequence[float]) -> float:
         """How long a step with these parts would take, by what was measured."""

@@ -78,7 +78,7 @@ def set_up(
         replicas = _build_replicas(threads, source, optim_factory)
         ends.get()
         runner = Runner(threads, places, ends, journal)
-        balancer = Balancer(len(places), config.speed_hint)
+        balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
         drifting = len({kind_of(place) for place in places}) > 1
         team = Team(
             replicas,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.config import check_float, check_int
+from runtime.config import check_flag, check_float, check_int
 
 DEFAULT_ANCHOR = 10
 """Batches of the slowest device between two reductions, at the start."""
@@ -43,6 +43,8 @@ class DdpConfig:
         speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
             faster. Shares batches out accordingly until the first reduction, after which
             measured speeds hold.
+        balance: Whether batches are shared out by measured speeds. If not, parts are equal, or
+            those of the hint, for good: for models that need pieces of a certain size.
         overhead_target: Part of the computing time that reductions may cost, 0.01 to 0.50,
             where ElChe spaces them; ``None``: 0.10.
         max_anchor: Most batches that the slowest device runs between two reductions.
@@ -58,6 +60,7 @@ class DdpConfig:
     """
 
     speed_hint: tuple[int, float] | None = None
+    balance: bool = True
     overhead_target: float | None = None
     max_anchor: int | None = None
     max_grad_norm: float | None = None
@@ -66,6 +69,7 @@ class DdpConfig:
     def __post_init__(self) -> None:
         if self.speed_hint is not None:
             object.__setattr__(self, "speed_hint", _checked_hint(self.speed_hint))
+        check_flag("balance", self.balance)
         if self.overhead_target is not None:
             check_float("overhead_target", self.overhead_target, 0.01, 0.50)
         if self.max_anchor is not None:

@@ -64,7 +64,7 @@ class Likeness:
         self.groups.follow()
         modes_changed = self._mirror.flags()
         buffers_changed = self._mirror.buffers_changed()
-        if self._loaded or self.broken:
+        if self._loaded or self.broken or self._state_was_cleared():
             self._copy("copy_optimizer")
             self._loaded = False
         if self.broken or self._mirror.weights_changed():
@@ -75,6 +75,10 @@ class Likeness:
         ):
             self._copy("copy_buffers")
             self._buffers_are_alike()
+
+    def _state_was_cleared(self) -> bool:
+        num_kept = len(self._first.optimizer.state)
+        return any(len(replica.optimizer.state) != num_kept for replica in self._replicas)
 
     @contextmanager
     def computing(self, *, prepared: bool) -> Iterator[None]:
@@ -93,6 +97,8 @@ class Likeness:
             yield
         finally:
             if not pending:
+                if self._mirror.buffers_written():
+                    self.buffers_differ = True  # by a forward in eval mode
                 self._mirror.buffers_are_seen()
 
     def stepped(self) -> None:

@@ -29,6 +29,7 @@ class Mirror:
         self._first, *self._others = replicas
         self._modes = self._read_modes()
         self._trainable = self._read_trainable()
+        self._trained = list(self._trainable)
         self._versions = self._read_versions()
         self._slots = [
             (module, slots, key)
@@ -57,7 +58,11 @@ class Mirror:
             )
 
     def flags(self) -> bool:
-        """Pass modes and frozen parameters on; tells whether a mode has changed."""
+        """Pass modes and frozen parameters on; tells whether a mode has changed.
+
+        Raises:
+            RuntimeError: A parameter requires a gradient that did not when it was set up.
+        """
         modes = self._read_modes()
         changed = modes != self._modes
         if changed:
@@ -67,11 +72,22 @@ class Mirror:
                     module.training = mode
         trainable = self._read_trainable()
         if trainable != self._trainable:
+            self._refuse_strangers(trainable)
             self._trainable = trainable
             for replica in self._others:
                 for p, flag in zip(replica.tensors, trainable, strict=True):
                     p.requires_grad_(flag)
         return changed
+
+    def _refuse_strangers(self, trainable: Sequence[bool]) -> None:
+        names = [name for name, _ in self._first.model.named_parameters()]
+        for name, now, then in zip(names, trainable, self._trained, strict=True):
+            if now and not then:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen in Trainer.setup, so no optimizer holds it and "
+                    "no gradient of it is exchanged: freeze parameters after Trainer.setup, and "
+                    "unfreeze them when they are due"
+                )
 
     def weights_changed(self) -> bool:
         """Whether rank 0's weights were changed since :meth:`weights_are_alike`."""
@@ -100,6 +116,12 @@ class Mirror:
                         "keep both, or register such a buffer before Trainer.setup"
                     )
         return True
+
+    def buffers_written(self) -> bool:
+        """Whether any of rank 0's buffers was written to since; one that was replaced is not."""
+        now = self._first.state.buffers.tensors()
+        pairs = zip(now, self._buffers, _versions(now), self._buffer_versions, strict=True)
+        return any(new is old and v != before for new, old, v, before in pairs)
 
     def buffers_are_seen(self) -> None:
         """Rank 0's buffers, as they are now, hold nothing that others must be told of."""

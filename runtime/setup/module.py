@@ -51,7 +51,7 @@ class ReplicatedModule(nn.Module):
     rank 0's parameters are copied after each step where devices are not all of one kind. An
     optimizer that draws random numbers draws others on each device. Parameter groups that are
     added to :attr:`optimizer` reach all; what they hold must have required a gradient in
-    ``Trainer.setup``.
+    ``Trainer.setup``. So does a state that is loaded into it, but not one changed in place.
 
     **Several batches for each device between two reductions** (of use where devices differ,
     or reductions cost much) are supplied in lists, and the loss is computed where the model
@@ -172,7 +172,8 @@ class ReplicatedModule(nn.Module):
         self._engine.zero_grad()
 
     def set_scheduler(self, factory: SchedulerFactory) -> None:
-        """Drive the learning rate by ``factory(optimizer)``, one step of it for each step."""
+        """Drive the learning rate by ``factory(optimizer)``, one step of it for each step. After
+        loading what an earlier run of ``n`` steps left, pass the scheduler ``last_epoch=n - 1``."""
         check_callable("factory", factory, "f(optimizer) -> LRScheduler")
         self._engine.rate.set_scheduler(factory)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +84,7 @@ class Solo(Engine):
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Forward, loss and backward of each batch in turn."""
+        self._notice_zeroed()
         if not self._num_accumulated and any(p.grad is not None for p in self._params):
             raise RuntimeError(MIXED)
         start_s = time.perf_counter()
@@ -106,6 +109,7 @@ class Solo(Engine):
         """Clip, step and forget the gradients."""
         start_s = time.perf_counter()
         self.rate.check()
+        self._notice_zeroed()
         if self._num_accumulated:
             mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
             self._num_accumulated = 0
@@ -149,12 +153,18 @@ class Solo(Engine):
     def close(self) -> None:
         """Nothing was started."""
 
+    def _notice_zeroed(self) -> None:
+        """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""
+        if self._num_accumulated and all(p.grad is None for p in self._params):
+            self._num_accumulated = 0
+
     def _guard(self) -> None:
         """Until the step, refuse gradients from elsewhere before any of them is added."""
         for place, p in enumerate(self._params):
             if p.requires_grad and place not in self._nodes:
                 self._nodes[place] = torch.autograd.graph.get_gradient_edge(p).node
-        self._guards = [node.register_prehook(_refuse) for node in self._nodes.values()]
+        refuse = partial(_refuse, weakref.ref(self))  # the nodes may live longer
+        self._guards = [node.register_prehook(refuse) for node in self._nodes.values()]
 
     def _unguard(self) -> None:
         for guard in self._guards:
@@ -164,5 +174,8 @@ class Solo(Engine):
             self._nodes.clear()  # one belongs to the stream under which it was made
 
 
-def _refuse(grads: Any) -> NoReturn:
-    raise RuntimeError(MIXED)
+def _refuse(solo: weakref.ref[Solo], grads: Any) -> None:
+    if (self := solo()) is not None:
+        self._notice_zeroed()
+        if self._num_accumulated:
+            raise RuntimeError(MIXED)

@@ -121,6 +121,7 @@ class Team(Engine):
         with self._turn():
             self._settle()
             if params:
+                self._notice_gradients()
                 self._open(Window.BACKWARD)
             given = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
             meet = params and not self._direct
@@ -187,14 +188,14 @@ class Team(Engine):
             self._prepare()
             self.rate.check()
             self._notice_gradients()
-            if self._direct and self._window is Window.BACKWARD:
-                self._direct.spread()
             options = self._likeness.groups.options()
             tasks = [
                 partial(self._step, rank, end, options if rank else None)
                 for rank, end in enumerate(self._runner.ends())
             ]
             try:
+                if self._direct and self._window is Window.BACKWARD:
+                    self._direct.spread()
                 self._runner.run(tasks, "step")
                 self._likeness.stepped()
             except BaseException:
@@ -306,9 +307,12 @@ class Team(Engine):
             self._likeness.broken = True
 
     def _notice_gradients(self) -> None:
-        """Those of rank 0's module itself, which the caller may have trained, count."""
-        if self._window is Window.EMPTY and any(p.grad is not None for p in self._first.tensors):
-            self._window = Window.BACKWARD
+        """What the caller did to rank 0's gradients by itself: trained its module, or zeroed."""
+        if any(p.grad is not None for p in self._first.tensors):
+            if self._window is Window.EMPTY:
+                self._window = Window.BACKWARD
+        elif self._window is Window.BACKWARD or self._counts[0]:
+            self._forget()  # by optimizer.zero_grad()
 
     def _open(self, window: Window) -> None:
         if self._window not in (Window.EMPTY, window):

@@ -6,10 +6,22 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from runtime import ReplicaMismatch
-from tests.unit.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of, state
+from tests.unit.parallel import (
+    NUM_CLASSES,
+    adam,
+    equal,
+    identical,
+    loss_fn,
+    mlp,
+    replicas,
+    samples_of,
+    state,
+)
 
 
 def with_norm(device):
@@ -216,3 +228,92 @@ def test_a_primary_that_was_put_right_trains_on():
         freeze(coordinator.primary)
         coordinator.train_batch(samples_of(8))
         assert identical(coordinator)
+
+
+# -- optimizers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["first", "all"])
+def test_a_loaded_optimizer_goes_on_as_if_nothing_had_happened(which):
+    with replicas(3) as straight:
+        for seed in range(3):
+            straight.train_batch(samples_of(10, seed))
+        weights = copy.deepcopy(straight.primary.state_dict())
+        saved = copy.deepcopy(straight.optimizers[0].state_dict())
+        for seed in range(3, 6):
+            straight.train_batch(samples_of(10, seed))
+        with replicas(3) as again:
+            again.primary.load_state_dict(weights)
+            for optimizer in again.optimizers[: 1 if which == "first" else 3]:
+                optimizer.load_state_dict(saved)
+            for seed in range(3, 6):
+                again.train_batch(samples_of(10, seed))
+            assert identical(again)
+            assert_close(state(again.primary), state(straight.primary))
+            addresses = {
+                value.data_ptr()
+                for optimizer in again.optimizers
+                for entry in optimizer.state.values()
+                for value in entry.values()
+                if isinstance(value, torch.Tensor)
+            }
+            num_tensors = sum(
+                isinstance(value, torch.Tensor)
+                for optimizer in again.optimizers
+                for entry in optimizer.state.values()
+                for value in entry.values()
+            )
+            assert len(addresses) == num_tensors, "replicas share the memory of their optimizers"
+
+
+def test_settings_of_the_first_optimizer_hold_for_all():
+    with replicas(3) as coordinator:
+        coordinator.train_batch(samples_of(10))
+        coordinator.optimizers[0].param_groups[0]["lr"] = 0.3
+        coordinator.train_batch(samples_of(10, 1))
+        assert identical(coordinator)
+        assert {o.param_groups[0]["lr"] for o in coordinator.optimizers} == {0.3}
+
+
+def test_groups_added_to_the_first_optimizer_alone_are_refused():
+    with replicas(2) as coordinator:
+        coordinator.optimizers[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+        with pytest.raises(RuntimeError, match="build all groups in optim_factory"):
+            coordinator.train_batch(samples_of(10))
+
+
+class Laid(nn.Module):
+    """Parameters whose memory is not in the order of their dimensions."""
+
+    def __init__(self, channels, transposed):
+        super().__init__()
+        self.conv = nn.Conv2d(2, channels, 2).to(memory_format=torch.channels_last)
+        weight = torch.randn(channels * 2, NUM_CLASSES)
+        self.weight = nn.Parameter(weight.t().contiguous().t() if transposed else weight)
+
+    def forward(self, x):
+        return self.conv(x.view(-1, 2, 1, 3).expand(-1, 2, 2, 3)).flatten(1) @ self.weight
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 4), st.booleans(), st.integers(2, 4), st.lists(st.integers(1, 9), min_size=1))
+def test_gradients_are_laid_out_alike_on_all_replicas(channels, transposed, world_size, sizes):
+    layouts = [[] for _ in range(world_size)]
+
+    def build(device):
+        torch.manual_seed(0)
+        return Laid(channels, transposed).to(device)
+
+    with replicas(world_size, model=build) as coordinator:
+        for optimizer, seen in zip(coordinator.optimizers, layouts, strict=True):
+            params = optimizer.param_groups[0]["params"]
+
+            def note(*_, params=params, seen=seen):
+                seen.append([(p.grad.shape, p.grad.stride(), p.grad.dtype) for p in params])
+
+            optimizer.register_step_pre_hook(note)
+        for size in sizes[:3]:
+            coordinator.train_batch(samples_of(size, dtype=torch.float32))
+        assert identical(coordinator)
+    assert layouts[0]
+    assert all(seen == layouts[0] for seen in layouts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from runtime.setup.balancer import (
     CALIBRATION_STEPS,
     MIN_SHARE,
     REBALANCE_EVERY,
+    WARM_UP_STEPS,
     Balancer,
     deal,
     share_out,
@@ -109,8 +111,9 @@ def test_the_first_rebalance_comes_after_calibration_and_the_next_ones_at_an_int
     balancer = Balancer(2)
     changed = []
     for step in range(1, CALIBRATION_STEPS + 2 * REBALANCE_EVERY + 1):
-        balancer.observe(0, 10, 1.0)
-        balancer.observe(1, 10, 0.5)
+        sizes = balancer.sizes(30)
+        balancer.observe(0, sizes[0], 0.1 * sizes[0])
+        balancer.observe(1, sizes[1], 0.05 * sizes[1])
         if balancer.step():
             changed.append(step)
     assert changed == [
@@ -120,6 +123,54 @@ def test_the_first_rebalance_comes_after_calibration_and_the_next_ones_at_an_int
     ]
     assert balancer.chunk_ratios == pytest.approx((1 / 3, 2 / 3))
     assert balancer.sizes(9) == (3, 6)
+
+
+def train(balancer, batch_size, num_steps, *, call_s, sample_s, noise=0.0, seed=0):
+    """Steps of devices that have a cost for each call and one for each sample.
+
+    Returns the least part that a device had on the way.
+    """
+    generator, least = random.Random(seed), 1.0
+    for _ in range(num_steps):
+        for rank, size in enumerate(balancer.sizes(batch_size)):
+            seconds = call_s[rank] + sample_s[rank] * size
+            balancer.observe(rank, size, seconds * generator.uniform(1 - noise, 1 + noise))
+        balancer.step()
+        least = min(least, *balancer.chunk_ratios)
+    return least
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("call_s", "sample_s"), [((2.2e-4, 2e-4), 2e-6), ((1.1e-3, 1e-3), 5e-6)])
+def test_a_cost_for_each_call_drives_alike_devices_not_apart(call_s, sample_s, seed):
+    balancer = Balancer(2)
+    costs = {"call_s": call_s, "sample_s": [sample_s] * 2}
+    assert train(balancer, 12, 3000, **costs, noise=0.1, seed=seed) > 0.4
+
+
+def test_ratios_that_are_no_gain_are_taken_back_until_speeds_change():
+    balancer = Balancer(2)
+    # The larger part seems faster, and is not.
+    first = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
+    train(balancer, 20, CALIBRATION_STEPS, **first)
+    assert balancer.chunk_ratios[1] > 0.52
+    train(balancer, 20, REBALANCE_EVERY, **first)
+    assert balancer.chunk_ratios == (0.5, 0.5)
+    train(balancer, 20, 4 * REBALANCE_EVERY, **first)
+    assert balancer.chunk_ratios == (0.5, 0.5)
+    train(balancer, 20, 2 * REBALANCE_EVERY, call_s=[0.0, 0.0], sample_s=[0.3, 0.1])
+    assert balancer.chunk_ratios == pytest.approx((0.25, 0.75), abs=0.01)
+
+
+def test_the_first_steps_are_no_measure_for_a_trial():
+    balancer = Balancer(2)
+    slow = {"call_s": [60.0, 50.0], "sample_s": [0.001, 0.001]}  # kernels are chosen, say
+    train(balancer, 20, WARM_UP_STEPS, **slow)
+    usual = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
+    train(balancer, 20, CALIBRATION_STEPS - WARM_UP_STEPS, **usual)
+    assert balancer.chunk_ratios[1] > 0.52
+    train(balancer, 20, REBALANCE_EVERY, **usual)
+    assert balancer.chunk_ratios == (0.5, 0.5)
 
 
 def test_a_new_measurement_counts_three_tenths():
@@ -178,3 +229,12 @@ def test_whatever_is_measured_the_ratios_stay_parts_of_one(steps):
         assert math.isclose(sum(balancer.chunk_ratios), 1.0)
         assert min(balancer.chunk_ratios) >= MIN_SHARE * (1 - 1e-9)
         assert sum(balancer.sizes(num_samples)) == num_samples
+
+
+@pytest.mark.parametrize("hint", [None, (0, 3.0)])
+def test_fixed_ratios_stay_whatever_is_measured(hint):
+    balancer = Balancer(2, hint, fixed=True)
+    before = balancer.chunk_ratios
+    train(balancer, 20, 2 * REBALANCE_EVERY, call_s=[0.0, 0.0], sample_s=[0.1, 0.9])
+    balancer.adopt([1.0, 5.0])
+    assert balancer.chunk_ratios == before

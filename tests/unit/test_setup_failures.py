@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from runtime import GpuWorkerError, ReplicaFailed, Trainer
 from runtime.setup import replicas as replicas_file
 from runtime.setup import team as team_file
+from runtime.setup.replica import LoopReplica
 from runtime.setup.replicas import Job
 from tests.unit.own_loop import (
     NUM_FEATURES,
@@ -161,6 +162,36 @@ def test_a_rank_that_fails_before_the_reduction_wakes_its_peers():
         rank0.data = kept
         train_step(model, *make_batch(5))
         assert_identical(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("num_given", [0, 1])
+def test_gradients_that_reach_some_replicas_alone_are_dropped(num_given, error, monkeypatch):
+    """The step ends while the caller hands rank 0's gradients out."""
+    given = []
+
+    def take_from(replica, first):
+        if len(given) == num_given:
+            raise error
+        given.append(replica)
+        plain(replica, first)
+
+    plain = LoopReplica.take_from
+    with gradients_travel("directly"), on_cpus(make_net(), 3, adamw) as model:
+        train_step(model, *make_batch(6))
+        alone = twin(model)
+        x, y = make_batch(7)
+        F.cross_entropy(model(x), y).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(LoopReplica, "take_from", take_from)
+            with pytest.raises((error, ReplicaFailed)):
+                model.step()
+        assert all(p.grad is None for replica in model.replicas for p in replica.parameters())
+        model.optimizer.zero_grad()
+        train_step(model, x, y)
+        train_step(alone, x, y)
+        assert_identical(model)
+        assert_close(model, alone.model)
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "step"])

@@ -312,6 +312,7 @@ def test_a_parameter_that_is_not_trained_here_is_taken_out_again():
         with pytest.raises(ValueError, match=r"required a gradient in Trainer\.setup"):
             model(x)
         assert len(model.optimizer.param_groups) == 1
+        net[0].requires_grad_(False)
         train_step(model, x, y)
         assert_identical(model)
 
@@ -390,3 +391,77 @@ def test_replicas_on_unlike_devices_do_not_drift_apart(unlike, monkeypatch):
         if unlike:
             assert_identical(model)
             assert_close(model, alone.model)
+
+
+# -- what is done to gradients, optimizers and frozen parameters ---------------------------------
+
+
+@one_or_two
+def test_gradients_zeroed_by_the_optimizer_are_gone_for_good(num_devices):
+    net, batches = make_net(), [make_batch(4) for _ in range(4)]
+
+    def loss_fn(module, batch):
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+    with on_cpus(net, num_devices) as model:
+        alone = OneDevice(model.module)
+        for order in (batches, batches[2:]):
+            model.accumulate(loss_fn, order[:2])
+            model.optimizer.zero_grad()
+            if order is batches:
+                model.accumulate(loss_fn, order[2:])
+                (sum(loss_fn(alone, b) for b in order[2:]) / 2).backward()
+            model.step()
+            alone.step()
+            assert_close(model, alone.model)
+        model.accumulate(loss_fn, batches[:2])
+        model.optimizer.zero_grad()
+        train_step(model, *batches[0])  # no mix: there is nothing left of the other
+        train_step(alone, *batches[0])
+        assert_close(model, alone.model)
+
+
+def test_a_state_that_was_cleared_is_cleared_for_all():
+    with on_cpus(make_net(), 3, adamw) as model:
+        train_step(model, *make_batch(6))
+        model.optimizer.state.clear()
+        train_step(model, *make_batch(6))
+        assert_identical(model)
+
+
+@pytest.mark.parametrize("when", ["forward", "step"])
+def test_a_parameter_that_no_optimizer_holds_cannot_be_unfrozen(when):
+    net = make_net()
+    net[0].requires_grad_(False)
+    x, y = make_batch(6)
+    with on_cpus(net, 2) as model:
+        train_step(model, x, y)
+        F.cross_entropy(model(x), y).backward()
+        net[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was frozen in Trainer\.setup"):
+            model(x) if when == "forward" else model.step()
+        net[0].requires_grad_(False)
+        model.zero_grad()
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+class Counting(nn.Module):
+    """Writes to a buffer in every mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen += x.detach().sum()
+        return self.net(x)
+
+
+def test_buffers_written_in_eval_mode_are_rank_zeros_after_a_step():
+    with on_cpus(Counting(), 3) as model:
+        model.eval()
+        for _ in range(2):
+            train_step(model, *make_batch(6))
+            assert_identical(model)
