@@ -99,15 +99,17 @@ class Ticket:
     """One call of ``save()``: waits for the state that it shall write."""
 
     def __init__(self) -> None:
-        self._ready = threading.Event()
+        # Not an Event: Ctrl-C may leave its Python code in the middle, with its lock held.
+        self._waits = threading.Lock()
+        self._waits.acquire()
         self._data: CheckpointData | None = None
         self._error: BaseException | None = None
 
     def give(self, data: CheckpointData | None, error: BaseException | None = None) -> None:
         """Answer the call; the first answer counts."""
-        if not self._ready.is_set():
+        if self._waits.locked():
             self._data, self._error = data, error
-            self._ready.set()
+            self._waits.release()
 
     def wait(self, timeout_s: float) -> CheckpointData:
         """Block until it is answered.
@@ -116,7 +118,7 @@ class Ticket:
             TimeoutError: It was not in time.
             CheckpointError: The run ended without a state.
         """
-        if not self._ready.wait(timeout_s):
+        if not self._waits.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"no step boundary was reached within {timeout_s:g} s")
         if isinstance(self._error, CheckpointError):
             raise self._error
