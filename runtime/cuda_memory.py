@@ -27,6 +27,10 @@ class CudaMemory:
             peak_bytes=stats.get("active_bytes.all.peak", 0),
         )
 
+    def reserved_bytes(self, device: torch.device) -> int:
+        """What this process's caching allocator holds of a device now."""
+        return int(torch.cuda.memory_reserved(device))
+
     def total_bytes(self, device: torch.device) -> int:
         """All memory of a device, without a look at what is used."""
         return int(torch.cuda.get_device_properties(device).total_memory)

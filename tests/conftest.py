@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
@@ -35,6 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 2 if item.get_closest_marker("two_gpus") else 1
         if (needed == 2 or item.get_closest_marker("gpu")) and found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), has {found}"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects_are_left_alone() -> None:
+    """What earlier files have left is no work for the collector of cycles any more.
+
+    There are millions of objects in the end, and many tests call for it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

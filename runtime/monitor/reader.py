@@ -11,6 +11,7 @@ import torch
 
 from coordinator.metrics import EpochMetrics
 from coordinator.world import Statistics
+from runtime.cuda_memory import MEMORY
 from runtime.monitor.feed import Json
 from runtime.monitor.happenings import Happenings
 from runtime.monitor.machine_load import MachineLoad
@@ -196,4 +197,4 @@ def _device_memory(device: torch.device) -> int | None:
     """Bytes that PyTorch holds on a GPU, for all ranks on it together; ``None`` on the CPU."""
     if device.type != "cuda":
         return None
-    return int(torch.cuda.memory_reserved(device))
+    return MEMORY.reserved_bytes(device)

@@ -305,7 +305,7 @@ def test_open_pages_are_told_of_the_end():
 
 
 def test_a_connection_that_was_just_made_is_closed_with_the_server():
-    for _ in range(10):
+    for _ in range(6):
         with Monitor() as monitor:
             socket.create_connection(("127.0.0.1", monitor.port), timeout=WAIT_S).close()
         gc.collect()  # what is left open is an error here

@@ -45,7 +45,7 @@ ALLOWED = {
         "capture",
         "free_cache",
     ): "once, with all other workers parked",
-    ("runtime/rank_state.py", "_restore_process", "numpy"): "a tensor of a file, on the CPU",
+    ("runtime/rank_state.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
     ("runtime/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
     ("runtime/device.py", "_read", "tolist"): "the log of a CPU",
     ("runtime/columns.py", "index_select", "numpy"): "indices, of the CPU",
