@@ -1,0 +1,264 @@
+"""The convergence benchmark: its verdicts, its record, and a tiny run of two modes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks import convergence
+from benchmarks.convergence_child import MODES
+from benchmarks.convergence_data import DataMissing, digits, synthetic_text
+from benchmarks.convergence_models import STUDIES, lr_factor
+from benchmarks.convergence_report import compare, false_alarms, judge, spread
+from benchmarks.convergence_tables import markdown
+
+
+def results(losses, **more):
+    return {
+        seed: {
+            "loss": loss,
+            "train_s": 2.0,
+            "num_averagings": 3,
+            "idle_share": 0.25,
+            "num_samples": 64,
+            "initial": float(seed),
+            **more,
+        }
+        for seed, loss in enumerate(losses)
+    }
+
+
+def against(losses, solo, higher_is_better=False):
+    return compare(
+        dict(enumerate(losses)), dict(enumerate(solo)), higher_is_better=higher_is_better
+    )
+
+
+# -- the arithmetic ---------------------------------------------------------------------
+
+
+def test_a_spread_has_the_sample_standard_deviation():
+    found = spread([1.0, 2.0, 3.0, 6.0])
+    assert found.mean == 3.0
+    assert found.sd == pytest.approx(math.sqrt(14 / 3))
+    assert spread([1.0]).sd is None
+
+
+def test_differences_are_paired_by_seed():
+    # Seeds differ by far more than modes do: only pairing shows that the mode is worse.
+    found = against([1.011, 2.010, 3.009, 4.010, 5.010], [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found.mean == pytest.approx(0.01)
+    assert found.se == pytest.approx(math.sqrt(0.5e-6) / math.sqrt(5), rel=1e-6)
+    assert found.verdict == "worse"
+
+
+def test_seeds_that_only_one_side_has_are_left_out():
+    found = compare({0: 1.0, 1: 2.0, 7: 90.0}, {0: 1.5, 1: 2.0, 3: 0.0}, higher_is_better=False)
+    assert (found.num_pairs, found.mean) == (2, -0.25)
+    assert compare({0: 1.0}, {1: 1.0}, higher_is_better=False) is None
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(1.9, "no worse"), (2.1, "worse")])
+def test_worse_begins_beyond_two_standard_errors(shift, verdict):
+    noise = [-1.0, 1.0, -1.0, 1.0]
+    se = spread(noise).sd / 2
+    assert against([n + shift * se for n in noise], [0.0] * 4).verdict == verdict
+
+
+def test_better_is_said_beyond_two_standard_errors_the_other_way():
+    assert against([0.9, 0.91, 0.89], [1.0, 1.0, 1.0]).verdict == "better"
+
+
+def test_a_higher_accuracy_is_no_worse_and_a_lower_one_is():
+    up, down = [0.92, 0.93, 0.91], [0.80, 0.81, 0.82]
+    solo = [0.9, 0.9, 0.9]
+    assert against(up, solo, higher_is_better=True).verdict == "better"
+    found = against(down, solo, higher_is_better=True)
+    assert (found.verdict, found.mean) == ("worse", pytest.approx(-0.09))
+
+
+def test_equal_results_are_no_worse_and_equally_bad_ones_are_worse():
+    assert against([1.0, 2.0], [1.0, 2.0]).verdict == "no worse"
+    assert against([1.5, 2.5], [1.0, 2.0]).verdict == "worse"
+
+
+def test_one_seed_gives_no_verdict():
+    found = against([1.0], [0.5])
+    assert (found.se, found.verdict) == (None, "too few seeds")
+
+
+def test_a_loss_that_is_not_a_number_is_worse():
+    assert against([math.nan, 1.0], [1.0, 1.0]).verdict == "worse"
+
+
+@pytest.mark.parametrize(("num_pairs", "chance"), [(2, 0.1476), (5, 0.0581), (30, 0.0275)])
+def test_the_chance_of_a_false_alarm_is_the_tail_of_students_t(num_pairs, chance):
+    assert false_alarms(num_pairs) == pytest.approx(chance, abs=1e-4)
+
+
+# -- tables ------------------------------------------------------------------------------
+
+
+def report_of(runs):
+    report = judge({"toy": runs}, MODES)
+    report["models"]["toy"] |= {"definition": "a toy", "missing": []}
+    machine = {"cores": 2, "architecture": "any", "python": "3", "torch": "2"}
+    return report | {
+        "machine": machine,
+        "settings": {},
+        "quiet": 0.05,
+        "num_runs": 9,
+        "num_disturbed": 1,
+    }
+
+
+def test_a_worse_cell_is_counted_and_stands_out_in_the_table():
+    runs = {
+        "solo-small": results([0.9, 0.8, 0.9]),
+        "solo-global": results([1.0, 1.1, 1.2]),
+        "sync": results([1.0, 1.1, 1.2]),
+        "cpu-async": results([1.5, 1.7, 1.6]),
+    }
+    report = report_of(runs)
+    assert (report["num_judged"], report["worse"]) == (2, ["toy cpu-async"])
+    text = markdown(report)
+    assert "1 of 2 cells are worse" in text
+    row = next(line for line in text.splitlines() if line.startswith("| cpu-async"))
+    assert "**worse**" in row
+    assert "| 25% |" in row
+    assert "+0.7333" in row  # against the small batch
+    assert json.dumps(report)
+
+
+def test_runs_that_did_not_start_alike_are_named():
+    runs = {"solo-global": results([1.0, 1.0]), "sync": results([1.0, 1.0], initial=5.0)}
+    assert [fault[:6] for fault in report_of(runs)["models"]["toy"]["faults"]] == [
+        "seed 0",
+        "seed 1",
+    ]
+
+
+# -- data and models -----------------------------------------------------------------------
+
+
+def test_without_data_the_message_names_the_files_and_the_remedy(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        convergence.main(["--data", str(tmp_path), "--out", str(tmp_path / "record")])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "tinyshakespeare.txt" in message
+    assert "GPUWORKER_DATA" in message
+    assert "--data" in message
+
+
+def test_digits_are_read_from_idx_files_and_torn_ones_are_refused(tmp_path):
+    num = 2064
+    labels = bytes(i % 10 for i in range(num))
+    images = b"".join(bytes([i % 10]) * 784 for i in range(num))
+    head = [(n).to_bytes(4, "big") for n in (2051, num, 28, 28, 2049)]
+    whole = b"".join(head[:4]) + images
+    (tmp_path / "mnist-10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(whole))
+    file = tmp_path / "mnist-10k-labels-idx1-ubyte.gz"
+    file.write_bytes(gzip.compress(head[4] + head[1] + labels))
+    data = digits(tmp_path)
+    assert (data.num_samples, len(data.held_out[0])) == (64, 2000)
+    for x, y in (data.train, data.held_out):
+        assert torch.equal((x[:, 0, 3, 5] * 255).round().long(), y)
+    file.write_bytes(gzip.compress(head[4] + head[1] + labels[:-1]))
+    with pytest.raises(DataMissing, match="cut short"):
+        digits(tmp_path)
+
+
+def test_held_out_text_is_not_trained_and_targets_are_one_character_on():
+    data = synthetic_text()
+    x, y = data.train
+    assert x.shape == y.shape == (data.num_samples, 64)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert data.num_samples % 64 == 0
+    assert len(data.held_out[0]) > 10
+
+
+def test_the_learning_rate_rises_then_falls_whatever_the_batch():
+    factors = [lr_factor(i / 100) for i in range(101)]
+    top = factors.index(max(factors))
+    assert 0 < factors[0] < 0.1
+    assert max(factors) == 1.0
+    assert factors[: top + 1] == sorted(factors[: top + 1])
+    assert factors[top:] == sorted(factors[top:], reverse=True)
+    assert factors[100] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_learns_from_a_step_and_is_evaluated(name):
+    study = STUDIES[name]
+    data = study.load(None)
+    torch.manual_seed(0)
+    model = study.make_model(data.num_symbols)
+    before = study.evaluate(model, data.held_out)
+    model.train()
+    optimizer = study.make_optimizer(model.parameters(), 1e-3)
+    study.loss(model, tuple(c[:32] for c in data.train)).backward()
+    optimizer.step()
+    after = study.evaluate(model, data.held_out)
+    assert after["loss"] < before["loss"]
+    assert ("accuracy" in after) == study.accuracy
+
+
+# -- runs ----------------------------------------------------------------------------------
+
+
+def test_two_modes_run_in_processes_and_a_second_call_skips_what_is_there(tmp_path, capsys):
+    record = tmp_path / "record.jsonl"
+    args = ["--synthetic", "--out", str(record), "--models", "logistic", "--seeds", "1"]
+    args += ["--modes", "solo-global", "cpu-cadence", "--override", "num_epochs=2"]
+    assert convergence.main(args) == 0
+    lines = convergence.read_record(record)
+    assert [line["mode"] for line in lines] == ["solo-global", "cpu-cadence"]
+    assert lines[0]["initial"] == lines[1]["initial"]
+    assert lines[0]["num_samples"] == lines[1]["num_samples"] == 768
+    assert lines[1]["num_averagings"] > 0
+    with record.open("a") as file:
+        file.write('{"torn')
+    assert convergence.main(args) == 0
+    assert convergence.read_record(record) == lines
+
+    # Another setting is another run of the averaged mode alone.
+    table = tmp_path / "table.md"
+    convergence.main([*args, "--report", str(table), "--set", "anchor=3"])
+    report = json.loads(table.with_suffix(".json").read_text())
+    assert report["models"]["logistic"]["missing"] == ["cpu-cadence seed 0"]
+    convergence.main([*args, "--report", str(table)])
+    assert "| cpu-cadence |" in table.read_text()
+    report = json.loads(table.with_suffix(".json").read_text())
+    assert report["models"]["logistic"]["faults"] == report["models"]["logistic"]["missing"] == []
+
+
+def test_a_record_is_made_in_sittings_and_by_pairs_of_seeds(tmp_path):
+    args = convergence.parse_args(
+        [
+            *("--synthetic", "--out", str(tmp_path / "r"), "--models", "mlp", "--seeds", "3"),
+            *("--modes", "solo-small", "sync", "--pair-solo", "--set", "anchor=2"),
+        ]
+    )
+    batches = [[job.name for job in jobs] for jobs in convergence.batches_of_jobs(args)]
+    assert batches == [
+        ["mlp solo-small seed 0", "mlp solo-small seed 1"],
+        ["mlp sync seed 0"],
+        ["mlp sync seed 1"],
+        ["mlp solo-small seed 2"],
+        ["mlp sync seed 2"],
+    ]
+    args.pair_solo = False
+    assert all(len(jobs) == 1 for jobs in convergence.batches_of_jobs(args))
+    solo, sync = (convergence.make_job(args, "mlp", mode, 0) for mode in ("solo-small", "sync"))
+    assert (solo.spec["settings"], sync.spec["settings"]) == ({}, {"anchor": 2})
+
+
+@pytest.mark.parametrize("bad", [["--set", "anker=2"], ["--set", "anchor=x"], ["--seeds", "0"]])
+def test_bad_arguments_are_refused(bad, tmp_path):
+    with pytest.raises(SystemExit):
+        convergence.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *bad])
