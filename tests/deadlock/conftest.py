@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.machine import Coordinator
+from coordinator.service import Service
 from tests.deadlock.faults import Faults
 from tests.deadlock.tap import Tap
 
@@ -22,9 +24,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
+PATCHED = ((Coordinator, "handle"), (Service, "_execute"))
+PLAIN = [getattr(owner, name) for owner, name in PATCHED]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_patched() -> Iterator[None]:
+    """A tap that stays would keep all that later runs say, and their machines."""
+    yield
+    assert [getattr(owner, name) for owner, name in PATCHED] == PLAIN
+
+
 @pytest.fixture
-def faults() -> Iterator[Callable[..., Faults]]:
-    """Gives injectors; the test fails if a fault planted in one of them never fired."""
+def faults(tap: Tap) -> Iterator[Callable[..., Faults]]:
+    """Gives injectors; the test fails if a fault planted in one of them never fired.
+
+    The tap comes first, and goes last: both patch the same methods.
+    """
     with ExitStack() as stack:
 
         def make(*args: Any) -> Faults:

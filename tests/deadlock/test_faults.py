@@ -32,7 +32,7 @@ def test_one_of_two_faults_that_never_fired_fails_the_block():
 
 def test_the_fixture_fails_a_test_whose_fault_never_fired(request):
     definition = request.session._fixturemanager.getfixturedefs("faults", request.node)[-1]
-    body = definition.func()
+    body = definition.func(tap=None)
     next(body)().fail_at(rank=0, step=0)
     with pytest.raises(AssertionError, match="never fired"):
         next(body, None)
