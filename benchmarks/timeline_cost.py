@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from runtime.worker_types import UserFunctions, WorkerConfig
 TARGET_NS = 10_000
 """A hundredth of a step of a millisecond."""
 ROUNDS = 7
-BATCH = (torch.zeros(1),)
+LOADED = SimpleNamespace(data=(torch.zeros(1),))
 
 
 def make_lane() -> Lane:
@@ -57,11 +58,9 @@ def nanoseconds(call: Callable[[], object], count: int) -> float:
 def step_ns(count: int) -> float:
     """A step with nothing in it, recorded, less the same of the plain worker."""
     costs = {}
-    sizes = [16]
-    nothing: dict[str, Any] = {
-        "_await_batch": lambda self, *, answer: BATCH,
-        "_train_window": lambda self, sizes, first, train_fn: None,
-    }
+    windows: Any = SimpleNamespace(sizes=lambda index: [16], position=lambda index: 0)
+    loader: Any = SimpleNamespace(try_next=lambda: LOADED, close=lambda: True)
+    nothing: dict[str, Any] = {"_train_window": lambda self, sizes, first, train_fn: None}
     makers: dict[str, Callable[..., GpuWorker]] = {
         "plain": GpuWorker,
         "recorded": partial(RecordedWorker, make_lane()),
@@ -69,10 +68,11 @@ def step_ns(count: int) -> float:
     for name, make in makers.items():
         endpoints, _ = GpuWorker.channels()
         worker = make(WorkerConfig(), make_functions(), endpoints)
+        worker._loader = loader
         train_fn = make_functions().train_fn
 
         def step(worker: GpuWorker = worker, train_fn: TrainFn = train_fn) -> None:
-            worker._train_window(sizes, worker._await_batch(answer=True), train_fn)
+            worker._run_window(windows, 0, train_fn)
 
         with patch.multiple(GpuWorker, **nothing):
             costs[name] = nanoseconds(step, count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,12 +22,20 @@ from runtime.replica import BuildOrder
 from runtime.replica_worker import ReplicaWorker
 from runtime.resume import ResumePoint
 from runtime.step import StepEnd, TrainFn
+from runtime.timeline.causes import COMPUTE
 from runtime.windows import count_samples
 from runtime.worker_types import StepResult, UserFunctions, WorkerConfig, WorkerEndpoints
+
+if TYPE_CHECKING:
+    from runtime.timeline.lane import Lane
 
 
 class StepWorker(ReplicaWorker):
     """Makes the steps of :class:`~runtime.worker.GpuWorker`."""
+
+    _lane: Lane | None = None
+    """Where the time of each step goes, if that is recorded: written here and not around it,
+    where every call costs as much as the notes."""
 
     def __init__(
         self,
@@ -178,6 +186,8 @@ class StepWorker(ReplicaWorker):
             if i:
                 self._timer.pause()
                 batch = self._await_batch(answer=False)
+                if self._lane is not None:
+                    self._lane.enter(COMPUTE)
                 self._timer.resume()
             if window is not None:
                 if window.hold(batch):

@@ -27,6 +27,7 @@ from runtime.replica import BuildOrder
 from runtime.resume import ResumePoint
 from runtime.step import TrainFn
 from runtime.step_worker import StepWorker
+from runtime.timeline.causes import COMPUTE, CONTROL, DATA
 from runtime.windows import Windows
 from runtime.worker_types import (
     WAKE,
@@ -174,14 +175,25 @@ class GpuWorker(StepWorker):
     def _run_window(self, windows: Windows, index: int, train_fn: TrainFn) -> bool:
         """One optimizer step; returns False if ``Shutdown`` came while data was awaited."""
         sizes = windows.sizes(index)
+        lane = self._lane
         first: Any = None
         if sizes:
             first = self._await_batch(answer=not self._protocol.leaving)
             if first is None:
                 return False
+        if lane is not None:
+            # With graphs the worker may have to wait here while another one captures.
+            lane.enter(COMPUTE if self._capturable is None else CONTROL)
         self._context.pause_point()
         self._advance_schedule(windows.position(index) if self._lockstep else None)
+        if lane is None:
+            self._train_window(sizes, first, train_fn)
+            return True
+        if lane.cause != COMPUTE:
+            lane.enter(COMPUTE)
+        start = lane.since
         self._train_window(sizes, first, train_fn)
+        lane.end_step(CONTROL, start, len(sizes), sum(sizes))
         return True
 
     def _await_batch(self, *, answer: bool) -> Any:
@@ -191,6 +203,8 @@ class GpuWorker(StepWorker):
         step the replica is in no state to answer.
         """
         assert self._loader is not None, "a worker without a loader has no plans"
+        if self._lane is not None:
+            self._lane.enter(DATA)  # until the caller says what it does with the batch
         while (loaded := self._loader.try_next()) is None:
             message = self._next_message()
             if isinstance(message, Wake):

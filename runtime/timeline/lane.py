@@ -123,11 +123,17 @@ class Lane:
             batches: How many went into it.
             samples: In them.
         """
-        self.enter(cause)
+        # As enter() does, without the call: this is done in every step.
+        at, before = now(), self.cause
+        self.totals[before] += at - self.since
+        if at >= self._bin_end:
+            self._close_bins(before, at)
+        self.cause = cause
+        self.since = at
         self.num_steps += 1
-        if self.since >= self._next_step:
-            self._next_step = self.since + self._step_interval_s
-            self._often.add((Kind.STEP, start, self.since, (self.num_steps, batches, samples)))
+        if at >= self._next_step:
+            self._next_step = at + self._step_interval_s
+            self._often.add((Kind.STEP, start, at, (self.num_steps, batches, samples)))
 
     def close(self) -> None:
         """The rank's thread ends."""

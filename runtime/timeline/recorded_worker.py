@@ -8,7 +8,6 @@ Every method here overrides one of the worker's with the same signature, which a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from coordinator import messages as m
@@ -71,7 +70,7 @@ class RecordedWorker(GpuWorker):
         collective: Collective | None = None,
         **others: Any,
     ) -> None:
-        self._lane = lane
+        self._lane: Lane = lane
         self._parked_at: float | None = None
         self._epoch_span: tuple[int, float, float] | None = None
         self._has_heard = False
@@ -79,9 +78,6 @@ class RecordedWorker(GpuWorker):
             collective.lane = lane
         watched = watch_functions(functions, lane)
         super().__init__(config, watched, endpoints, collective=collective, **others)
-        # What lies between the batch and its step belongs to the step, unless the worker may
-        # have to wait there while another one captures a graph.
-        self._after_data = COMPUTE if self._capturable is None else CONTROL
 
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
@@ -135,30 +131,6 @@ class RecordedWorker(GpuWorker):
             super()._end_plan(plan)
         finally:
             self._lane.enter(before)
-
-    # -- steps -------------------------------------------------------------------------
-
-    def _train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFn) -> None:
-        lane = self._lane
-        if lane.cause != COMPUTE:
-            lane.enter(COMPUTE)
-        start = lane.since
-        try:
-            super()._train_window(sizes, first, train_fn)
-        except BaseException:
-            lane.enter(CONTROL)
-            raise
-        lane.end_step(CONTROL, start, len(sizes), sum(sizes))
-
-    def _await_batch(self, *, answer: bool) -> Any:
-        lane = self._lane
-        before = lane.enter(DATA)
-        batch = None
-        try:
-            batch = super()._await_batch(answer=answer)
-        finally:
-            lane.enter(before if batch is None or before == COMPUTE else self._after_data)
-        return batch
 
     def _sync_buffers(self) -> None:
         before = self._lane.enter(AVERAGING)
