@@ -8,7 +8,7 @@ import sys
 import torch
 from sklearn.datasets import load_digits
 from slow import Slowdown
-from stopping import going_on, parse, stoppable
+from stopping import follow, going_on, parse, stoppable
 from torch import nn
 
 from runtime import ApplyPolicy, AverageBackend, Trainer, device_summary, record_scalar
@@ -55,12 +55,8 @@ def start(args, policy, backend, train_set):
 def train(args, policy, backend):
     """Train once, print what happened and return the accuracy on the test images."""
     train_set, (images, labels) = load_data()
-    with start(args, policy, backend, train_set) as handle:
-        for m in handle.metrics():
-            if not args.all:
-                accuracy = f"accuracy {m.scalars['accuracy']:6.1%}"
-                print(f"epoch {m.epoch:2}  loss {m.avg_loss:.4f}  {accuracy}", end="  ")
-                print(f"{m.num_samples / m.epoch_s:6,.0f} samples/s", flush=True)
+    handle = start(args, policy, backend, train_set)
+    follow(handle, quiet=args.all)
     state = handle.join()
     model = build_model()
     model.load_state_dict(state.state_dict())

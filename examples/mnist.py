@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from stopping import going_on, parse, stoppable
+from stopping import follow, going_on, parse, stoppable
 from torch import nn
 
 from runtime import Trainer, device_summary, record_scalar
@@ -83,12 +83,9 @@ def main():
         train_fn,
     ).dataset(train_set)
     builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
-    with going_on(builder.seed(0), args).run() as handle:
-        print(device_summary(handle.devices))
-        for m in handle.metrics():
-            accuracy, rate = f"accuracy {m.scalars['accuracy']:6.1%}", m.num_samples / m.epoch_s
-            print(f"epoch {m.epoch}  loss {m.avg_loss:.4f}  {accuracy}", end="  ")
-            print(f"{rate:6,.0f} samples/s", flush=True)
+    handle = going_on(builder.seed(0), args).run()
+    print(device_summary(handle.devices))
+    follow(handle)
     model = lenet()
     model.load_state_dict(handle.join().state_dict())
     accuracy = (model(images).argmax(1) == labels).float().mean().item()

@@ -24,6 +24,24 @@ def going_on(builder, args):
     return builder
 
 
+def tell(m):
+    """Print an epoch's line."""
+    print(f"epoch {m.epoch:2}  loss {m.avg_loss:.4f}", end="  ")
+    print(f"accuracy {m.scalars['accuracy']:6.1%}  {m.num_samples / m.epoch_s:6,.0f} samples/s")
+    sys.stdout.flush()
+
+
+def follow(handle, quiet=False):
+    """Tell of every closed epoch, of those too that closed while Ctrl-C stopped the run."""
+    try:
+        with handle:
+            for m in handle.metrics():
+                quiet or tell(m)
+    finally:
+        for m in handle.poll_metrics():
+            quiet or tell(m)
+
+
 def stoppable(main):
     """Call ``main``; the runtime has stopped at a step boundary when Ctrl-C comes out of it."""
     try:
