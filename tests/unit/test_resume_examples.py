@@ -74,10 +74,14 @@ def test_an_example_that_was_interrupted_goes_on_where_it_was(policy, tmp_path):
     parts = [*epochs_in(told), *epochs_in(rest)]
     assert [int(epoch) for epoch, _, _ in parts] == [0, 1, 2, 3]
     if policy == "sync":
+        # The bits are compared in test_resume_sync.py; here it is the same course of training.
         straight = run("--policy", policy)
-        assert parts == epochs_in(straight)
-        end = r"test accuracy [\d.]+%, +\d+ averagings"
-        assert re.search(end, rest)[0] == re.search(end, straight)[0]
+        for part, whole in zip(parts, epochs_in(straight), strict=True):
+            assert [float(value) for value in part] == pytest.approx(
+                [float(value) for value in whole], rel=0.02
+            )
+        end = r"averagings; samples by rank"
+        assert re.search(rf"\d+ {end}", rest)[0] == re.search(rf"\d+ {end}", straight)[0]
 
 
 def test_resume_without_a_directory_is_refused():
