@@ -25,8 +25,6 @@ MIN_GAIN = 0.05
 MIN_CHANGE = 0.25
 """Where ratios that were tried were no gain, speeds have to change by this part of them before
 others are tried."""
-WARM_UP_STEPS = 3
-"""Steps whose time tells nothing: memory is allocated, kernels are chosen."""
 
 
 class Trial(NamedTuple):
@@ -152,8 +150,7 @@ class Balancer:
     def _note_cost(self) -> None:
         """Seconds for each sample of a batch, once all devices have told their time for one."""
         if all(self._last_n):
-            if self._num_steps > WARM_UP_STEPS:
-                self._costs.append(max(self._last_s) / sum(self._last_n))
+            self._costs.append(max(self._last_s) / sum(self._last_n))
             self._last_s = [0.0] * len(self._last_s)
             self._last_n = [0] * len(self._last_n)
 

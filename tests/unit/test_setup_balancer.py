@@ -13,7 +13,6 @@ from runtime.setup.balancer import (
     CALIBRATION_STEPS,
     MIN_SHARE,
     REBALANCE_EVERY,
-    WARM_UP_STEPS,
     Balancer,
     deal,
     share_out,
@@ -156,18 +155,19 @@ def test_ratios_that_are_no_gain_are_taken_back_until_speeds_change():
     assert balancer.chunk_ratios[1] > 0.52
     train(balancer, 20, REBALANCE_EVERY, **first)
     assert balancer.chunk_ratios == (0.5, 0.5)
-    train(balancer, 20, 4 * REBALANCE_EVERY, **first)
-    assert balancer.chunk_ratios == (0.5, 0.5)
+    for _ in range(4):
+        train(balancer, 20, REBALANCE_EVERY, **first)
+        assert balancer.chunk_ratios == (0.5, 0.5)
     train(balancer, 20, 2 * REBALANCE_EVERY, call_s=[0.0, 0.0], sample_s=[0.3, 0.1])
     assert balancer.chunk_ratios == pytest.approx((0.25, 0.75), abs=0.01)
 
 
-def test_the_first_steps_are_no_measure_for_a_trial():
+def test_some_slow_steps_are_no_measure_for_a_trial():
     balancer = Balancer(2)
     slow = {"call_s": [60.0, 50.0], "sample_s": [0.001, 0.001]}  # kernels are chosen, say
-    train(balancer, 20, WARM_UP_STEPS, **slow)
+    train(balancer, 20, 3, **slow)
     usual = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
-    train(balancer, 20, CALIBRATION_STEPS - WARM_UP_STEPS, **usual)
+    train(balancer, 20, CALIBRATION_STEPS - 3, **usual)
     assert balancer.chunk_ratios[1] > 0.52
     train(balancer, 20, REBALANCE_EVERY, **usual)
     assert balancer.chunk_ratios == (0.5, 0.5)
@@ -238,3 +238,11 @@ def test_fixed_ratios_stay_whatever_is_measured(hint):
     train(balancer, 20, 2 * REBALANCE_EVERY, call_s=[0.0, 0.0], sample_s=[0.1, 0.9])
     balancer.adopt([1.0, 5.0])
     assert balancer.chunk_ratios == before
+    assert not any(balancer.step() for _ in range(REBALANCE_EVERY + 1)), "tells of a change"
+
+
+@pytest.mark.parametrize(("faster", "moves"), [(1.06, False), (1.2, True)])
+def test_only_a_gain_beyond_noise_moves_equal_parts(faster, moves):
+    balancer = Balancer(2)
+    train(balancer, 1000, CALIBRATION_STEPS, call_s=[0.0, 0.0], sample_s=[1.0, 1.0 / faster])
+    assert (balancer.chunk_ratios != (0.5, 0.5)) is moves
