@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.convergence_child import MODES, RUNTIME, SOLO
@@ -29,7 +27,7 @@ from benchmarks.convergence_data import DataMissing, check_folder, default_folde
 from benchmarks.convergence_models import STUDIES
 from benchmarks.convergence_report import judge
 from benchmarks.convergence_tables import markdown
-from benchmarks.machine import ENVIRONMENT, describe
+from benchmarks.machine import ENVIRONMENT, MachineLoad, describe
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_S = 900.0
@@ -69,28 +67,6 @@ class Job:
         """What a line of the record must have to be this run's result."""
         kept = {name: self.spec[name] for name in ("model", "mode", "seed", "settings")}
         return {**kept, "definition": self.definition}
-
-
-class Load:
-    """How much of the machine others took since it was built, children that ended excluded."""
-
-    def __init__(self) -> None:
-        self._start = self._read()
-
-    def others(self) -> float:
-        """Share of all cores that other processes used."""
-        wall, busy, own = (b - a for a, b in zip(self._start, self._read(), strict=True))
-        return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
-
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
-        times = psutil.cpu_times()
-        own = 0.0
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-            used = resource.getrusage(who)
-            own += used.ru_utime + used.ru_stime
-        busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
-        return time.perf_counter(), busy, own
 
 
 def make_job(args: argparse.Namespace, model: str, mode: str, seed: int) -> Job:
@@ -145,7 +121,7 @@ def run_together(jobs: Sequence[Job]) -> list[Line | None]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     module = "benchmarks.convergence_child"
-    load = Load()
+    load = MachineLoad()
     children = [
         subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(job.spec)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -45,7 +46,10 @@ class MachineLoad:
         self._start = self._read()
 
     def others(self) -> float:
-        """Fraction of all cores that other processes used since construction."""
+        """Fraction of all cores that other processes used since construction.
+
+        Children count as this process's own, those too that ended and were waited for.
+        """
         wall, busy, own = (b - a for a, b in zip(self._start, self._read(), strict=True))
         return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
 
@@ -53,9 +57,11 @@ class MachineLoad:
     def _read() -> tuple[float, float, float]:
         times = psutil.cpu_times()
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
-        own = 0.0
         process = psutil.Process()
+        ended = process.cpu_times()
+        own = ended.children_user + ended.children_system
         for one in (process, *process.children(recursive=True)):
-            used = one.cpu_times()
-            own += used.user + used.system
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used = one.cpu_times()
+                own += used.user + used.system
         return time.perf_counter(), busy, own

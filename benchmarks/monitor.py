@@ -7,29 +7,25 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ENVIRONMENT, MachineLoad, describe, restart_with
+from machine import ENVIRONMENT, describe, restart_with
 from timeline import (
-    BATCH_SIZE,
-    JOIN_S,
-    STEP_S,
     WAYS,
+    Rates,
+    batches_for,
+    builder_of,
+    compare,
     fitting_width,
-    loss_of,
-    make_data,
-    make_model,
-    make_optimizer,
-    median_interval,
     step_seconds,
+    timed,
 )
 
-from runtime import Monitor, Timeline, Trainer
+from runtime import Monitor, Timeline
 
 TARGET = 0.98
 SETTINGS = ("both", "plain")
@@ -58,10 +54,8 @@ def viewer(url: str) -> Iterator[None]:
         process.communicate()
 
 
-def measure(
-    way: str, width: int, num_batches: int, *, watched: bool, recorded: bool
-) -> tuple[float, float]:
-    """Batches of a run after its first epoch for each second, and for each of CPU time.
+def measure(way: str, width: int, num_batches: int, *, watched: bool, recorded: bool) -> Rates:
+    """See :func:`timeline.timed`, the page's own CPU time left out.
 
     Args:
         way: Of :data:`WAYS`.
@@ -69,22 +63,8 @@ def measure(
         num_batches: In an epoch.
         watched: Whether a monitor with an open page is attached.
         recorded: Whether the run has a timeline as well.
-
-    Returns:
-        Batches/s by the clock and by the CPU time of the process, the page's left out.
     """
-    num_workers, policy, backend = WAYS[way]
-    builder = (
-        Trainer.builder(lambda device: make_model(width).to(device), make_optimizer, loss_of)
-        .dataset(make_data(num_batches))
-        .batch_size(BATCH_SIZE)
-        .num_epochs(3)
-        .devices(["cpu"] * num_workers)
-        .policy(policy)
-        .backend(backend)
-        .tune_allocator(False)
-        .progress(False)
-    )
+    builder = builder_of(way, width, num_batches)
     if recorded:
         builder.timeline(Timeline())
     with ExitStack() as stack:
@@ -95,35 +75,7 @@ def measure(
         handle = builder.run()
         if monitor is not None:
             handle.attach(monitor)
-        handle.next_metrics(JOIN_S)
-        start, cpu_start = time.perf_counter(), time.process_time()
-        before = sum(rank.num_batches for rank in handle.statistics().ranks)
-        handle.join(JOIN_S)
-        elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-        trained = sum(rank.num_batches for rank in handle.statistics().ranks) - before
-    return trained / elapsed_s, trained / cpu_s
-
-
-def compare(way: str, width: int, setting: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Pairs of runs without and with a monitor, every other pair in reverse order."""
-    num_batches = max(50, int(args.seconds / 2 / STEP_S))
-    ratios, cpu_ratios, loads = [], [], []
-    for pair in range(args.pairs):
-        rates = {}
-        load = MachineLoad()
-        for watched in (False, True) if pair % 2 == 0 else (True, False):
-            recorded = watched and setting == "both"
-            rates[watched] = measure(way, width, num_batches, watched=watched, recorded=recorded)
-        loads.append(load.others())
-        ratios.append(rates[True][0] / rates[False][0])
-        cpu_ratios.append(rates[True][1] / rates[False][1])
-    return {
-        "ratios": ratios,
-        "wall": median_interval(ratios),
-        "cpu_ratios": cpu_ratios,
-        "cpu": median_interval(cpu_ratios),
-        "others": loads,
-    }
+        return timed(handle)
 
 
 def parse_args() -> argparse.Namespace:
@@ -159,7 +111,13 @@ def main() -> None:
     result: dict[str, Any] = {"machine": describe(), "width": width, "ways": {}}
     for way in args.ways:
         for setting in args.settings:
-            found = compare(way, width, setting, args)
+
+            def measured(watched: bool, way: str = way, setting: str = setting) -> Rates:
+                recorded = watched and setting == "both"
+                batches = batches_for(args.seconds)
+                return measure(way, width, batches, watched=watched, recorded=recorded)
+
+            found = compare(measured, args.pairs)
             result["ways"][f"{way}/{setting}"] = found
             (median, low, high), (cpu, cpu_low, cpu_high) = found["wall"], found["cpu"]
             verdict = "met" if median >= TARGET else "missed"

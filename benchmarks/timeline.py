@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch
 from machine import ENVIRONMENT, MachineLoad, describe, restart_with
 from torch import Tensor, nn
 
-from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
+from runtime import (
+    ApplyPolicy,
+    AverageBackend,
+    Timeline,
+    Trainer,
+    TrainerBuilder,
+    TrainerHandle,
+)
 
 TARGET = 0.99
 STEP_S = 0.001
@@ -28,6 +36,8 @@ WAYS = {
     "cadence_thread": (2, ApplyPolicy.CADENCE, AverageBackend.THREAD),
     "async": (2, ApplyPolicy.ASYNC, AverageBackend.CPU),
 }
+Rates = tuple[float, float]
+"""Batches for each second by the clock, and for each second of the process's CPU time."""
 
 
 def make_model(width: int) -> nn.Module:
@@ -71,22 +81,11 @@ def fitting_width() -> int:
     return width
 
 
-def measure(
-    way: str, width: int, num_batches: int, timeline: Timeline | None
-) -> tuple[float, float]:
-    """From the close of the first epoch to the end of the run.
-
-    Returns:
-        Batches for each second, and for each second of the process's CPU time, which says
-        what the recording itself costs where others keep the machine busy.
-    """
+def builder_of(way: str, width: int, num_batches: int) -> TrainerBuilder:
+    """The run that is measured: three epochs, the first of which warms up."""
     num_workers, policy, backend = WAYS[way]
-
-    def train_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return loss_of(model, batch)
-
-    builder = (
-        Trainer.builder(lambda device: make_model(width).to(device), make_optimizer, train_fn)
+    return (
+        Trainer.builder(lambda device: make_model(width).to(device), make_optimizer, loss_of)
         .dataset(make_data(num_batches))
         .batch_size(BATCH_SIZE)
         .num_epochs(3)
@@ -96,9 +95,15 @@ def measure(
         .tune_allocator(False)
         .progress(False)
     )
-    if timeline is not None:
-        builder.timeline(timeline)
-    handle = builder.run()
+
+
+def timed(handle: TrainerHandle) -> Rates:
+    """From the close of the first epoch to the end of the run.
+
+    Returns:
+        Batches for each second, and for each second of the process's CPU time, which says
+        what the recording itself costs where others keep the machine busy.
+    """
     handle.next_metrics(JOIN_S)
     start, cpu_start = time.perf_counter(), time.process_time()
     before = sum(rank.num_batches for rank in handle.statistics().ranks)
@@ -106,6 +111,14 @@ def measure(
     elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     trained = sum(rank.num_batches for rank in handle.statistics().ranks) - before
     return trained / elapsed_s, trained / cpu_s
+
+
+def measure(way: str, width: int, num_batches: int, timeline: Timeline | None) -> Rates:
+    """See :func:`timed`; with a timeline or without."""
+    builder = builder_of(way, width, num_batches)
+    if timeline is not None:
+        builder.timeline(timeline)
+    return timed(builder.run())
 
 
 def median_interval(values: list[float]) -> tuple[float, float, float]:
@@ -121,16 +134,13 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[count - 1 - low]
 
 
-def compare(way: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Pairs of runs without and with a timeline, every other pair in reverse order."""
-    num_batches = max(50, int(args.seconds / 2 / STEP_S))
+def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]:
+    """Pairs of runs without and with what is judged, every other pair in reverse order."""
     ratios, cpu_ratios, loads = [], [], []
-    for pair in range(args.pairs):
-        rates = {}
+    for pair in range(num_pairs):
         load = MachineLoad()
-        for recorded in (False, True) if pair % 2 == 0 else (True, False):
-            timeline = Timeline() if recorded else None
-            rates[recorded] = measure(way, width, num_batches, timeline)
+        order = (False, True) if pair % 2 == 0 else (True, False)
+        rates = {judged: measured(judged) for judged in order}
         loads.append(load.others())
         ratios.append(rates[True][0] / rates[False][0])
         cpu_ratios.append(rates[True][1] / rates[False][1])
@@ -141,6 +151,11 @@ def compare(way: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
         "cpu": median_interval(cpu_ratios),
         "others": loads,
     }
+
+
+def batches_for(seconds: float) -> int:
+    """Batches of an epoch, for a run of about so long."""
+    return max(50, int(seconds / 2 / STEP_S))
 
 
 def parse_args() -> argparse.Namespace:
@@ -170,7 +185,12 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     result: dict[str, Any] = {"machine": describe(), "width": width, "ways": {}}
     for way in args.ways:
-        found = result["ways"][way] = compare(way, width, args)
+
+        def measured(recorded: bool, way: str = way) -> Rates:
+            timeline = Timeline() if recorded else None
+            return measure(way, width, batches_for(args.seconds), timeline)
+
+        found = result["ways"][way] = compare(measured, args.pairs)
         (median, low, high), (cpu, cpu_low, cpu_high) = found["wall"], found["cpu"]
         verdict = "met" if median >= TARGET else "missed"
         print(
