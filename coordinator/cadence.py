@@ -25,8 +25,8 @@ class ElChe:
     """Batch counts in proportion to measured speeds, and how far averagings lie apart.
 
     The anchor grows while averaging costs more than ``overhead_target`` of the slowest
-    rank's computing time, at most twofold in a round, and comes back slowly towards its
-    initial value once averaging costs less than half of the target.
+    rank's computing time, at most twofold in a round, and comes back slowly towards
+    ``min_anchor`` once averaging costs less than half of the target.
 
     Usable in a loop of your own::
 
@@ -42,6 +42,7 @@ class ElChe:
     Args:
         world_size: Number of ranks.
         anchor: Batches of the slowest rank between two averagings, at the start.
+        min_anchor: The anchor comes back to this; ``None``: to where it started.
         max_anchor: The anchor never grows beyond this.
         overhead_target: Part of the computing time that averaging may cost, 0.01 to 0.50.
         speed_hint: ``(slow rank, ratio)``: the others are ``ratio`` times faster. Holds
@@ -56,13 +57,15 @@ class ElChe:
         world_size: int,
         anchor: int = 10,
         *,
+        min_anchor: int | None = None,
         max_anchor: int = 200,
         overhead_target: float = 0.10,
         speed_hint: tuple[int, float] | None = None,
     ) -> None:
-        _check(world_size, anchor, max_anchor, overhead_target, speed_hint)
+        floor = anchor if min_anchor is None else min_anchor
+        _check(world_size, (floor, anchor, max_anchor), overhead_target, speed_hint)
         self._anchor = anchor
-        self._floor = anchor
+        self._floor = floor
         self._max_anchor = max_anchor
         self._overhead_target = overhead_target
         self._hint = speed_hint
@@ -303,16 +306,21 @@ def _is_time(seconds: float) -> bool:
 
 def _check(
     world_size: int,
-    anchor: int,
-    max_anchor: int,
+    anchors: tuple[int, int, int],
     overhead_target: float,
     speed_hint: tuple[int, float] | None,
 ) -> None:
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    min_anchor, anchor, max_anchor = anchors
     if not 1 <= anchor <= max_anchor:
         raise ValueError(
             f"anchor must lie in 1..max_anchor, got anchor {anchor} and max_anchor {max_anchor}; "
+            "lower the one or raise the other"
+        )
+    if not 1 <= min_anchor <= anchor:
+        raise ValueError(
+            f"min_anchor must lie in 1..anchor, got min_anchor {min_anchor} and anchor {anchor}; "
             "lower the one or raise the other"
         )
     if not 0.01 <= overhead_target <= 0.50:

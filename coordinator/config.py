@@ -21,6 +21,8 @@ class CoordinatorConfig:
         drop_last: Leave an epoch's short batch out.
         accumulate: Micro-batches in an optimizer step.
         anchor: Batches of the slowest rank between two averagings, at first.
+        min_anchor: What the anchor comes back to where averaging is cheap; ``None``:
+            ``anchor``.
         max_anchor: Upper limit of the anchor.
         overhead_target: Share of the time that averaging may cost.
         speed_hint: ``(slow rank, ratio)``, or ``None``.
@@ -52,6 +54,7 @@ class CoordinatorConfig:
     drop_last: bool = False
     accumulate: int = 1
     anchor: int = 10
+    min_anchor: int | None = None
     max_anchor: int = 200
     overhead_target: float = 0.10
     speed_hint: tuple[int, float] | None = None

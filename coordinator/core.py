@@ -60,6 +60,7 @@ class Core:
         self.elche = ElChe(
             world,
             config.anchor,
+            min_anchor=config.min_anchor,
             max_anchor=max(config.max_anchor, config.anchor),
             overhead_target=config.overhead_target,
             speed_hint=config.speed_hint,

@@ -153,12 +153,19 @@ class TrainerBuilder:
         return self._set(backend=b)
 
     def anchor(self, n: int) -> TrainerBuilder:
-        """Batches of the slowest rank between two averagings, at first (default 10)."""
+        """Batches of the slowest rank between two averagings, at first (default 10).
+
+        An anchor that is set here is not lowered, unless :meth:`min_anchor` allows it.
+        """
         return self._set(anchor=check_int("anchor", n, 1))
 
+    def min_anchor(self, n: int) -> TrainerBuilder:
+        """What the anchor comes back to while averaging costs less than half of
+        :meth:`overhead_target` (default 2, or the anchor that was set)."""
+        return self._set(min_anchor=check_int("min_anchor", n, 1))
+
     def max_anchor(self, n: int) -> TrainerBuilder:
-        """Upper limit of the anchor, which grows while averaging costs too much
-        (default 200)."""
+        """Upper limit of the anchor, which grows while averaging costs too much (default 200)."""
         return self._set(max_anchor=check_int("max_anchor", n, 1))
 
     def overhead_target(self, f: float) -> TrainerBuilder:
@@ -335,9 +342,8 @@ class TrainerBuilder:
         return self._set(collective_timeout=check_float("collective_timeout", s, 0.0, above=True))
 
     def stall_timeout(self, s: float) -> TrainerBuilder:
-        """Seconds without any progress after which the run ends with ``RunStalled`` and a
-        report of what every thread was doing (default 300). It must be longer than the
-        longest step, evaluation, checkpoint and building of a model."""
+        """Seconds without progress after which the run ends with ``RunStalled``, which tells
+        what every thread was doing (default 300): more than the longest step or callback."""
         return self._set(stall_timeout=check_float("stall_timeout", s, 0.0, above=True))
 
     def max_failed_rounds(self, n: int) -> TrainerBuilder:
@@ -359,8 +365,8 @@ class TrainerBuilder:
 
     def vram_fraction(self, f: float) -> TrainerBuilder:
         """Part of each CUDA device's memory that the run may reserve, above 0 and at most 1
-        (default 0.9): models, activations and batches of all workers on it. It caps
-        PyTorch's allocator for the whole process while the run lasts."""
+        (default 0.9): models, activations and batches of all workers on it. It caps PyTorch's
+        allocator for the whole process while the run lasts."""
         return self._set(vram_fraction=check_float("vram_fraction", f, 0.0, 1.0, above=True))
 
     def tune_allocator(self, flag: bool) -> TrainerBuilder:

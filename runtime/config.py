@@ -109,6 +109,10 @@ def check_devices(devices: object) -> tuple[torch.device, ...]:
     return tuple(found)
 
 
+DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 2
+"""The anchor at the start, and what it comes back to where averaging costs little."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Everything a run is made from; :class:`~runtime.builder.TrainerBuilder` fills it.
@@ -129,7 +133,8 @@ class TrainConfig:
     drop_last: bool = False
     collate_fn: Callable[[list[Any]], Any] | None = None
     loader_workers: int = 0
-    anchor: int = 10
+    anchor: int | None = None
+    min_anchor: int | None = None
     max_anchor: int = 200
     overhead_target: float = 0.10
     speed_hint: tuple[int, float] | None = None
@@ -185,6 +190,18 @@ class TrainConfig:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
 
+    def resolved_anchor(self) -> int:
+        """The anchor at the start of the run."""
+        if self.anchor is not None:
+            return self.anchor
+        return min(max(DEFAULT_ANCHOR, self.min_anchor or 1), self.max_anchor)
+
+    def resolved_min_anchor(self) -> int:
+        """What the anchor comes back to: an anchor that was asked for is kept."""
+        if self.min_anchor is not None:
+            return self.min_anchor
+        return self.anchor or min(DEFAULT_MIN_ANCHOR, self.max_anchor)
+
     def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
         """What can only be judged with all settings at hand.
 
@@ -207,9 +224,15 @@ class TrainConfig:
             )
         if self.speed_hint is not None and self.speed_hint[0] >= world:
             raise ValueError(f"speed_hint: there is no rank {self.speed_hint[0]} of {world}")
-        if self.anchor > self.max_anchor:
+        anchor, least = self.resolved_anchor(), self.resolved_min_anchor()
+        if anchor > self.max_anchor:
             raise ValueError(
-                f"anchor({self.anchor}) is above max_anchor({self.max_anchor}); raise max_anchor"
+                f"anchor({anchor}) is above max_anchor({self.max_anchor}); raise max_anchor"
+            )
+        if least > anchor:
+            raise ValueError(
+                f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or raise "
+                f"anchor and max_anchor({self.max_anchor})"
             )
         if self.prefetch == 0 and self.loader_workers:
             raise ValueError(

@@ -139,6 +139,22 @@ def test_costly_averaging_grows_the_anchor_to_the_target():
     assert cadence.anchor == 15
 
 
+def test_cheap_averaging_brings_the_anchor_below_its_start_where_that_is_allowed():
+    cadence = ElChe(2, 10, min_anchor=2, overhead_target=0.10)
+    anchors = []
+    for _ in range(10):
+        play(cadence, (0.1, 0.05), sync_s=0.001)
+        anchors.append(cadence.anchor)
+    assert anchors == [9, 8, 7, 6, 5, 4, 3, 2, 2, 2]
+    assert cadence.batch_counts == (2, 4)
+
+
+def test_the_anchor_stays_where_less_would_make_averaging_costly():
+    cadence = ElChe(2, 10, min_anchor=1, overhead_target=0.10)
+    play(cadence, (0.1, 0.1), sync_s=0.032, rounds=20)
+    assert cadence.anchor == 6  # At 7 it cost less than half of the target, 5 %.
+
+
 def test_the_anchor_at_most_doubles_in_a_round_and_stops_at_its_limit():
     cadence = ElChe(1, 10, max_anchor=35)
     anchors = []
@@ -291,6 +307,8 @@ def test_a_loaded_anchor_keeps_within_the_limit():
         ({"anchor": 0}, "anchor must lie"),
         ({"anchor": 201}, "max_anchor 200"),
         ({"anchor": 5, "max_anchor": 4}, "max_anchor 4"),
+        ({"anchor": 5, "min_anchor": 6}, "min_anchor 6"),
+        ({"min_anchor": 0}, "min_anchor must lie"),
         ({"overhead_target": 0.001}, "0.01 to 0.50"),
         ({"overhead_target": 0.51}, "0.01 to 0.50"),
         ({"overhead_target": math.nan}, "0.01 to 0.50"),
