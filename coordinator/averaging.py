@@ -1,15 +1,10 @@
 """Weighted average of the replicas' state on the CPU, and how far they are apart.
 
-The arithmetic is cut into blocks that stay in the cache, so that the snapshots are
-read and the average is written once, the norms of the divergence included. Ranks are
-blended one after the other, ``average += share * (snapshot - average)`` in the form of
-``torch.lerp``: a tensor that is equal on all ranks averages to exactly itself, which a
-sum of products would not give.
+The arithmetic is in :mod:`coordinator.mixing`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +12,7 @@ import torch
 from torch import Tensor
 
 from coordinator.messages import Payload
-
-_BLOCK_BYTES = 1 << 20
-"""Size of a block of the result; of 256 KiB to 2 MiB the fastest on two cores."""
-_TINY_NORM = 1e-10
+from coordinator.mixing import Mix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +40,8 @@ class Averager:
     rank has acknowledged the one before, or the one before was given up, keeps within
     that. Payloads are only read, and none is kept.
 
-    Not thread-safe: one call at a time, from any thread. CPU only; blocks until done.
+    Not thread-safe: one call at a time, from any thread. CPU only; blocks until done,
+    with the intra-op threads of the calling thread.
     """
 
     def __init__(self) -> None:
@@ -88,7 +81,7 @@ class Averager:
                 return AverageResult(
                     average=result, num_samples=0, divergences=(0.0,) * len(payloads)
                 )
-            mix = _Mix(weights)
+            mix = Mix(weights, torch.get_num_threads())
             for out, *sources in zip(result.params, *(p.params for p in payloads), strict=True):
                 mix.average(out, sources, measure=True)
             for out, *sources in zip(result.buffers, *(p.buffers for p in payloads), strict=True):
@@ -140,113 +133,6 @@ def usable_weights(samples: Sequence[int | None]) -> list[int]:
     if any(weights) or None not in samples:
         return weights
     return [int(n is not None) for n in samples]
-
-
-class _Mix:
-    """The weights of one round, and the squared norms summed up in it."""
-
-    def __init__(self, weights: Sequence[int]) -> None:
-        total = sum(weights)
-        self._shares = [w / total for w in weights]
-        self._live = [i for i, w in enumerate(weights) if w > 0]
-        # When rank i is blended in, its part of all that has been blended so far.
-        running = 0
-        self._fractions: list[float] = []
-        for i in self._live:
-            running += weights[i]
-            self._fractions.append(weights[i] / running)
-        self._distances = [0.0] * len(weights)
-        self._norm = 0.0
-
-    @property
-    def divergences(self) -> tuple[float, ...]:
-        norm = math.sqrt(self._norm)
-        if norm <= _TINY_NORM:
-            return (0.0,) * len(self._distances)
-        return tuple(math.sqrt(d) / norm for d in self._distances)
-
-    def average(self, out: Tensor, sources: Sequence[Tensor], *, measure: bool) -> None:
-        """Write the average of one flat tensor; add to the norms if ``measure``."""
-        if out.is_complex():
-            out, sources = _as_real(out), [_as_real(s) for s in sources]
-        reduced = out.dtype in (torch.float16, torch.bfloat16)
-        wide = torch.float32 if reduced else out.dtype
-        length = max(1, min(_BLOCK_BYTES // wide.itemsize, out.numel()))
-        spare = torch.empty(length, dtype=wide)
-        copies = torch.empty(len(sources) + 1 if reduced else 0, length, dtype=wide)
-        flats = [torch.split(flat.view(-1), length) for flat in (out, *sources)]
-        for target, *parts in zip(*flats, strict=True):
-            size = target.numel()
-            acc = target
-            if reduced:
-                acc = copies[-1, :size]
-                parts = [copies[i, :size].copy_(part) for i, part in enumerate(parts)]
-            norm = self._blend(acc, parts)
-            if reduced:
-                target.copy_(acc)
-            if measure and reduced:
-                # The ranks get the rounded average, so the distance is to that one.
-                norm = _sum_squares(acc.copy_(target))
-            if measure:
-                self._norm += norm
-                self._measure(acc, parts, spare[:size], rounded=reduced)
-
-    def _blend(self, acc: Tensor, parts: Sequence[Tensor]) -> float:
-        """Write the weighted mean of a block into ``acc``; returns its squared norm."""
-        first, *others = self._live
-        if not others:
-            acc.copy_(parts[first])
-            return _sum_squares(acc)
-        before = parts[first]
-        for i, fraction in zip(others, self._fractions[1:], strict=True):
-            # From the heavier side: a negative zero on all ranks then keeps its sign.
-            if fraction < 0.5:
-                torch.lerp(parts[i], before, 1.0 - fraction, out=acc)
-            else:
-                torch.lerp(before, parts[i], fraction, out=acc)
-            before = acc
-        norm = _sum_squares(acc)
-        if math.isfinite(norm):
-            return norm
-        self._mend(acc, parts)
-        return _sum_squares(acc)
-
-    def _mend(self, acc: Tensor, parts: Sequence[Tensor]) -> None:
-        """Redo as a sum of products what a difference made NaN or infinite.
-
-        An infinity on all ranks (an attention mask kept as a buffer) stays itself, and
-        so does every value whose difference overflowed but whose mean does not.
-        """
-        first, *others = self._live
-        mean = parts[first] * self._shares[first]
-        for i in others:
-            mean.add_(parts[i], alpha=self._shares[i])
-        acc.copy_(torch.where(acc.isfinite(), acc, mean))
-
-    def _measure(
-        self, acc: Tensor, parts: Sequence[Tensor], scratch: Tensor, *, rounded: bool
-    ) -> None:
-        if len(parts) == len(self._live) == 2 and not rounded:
-            # Both are on one line with their mean: one difference gives both distances.
-            torch.sub(parts[0], parts[1], out=scratch)
-            square = _sum_squares(scratch)
-            for i in (0, 1):
-                self._distances[i] += square * self._shares[1 - i] ** 2
-            return
-        for i, part in enumerate(parts):
-            torch.sub(part, acc, out=scratch)
-            self._distances[i] += _sum_squares(scratch)
-
-
-def _sum_squares(block: Tensor) -> float:
-    square = float(torch.dot(block, block))
-    if not math.isfinite(square):  # Perhaps only the squares overflowed.
-        square = float(block.double().square().sum())
-    return square
-
-
-def _as_real(flat: Tensor) -> Tensor:
-    return torch.view_as_real(flat).view(-1)
 
 
 def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:

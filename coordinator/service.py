@@ -53,7 +53,6 @@ class Service:
             only hand the value on.
         on_save: Called with each checkpoint of the run, likewise.
         on_end: Called once, when the outcome is final, on the coordinator's thread.
-        averaging_threads: Intra-op threads of the averaging thread.
     """
 
     def __init__(

@@ -231,8 +231,8 @@ class TrainConfig:
             )
         if least > anchor:
             raise ValueError(
-                f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or raise "
-                f"anchor and max_anchor({self.max_anchor})"
+                f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or "
+                f"raise anchor and max_anchor({self.max_anchor})"
             )
         if self.prefetch == 0 and self.loader_workers:
             raise ValueError(

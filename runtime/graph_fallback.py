@@ -41,7 +41,8 @@ class Fallbacks:
 
     def give_up(self, rank: int, reason: str, *, everywhere: bool = True) -> None:
         """A rank captures nothing from here on, nor does any other if so ``everywhere``."""
-        self._all = self._all or everywhere
+        if everywhere:  # not "or": that would write back what it read before another rank's word
+            self._all = True
         self._tell(rank, "steps are made without a graph", reason)
 
     def pass_by(self, rank: int, reason: str) -> None:

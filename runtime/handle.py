@@ -58,6 +58,7 @@ class TrainerHandle:
         self._started = time.monotonic()
         self._ended_at = 0.0
         self._monitors: list[Monitor] = []
+        self._attaching = threading.Lock()  # never taken with the condition held
         self.world_size = len(run.devices)
         self.devices: tuple[torch.device, ...] = run.devices
         self.backend: AverageBackend = run.backend
@@ -139,12 +140,15 @@ class TrainerHandle:
         """
         if not isinstance(monitor, Monitor):
             raise TypeError(f"attach({monitor!r:.80}): pass a runtime.Monitor()")
-        with self._condition:
+        with self._attaching:  # of two threads with the same monitor one comes second
             if monitor in self._monitors:
                 return self
-        monitor.watch(watched_run(self._run, self._started, self._end))
-        with self._condition:
-            self._monitors.append(monitor)
+            monitor.watch(watched_run(self._run, self._started, self._end))
+            with self._condition:
+                self._monitors.append(monitor)
+                ended = self._ended
+        if ended:  # perhaps since watch(): then finish() has not seen this monitor
+            monitor.run_ended()
         return self
 
     def _end(self) -> End | None:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
 from runtime.intra_op import IntraOpThreads
+from runtime.living import Living
 
 logger = logging.getLogger(__name__)
 
@@ -289,11 +290,11 @@ def _tell_to_end(inboxes: Sequence[Inbox]) -> None:
         inbox.put(None)
 
 
-_OPEN: weakref.WeakSet[RankThreads] = weakref.WeakSet()
+_OPEN: Living[RankThreads] = Living()
 
 
 def _close_at_exit() -> None:
-    for threads in list(_OPEN):
+    for threads in _OPEN.all():
         try:
             threads.close(EXIT_S)
         except RuntimeError as error:

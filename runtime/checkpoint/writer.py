@@ -6,12 +6,12 @@ import atexit
 import logging
 import threading
 import time
-import weakref
 from pathlib import Path
 
 from runtime.checkpoint.contents import CheckpointData
 from runtime.checkpoint.store import remove_old, write_checkpoint
 from runtime.errors import CheckpointError, without_frames
+from runtime.living import Living
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +151,13 @@ class CheckpointWriter:
         return done
 
 
-_LIVE: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
+_LIVE: Living[CheckpointWriter] = Living()
 
 
 def _wait_at_exit() -> None:
     # The thread is a daemon, so that a dead disk cannot hold the interpreter for ever.
     deadline = time.monotonic() + EXIT_GRACE_S
-    for writer in list(_LIVE):
+    for writer in _LIVE.all():
         writer.wait(max(0.0, deadline - time.monotonic()))
 
 

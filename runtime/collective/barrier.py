@@ -193,7 +193,11 @@ class Rendezvous(Generic[RequestT, PlanT]):
         """
 
         def plan() -> None:
-            self._plan = planner(self.requests())
+            requests = self.requests()
+            # A rank that an abort woke meanwhile has taken its own back.
+            if len(requests) < self.barrier.parties:
+                raise CollectiveAborted("the collective was aborted")
+            self._plan = planner(requests)
 
         self.slots[rank] = request
         self.barrier.wait(rank, self.timeout_s, plan)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import averaging
+from coordinator import mixing
 from coordinator.averaging import Averager, payload_like
 from coordinator.messages import Payload
 
@@ -27,7 +27,7 @@ weight_lists = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
-    monkeypatch.setattr(averaging, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(mixing, "_BLOCK_BYTES", 64)
 
 
 def params(*tensors):
@@ -72,7 +72,7 @@ def test_average_and_divergences_are_those_of_the_definition(dtype, weights, num
 
 
 def test_a_tensor_of_several_blocks_is_averaged_to_its_end():
-    numel = 2 * averaging._BLOCK_BYTES // 4 + 17
+    numel = 2 * mixing._BLOCK_BYTES // 4 + 17
     tensors = [torch.randn(numel) for _ in range(3)]
     result = Averager().average([params(t) for t in tensors], [1, 2, 3])
     (average,) = result.average.params
@@ -130,6 +130,14 @@ def test_the_average_lies_between_the_ranks(pairs, left, right):
     margin = 1e-6 * torch.maximum(one.abs(), other.abs())
     assert (average >= torch.minimum(one, other) - margin).all()
     assert (average <= torch.maximum(one, other) + margin).all()
+
+
+@pytest.mark.parametrize("values", [(1e8, 1.0), (1.0, 1e8)])
+def test_a_light_rank_far_away_takes_nothing_from_the_heavy_ones_digits(values):
+    weights = [1, 10**9] if values[0] > 1.0 else [10**9, 1]
+    tensors = [torch.full((5,), value) for value in values]
+    result = Averager().average([params(t) for t in tensors], weights)
+    torch.testing.assert_close(result.average.params[0], torch.full((5,), 1.1))
 
 
 # -- values that are not finite ---------------------------------------------

@@ -94,6 +94,55 @@ def test_at_the_end_the_page_has_what_the_run_counted(monitor, recorded):
             assert told == [round(rank.causes[cause.label], 3) for cause in Cause]
 
 
+def between(monkeypatch, before=lambda: None, after=lambda: None):
+    """Have something done around the first call of a monitor's ``watch``; gives its calls."""
+    watch, calls = Monitor.watch, []
+
+    def watched(monitor, run):
+        calls.append(run)
+        first = len(calls) == 1
+        if first:
+            before()
+        watch(monitor, run)
+        if first:
+            after()
+
+    monkeypatch.setattr(Monitor, "watch", watched)
+    return calls
+
+
+def test_two_threads_that_attach_the_same_monitor_attach_it_once(monitor, monkeypatch):
+    gate = Gate()
+    handle = builder(train=gate, epochs=2).run()
+    other = threading.Thread(target=handle.attach, args=(monitor,))
+
+    def meanwhile():
+        other.start()
+        other.join(0.1)  # it waits until this one is through
+
+    calls = between(monkeypatch, before=meanwhile)
+    try:
+        handle.attach(monitor)
+        other.join(WAIT_S)
+        assert len(calls) == 1
+    finally:
+        gate.opened.set()
+        handle.join(WAIT_S)
+
+
+def test_a_run_that_ends_while_it_is_attached_is_let_go(monitor, monkeypatch):
+    gate = Gate()
+    handle = builder(train=gate, epochs=2).run()
+
+    def end():
+        gate.opened.set()
+        handle.join(WAIT_S)
+
+    between(monkeypatch, after=end)
+    handle.attach(monitor)
+    assert monitor._run is None
+
+
 def test_pages_follow_a_run_from_its_first_to_its_last_batch(monitor):
     gate = Gate()
     handle = builder(train=gate, epochs=2).run().attach(monitor)

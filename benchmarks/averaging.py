@@ -1,0 +1,259 @@
+"""The averaging on the CPU path: its arithmetic against the memory's speed, and whole rounds.
+
+Usage: ``python benchmarks/averaging.py [--parameters 1e6 1e7 1e8] [--json FILE]``.
+What is measured and how stands in ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import MachineLoad, describe, restart_with
+from torch import Tensor, nn
+
+from coordinator.averaging import Averager
+from coordinator.contents import Payload
+from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
+
+TARGET = 1.5
+"""Bound of the arithmetic over the time of reading both and writing one, at 2 ranks in float32."""
+TARGET_PARAMETERS = 10**8
+"""Size that the target speaks of."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WORLDS = (2, 3, 4)
+NUM_SLICE = 1024
+"""Parameters that the whole round's model computes with; all of them are stepped."""
+NUM_BATCHES, ANCHOR = 24, 2
+JOIN_S = 170.0
+QUIET = 0.05
+ENVIRONMENT = {  # as machine.ENVIRONMENT, with intra-op threads: copies are made with several
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+}
+
+Work = Callable[[], object]
+
+
+def payload(tensor: Tensor) -> Payload:
+    """A replica of one tensor."""
+    return Payload(params=(tensor,))
+
+
+def naive(out: Tensor, sources: Sequence[Tensor], weights: Sequence[int]) -> dict[str, Work]:
+    """Other ways to the weighted mean, without a norm; the last allocates its result."""
+    first, *others = sources
+    parts = [weight / sum(weights) for weight in weights]
+
+    def products() -> None:
+        torch.mul(first, parts[0], out=out)
+        for source, part in zip(others, parts[1:], strict=True):
+            out.add_(source, alpha=part)
+
+    ways: dict[str, Work] = {"mul, then add": products}
+    if len(sources) == 2:
+        ways["lerp"] = lambda: torch.lerp(first, others[0], parts[1], out=out)
+    ways["stack, then mean (unweighted)"] = lambda: torch.stack(list(sources)).mean(0)
+    return ways
+
+
+def time_of(work: Work) -> float:
+    """Seconds that a piece of work takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure_arithmetic(
+    num_parameters: int, num_threads: int, dtype: torch.dtype, repeat: int
+) -> list[dict[str, Any]]:
+    """One row for each world size and way; all ways in turn, ``repeat`` times.
+
+    The copy that a ratio refers to is measured in the same turns with the same threads, and
+    all memory was written to before.
+    """
+    torch.set_num_threads(num_threads)
+    weights = [3, 5, 4, 6]
+    sources = [torch.randn(num_parameters).to(dtype) for _ in range(max(WORLDS))]
+    out = torch.empty_like(sources[0])
+    averager = Averager()
+    works: dict[tuple[int, str], Work] = {(1, "copy"): lambda: out.copy_(sources[0])}
+    for world in WORLDS:
+        payloads = [payload(source) for source in sources[:world]]
+        works[world, "this runtime"] = partial(averager.average, payloads, weights[:world])
+        for way, work in naive(out, sources[:world], weights[:world]).items():
+            works[world, way] = work
+    for work in (*works.values(), works[2, "this runtime"]):
+        work()  # two results are used in turn: both are warm now
+    times: dict[tuple[int, str], list[float]] = {key: [] for key in works}
+    load = MachineLoad()
+    for index in range(repeat):
+        for key in works if index % 2 == 0 else reversed(works):
+            times[key].append(time_of(works[key]))
+    others = load.others()
+    medians = {key: statistics.median(runs) for key, runs in times.items()}
+    copy_s = medians.pop((1, "copy"))
+    return [
+        {
+            "parameters": num_parameters,
+            "threads": num_threads,
+            "dtype": str(dtype).removeprefix("torch."),
+            "ranks": world,
+            "way": way,
+            "seconds": seconds,
+            # A copy reads one and writes one.
+            "memory_s": copy_s * (world + 1) / 2,
+            "ratio": seconds / (copy_s * (world + 1) / 2),
+            "copy_gb_s": 2 * num_parameters * out.element_size() / copy_s / 1e9,
+            "used_by_others": others,
+        }
+        for (world, way), seconds in medians.items()
+    ]
+
+
+class Flat(nn.Module):
+    """As many parameters as wanted, and a step that costs little beside the optimizer's."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((num_parameters,), 1e-3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight[: x.shape[1]]
+
+
+def measure_round(num_parameters: int) -> dict[str, Any]:
+    """Rounds of a run with 2 workers under CADENCE over the CPU path, as medians in seconds."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    timeline = Timeline(min_gap_s=3600.0)
+    data = (torch.randn(NUM_BATCHES * 4, min(NUM_SLICE, num_parameters)),)
+    load = MachineLoad()
+    Trainer.builder(
+        lambda device: Flat(num_parameters).to(device),
+        lambda params: torch.optim.SGD(params, 1e-6),
+        lambda model, batch: model(batch[0]).square().mean(),
+    ).dataset(data).batch_size(4).num_epochs(1).devices(["cpu"] * 2).policy(
+        ApplyPolicy.CADENCE
+    ).backend(AverageBackend.CPU).anchor(ANCHOR).max_anchor(ANCHOR).timeline(timeline).progress(
+        False
+    ).snapshot_timeout(60.0).run().join(JOIN_S)
+    # The first rounds allocate the snapshots and both results.
+    rounds: dict[tuple[int, str], list[float]] = {}
+    for event in timeline.events():
+        part = event.args.get("part", event.args.get("phase"))
+        if event.kind.value in ("averaging", "phase") and int(event.args["round"] or 0) > 2:
+            rank = -1 if event.rank is None else event.rank
+            rounds.setdefault((rank, str(part)), []).append(event.duration_s)
+    medians = {key: statistics.median(runs) for key, runs in rounds.items()}
+    return {
+        "parameters": num_parameters,
+        "rounds": len(rounds.get((-1, "round"), ())),
+        "round_s": medians.get((-1, "round")),
+        "arithmetic_s": medians.get((-1, "computed")),
+        "pauses_s": [
+            {part: medians.get((rank, part)) for part in ("snapshot", "update")} for rank in (0, 1)
+        ],
+        "used_by_others": load.others(),
+    }
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The target for each number of threads, at the size that it speaks of, if measured."""
+    return [
+        {
+            "what": f"2 ranks, float32, {row['parameters']:.0e} parameters, {row['threads']} "
+            "threads: arithmetic / reading both and writing one",
+            "wanted": TARGET,
+            "ratio": row["ratio"],
+            "met": row["ratio"] <= TARGET,
+        }
+        for row in rows
+        if (row["ranks"], row["dtype"], row["way"]) == (2, "float32", "this runtime")
+        and row["parameters"] == TARGET_PARAMETERS
+    ]
+
+
+def arithmetic_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| parameters | threads | dtype | ranks | way | ms | memory alone: ms | ratio |",
+        "| ---: | ---: | --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {r['parameters']:.0e} | {r['threads']} | {r['dtype']} | {r['ranks']} | {r['way']} "
+        f"| {r['seconds'] * 1e3:.2f} | {r['memory_s'] * 1e3:.2f} | {r['ratio']:.2f} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def round_table(rounds: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| parameters | rounds | round: ms | of it arithmetic | rank 0: snapshot + update "
+        "| rank 1: snapshot + update |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in rounds:
+        cells = [r["round_s"], r["arithmetic_s"]]
+        shown = [_ms(cell) for cell in cells]
+        shown += [f"{_ms(p['snapshot'])} + {_ms(p['update'])}" for p in r["pauses_s"]]
+        lines.append(f"| {r['parameters']:.0e} | {r['rounds']} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", nargs="+", type=float, default=[1e6, 1e7, 1e8])
+    cores = os.cpu_count() or 1
+    parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, cores}))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--repeat", type=int, default=7, help="turns of all ways")
+    parser.add_argument("--no-round", action="store_true", help="the arithmetic alone")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    args = parser.parse_args()
+    if args.repeat < 1 or min(args.parameters) < 1 or min(args.threads) < 1:
+        parser.error("--repeat, --parameters and --threads must be at least 1")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    restart_with(ENVIRONMENT)
+    sizes = [int(number) for number in args.parameters]
+    machine = {**describe(), "environment": ENVIRONMENT}
+    result: dict[str, Any] = {"machine": machine, "repeat": args.repeat, "arithmetic": []}
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, medians of {args.repeat} turns\n")
+    for size in sizes:
+        for threads in args.threads:
+            for name in args.dtypes:
+                result["arithmetic"] += measure_arithmetic(size, threads, DTYPES[name], args.repeat)
+    print(arithmetic_table(result["arithmetic"]), end="\n\n", flush=True)
+    result["rounds"] = [] if args.no_round else [measure_round(size) for size in sizes]
+    if result["rounds"]:
+        print("Whole rounds, 2 workers, CADENCE over the CPU path:\n")
+        print(round_table(result["rounds"]), end="\n\n")
+    result["targets"] = judge(result["arithmetic"])
+    for row in result["targets"]:
+        verdict = "met" if row["met"] else "MISSED"
+        print(f"{row['what']}: {row['ratio']:.2f}, at most {row['wanted']:.2f}: {verdict}")
+    if not result["targets"]:
+        print(f"No verdict: the target speaks of {TARGET_PARAMETERS:.0e} parameters in float32.")
+    shares = [row["used_by_others"] for row in (*result["arithmetic"], *result["rounds"])]
+    print(f"Other processes used up to {max(shares):.0%} of the cores; quiet is {QUIET:.0%}.")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Measuring cells in turn, undisturbed by others."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from machine import MachineLoad
+
+QUIET = 0.05
+"""Share of the cores that other processes may use during an undisturbed measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a section measures.
+
+    Attributes:
+        seconds: Length of one measurement.
+        repeat: Repetitions of each cell.
+        num_retries: How often a disturbed measurement is repeated.
+        quick: Whether the section measures fewer cells.
+        models: Workloads of the section ``peers``.
+        slowdowns: How often rank 1's step takes a bare one's there.
+    """
+
+    seconds: float
+    repeat: int
+    num_retries: int
+    quick: bool
+    models: tuple[str, ...]
+    slowdowns: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One thing to measure.
+
+    Attributes:
+        key: Its name.
+        guess: First guess of its rate, which only sizes the first repetition.
+        run: Given the expected rate, measures and gives the rate, in samples/s.
+    """
+
+    key: str
+    guess: float
+    run: Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all repetitions gave.
+
+    Attributes:
+        rates: Samples/s of every repetition, for each cell.
+        loads: Share of the cores that other processes used meanwhile, likewise.
+    """
+
+    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    loads: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def medians(self) -> dict[str, float]:
+        """The median of each cell's undisturbed repetitions.
+
+        Of all repetitions, unless every cell has an undisturbed one: ratios of both kinds
+        would say nothing.
+        """
+        quiet = {
+            key: [rate for rate, load in zip(runs, self.loads[key], strict=True) if load <= QUIET]
+            for key, runs in self.rates.items()
+        }
+        used = quiet if all(quiet.values()) else self.rates
+        return {key: statistics.median(runs) for key, runs in used.items()}
+
+    def disturbed(self) -> list[bool]:
+        """For each measurement, whether others used too much of the machine."""
+        return [load > QUIET for runs in self.loads.values() for load in runs]
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return {
+            "median_rates": self.medians(),
+            "rates": dict(self.rates),
+            "used_by_others": dict(self.loads),
+        }
+
+
+def interleaved(cells: Sequence[Cell], options: Options) -> Measured:
+    """Measure every cell once, then again; every other repetition in reverse order."""
+    found = Measured()
+    for index in range(options.repeat):
+        for cell in cells if index % 2 == 0 else reversed(cells):
+            _measure(cell, found, options.num_retries)
+    return found
+
+
+def _measure(cell: Cell, found: Measured, num_retries: int) -> None:
+    """Measure until others leave the machine alone; keep the least disturbed attempt."""
+    runs = found.rates[cell.key]
+    # The fastest: after a disturbed repetition the next one would be too short.
+    expected = max(runs, default=cell.guess)
+    attempts: list[tuple[float, float]] = []
+    while len(attempts) <= num_retries:
+        load = MachineLoad()
+        rate = cell.run(expected)
+        attempts.append((load.others(), rate))
+        if attempts[-1][0] <= QUIET:
+            break
+    others, rate = min(attempts)
+    found.loads[cell.key].append(others)
+    runs.append(rate)
