@@ -38,6 +38,7 @@ NUMBERS = {"lr": float, "num_epochs": int, "batch_size": int, "part": float}
 """What ``--override`` may change in a study."""
 SETTINGS = {
     "anchor": int,
+    "min_anchor": int,
     "max_anchor": int,
     "max_overshoot": int,
     "max_batch_diff": int,

@@ -25,8 +25,9 @@ class ElChe:
     """Batch counts in proportion to measured speeds, and how far averagings lie apart.
 
     The anchor grows while averaging costs more than ``overhead_target`` of the slowest
-    rank's computing time, at most twofold in a round, and comes back slowly towards
-    ``min_anchor`` once averaging costs less than half of the target.
+    rank's computing time, at most twofold in a round, and comes back once averaging costs
+    less than half of the target: slowly to where it started, faster from there to
+    ``min_anchor``.
 
     Usable in a loop of your own::
 
@@ -64,7 +65,7 @@ class ElChe:
     ) -> None:
         floor = anchor if min_anchor is None else min_anchor
         _check(world_size, (floor, anchor, max_anchor), overhead_target, speed_hint)
-        self._anchor = anchor
+        self._anchor = self._start = anchor
         self._floor = floor
         self._max_anchor = max_anchor
         self._overhead_target = overhead_target
@@ -262,7 +263,14 @@ class ElChe:
                 wanted = min(sync_in_batches / self._overhead_target, 2.0 * self._anchor)
                 self._anchor = min(math.ceil(wanted * (1 - 1e-9)), self._max_anchor)
         elif overhead < self._overhead_target / 2:
-            self._anchor = max(self._floor, self._anchor - max(1, self._anchor // 10))
+            self._anchor = max(self._floor, self._lowered(sync_in_batches))
+
+    def _lowered(self, sync_in_batches: float) -> int:
+        """A tenth less above where it started; below, at once what is cheap, at most half."""
+        if self._anchor > self._start:
+            return max(self._start, self._anchor - max(1, self._anchor // 10))
+        cheap = math.ceil(sync_in_batches / (self._overhead_target / 2))
+        return min(self._anchor, max(cheap, self._anchor // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,8 +81,17 @@ class BatchSet:
 
     def put_back(self, spans: Iterable[range]) -> None:
         """Return batches, for instance those that died with a rank."""
-        positions = sorted(b for span in (*self._spans, *spans) for b in span)
-        self._spans = list(compress(positions))
+        every = [span for span in (*self._spans, *spans) if span]
+        if any(span.step != 1 for span in every):
+            self._spans = list(compress(sorted(b for span in every for b in span)))
+            return
+        # By ends alone: an epoch may have millions of batches.
+        self._spans = []
+        for span in sorted(every, key=lambda span: span.start):
+            if self._spans and self._spans[-1].stop == span.start:
+                self._spans[-1] = range(self._spans[-1].start, span.stop)
+            else:
+                self._spans.append(span)
 
 
 def compress(positions: Iterable[int]) -> Iterable[range]:

@@ -80,17 +80,21 @@ class Epochs:
         Everyone gets a first plan before anyone gets a second one. Under a limit on the
         lead all train at one pace, so that chunks follow the limit and not the speed.
         """
+        wanting = [rank for rank in self._core.live if rank.num_queued < 2]
+        if not wanting:
+            return
         lead = self._core.config.max_batch_diff
         max_chunk = None if lead is None else lead + 1
+        shares, seconds = self._core.elche.shares, self._core.elche.seconds_per_batch
         for depth in (1, 2):
-            for rank in self._core.live:
+            for rank in wanting:
                 if rank.num_queued >= depth:
                     continue
                 chunk = self._core.pool.deal_chunk(
                     rank.rank,
                     now,
-                    shares=self._core.elche.shares,
-                    seconds_per_batch=self._core.elche.seconds_per_batch,
+                    shares=shares,
+                    seconds_per_batch=seconds,
                     max_chunk=max_chunk,
                 )
                 if chunk is not None:

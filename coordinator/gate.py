@@ -63,6 +63,11 @@ class Gate:
         overshoot = self._config.max_overshoot
         return count + (max(2, count // 4) if overshoot is None else overshoot)
 
+    @property
+    def limits(self) -> bool:
+        """Whether the settings limit any rank."""
+        return self._config.policy is ApplyPolicy.ASYNC or self._config.max_batch_diff is not None
+
     def limit(self, rank: Rank, live: Sequence[Rank]) -> int | None:
         """The limit that holds for a rank now, in batches since its last round.
 

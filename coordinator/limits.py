@@ -42,6 +42,8 @@ class Limits:
     def adjust(self) -> None:
         """Tell those ranks whose limit has changed."""
         # Between SyncNow and its acknowledgement a limit could be read against either round.
+        if not self._core.gate.limits:
+            return
         if self._core.alone or self._rounds.round.state is RoundState.SYNCING:
             return
         live = self._core.live

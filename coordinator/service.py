@@ -155,16 +155,22 @@ class Service:
         while True:
             now = time.monotonic()
             self._log.received(event, now)
+            following = self._next_waiting()
             with self._lock:
-                commands = machine.handle(event, now)
+                commands = machine.handle(event, now, more=following is not None)
             for command in commands:
                 self._execute(command, now)
             for observer in self._observers:
                 observer(event, commands, now)
-            try:
-                event = self._inbox.get_nowait()
-            except queue.Empty:
+            if following is None:
                 return
+            event = following
+
+    def _next_waiting(self) -> m.Event | None:
+        try:
+            return self._inbox.get_nowait()
+        except queue.Empty:
+            return None
 
     def _execute(self, command: Command, now: float) -> None:
         match command:

@@ -142,17 +142,17 @@ def test_costly_averaging_grows_the_anchor_to_the_target():
 def test_cheap_averaging_brings_the_anchor_below_its_start_where_that_is_allowed():
     cadence = ElChe(2, 10, min_anchor=2, overhead_target=0.10)
     anchors = []
-    for _ in range(10):
+    for _ in range(5):
         play(cadence, (0.1, 0.05), sync_s=0.001)
         anchors.append(cadence.anchor)
-    assert anchors == [9, 8, 7, 6, 5, 4, 3, 2, 2, 2]
+    assert anchors == [5, 2, 2, 2, 2]
     assert cadence.batch_counts == (2, 4)
 
 
 def test_the_anchor_stays_where_less_would_make_averaging_costly():
     cadence = ElChe(2, 10, min_anchor=1, overhead_target=0.10)
     play(cadence, (0.1, 0.1), sync_s=0.032, rounds=20)
-    assert cadence.anchor == 6  # At 7 it cost less than half of the target, 5 %.
+    assert cadence.anchor == 7  # Less would cost more than half of the target, 5 %.
 
 
 def test_the_anchor_at_most_doubles_in_a_round_and_stops_at_its_limit():

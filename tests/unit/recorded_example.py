@@ -1,0 +1,61 @@
+"""Runs an example as ``python FILE arguments`` would, and records the bits of each step.
+
+``python recorded_example.py RECORD FILE arguments...`` writes one line of JSON for each rank
+and step to ``RECORD``: what went into the step and what came out, as checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import zlib
+from pathlib import Path
+
+from runtime.step_worker import StepWorker
+
+
+def checksums(tensors):
+    """One for each tensor; ``None`` where there is none."""
+    return [None if t is None else zlib.crc32(t.detach().numpy().tobytes()) for t in tensors]
+
+
+def recorded(lines, train_window, worker, sizes, first, train_fn):
+    """A step, and its line; the list is only appended to, so that ranks need no lock."""
+    params, states = worker._state.params.params, worker.optimizer.state
+    step, before = worker._together.step, checksums(params)
+    train_window(worker, sizes, first, train_fn)
+    made = {
+        "rank": worker.rank,
+        "step": step,
+        "sizes": list(sizes),
+        "batch": checksums(first or ()),
+        "losses": [float(loss) for loss in worker._stepper._losses],
+        "params before": before,
+        "reduced gradients": checksums(p.grad for p in params),
+        "first moments": checksums(states[p]["exp_avg"] for p in params),
+        "second moments": checksums(states[p]["exp_avg_sq"] for p in params),
+        "optimizer steps": [float(states[p]["step"]) for p in params],
+        "params after": checksums(params),
+    }
+    lines.append(json.dumps(made))
+
+
+def main():
+    record, file, *arguments = sys.argv[1:]
+    lines, train_window = [], StepWorker._train_window
+
+    def record_step(worker, sizes, first, train_fn):
+        recorded(lines, train_window, worker, sizes, first, train_fn)
+
+    StepWorker._train_window = record_step
+    sys.argv = [file, *arguments]
+    sys.path[0] = str(Path(file).parent)
+    try:
+        runpy.run_path(file, run_name="__main__")
+    finally:
+        Path(record).write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
