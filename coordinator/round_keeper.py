@@ -18,6 +18,10 @@ from coordinator.world import RankState
 
 _NONE = (None, None)
 
+ROUND_S = 5e-4
+"""What a round costs beside what the ranks measure, for each of them: the coordinator's
+own time, which no clock of a rank sees (0.5 to 0.8 ms by ``benchmarks/peers.py``)."""
+
 
 class RoundKeeper:
     """Runs one averaging round at a time.
@@ -246,6 +250,8 @@ class RoundKeeper:
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background computation takes its time from the ranks' cores.
         sync_s += rnd.average_s / len(rnd.ranks)
+        # So do the coordinator's wake-ups, and the interpreter that it takes from them.
+        sync_s += ROUND_S * len(rnd.ranks)
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
             info = self._core.ranks[rank]
