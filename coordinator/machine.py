@@ -1,8 +1,9 @@
 """The coordinator: a message and a time go in, commands come out.
 
 No thread, no queue, no clock and no random number: the same machine runs behind
-:mod:`coordinator.service` and under a simulated clock. It looks at the whole state after the
-last event that is there and does what is due: the order of messages decides little.
+:mod:`coordinator.service` and under a simulated clock. After each event it looks at the
+whole state and does what is due, so the order of messages decides little and a lost
+wake-up cannot be.
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ from coordinator.run_state import restore_run
 from coordinator.saving import Saving
 from coordinator.survival import Recovery, Survival
 from coordinator.world import RankState, Statistics
-
-_REPORTS = (m.BatchReport, m.EpochReport, m.ParamSnapshot, m.SyncAck)
-"""Events that come often; what they make due stays due."""
 
 
 class Coordinator:
@@ -65,7 +63,7 @@ class Coordinator:
     @property
     def done(self) -> bool:
         """Whether ``outcome`` is final."""
-        return self.phase is Phase.DONE
+        return self._core.phase is Phase.DONE
 
     @property
     def outcome(self) -> Outcome:
@@ -92,19 +90,12 @@ class Coordinator:
         """Count the time without progress from here: the run starts, or was suspended."""
         self._watch.restart(now)
 
-    def handle(self, event: m.Event, now: float, *, more: bool = False) -> list[Command]:
-        """Take one event and return what is to be done, in order.
-
-        Args:
-            event: What has happened.
-            now: The time.
-            more: Another event is there already: what a report makes due can wait for it.
-        """
+    def handle(self, event: m.Event, now: float) -> list[Command]:
+        """Take one event and return what is to be done, in order."""
         self._core.out, self._core.now = [], now
         if self._core.phase is not Phase.DONE:
             self._take(event, now)
-            if not (more and isinstance(event, _REPORTS)):
-                self._advance(now)
+            self._advance(now)
             self._watch.look(event, now)
         return self._core.out
 
@@ -177,8 +168,9 @@ class Coordinator:
 
     def _on_ready(self, event: m.Ready) -> None:
         rank = self._core.ranks[event.rank]
-        if rank.state is RankState.BUILDING:
-            rank.move(RankState.LIVE)
+        if rank.state is not RankState.BUILDING:
+            return
+        rank.move(RankState.LIVE)
 
     def _begin(self, now: float) -> None:
         """Once every rank that is left is built, the run begins."""
@@ -214,12 +206,12 @@ class Coordinator:
         info = self._core.ranks[rank]
         if info.state in (RankState.GONE, RankState.DEAD):
             return
-        if self._core.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
-            info.move(RankState.GONE)
+        if self._core.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+            # D1: a peer may wait for it in the collective.
+            error = RuntimeError(f"rank {rank} left before the run was over")
+            self._on_death(Failure(error=error, rank=rank), now)
             return
-        # D1: a peer may wait for it in the collective.
-        error = RuntimeError(f"rank {rank} left before the run was over")
-        self._on_death(Failure(error=error, rank=rank), now)
+        info.move(RankState.GONE)
 
     def _on_failed(self, event: m.Failed, now: float) -> None:
         if self._core.ranks[event.rank].state is RankState.DEAD:
@@ -262,8 +254,8 @@ class Coordinator:
             return
         was_halting = self._survival.recovery is Recovery.HALTING
         self._survival.on_halted(event)
+        halts = self._survival.recovery is Recovery.HALTING and not was_halting
         limit = self._core.config.max_failed_rounds
-        halts = not was_halting and self._survival.recovery is Recovery.HALTING
         if halts and self._survival.num_halts >= limit:
             error = AveragingFailed(
                 f"{limit} reductions in a row failed because a rank did not join in time; raise "
@@ -272,10 +264,10 @@ class Coordinator:
             self._ending.fail(Failure(error=error), now)
 
     def _on_stop(self) -> None:
-        core = self._core
-        core.outcome.stopped |= core.phase in (Phase.STARTING, Phase.RUNNING)
-        if core.phase is Phase.RUNNING:
-            core.phase = Phase.STOPPING
+        if self._core.phase in (Phase.STARTING, Phase.RUNNING):
+            self._core.outcome.stopped = True
+        if self._core.phase is Phase.RUNNING:
+            self._core.phase = Phase.STOPPING
 
     def _give_up(self, now: float, *, counts: bool = True) -> None:
         """The round failed; too many of them in a row end the run.
@@ -290,8 +282,10 @@ class Coordinator:
         if not counts:
             rnd.num_failed -= 1
         if self._too_many_failed():
-            told = f"{rnd.num_failed} averaging rounds failed in a row; {self._remedy()}"
-            self._ending.fail(Failure(error=AveragingFailed(told)), now)
+            error = AveragingFailed(
+                f"{rnd.num_failed} averaging rounds failed in a row; {self._remedy()}"
+            )
+            self._ending.fail(Failure(error=error), now)
             return
         if broken and rnd.generation == self._core.generation:
             self._survival.regroup()
@@ -303,9 +297,12 @@ class Coordinator:
 
     def _remedy(self) -> str:
         c = self._core.config
-        name, value = "collective_timeout", c.collective_timeout_s
-        if c.backend is AverageBackend.CPU:
-            name, value = "snapshot_timeout", c.snapshot_timeout_s
+        on_cpu = c.backend is AverageBackend.CPU
+        name, value = (
+            ("snapshot_timeout", c.snapshot_timeout_s)
+            if on_cpu
+            else ("collective_timeout", c.collective_timeout_s)
+        )
         return f"raise {name} ({value:g} s) or max_failed_rounds if the steps are long"
 
     def _on_tick(self, now: float) -> None:
@@ -394,7 +391,8 @@ class Coordinator:
         if not self._epochs.all_published and self._core.config.backend is not AverageBackend.CPU:
             return  # peers would wait for the lead, which is evaluating, inside the collective
         oldest = self._core.pool.oldest
-        oldest = oldest if oldest and self._core.pool.fully_trained(oldest) else None
+        if oldest is not None and not self._core.pool.fully_trained(oldest):
+            oldest = None
         if oldest is not None or self._may_save() or self._core.gate.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
             self._rounds.start(now, oldest, work)

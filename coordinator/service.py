@@ -155,22 +155,16 @@ class Service:
         while True:
             now = time.monotonic()
             self._log.received(event, now)
-            following = self._next_waiting()
             with self._lock:
-                commands = machine.handle(event, now, more=following is not None)
+                commands = machine.handle(event, now)
             for command in commands:
                 self._execute(command, now)
             for observer in self._observers:
                 observer(event, commands, now)
-            if following is None:
+            try:
+                event = self._inbox.get_nowait()
+            except queue.Empty:
                 return
-            event = following
-
-    def _next_waiting(self) -> m.Event | None:
-        try:
-            return self._inbox.get_nowait()
-        except queue.Empty:
-            return None
 
     def _execute(self, command: Command, now: float) -> None:
         match command:

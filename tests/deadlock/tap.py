@@ -43,10 +43,10 @@ class Tap:
     def __enter__(self) -> Tap:
         handle, execute = Coordinator.handle, Service._execute
 
-        def noted_event(machine: Coordinator, event: m.Event, now: float, **more: bool) -> Any:
+        def noted_event(machine: Coordinator, event: m.Event, now: float) -> Any:
             self.machine = machine
             self._note(event)
-            commands = handle(machine, event, now, **more)
+            commands = handle(machine, event, now)
             with self._changed:  # whoever waits looks at the machine's state as well
                 self._changed.notify_all()
             return commands

@@ -231,11 +231,11 @@ def test_a_coordinator_that_dies_wakes_every_worker_and_every_waiter(way, num_ev
     """D35: Python's queues never disconnect, so everyone must be told."""
     handle_event, left = Coordinator.handle, [num_events]
 
-    def breaking(machine, event, now, **more):
+    def breaking(machine, event, now):
         left[0] -= 1
         if left[0] == -1:
             raise _Broken("planted")
-        return handle_event(machine, event, now, **more)
+        return handle_event(machine, event, now)
 
     monkeypatch.setattr(Coordinator, "handle", breaking)
     handle = builder(dataset=4000, batch_size=1, ranks=RANKS, way=way).anchor(1).run()

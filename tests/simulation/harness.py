@@ -123,7 +123,6 @@ class Simulation:
         self.checks = Checks(self)
         self.trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_LINES)
         self.num_events = 0
-        self._arrived: deque[m.Event] = deque()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._channel_ends: dict[tuple[str, int], float] = {}
@@ -233,20 +232,9 @@ class Simulation:
     # -- the coordinator ----------------------------------------------------------------
 
     def _handle(self, event: m.Event) -> None:
-        """An event has arrived; while the thread wakes up others may join it."""
-        self._arrived.append(event)
-        if len(self._arrived) == 1:
-            late = self.schedule.wake_s if self._lot(0.5) else 0.0
-            self._at(self.now + self.draw(late), self._drain)
-
-    def _drain(self) -> None:
-        while self._arrived:
-            self._take(self._arrived.popleft(), more=bool(self._arrived))
-
-    def _take(self, event: m.Event, *, more: bool) -> None:
         self.trace.append((self.now, "coordinator <-", event))
         self.checks.on_event(event)
-        for command in self.machine.handle(event, self.now, more=more):
+        for command in self.machine.handle(event, self.now):
             self.trace.append((self.now, "coordinator ->", command))
             self.checks.on_command(command)
             self._execute(command)
@@ -452,8 +440,7 @@ class Simulation:
             deadline = self.machine.deadline
             if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
                 self.now = max(self.now, deadline)
-                self._arrived.append(m.Tick())
-                self._drain()
+                self._handle(m.Tick())
             elif self._heap:
                 self.now, _, action = heapq.heappop(self._heap)
                 action()

@@ -186,8 +186,8 @@ def test_a_lockstep_rank_that_leaves_alone_is_found(monkeypatch):
 def test_a_message_to_the_dead_is_found(monkeypatch):
     handle = Coordinator.handle
 
-    def chatty(self, event, now, **more):
-        commands = handle(self, event, now, **more)
+    def chatty(self, event, now):
+        commands = handle(self, event, now)
         if isinstance(event, m.Exiting):
             self.core.send(event.rank, m.SetGlobalStep(step=0))
         return commands

@@ -40,7 +40,7 @@ class Scripted(Coordinator):
     def done(self):
         return self.ended
 
-    def handle(self, event, now, *, more=False):
+    def handle(self, event, now):
         self.events.append(event)
         return self.script(self, event)
 
