@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from runtime.intra_op import IntraOpThreads
 from runtime.living import Living
+from runtime.vector_math import resolve_vector_math
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class RankThreads:
         self._closed = False
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
         ending = _Ending(len(contexts), on_end)
+        resolve_vector_math()
         self._threads = [
             threading.Thread(
                 target=_serve,

@@ -43,6 +43,7 @@ from runtime.saving import Saves
 from runtime.state import TrainedState, assemble
 from runtime.summary import device_summary
 from runtime.timeline.recording import Recording
+from runtime.vector_math import resolve_vector_math
 from runtime.worker import GpuWorker
 from runtime.worker_types import WorkerEndpoints
 
@@ -167,6 +168,7 @@ class Run:
             self.devices, self._adapter.num_samples, backend, self._machine, self._service
         )
         started = False
+        resolve_vector_math()
         INTERRUPTS.add(self)
         try:
             for context in self._contexts:

@@ -131,13 +131,7 @@ def test_an_example_that_was_interrupted_goes_on_where_it_was(policy, tmp_path):
         made, whole = steps_in(records[0]) | steps_in(records[1]), steps_in(records[2])
         if (parts, made) != (epochs_in(straight), whole):
             outputs = {"interrupted": told, "resumed": rest, "straight": straight}
-            found = account(outputs, records, stopped, chosen)
-            again = tmp_path / "again"
-            run(*chosen, stopped, "--resume", record=again)
-            if steps_in(records[0]) | steps_in(again) != whole:
-                pytest.fail(found)
-            # Seen in some of a hundred runs and not yet explained; the checkpoint is good.
-            pytest.xfail("one process of three made other steps, once:\n" + found)
+            pytest.fail(account(outputs, records, stopped, chosen))
 
 
 def test_resume_without_a_directory_is_refused():
