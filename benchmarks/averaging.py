@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import MachineLoad, describe, restart_with
+from machine import ENVIRONMENT as ONE_THREAD
+from machine import QUIET, MachineLoad, describe, restart_with
 from torch import Tensor, nn
 
 from coordinator.averaging import Averager
@@ -34,11 +35,8 @@ NUM_SLICE = 1024
 """Parameters that the whole round's model computes with; all of them are stepped."""
 NUM_BATCHES, ANCHOR = 24, 2
 JOIN_S = 170.0
-QUIET = 0.05
-ENVIRONMENT = {  # as machine.ENVIRONMENT, with intra-op threads: copies are made with several
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-}
+# Copies are made with several intra-op threads.
+ENVIRONMENT = {k: v for k, v in ONE_THREAD.items() if k != "OMP_NUM_THREADS"}
 
 Work = Callable[[], object]
 

@@ -27,13 +27,11 @@ from benchmarks.convergence_data import DataMissing, check_folder, default_folde
 from benchmarks.convergence_models import STUDIES
 from benchmarks.convergence_report import judge
 from benchmarks.convergence_tables import markdown
-from benchmarks.machine import ENVIRONMENT, MachineLoad, describe
+from benchmarks.machine import ENVIRONMENT, QUIET, MachineLoad, describe
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_S = 900.0
 """A run that takes longer is killed."""
-QUIET = 0.05
-"""Share of the cores that other processes may use during an undisturbed run."""
 NUMBERS = {"lr": float, "num_epochs": int, "batch_size": int, "part": float}
 """What ``--override`` may change in a study."""
 SETTINGS = {

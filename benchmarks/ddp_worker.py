@@ -6,13 +6,12 @@ Usage: ``ddp_worker.py RANK WORLD_SIZE STORE_FILE``; see :class:`ddp_group.DdpGr
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from ddp_rank import join_group, serve
 from loops import train_step
 from models import WORKLOADS, Batch, Workload
 from torch.nn.parallel import DistributedDataParallel
@@ -56,22 +55,8 @@ def measure(
 
 
 def main() -> None:
-    rank, world_size, store_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store_file}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
-    cache: dict[str, Batch] = {}
-    print(json.dumps({"ready": rank}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        rate = measure(cache=cache, **request)
-        print(json.dumps({"rate": rate}), flush=True)
-    dist.destroy_process_group()
+    join_group()
+    serve(partial(measure, cache={}))
 
 
 if __name__ == "__main__":

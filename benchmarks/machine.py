@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -19,6 +20,8 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     "OMP_NUM_THREADS": "1",
 }
+QUIET = 0.05
+"""Share of the cores that other processes may use during an undisturbed measurement."""
 
 
 def restart_with(environment: Mapping[str, str]) -> None:
@@ -65,3 +68,34 @@ class MachineLoad:
                 used = one.cpu_times()
                 own += used.user + used.system
         return time.perf_counter(), busy, own
+
+
+def add_retry(parser: argparse.ArgumentParser) -> None:
+    """Add ``--retry N``, which :func:`undisturbed` takes."""
+    parser.add_argument(
+        "--retry",
+        type=int,
+        default=0,
+        help=f"repeat a measurement in which others used over {QUIET:.0%}% of the cores, at most "
+        "this often",
+    )
+
+
+def undisturbed(num_retries: int, measure_once: Callable[[], float]) -> tuple[float, float]:
+    """Measure until others leave the machine alone.
+
+    Args:
+        num_retries: How often a disturbed measurement is repeated at most.
+        measure_once: Measures, and gives a number.
+
+    Returns:
+        Share of the cores that others used, and the number, of the least disturbed attempt.
+    """
+    attempts: list[tuple[float, float]] = []
+    while len(attempts) <= num_retries:
+        load = MachineLoad()
+        measured = measure_once()
+        attempts.append((load.others(), measured))
+        if attempts[-1][0] <= QUIET:
+            break
+    return min(attempts)

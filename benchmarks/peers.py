@@ -14,9 +14,9 @@ from typing import Any
 
 import peers_report as report
 import torch
-from machine import ENVIRONMENT, describe, restart_with
+from machine import ENVIRONMENT, QUIET, add_retry, describe, restart_with
 from models import WORKLOADS
-from peers_measure import QUIET, Options
+from peers_measure import Options
 from peers_sections import SECTIONS
 
 
@@ -39,13 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each cell")
     parser.add_argument("--seconds", type=float, help="length of one measurement (1.5)")
     parser.add_argument("--quick", action="store_true", help="few cells, each once and short")
-    parser.add_argument(
-        "--retry",
-        type=int,
-        default=0,
-        help=f"repeat a measurement in which others used over {QUIET:.0%}% of the cores, at most "
-        "this often",
-    )
+    add_retry(parser)
     parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args()
     if args.quick:

@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from machine import MachineLoad
-
-QUIET = 0.05
-"""Share of the cores that other processes may use during an undisturbed measurement."""
+from machine import QUIET, undisturbed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +95,10 @@ def interleaved(cells: Sequence[Cell], options: Options) -> Measured:
 
 
 def _measure(cell: Cell, found: Measured, num_retries: int) -> None:
-    """Measure until others leave the machine alone; keep the least disturbed attempt."""
+    """Measure one cell."""
     runs = found.rates[cell.key]
     # The fastest: after a disturbed repetition the next one would be too short.
     expected = max(runs, default=cell.guess)
-    attempts: list[tuple[float, float]] = []
-    while len(attempts) <= num_retries:
-        load = MachineLoad()
-        rate = cell.run(expected)
-        attempts.append((load.others(), rate))
-        if attempts[-1][0] <= QUIET:
-            break
-    others, rate = min(attempts)
+    others, rate = undisturbed(num_retries, lambda: cell.run(expected))
     found.loads[cell.key].append(others)
     runs.append(rate)

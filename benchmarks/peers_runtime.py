@@ -8,19 +8,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from models import Batch, Workload
-from torch import Tensor, nn
+from runtime_builder import runtime_builder
 
-from runtime import (
-    ApplyPolicy,
-    AverageBackend,
-    Statistics,
-    Timeline,
-    Trainer,
-    TrainerHandle,
-    current_worker,
-)
+from runtime import ApplyPolicy, Statistics, Timeline, TrainerHandle
 from runtime.timeline import Kind
 
 JOIN_S = 180.0
@@ -97,31 +88,14 @@ class Moment:
 def train(job: Job) -> Outcome:
     """Train, with one intra-op thread for each worker."""
     counts = [0] * job.num_workers
-    workload, pauses_s = job.workload, job.pauses_s or (0.0,) * job.num_workers
-
-    def train_fn(model: nn.Module, batch: Batch) -> Tensor:
-        loss = workload.loss(model, batch)
-        rank = current_worker().rank
-        if pauses_s[rank]:
-            time.sleep(pauses_s[rank])
-        counts[rank] += 1
-        return loss
-
-    def make_model(device: torch.device) -> nn.Module:
-        torch.set_num_threads(1)
-        return workload.make_model().to(device)
-
     timeline = Timeline(poll_s=1.0) if job.recorded else None
-    builder = (
-        Trainer.builder(make_model, workload.make_optimizer, train_fn)
-        .dataset(job.data)
-        .batch_size(workload.batch_size)
-        .num_epochs(job.num_epochs)
-        .devices(["cpu"] * job.num_workers)
-        .policy(job.policy)
-        .backend(AverageBackend.AUTO)
-        .tune_allocator(False)
-        .progress(False)
+    builder = runtime_builder(
+        job.workload,
+        job.data,
+        counts,
+        num_epochs=job.num_epochs,
+        policy=job.policy,
+        pauses_s=job.pauses_s,
     )
     if timeline is not None:
         builder.timeline(timeline)

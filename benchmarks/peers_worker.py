@@ -8,17 +8,14 @@ for all repetitions. Usage: ``peers_worker.py RANK WORLD_SIZE STORE_FILE``.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddp_rank import join_group, serve
 from loops import batches, train_step
 from models import Batch, Workload
 from peers_models import workload_of
@@ -124,24 +121,11 @@ class Rank:
 
 
 def main() -> None:
-    rank, world_size, store_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store_file}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+    rank, world_size = join_group()
     # Accelerate learns from these, and takes the process group that is there.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    measurer = Rank()
-    print(json.dumps({"ready": rank}), flush=True)
-    for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
-        print(json.dumps({"rate": measurer.measure(**request)}), flush=True)
-    dist.destroy_process_group()
+    serve(Rank().measure)
 
 
 if __name__ == "__main__":

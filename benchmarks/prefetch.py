@@ -11,13 +11,12 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ENVIRONMENT, MachineLoad, describe, restart_with
+from machine import ENVIRONMENT, add_retry, describe, restart_with, undisturbed
 from models import WORKLOADS, Batch, Workload
 from torch import Tensor, nn
 
@@ -25,8 +24,6 @@ from runtime import Trainer
 
 WANTED = 1.8
 JOIN_S = 120.0
-QUIET = 0.05
-"""Share of the cores that other processes may use during an undisturbed measurement."""
 SYSTEMS = {
     "synchronous": "prefetch(0)",
     "one ahead": "prefetch(1)",
@@ -80,18 +77,6 @@ def rate(
     return sum(m.num_samples for m in state.metrics[1:]) / elapsed_s
 
 
-def undisturbed(num_retries: int, measure_once: Callable[[], float]) -> tuple[float, float]:
-    """Share of the cores that others used, and the rate, of the least disturbed attempt."""
-    attempts: list[tuple[float, float]] = []
-    while len(attempts) <= num_retries:
-        load = MachineLoad()
-        rate_now = measure_once()
-        attempts.append((load.others(), rate_now))
-        if attempts[-1][0] <= QUIET:
-            break
-    return min(attempts)
-
-
 def measure(workload: Workload, repeat: int, seconds: float, num_retries: int) -> dict[str, Any]:
     """Every system in turn, every other time in reverse order.
 
@@ -140,13 +125,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["lenet"])
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each cell")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a synchronous run")
-    parser.add_argument(
-        "--retry",
-        type=int,
-        default=0,
-        help=f"repeat a measurement in which others used over {QUIET:.0%}% of the cores, at most "
-        "this often",
-    )
+    add_retry(parser)
     parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args()
     if args.repeat < 1:

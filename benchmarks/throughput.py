@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ import report
 import torch
 from ddp_group import DdpGroup
 from loops import solo_rate, threads_rate
-from machine import ENVIRONMENT, MachineLoad, describe, restart_with
+from machine import ENVIRONMENT, QUIET, add_retry, describe, restart_with, undisturbed
 from models import WORKLOADS, Batch, Workload
-from torch import Tensor, nn
+from runtime_builder import runtime_builder
 
-from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
+from runtime import ApplyPolicy, AverageBackend
 
 SLOWDOWN = 3.0
 POLICIES = {
@@ -39,8 +40,6 @@ GUESS |= {report.slowed(s): 1.25 for s in ("cadence", "cadence_thread", "async")
 JOIN_S = 180.0
 MIN_BATCHES = 24
 """Batches in an epoch: at least one averaging by default."""
-QUIET = 0.05
-"""Share of the cores that other processes may use during an undisturbed measurement."""
 
 
 class Bench:
@@ -73,7 +72,9 @@ class Bench:
         """Measure every system once; every other repetition in reverse order."""
         keys = [*report.TITLES, *(report.slowed(s) for s in report.SLOWED)]
         for key in keys if index % 2 == 0 else reversed(keys):
-            self._measure_undisturbed(key)
+            others, rate = undisturbed(self._num_retries, partial(self._measure, key))
+            self.loads[key].append(others)
+            self.rates[key].append(rate)
 
     def medians(self) -> dict[str, float]:
         """The median of each system's repetitions."""
@@ -83,19 +84,6 @@ class Bench:
         data = self._workload.make_data(40 * self._workload.batch_size)
         runs = [solo_rate(self._workload, data, warmup_s=0.1, measure_s=0.3) for _ in range(5)]
         return self._workload.batch_size / max(runs)
-
-    def _measure_undisturbed(self, key: str) -> None:
-        """Measure until others leave the machine alone; keep the least disturbed attempt."""
-        attempts: list[tuple[float, float]] = []
-        while len(attempts) <= self._num_retries:
-            load = MachineLoad()
-            rate = self._measure(key)
-            attempts.append((load.others(), rate))
-            if attempts[-1][0] <= QUIET:
-                break
-        others, rate = min(attempts)
-        self.loads[key].append(others)
-        self.rates[key].append(rate)
 
     def _measure(self, key: str) -> float:
         system, _, suffix = key.partition("/")
@@ -142,31 +130,10 @@ def runtime_rate(
     """
     num_workers, policy, backend = POLICIES[system]
     counts = [0] * num_workers
-
-    def train_fn(model: nn.Module, batch: Batch) -> Tensor:
-        loss = workload.loss(model, batch)
-        rank = current_worker().rank
-        if pauses_s and pauses_s[rank]:
-            time.sleep(pauses_s[rank])
-        counts[rank] += 1
-        return loss
-
-    def make_model(device: torch.device) -> nn.Module:
-        torch.set_num_threads(1)
-        return workload.make_model().to(device)
-
-    handle = (
-        Trainer.builder(make_model, workload.make_optimizer, train_fn)
-        .dataset(data)
-        .batch_size(workload.batch_size)
-        .num_epochs(num_epochs)
-        .devices(["cpu"] * num_workers)
-        .policy(policy)
-        .backend(backend)
-        .tune_allocator(False)
-        .progress(False)
-        .run()
+    builder = runtime_builder(
+        workload, data, counts, num_epochs=num_epochs, policy=policy, pauses_s=pauses_s
     )
+    handle = builder.backend(backend).run()
     handle.next_metrics(JOIN_S)
     start = time.perf_counter()
     before = sum(counts)
@@ -188,13 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of each cell")
     parser.add_argument("--seconds", type=float, help="length of one measurement (2.2)")
     parser.add_argument("--quick", action="store_true", help="about 1.5 minutes in all")
-    parser.add_argument(
-        "--retry",
-        type=int,
-        default=0,
-        help=f"repeat a measurement in which others used over {QUIET:.0%}% of the cores, at most "
-        "this often",
-    )
+    add_retry(parser)
     parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args()
     if args.repeat < 1:

@@ -127,6 +127,28 @@ def test_ranges_with_a_step_come_back_as_well(num_batches, step, count):
     assert flatten(taken) + flatten(batches.spans) == list(range(num_batches))
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 3)), max_size=12),
+    st.booleans(),
+    st.integers(0, 12),
+    st.randoms(use_true_random=False),
+)
+def test_what_comes_back_by_its_ends_is_what_comes_back_one_by_one(cuts, stepped, held, rng):
+    """Ranges that touch or leave a gap, in any order, some of them there already."""
+    spans, start = [], 0
+    for gap, length, step in cuts:
+        span = range(start + gap, start + gap + length, step if stepped else 1)
+        spans.append(span)
+        start = span.stop
+    rng.shuffle(spans)
+    by_ends, one_by_one = BatchSet(spans[:held]), BatchSet()
+    by_ends.put_back(spans[held:])
+    # Ranges with a step are taken apart.
+    one_by_one.put_back(range(b, b + 1, 2) for b in flatten(spans))
+    assert by_ends.spans == one_by_one.spans
+    assert by_ends.spans == tuple(compress(sorted(flatten(spans))))
+
+
 def test_an_empty_batch_set_gives_nothing():
     batches = BatchSet()
     assert not batches

@@ -1,0 +1,46 @@
+"""What the coordinator is told of the settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coordinator.policy import AverageBackend
+from runtime.assembly import coordinator_config
+from runtime.config import TrainConfig
+from tests.unit.running import count_up, counter, plain_sgd
+
+
+def told(**settings):
+    """The coordinator's settings for a run with these, which are checked first."""
+    config = TrainConfig(
+        model_factory=counter,
+        optim_factory=plain_sgd,
+        train_fn=count_up,
+        batch_size=1,
+        num_epochs=1,
+        **settings,
+    )
+    config.check(num_samples=10, devices=[torch.device("cpu")] * 2)
+    return coordinator_config(
+        config, devices=("cpu",) * 2, num_samples=10, backend=AverageBackend.CPU, grace_s=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "start", "floor"),
+    [
+        ({}, 10, 2),
+        ({"anchor": 7}, 7, 7),  # what was asked for is kept
+        ({"anchor": 1}, 1, 1),
+        ({"anchor": 7, "min_anchor": 3}, 7, 3),
+        ({"min_anchor": 4}, 10, 4),
+        ({"min_anchor": 20}, 20, 20),
+        ({"max_anchor": 5}, 5, 2),
+        ({"max_anchor": 1}, 1, 1),
+        ({"anchor": 7, "max_anchor": 7}, 7, 7),
+    ],
+)
+def test_the_anchor_starts_and_ends_where_the_settings_say(settings, start, floor):
+    config = told(**settings)
+    assert (config.anchor, config.min_anchor) == (start, floor)
