@@ -37,6 +37,8 @@ class Core:
         plan: Under lockstep, what the ranks were dealt last.
         num_windows: Under lockstep, the optimizer steps dealt so far.
         now: Time of the event being handled.
+        spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
+            where nobody measures it.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -80,6 +82,7 @@ class Core:
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
         self.now = 0.0
+        self.spent_s = 0.0
 
     @property
     def live(self) -> list[Rank]:

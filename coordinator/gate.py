@@ -83,6 +83,16 @@ class Gate:
         behind = min(others) + lead + 1
         return behind if limit is None else min(limit, behind)
 
+    def told_well_enough(self, told: int | None, limit: int | None) -> bool:
+        """Whether a rank need not hear that its limit has changed.
+
+        Batch counts waver by one with each measurement, so a tenth more is not worth a
+        message: a rank that is parked too soon holds nobody back, for no round waits for it.
+        """
+        if self._config.max_batch_diff is not None or told is None or limit is None:
+            return told == limit
+        return told <= limit <= told + max(1, told // 10)
+
     def relimit(self, rank: Rank, limit: int | None) -> Allowance:
         """The allowance that carries a changed limit."""
         return Allowance(limit=limit, report_after=self._report_after(rank.rank))

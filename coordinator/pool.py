@@ -27,6 +27,8 @@ CHUNK_S = 0.1
 """Time a chunk shall take on its rank, where the epoch has that much left."""
 MIN_CHUNK_S = 0.01
 """Chunks of less time cost more in messages than they gain in balance."""
+SERVED = 2
+"""With more ranks chunks take longer in proportion: all of them report to one thread."""
 MAX_UNMEASURED_CHUNK = 1
 """Batches in a chunk for a rank whose speed is not known yet."""
 
@@ -71,6 +73,8 @@ class ChunkPool:
         self._budget = max_batches
         self._look_ahead = look_ahead
         self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
+        stretch = max(1.0, world_size / SERVED)
+        self._chunk_s, self._min_chunk_s = stretch * CHUNK_S, stretch * MIN_CHUNK_S
         self.ledgers = [Ledger() for _ in range(world_size)]
         self.epochs: deque[Epoch] = deque()
         self._next_epoch = first_epoch
@@ -157,8 +161,9 @@ class ChunkPool:
     ) -> tuple[int, tuple[range, ...]] | None:
         """Next chunk for a rank as ``(epoch, ranges)``, or ``None``: nothing for it now.
 
-        Chunks take about ``CHUNK_S`` and shrink towards the end of an epoch, so that
-        ranks of any speed finish it together (guided self-scheduling). Near the end a
+        Chunks take about ``CHUNK_S`` and shrink towards the end of an epoch, to half of
+        what is due to the rank, so that ranks of any speed finish it together (factoring,
+        Hummel, Schonberg and Flynn 1992). Near the end a
         rank gets nothing if the others would be done with the rest before it had
         trained one more batch; it then starts on the next epoch. With ``max_chunk``, for
         ranks that are held together whatever their speed, chunks are no longer than that
@@ -215,8 +220,8 @@ class ChunkPool:
             part = left * shares[rank] if epoch.quotas is None else float(left)
             # Short enough to end together, long enough that messages cost little, and
             # never more than what is due to the rank.
-            guided = min(max(part / 4, MIN_CHUNK_S / seconds[rank]), part)
-            count = int(min(CHUNK_S / seconds[rank], guided)) or 1
+            guided = min(max(part / 2, self._min_chunk_s / seconds[rank]), part)
+            count = int(min(self._chunk_s / seconds[rank], guided)) or 1
         step = self._granularity
         return min(left, -(-count // step) * step)
 

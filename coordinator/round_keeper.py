@@ -18,9 +18,9 @@ from coordinator.world import RankState
 
 _NONE = (None, None)
 
-ROUND_S = 5e-4
-"""What a round costs beside what the ranks measure, for each of them: the coordinator's
-own time, which no clock of a rank sees (0.5 to 0.8 ms by ``benchmarks/peers.py``)."""
+OWN_SHARE = 0.01
+"""Part of a core that the coordinator's thread may take for averaging rounds. It takes the
+interpreter from the ranks meanwhile, which no clock of theirs sees."""
 
 
 class RoundKeeper:
@@ -33,6 +33,7 @@ class RoundKeeper:
     def __init__(self, core: Core, saving: Saving) -> None:
         self._core = core
         self._saving = saving
+        self._spent_before_s = 0.0
         self.round = Round()
 
     def start(
@@ -61,6 +62,7 @@ class RoundKeeper:
             deadline=deadline,
             capture=capture,
         )
+        self._spent_before_s = self._core.spent_s
         self._core.gate.new_round()
         for rank in ranks:
             if on_cpu:
@@ -250,8 +252,9 @@ class RoundKeeper:
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background computation takes its time from the ranks' cores.
         sync_s += rnd.average_s / len(rnd.ranks)
-        # So do the coordinator's wake-ups, and the interpreter that it takes from them.
-        sync_s += ROUND_S * len(rnd.ranks)
+        # One target serves both: where this thread spends all that it may, it is reached.
+        own_s = self._core.spent_s - self._spent_before_s
+        sync_s += own_s * self._core.config.overhead_target / OWN_SHARE
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
             info = self._core.ranks[rank]

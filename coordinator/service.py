@@ -155,6 +155,7 @@ class Service:
         while True:
             now = time.monotonic()
             self._log.received(event, now)
+            machine.core.spent_s = time.thread_time()
             with self._lock:
                 commands = machine.handle(event, now)
             for command in commands:

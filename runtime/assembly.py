@@ -15,6 +15,10 @@ from runtime.errors import CheckpointError, NonFiniteError, ReplicaMismatch
 from runtime.worker import GpuWorker
 from runtime.worker_types import UserFunctions, WorkerConfig
 
+REPORTS_PER_S = 40
+"""Reports that all ranks together send at the most because time has passed; two ranks at
+every twentieth of a second, as no rank tells more often than that."""
+
 
 def coordinator_config(
     c: TrainConfig,
@@ -92,6 +96,7 @@ def worker_config(
         num_cpu_workers=sum(d.type == "cpu" for d in devices),
         survives=c.on_worker_failure == "continue",
         cuda_graphs=c.cuda_graphs,
+        report_interval_s=max(2, len(devices)) / REPORTS_PER_S,
     )
 
 

@@ -147,7 +147,7 @@ class StepWorker(ReplicaWorker):
             self._capturable.refresh()
 
     @abstractmethod
-    def _await_batch(self, *, answer: bool) -> Any:
+    def _await_batch(self, *, answer: bool, then: int = COMPUTE) -> Any:
         """The next batch of the plan in progress."""
 
     def _train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFn) -> None:
@@ -186,8 +186,6 @@ class StepWorker(ReplicaWorker):
             if i:
                 self._timer.pause()
                 batch = self._await_batch(answer=False)
-                if self._lane is not None:
-                    self._lane.enter(COMPUTE)
                 self._timer.resume()
             if window is not None:
                 if window.hold(batch):

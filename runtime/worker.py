@@ -177,13 +177,14 @@ class GpuWorker(StepWorker):
         sizes = windows.sizes(index)
         lane = self._lane
         first: Any = None
+        # With graphs the worker may have to wait below while another one captures.
+        then = COMPUTE if self._capturable is None else CONTROL
         if sizes:
-            first = self._await_batch(answer=not self._protocol.leaving)
+            first = self._await_batch(answer=not self._protocol.leaving, then=then)
             if first is None:
                 return False
-        if lane is not None:
-            # With graphs the worker may have to wait here while another one captures.
-            lane.enter(COMPUTE if self._capturable is None else CONTROL)
+        elif lane is not None:
+            lane.enter(then)
         self._context.pause_point()
         self._advance_schedule(windows.position(index) if self._lockstep else None)
         if lane is None:
@@ -193,30 +194,44 @@ class GpuWorker(StepWorker):
             lane.enter(COMPUTE)
         start = lane.since
         self._train_window(sizes, first, train_fn)
-        lane.end_step(CONTROL, start, len(sizes), sum(sizes))
+        lane.end_step(CONTROL, start, sizes)
         return True
 
-    def _await_batch(self, *, answer: bool) -> Any:
+    def _await_batch(self, *, answer: bool, then: int = COMPUTE) -> Any:
         """The next batch; while it is being loaded, messages are answered or put aside.
 
         Between steps a stalled loader must not delay an acknowledgement (D8); inside a
         step the replica is in no state to answer.
+
+        Args:
+            answer: Whether messages are answered.
+            then: What the time goes to from there on.
         """
         assert self._loader is not None, "a worker without a loader has no plans"
-        if self._lane is not None:
-            self._lane.enter(DATA)  # until the caller says what it does with the batch
-        while (loaded := self._loader.try_next()) is None:
+        lane = self._lane
+        asked = 0.0 if lane is None else time.monotonic()
+        loaded = self._loader.try_next()
+        if loaded is not None:
+            if lane is not None:
+                lane.enter_past(DATA, asked, then)
+            return loaded.data
+        if lane is not None:
+            lane.enter(DATA, asked)
+        while loaded is None:
             message = self._next_message()
             if isinstance(message, Wake):
-                continue
-            if not answer:
+                pass
+            elif not answer:
                 self._deferred.append(message)
-                continue
-            self._receive(message)
-            if self.handle_control():
-                if not self._finish_together():
-                    return None
-                answer = False
+            else:
+                self._receive(message)
+                if self.handle_control():
+                    if not self._finish_together():
+                        return None
+                    answer = False
+            loaded = self._loader.try_next()
+        if lane is not None:
+            lane.enter(then)
         return loaded.data
 
     def _submit(self, plan: m.EpochPlan) -> None:

@@ -158,8 +158,7 @@ class CoordinatorLane:
 
     def _count(self, rank: int, tally: m.Tally, now: float) -> None:
         if now >= self._samples.end:
-            row = tuple(float(n) for n in self.num_samples)
-            self._samples.close(now, lambda _: row)
+            self._samples.close(now, self.num_samples)
         self.num_batches[rank] += tally.num_batches
         self.num_samples[rank] += tally.num_samples
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 Row = tuple[float, ...]
 
 NUM_BINS = 1024
 NUM_POINTS = 4096
-FIRST_WIDTH_S = 0.005
+FIRST_WIDTH_S = 0.02
 
 
 class Bins:
@@ -40,15 +40,20 @@ class Bins:
         self._view = (width_s, self._rows)
         self.end = start + width_s
 
-    def close(self, now: float, totals_at: Callable[[float], Row]) -> None:
+    def close(self, now: float, totals: Sequence[float], running: int | None = None) -> None:
         """Close all bins that ended up to now.
 
         Args:
             now: The time.
-            totals_at: Gives the totals at the end of a bin.
+            totals: What the totals have come to.
+            running: The one that has grown with the clock since before the bins ended; the
+                others have not changed since then.
         """
         while self.end <= now:
-            self._rows.append(totals_at(self.end))
+            row = list(totals)
+            if running is not None:
+                row[running] -= now - self.end
+            self._rows.append(tuple(row))
             if len(self._rows) == self._num_bins:
                 # A new list: whoever reads the old one reads it with its own width.
                 self._rows = self._rows[1::2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from runtime.timeline.causes import COMPUTE, GONE, NUM_CAUSES, STARTUP, Cause
@@ -81,16 +82,19 @@ class Lane:
 
     # -- the rank's thread ---------------------------------------------------------
 
-    def enter(self, cause: int) -> int:
-        """From now on the rank does something else.
+    def enter(self, cause: int, at: float | None = None) -> int:
+        """The rank does something else.
 
         Args:
             cause: One of the numbers in :mod:`runtime.timeline.causes`.
+            at: Since when, by :data:`now`, not before :attr:`since`; ``None``: from now on.
 
         Returns:
             What it was doing, to be entered again afterwards.
         """
-        at, before = now(), self.cause
+        before = self.cause
+        if at is None:
+            at = now()
         spent = at - self.since
         # Before the cause changes: a reader who sees the new cause sees this sum too.
         self.totals[before] += spent
@@ -101,6 +105,25 @@ class Lane:
         self.cause = cause
         self.since = at
         return before
+
+    def enter_past(self, past: int, start: float, cause: int) -> None:
+        """Something that took little time is over already: two changes of cause at once.
+
+        Args:
+            past: What it was.
+            start: When it began, by :data:`now`, not before :attr:`since`.
+            cause: What the rank does from now on.
+        """
+        at = now()
+        if at - self.since >= self._min_gap_s or at >= self._bin_end:
+            self.enter(past, start)
+            self.enter(cause, at)
+            return
+        totals = self.totals
+        totals[self.cause] += start - self.since
+        totals[past] += at - start
+        self.cause = cause
+        self.since = at
 
     def note(self, kind: Kind, start: float, *args: Any, end: float | None = None) -> None:
         """Something rare that began at ``start`` is over.
@@ -114,14 +137,13 @@ class Lane:
         """
         self._rarely.add((kind, start, self.since if end is None else end, args))
 
-    def end_step(self, cause: int, start: float, batches: int, samples: int) -> None:
+    def end_step(self, cause: int, start: float, sizes: Sequence[int]) -> None:
         """An optimizer step is over; every one is counted, some are events.
 
         Args:
             cause: What the rank does from now on.
             start: When the step began.
-            batches: How many went into it.
-            samples: In them.
+            sizes: Samples in each of its batches.
         """
         # As enter() does, without the call: this is done in every step.
         at, before = now(), self.cause
@@ -133,21 +155,14 @@ class Lane:
         self.num_steps += 1
         if at >= self._next_step:
             self._next_step = at + self._step_interval_s
-            self._often.add((Kind.STEP, start, at, (self.num_steps, batches, samples)))
+            self._often.add((Kind.STEP, start, at, (self.num_steps, len(sizes), sum(sizes))))
 
     def close(self) -> None:
         """The rank's thread ends."""
         self.enter(GONE)
 
     def _close_bins(self, before: int, at: float) -> None:
-        totals = self.totals
-
-        def totals_at(end: float) -> Row:
-            row = list(totals)
-            row[before] -= at - end
-            return tuple(row)
-
-        self._bins.close(at, totals_at)
+        self._bins.close(at, self.totals, before)
         self._bin_end = self._bins.end
 
     # -- any thread --------------------------------------------------------------------

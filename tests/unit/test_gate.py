@@ -134,6 +134,22 @@ def test_the_lead_counts_from_the_slowest_rank(policy, lead):
     assert [bench.limit(r) for r in range(3)] == [1 + lead + 1, 2 + lead + 1, 1 + lead + 1]
 
 
+def test_a_limit_that_wavers_by_one_is_told_when_it_falls():
+    gate = Bench(ASYNC).gate
+    assert [gate.told_well_enough(12, limit) for limit in (11, 12, 13, 14)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_lead_is_told_exactly():
+    gate = Bench(CADENCE, max_batch_diff=3).gate
+    assert [gate.told_well_enough(12, limit) for limit in (12, 13, None)] == [True, False, False]
+    assert not gate.told_well_enough(None, 12)
+
+
 def test_catching_up_raises_the_limit():
     bench = Bench(CADENCE, max_batch_diff=2)
     assert bench.done(3, 0).limit(0) == 3

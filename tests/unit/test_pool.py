@@ -52,17 +52,23 @@ def test_a_chunk_takes_about_a_tenth_of_a_second():
         assert count * seconds == pytest.approx(CHUNK_S)
 
 
+def test_with_more_ranks_chunks_are_longer():
+    pool = ChunkPool(num_samples=10_000, batch_size=1, num_epochs=1, world_size=8)
+    assert size(deal(pool, 0, (0.01,) * 8, (1 / 8,) * 8)) * 0.01 == pytest.approx(4 * CHUNK_S)
+
+
 def test_chunks_shrink_towards_the_end_of_an_epoch():
     pool = pool_of(64)
     sizes = [size(deal(pool, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
     sizes = [n for n in sizes if n]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == 8
+    assert sizes[0] == 10
+    assert sizes[1:4] == [10, 10, 8]
     assert sizes[-1] == 1
 
 
 def test_a_chunk_of_short_steps_is_worth_its_message_but_never_more_than_the_ranks_part():
-    pool = pool_of(64)
+    pool = pool_of(32)
     assert size(deal(pool, 0, (1e-3, 1e-3), (0.5, 0.5))) == int(MIN_CHUNK_S / 1e-3)
     assert size(deal(pool_of(8), 0, (1e-3, 1e-3), (0.5, 0.5))) == 4
 
