@@ -43,7 +43,13 @@ class AbortableBarrier:
         """Whether :meth:`abort` was called or a rank timed out."""
         return self._aborted
 
-    def wait(self, rank: int, timeout_s: float, action: Callable[[], object] | None = None) -> None:
+    def wait(
+        self,
+        rank: int,
+        timeout_s: float,
+        action: Callable[[], object] | None = None,
+        on_wait: Callable[[], object] | None = None,
+    ) -> None:
         """Blocks until every rank is here.
 
         Args:
@@ -52,6 +58,8 @@ class AbortableBarrier:
             action: Run by the last to arrive while the others still sleep, so it may
                 touch what they own. If it raises, the barrier is aborted and the
                 exception comes out of this rank's call.
+            on_wait: Called by all others once the rank counts as arrived, so that it
+                delays nobody; must not raise.
 
         Raises:
             CollectiveAborted: The barrier is broken, or was while this rank waited.
@@ -62,6 +70,8 @@ class AbortableBarrier:
             last = len(self._waiting) + 1 == self.parties
             if not last:
                 self._waiting.append(rank)
+        if not last and on_wait is not None:
+            on_wait()
         if last:
             self._complete(action)
         elif not self._turnstiles[rank].acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
@@ -179,7 +189,11 @@ class Rendezvous(Generic[RequestT, PlanT]):
         self.writing = [threading.Lock() for _ in range(world_size)]
 
     def meet(
-        self, rank: int, request: RequestT, planner: Callable[[Sequence[RequestT]], PlanT]
+        self,
+        rank: int,
+        request: RequestT,
+        planner: Callable[[Sequence[RequestT]], PlanT],
+        on_wait: Callable[[], object] | None = None,
     ) -> PlanT:
         """Publishes a request; returns what the last rank to arrive made of all of them.
 
@@ -187,6 +201,7 @@ class Rendezvous(Generic[RequestT, PlanT]):
             rank: Who arrives.
             request: What this rank wants.
             planner: Called once, by the last rank, with every rank's request in order.
+            on_wait: Called by every other rank before it sleeps.
 
         Returns:
             The same plan on every rank.
@@ -200,7 +215,7 @@ class Rendezvous(Generic[RequestT, PlanT]):
             self._plan = planner(requests)
 
         self.slots[rank] = request
-        self.barrier.wait(rank, self.timeout_s, plan)
+        self.barrier.wait(rank, self.timeout_s, plan, on_wait)
         made = self._plan
         if made is None:  # forgotten by a peer that was aborted since
             raise CollectiveAborted("the collective was aborted")

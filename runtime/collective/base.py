@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.collective.barrier import Rendezvous
-from runtime.timeline.causes import AVERAGING, SYNC
+from runtime.collective.noted import Meeting
 
 if TYPE_CHECKING:
     from runtime.timeline.lane import Lane
@@ -51,6 +51,10 @@ class Request(NamedTuple):
     weight: float = 1.0
 
 
+LONG = 2**20
+"""Elements from which on an exchange is noted on the timeline when it begins."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What the last rank to arrive made of all requests; the same for all ranks.
@@ -60,12 +64,14 @@ class Plan:
         done: Whether nothing is left to do.
         total: Sum of the weights.
         factors: Each rank's part in it; ``None``: a plain reduction.
+        is_long: Whether the exchange takes so long that it is noted when it begins.
     """
 
     fault: str | None = None
     done: bool = True
     total: float = 0.0
     factors: tuple[float, ...] | None = None
+    is_long: bool = False
 
 
 Group = Rendezvous[Request, Plan]
@@ -180,21 +186,22 @@ class Collective(ABC):
 
     def _run(self, request: Request) -> float:
         """Carries a collective out. Returns the sum of the weights."""
-        group, lane = self._group, self.lane
-        before = None if lane is None else lane.enter(SYNC)
+        group = self._group
+        meeting = None if self.lane is None else Meeting(self.lane)
+        on_wait = None if meeting is None else meeting.waits
         try:
-            plan = group.meet(self.rank, request, self._plan)
+            plan = group.meet(self.rank, request, self._plan, on_wait)
             if plan.fault is None and not plan.done:
-                if lane is not None:
-                    lane.enter(AVERAGING)
+                if meeting is not None:
+                    meeting.met(is_long=plan.is_long)
                 self._take_part(request, plan)
         except BaseException as error:
             group.fail(error)
             raise
         finally:
             group.slots[self.rank] = None  # keep no tensor alive
-            if lane is not None and before is not None:
-                lane.enter(before)
+            if meeting is not None:
+                meeting.over()
         if plan.fault is not None:
             raise ValueError(plan.fault)
         return plan.total
@@ -207,13 +214,13 @@ class Collective(ABC):
             return Plan(fault=fault)
         num_elements = max(sum(t.numel() for t in request.tensors) for request in requests)
         if first.name != "weighted_mean_":
-            return Plan(done=num_elements == 0)
+            return Plan(done=num_elements == 0, is_long=num_elements >= LONG)
         weights = [request.weight for request in requests]
         total = float(sum(weights))
         if total == 0 or num_elements == 0:
             return Plan(total=total)
         factors = tuple(weight / total for weight in weights)
-        return Plan(done=False, total=total, factors=factors)
+        return Plan(done=False, total=total, factors=factors, is_long=num_elements >= LONG)
 
     @abstractmethod
     def _placement_fault(self, tensor: Tensor) -> str | None:

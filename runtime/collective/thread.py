@@ -68,7 +68,14 @@ class ThreadCollective(Collective):
         small = num_elements * self.world_size <= _SMALL or self.world_size == 1
         shares = _shares(requests, 1 if small else self.world_size)
         if not small:
-            return ThreadPlan(None, False, plan.total, plan.factors, op, shares)
+            return ThreadPlan(
+                done=False,
+                total=plan.total,
+                factors=plan.factors,
+                is_long=plan.is_long,
+                op=op,
+                shares=shares,
+            )
         for steps in shares:
             self._carry_out(steps, op, plan.factors)
         return Plan(total=plan.total)

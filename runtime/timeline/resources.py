@@ -17,8 +17,9 @@ from runtime.timeline.nvml import Gpus, open_gpus
 logger = logging.getLogger(__name__)
 
 THREAD_NAME = "timeline-poll"
-MACHINE_S = 0.5
-"""The machine's own numbers are read no more often: parsing them takes longer than all else."""
+MEMORY_S, MACHINE_S = 0.5, 1.0
+"""The process's memory and the machine's numbers are read no more often: parsing each of them
+takes a third of a millisecond, for which ranks that go in lockstep all wait."""
 STOP_S = 5.0
 """How long a reading may take; only a driver that does not answer takes that long."""
 COLUMNS = ("process_cpu_percent", "process_rss_bytes", "machine_cpu_percent", "machine_used_bytes")
@@ -29,14 +30,16 @@ class Load:
     """Load and memory of this process and of the machine. Made and used in one thread.
 
     Args:
+        memory_s: Seconds between two readings of the process's memory.
         machine_s: Seconds between two readings of the machine's own numbers.
     """
 
-    def __init__(self, machine_s: float = MACHINE_S) -> None:
-        self._machine_s = machine_s
+    def __init__(self, memory_s: float = MEMORY_S, machine_s: float = MACHINE_S) -> None:
+        self._memory_s, self._machine_s = memory_s, machine_s
         self._process = psutil.Process()
+        self._rss = math.nan
         self._machine = (math.nan, math.nan)
-        self._machine_due = self._at = time.monotonic()
+        self._memory_due = self._machine_due = self._at = time.monotonic()
         self._cpu_s = time.process_time()
         psutil.cpu_percent()  # measured from one call to the next
 
@@ -45,10 +48,13 @@ class Load:
         cpu_s = time.process_time()
         percent = 100.0 * (cpu_s - self._cpu_s) / (now - self._at) if now > self._at else math.nan
         self._cpu_s, self._at = cpu_s, now
+        if now >= self._memory_due:
+            self._memory_due = now + self._memory_s
+            self._rss = float(self._process.memory_info().rss)
         if now >= self._machine_due:
             self._machine_due = now + self._machine_s
             self._machine = psutil.cpu_percent(), float(psutil.virtual_memory().used)
-        return [percent, float(self._process.memory_info().rss), *self._machine]
+        return [percent, self._rss, *self._machine]
 
 
 class ResourcePoller:
@@ -72,7 +78,9 @@ class ResourcePoller:
     ) -> None:
         self._poll_s = poll_s
         self._curve = Curve()
-        self._stop = threading.Event()
+        # Plain locks: waiting for an Event is Python code, which each reading would pay for.
+        self._running, self._stopping = threading.Lock(), threading.Lock()
+        self._running.acquire()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._gpus = read_gpus(devices)
         self.columns: tuple[str, ...] = COLUMNS
@@ -89,7 +97,8 @@ class ResourcePoller:
 
     def stop(self) -> None:
         """End the thread and wait for it, which takes no longer than one reading. Idempotent."""
-        self._stop.set()
+        if self._stopping.acquire(blocking=False):
+            self._running.release()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
             if self._thread.is_alive():
@@ -102,7 +111,7 @@ class ResourcePoller:
     def _run(self) -> None:
         try:
             load = Load()
-            while not self._stop.wait(self._poll_s):
+            while not self._running.acquire(timeout=self._poll_s):
                 now = time.monotonic()
                 self._curve.add(now, *load.read(now), *self._read_gpus())
         except Exception:

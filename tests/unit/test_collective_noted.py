@@ -1,0 +1,99 @@
+"""What a collective notes on the lanes of its ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from runtime.collective import create_collectives
+from runtime.collective.base import LONG
+from runtime.collective.noted import Meeting
+from runtime.timeline.causes import AVERAGING, COMPUTE, SYNC
+from runtime.timeline.lane import Lane
+
+WAIT_S = 0.05
+
+
+SHORT = LONG // 2
+"""Too many for the last rank to reduce them alone."""
+
+
+def computing_lane(rank):
+    lane = Lane(rank, time.monotonic(), max_events=100, min_gap_s=0.001, step_interval_s=1.0)
+    lane.enter(COMPUTE)
+    return lane
+
+
+@pytest.fixture
+def lanes():
+    return [computing_lane(rank) for rank in (0, 1)]
+
+
+def averaged(lanes, num_elements):
+    """Rank 1 comes last: after rank 0 is known to wait."""
+    ends = create_collectives(2, "thread", [torch.device("cpu")] * 2)
+    arrived = threading.Event()
+
+    def late():
+        assert arrived.wait(10)
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
+            pass
+        ends[1].weighted_mean_([torch.ones(num_elements)], 1.0)
+
+    for end, lane in zip(ends, lanes, strict=True):
+        end.lane = lane
+    thread = threading.Thread(target=late)
+    thread.start()
+    watch = threading.Thread(target=lambda: _when(lambda: lanes[0].cause == SYNC, arrived))
+    watch.start()
+    ends[0].weighted_mean_([torch.zeros(num_elements)], 1.0)
+    thread.join(10)
+    watch.join(10)
+    for end in ends:
+        end.close()
+
+
+def _when(condition, event):
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        pass
+    event.set()
+
+
+@pytest.mark.parametrize("num_elements", [8, SHORT, LONG])
+def test_the_wait_is_that_of_the_first_and_the_exchange_that_of_both(lanes, num_elements):
+    averaged(lanes, num_elements)
+    first, last = (lane.seconds() for lane in lanes)
+    assert first[SYNC] >= WAIT_S
+    assert last[SYNC] < first[SYNC] / 2
+    assert last[AVERAGING] > 0
+    assert [lane.cause for lane in lanes] == [COMPUTE, COMPUTE]
+
+
+@pytest.mark.parametrize(("num_elements", "noted"), [(SHORT, False), (LONG, True)])
+def test_only_a_long_exchange_is_noted_when_it_begins(lanes, num_elements, noted, monkeypatch):
+    seen = []
+    met = Meeting.met
+
+    def look(meeting, *, is_long):
+        met(meeting, is_long=is_long)
+        seen.append(meeting._lane.cause == AVERAGING)
+
+    monkeypatch.setattr(Meeting, "met", look)
+    averaged(lanes, num_elements)
+    assert seen == [noted, noted]
+
+
+def test_a_collective_that_fails_leaves_the_cause_as_it_was(lanes):
+    ends = create_collectives(2, "thread", [torch.device("cpu")] * 2)
+    ends[0].lane = lanes[0]
+    ends[1].abort()
+    with pytest.raises(Exception, match="aborted"):
+        ends[0].weighted_mean_([torch.zeros(4)], 1.0)
+    assert lanes[0].cause == COMPUTE
+    for end in ends:
+        end.close()
