@@ -23,7 +23,7 @@ from coordinator.dispatch import (
 from coordinator.ledger import Epoch, Ledger
 from coordinator.metrics import EpochTally
 
-CHUNK_S = 0.1
+CHUNK_S = 0.2
 """Time a chunk shall take on its rank, where the epoch has that much left."""
 MIN_CHUNK_S = 0.01
 """Chunks of less time cost more in messages than they gain in balance."""

@@ -15,9 +15,9 @@ from runtime.errors import CheckpointError, NonFiniteError, ReplicaMismatch
 from runtime.worker import GpuWorker
 from runtime.worker_types import UserFunctions, WorkerConfig
 
-REPORTS_PER_S = 40
-"""Reports that all ranks together send at the most because time has passed; two ranks at
-every twentieth of a second, as no rank tells more often than that."""
+REPORTS_PER_S = 20
+"""Reports that all ranks together send at the most because time has passed; two ranks one
+each in every tenth of a second, and no rank more often than that."""
 
 
 def coordinator_config(
