@@ -29,6 +29,9 @@ STEP_S = 0.001
 BATCH_SIZE = 16
 NUM_FEATURES = 128
 JOIN_S = 120.0
+ANCHOR = 40
+"""The same for both, so that no run averages more often than the other; about what steps of a
+millisecond come to by themselves."""
 WAYS = {
     "one": (1, ApplyPolicy.CADENCE, AverageBackend.AUTO),
     "sync": (2, ApplyPolicy.SYNC, AverageBackend.AUTO),
@@ -92,6 +95,8 @@ def builder_of(way: str, width: int, num_batches: int) -> TrainerBuilder:
         .devices(["cpu"] * num_workers)
         .policy(policy)
         .backend(backend)
+        .anchor(ANCHOR)
+        .max_anchor(ANCHOR)
         .tune_allocator(False)
         .progress(False)
     )

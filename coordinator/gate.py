@@ -83,15 +83,17 @@ class Gate:
         behind = min(others) + lead + 1
         return behind if limit is None else min(limit, behind)
 
-    def told_well_enough(self, told: int | None, limit: int | None) -> bool:
+    def told_well_enough(self, rank: int, told: int | None, limit: int | None) -> bool:
         """Whether a rank need not hear that its limit has changed.
 
-        Batch counts waver by one with each measurement, so a tenth more is not worth a
-        message: a rank that is parked too soon holds nobody back, for no round waits for it.
+        Batch counts waver with each measurement. A limit that the settings do not name need
+        not be raised as long as half of the overshoot is left to the rank.
         """
-        if self._config.max_batch_diff is not None or told is None or limit is None:
+        c = self._config
+        exact = c.max_batch_diff is not None or c.max_overshoot is not None
+        if exact or told is None or limit is None:
             return told == limit
-        return told <= limit <= told + max(1, told // 10)
+        return 0 <= 2 * (limit - told) <= limit - self._elche.batch_counts[rank]
 
     def relimit(self, rank: Rank, limit: int | None) -> Allowance:
         """The allowance that carries a changed limit."""

@@ -49,7 +49,7 @@ class Limits:
         live = self._core.live
         for rank in live:
             limit = self._core.gate.limit(rank, live)
-            if self._core.gate.told_well_enough(rank.limit, limit):
+            if self._core.gate.told_well_enough(rank.rank, rank.limit, limit):
                 continue
             raised = limit is None or (rank.limit is not None and limit > rank.limit)
             rank.set_limit(limit)

@@ -161,13 +161,12 @@ class ChunkPool:
     ) -> tuple[int, tuple[range, ...]] | None:
         """Next chunk for a rank as ``(epoch, ranges)``, or ``None``: nothing for it now.
 
-        Chunks take about ``CHUNK_S`` and shrink towards the end of an epoch, to half of
-        what is due to the rank, so that ranks of any speed finish it together (factoring,
-        Hummel, Schonberg and Flynn 1992). Near the end a
-        rank gets nothing if the others would be done with the rest before it had
-        trained one more batch; it then starts on the next epoch. With ``max_chunk``, for
-        ranks that are held together whatever their speed, chunks are no longer than that
-        and no rank is refused.
+        Chunks take about ``CHUNK_S``, longer with more than ``SERVED`` ranks, and shrink
+        towards the end of an epoch to half of what is due to the rank, so that ranks of any
+        speed finish it together (factoring, Hummel, Schonberg and Flynn 1992). Near the end a
+        rank gets nothing if the others would be done with the rest before it had trained
+        one more batch; it then starts on the next epoch. With ``max_chunk``, for ranks that
+        are held together, chunks are no longer than that and no rank is refused.
         """
         if self._budget == 0:
             return None
@@ -218,8 +217,7 @@ class ChunkPool:
             if epoch.quotas is None and self._others_are_faster(left, rank, seconds):
                 return 0
             part = left * shares[rank] if epoch.quotas is None else float(left)
-            # Short enough to end together, long enough that messages cost little, and
-            # never more than what is due to the rank.
+            # To end together, but worth a message; never more than is due to the rank.
             guided = min(max(part / 2, self._min_chunk_s / seconds[rank]), part)
             count = int(min(self._chunk_s / seconds[rank], guided)) or 1
         step = self._granularity
@@ -256,13 +254,10 @@ class ChunkPool:
         if left == 0:
             return None
         spans = epoch.open.take(left)
-        dealt = epoch.take_parts(ranks, spans)
-        if dealt:
-            pass  # as it was dealt before the run was interrupted
-        elif self._ratios is None:
-            for i, rank in enumerate(ranks):
-                dealt[rank] = every_nth(spans, i, len(ranks))
-        else:
+        dealt = epoch.take_parts(ranks, spans)  # as before the run was interrupted
+        if not dealt and self._ratios is None:
+            dealt = {rank: every_nth(spans, i, len(ranks)) for i, rank in enumerate(ranks)}
+        elif not dealt and self._ratios is not None:
             rest = BatchSet(spans)
             ratios = [self._ratios[r] for r in ranks]
             parts = split_by_ratio(left, ratios if sum(ratios) > 0 else [1.0] * len(ranks))

@@ -19,8 +19,8 @@ from coordinator.world import RankState
 _NONE = (None, None)
 
 OWN_SHARE = 0.01
-"""Part of a core that the coordinator's thread may take for averaging rounds. It takes the
-interpreter from the ranks meanwhile, which no clock of theirs sees."""
+"""Part of a core that the coordinator's thread may take between the beginnings and the ends of
+averaging rounds. It takes the interpreter from the ranks then, which no clock of theirs sees."""
 
 
 class RoundKeeper:

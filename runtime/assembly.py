@@ -18,6 +18,8 @@ from runtime.worker_types import UserFunctions, WorkerConfig
 REPORTS_PER_S = 20
 """Reports that all ranks together send at the most because time has passed; two ranks one
 each in every tenth of a second, and no rank more often than that."""
+LONGEST_REPORT_S = 0.5
+"""However many ranks there are: what is shown of a run comes from the reports."""
 
 
 def coordinator_config(
@@ -96,7 +98,7 @@ def worker_config(
         num_cpu_workers=sum(d.type == "cpu" for d in devices),
         survives=c.on_worker_failure == "continue",
         cuda_graphs=c.cuda_graphs,
-        report_interval_s=max(2, len(devices)) / REPORTS_PER_S,
+        report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, LONGEST_REPORT_S),
     )
 
 

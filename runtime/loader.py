@@ -97,6 +97,11 @@ class Loader(ABC):
         traceback; the batches after it follow, and ``cancel`` forgets them.
         """
 
+    @property
+    def reads_inline(self) -> bool:
+        """Whether ``try_next`` may be long in the data set."""
+        return False
+
     @abstractmethod
     def cancel(self) -> None:
         """Forget all that was submitted and not taken. Never waits for the data set."""
@@ -141,6 +146,11 @@ class InlineLoader(Loader):
     """
 
     _closed = False
+
+    @property
+    def reads_inline(self) -> bool:
+        """True for a data set of the user's, which may take its time or raise."""
+        return not self._adapter.in_memory
 
     def submit(self, plan: EpochPlan) -> None:
         """Append the batches of ``plan``."""

@@ -151,6 +151,7 @@ class Run:
 
     def start(self, handle: TrainerHandle) -> None:
         """Start everything; on failure, end what was started and raise."""
+        resolve_vector_math()
         self._handle = handle
         c = self.config
         logger.info("%s", device_summary(self.devices))
@@ -168,7 +169,6 @@ class Run:
             self.devices, self._adapter.num_samples, backend, self._machine, self._service
         )
         started = False
-        resolve_vector_math()
         INTERRUPTS.add(self)
         try:
             for context in self._contexts:

@@ -51,7 +51,7 @@ def resolve_vector_math() -> None:
 @functools.cache
 def _resolve() -> None:
     # Without MKL in PyTorch this does no harm.
-    # The caller may be under inference mode, a default device or a mode of its own.
+    # The caller may be under inference mode or a default device.
     with torch.inference_mode():
         for dtype in (torch.float32, torch.float64):
             x = torch.full((16,), 0.5, dtype=dtype, device="cpu")

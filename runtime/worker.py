@@ -28,6 +28,7 @@ from runtime.resume import ResumePoint
 from runtime.step import TrainFn
 from runtime.step_worker import StepWorker
 from runtime.timeline.causes import COMPUTE, CONTROL, DATA
+from runtime.vector_math import resolve_vector_math
 from runtime.windows import Windows
 from runtime.worker_types import (
     WAKE,
@@ -78,6 +79,7 @@ class GpuWorker(StepWorker):
         fallbacks: Fallbacks | None = None,
         resume: ResumePoint | None = None,
     ) -> None:
+        resolve_vector_math()  # where no run did it
         super().__init__(
             config,
             functions,
@@ -210,12 +212,13 @@ class GpuWorker(StepWorker):
         assert self._loader is not None, "a worker without a loader has no plans"
         lane = self._lane
         asked = 0.0 if lane is None else time.monotonic()
+        if lane is not None and self._loader.reads_inline:
+            lane.enter(DATA, asked)
         loaded = self._loader.try_next()
-        if loaded is not None:
-            if lane is not None:
-                lane.enter_past(DATA, asked, then)
+        if loaded is not None and lane is not None and lane.cause != DATA:
+            lane.enter_past(DATA, asked, then)
             return loaded.data
-        if lane is not None:
+        if lane is not None and lane.cause != DATA:
             lane.enter(DATA, asked)
         while loaded is None:
             message = self._next_message()

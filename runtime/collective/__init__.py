@@ -14,6 +14,7 @@ from runtime.collective.process_group import ProcessGroupCollective, create_proc
 from runtime.collective.staged import StagedThreadCollective
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import ThreadCollective
+from runtime.vector_math import resolve_vector_math
 
 __all__ = [
     "AbortableBarrier",
@@ -62,6 +63,7 @@ def create_collectives(
     if devices is not None and len(devices) != world_size:
         raise ValueError(f"{len(devices)} devices for {world_size} ranks; pass one for each rank")
     placed = [_place(device) for device in devices or ["cpu"] * world_size]
+    resolve_vector_math()  # each rank is a thread that computes
     if kind == "thread":
         group = Group(world_size, timeout_s)
         return [_thread_end(rank, group, device) for rank, device in enumerate(placed)]

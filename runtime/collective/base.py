@@ -193,7 +193,8 @@ class Collective(ABC):
             plan = group.meet(self.rank, request, self._plan, on_wait)
             if plan.fault is None and not plan.done:
                 if meeting is not None:
-                    meeting.met(is_long=plan.is_long)
+                    # Between processes' groups and devices an exchange can hang.
+                    meeting.met(is_long=plan.is_long or self.kind != "thread")
                 self._take_part(request, plan)
         except BaseException as error:
             group.fail(error)

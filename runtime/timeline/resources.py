@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -78,8 +79,8 @@ class ResourcePoller:
     ) -> None:
         self._poll_s = poll_s
         self._curve = Curve()
-        # Plain locks: waiting for an Event is Python code, which each reading would pay for.
-        self._running, self._stopping = threading.Lock(), threading.Lock()
+        # A plain lock: waiting for an Event is Python code, which each reading would pay for.
+        self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._gpus = read_gpus(devices)
@@ -97,7 +98,7 @@ class ResourcePoller:
 
     def stop(self) -> None:
         """End the thread and wait for it, which takes no longer than one reading. Idempotent."""
-        if self._stopping.acquire(blocking=False):
+        with contextlib.suppress(RuntimeError):  # released before, and not taken yet
             self._running.release()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)

@@ -35,8 +35,9 @@ class Timeline:
 
     Each rank counts its time by cause, without sampling; events (epochs, chunks, steps,
     averagings, waits and so on) are kept in rings of bounded size, of which the oldest give
-    way and are counted. Load and memory of the process are read every ``poll_s`` seconds, those of
-    the whole machine twice a second at most, by a daemon thread that ends with the run.
+    way and are counted. The load of the process is read every ``poll_s`` seconds, its memory twice
+    a second and load and memory of the whole machine once a second at most, by a daemon thread
+    that ends with the run.
 
     Every method may be called from any thread, while the run goes on or after its end,
     whatever that was. A run that failed or was stopped leaves what was recorded until then.

@@ -134,20 +134,21 @@ def test_the_lead_counts_from_the_slowest_rank(policy, lead):
     assert [bench.limit(r) for r in range(3)] == [1 + lead + 1, 2 + lead + 1, 1 + lead + 1]
 
 
-def test_a_limit_that_wavers_by_one_is_told_when_it_falls():
-    gate = Bench(ASYNC).gate
-    assert [gate.told_well_enough(12, limit) for limit in (11, 12, 13, 14)] == [
+def test_a_limit_is_raised_once_less_than_half_of_the_overshoot_is_left():
+    gate = Bench(ASYNC, anchor=100).gate
+    told = [gate.told_well_enough(0, told, 125) for told in (126, 125, 113, 112)]
+    assert told == [False, True, True, False]
+
+
+@pytest.mark.parametrize("settings", [{"max_batch_diff": 3}, {"max_overshoot": 5}])
+def test_limits_that_the_settings_name_are_told_exactly(settings):
+    gate = Bench(ASYNC, anchor=100, **settings).gate
+    assert [gate.told_well_enough(0, 12, limit) for limit in (12, 13, None)] == [
+        True,
         False,
-        True,
-        True,
         False,
     ]
-
-
-def test_a_lead_is_told_exactly():
-    gate = Bench(CADENCE, max_batch_diff=3).gate
-    assert [gate.told_well_enough(12, limit) for limit in (12, 13, None)] == [True, False, False]
-    assert not gate.told_well_enough(None, 12)
+    assert not gate.told_well_enough(0, None, 12)
 
 
 def test_catching_up_raises_the_limit():

@@ -160,6 +160,31 @@ class SlowData(Dataset):
         return torch.tensor(index)
 
 
+class BrokenData(SlowData):
+    """Slow, and then broken; says what the rank's lane tells meanwhile."""
+
+    def __init__(self, timeline):
+        self.timeline = timeline
+        self.seen = []
+
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        self.seen.append(self.timeline.lane(0).cause)
+        raise OSError("no such sample")
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_data_set_that_fails_in_the_end_is_data_all_the_time(accumulate):
+    timeline = Timeline()
+    data = BrokenData(timeline)
+    made = builder(dataset=data, ranks=1).prefetch(0).accumulate(accumulate).timeline(timeline)
+    with pytest.raises(WorkerFailed, match="no such sample"):
+        made.run().join(WAIT_S)
+    assert data.seen == [Cause.DATA]
+    assert causes_of(timeline, 0)["data"] >= 0.1
+    check_totals(timeline)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_waiting_for_a_slow_data_set_is_data(prefetch):
     timeline, _, _ = record(dataset=SlowData(), ranks=1, change=lambda b: b.prefetch(prefetch))

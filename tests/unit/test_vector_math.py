@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import Trainer, vector_math
+from runtime.collective import create_collectives
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
 
@@ -61,6 +62,12 @@ def threads_then(monkeypatch):
 
     monkeypatch.setattr(vector_math, "_resolve", resolve)
     return found
+
+
+def test_they_are_called_for_ranks_that_somebody_else_starts(threads_then):
+    for end in create_collectives(2):
+        end.close()
+    assert len(threads_then) == 1
 
 
 def loss_of(model, batch):
