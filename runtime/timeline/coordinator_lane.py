@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_EPOCHS = 4096
 MAX_SCALARS = 64
+REPORTED_S = 0.5
+"""Ranks tell at the latest after this long what they have trained."""
 """Scalars that are kept of an epoch."""
 
 
@@ -232,6 +234,10 @@ class CoordinatorLane:
         now_s = end - self._start
         stride = max(1, math.ceil(now_s / width_s / max(1, num_points)))
         rows = [*rows[stride - 1 :: stride], tuple(float(n) for n in self.num_samples)]
+        reach = math.ceil(REPORTED_S / (stride * width_s))
+        rows = list(
+            zip(*(spread(totals, reach) for totals in zip(*rows, strict=True)), strict=True)
+        )
         before: Row = (0.0,) * len(self.num_samples)
         rates: list[Row] = []
         for index, row in enumerate(rows):
@@ -256,3 +262,20 @@ class CoordinatorLane:
             end_s=max(0.0, ended - self._start),
             args={name: value for name, value in found.items() if name != "rank"},
         )
+
+
+def spread(totals: Sequence[float], reach: int) -> list[float]:
+    """Running totals that come in jumps, as what grows all the time up to each of them.
+
+    Args:
+        totals: At the ends of spans of equal width.
+        reach: A jump is spread over no more spans than that, nor beyond the one before.
+    """
+    smooth, before, risen = list(totals), 0.0, -1
+    for index, total in enumerate(totals):
+        if total > before:
+            start = max(risen, index - reach)
+            for at in range(start + 1, index):
+                smooth[at] = before + (total - before) * (at - start) / (index - start)
+            before, risen = total, index
+    return smooth

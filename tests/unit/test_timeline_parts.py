@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from runtime import Cause, Kind
 from runtime.timeline import lane as lane_module
 from runtime.timeline import resources
+from runtime.timeline.coordinator_lane import spread
 from runtime.timeline.curves import Bins, Curve
 from runtime.timeline.lane import Lane
 from runtime.timeline.ring import Ring
@@ -110,6 +111,25 @@ def test_a_curve_stays_small_and_keeps_its_ends(num_points):
     assert [row[0] for row in rows[:1] + rows[-1:]] == ([0.0, num_points - 1.0] if rows else [])
     gaps = {b[0] - a[0] for a, b in pairwise(rows[:-1])}
     assert len(gaps) <= 1
+
+
+def test_what_is_told_in_lumps_was_trained_all_the_time():
+    assert spread([0, 0, 0, 40, 40, 60], 10) == [10, 20, 30, 40, 50, 60]
+    assert spread([0, 0, 0, 40, 40, 40], 2) == [0, 0, 20, 40, 40, 40]
+    assert spread([5, 6, 7], 3) == [5, 6, 7]
+    assert spread([], 3) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 9))
+def test_spreading_changes_no_total_where_something_was_told(told, reach):
+    totals = list(accumulate(told))
+    smooth = spread(totals, reach)
+    assert all(b >= a - 1e-9 for a, b in pairwise(smooth))
+    assert all(s >= t for s, t in zip(smooth, totals, strict=True))
+    for index, lump in enumerate(told):
+        if lump or index == len(told) - 1:
+            assert smooth[index] == totals[index]
 
 
 @settings(max_examples=60, deadline=None)
