@@ -243,6 +243,9 @@ def test_hostile_names_are_shown_as_text(browser, tmp_path):
 
 
 def check_hostile(browser):
+    # The state is shown before the rest that came with it.
+    for shown in ("#events .failure", f"#scalar-{len(HOSTILE)} h2"):
+        wait(browser, f"return document.querySelector('{shown}') !== null")
     scripts, images, polluted, fits = browser.execute_script(
         "return [[...document.scripts].filter(s => s.type !== 'application/json').length,"
         "document.images.length, Object.prototype.polluted ?? null,"
