@@ -165,11 +165,11 @@ class TrainerBuilder:
         return self._set(min_anchor=check_int("min_anchor", n, 1))
 
     def max_anchor(self, n: int) -> TrainerBuilder:
-        """Upper limit of the anchor, which grows while averaging costs too much (default 200)."""
+        """Limit of the anchor (200), which grows while averaging costs ranks or coordinator much."""
         return self._set(max_anchor=check_int("max_anchor", n, 1))
 
     def overhead_target(self, f: float) -> TrainerBuilder:
-        """Share of the time that averaging may cost, 0.01 to 0.50 (default 0.10)."""
+        """Share of the ranks' time that averaging may cost, 0.01 to 0.50 (default 0.10)."""
         return self._set(overhead_target=check_float("overhead_target", f, 0.01, 0.50))
 
     def speed_hint(self, rank: int, ratio: float) -> TrainerBuilder:
