@@ -165,7 +165,7 @@ class TrainerBuilder:
         return self._set(min_anchor=check_int("min_anchor", n, 1))
 
     def max_anchor(self, n: int) -> TrainerBuilder:
-        """Limit of the anchor (200), which grows while averaging costs ranks or coordinator much."""
+        """Limit of the anchor (200), which grows while rounds cost ranks or coordinator much."""
         return self._set(max_anchor=check_int("max_anchor", n, 1))
 
     def overhead_target(self, f: float) -> TrainerBuilder:
