@@ -6,15 +6,12 @@ Usage: ``fsdp_worker.py RANK WORLD_SIZE STORE_FILE``; see :class:`ddp_group.DdpG
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 import warnings
-from datetime import timedelta
 from itertools import islice
 
-import torch
 import torch.distributed as dist
+from ddp_rank import join_group, serve
 from fsdp_models import WORKLOADS
 from loops import batches, train_step
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,20 +41,9 @@ def measure(name: str, num_steps: int, by_block: bool) -> float:
 
 
 def main() -> None:
-    rank, world_size, store_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store_file}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
-    print(json.dumps({"ready": rank}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps({"rate": measure(**json.loads(line))}), flush=True)
-    dist.destroy_process_group()
+    join_group()
+    serve(measure)
 
 
 if __name__ == "__main__":

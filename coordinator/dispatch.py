@@ -94,6 +94,18 @@ class BatchSet:
                 self._spans.append(span)
 
 
+def cut(
+    spans: tuple[range, ...], ranks: Sequence[int], ratios: Sequence[float] | None
+) -> dict[int, tuple[range, ...]]:
+    """Parts of all ranks: interleaved, or contiguous if there are ratios, one for each rank
+    there ever was; equal ones if these ranks have none of them."""
+    if ratios is None:
+        return {rank: every_nth(spans, i, len(ranks)) for i, rank in enumerate(ranks)}
+    rest, wanted = BatchSet(spans), [ratios[rank] for rank in ranks]
+    parts = split_by_ratio(len(rest), wanted if sum(wanted) > 0 else [1.0] * len(ranks))
+    return {rank: rest.take(count) for rank, count in zip(ranks, parts, strict=True)}
+
+
 def compress(positions: Iterable[int]) -> Iterable[range]:
     """Rising positions as maximal ranges of step 1."""
     start = stop = None

@@ -17,7 +17,7 @@ from coordinator.dispatch import (
     BatchSet,
     batch_bounds,
     count_batches,
-    every_nth,
+    cut,
     split_by_ratio,
 )
 from coordinator.ledger import Epoch, Ledger
@@ -254,15 +254,8 @@ class ChunkPool:
         if left == 0:
             return None
         spans = epoch.open.take(left)
-        dealt = epoch.take_parts(ranks, spans)  # as before the run was interrupted
-        if not dealt and self._ratios is None:
-            dealt = {rank: every_nth(spans, i, len(ranks)) for i, rank in enumerate(ranks)}
-        elif not dealt and self._ratios is not None:
-            rest = BatchSet(spans)
-            ratios = [self._ratios[r] for r in ranks]
-            parts = split_by_ratio(left, ratios if sum(ratios) > 0 else [1.0] * len(ranks))
-            for rank, count in zip(ranks, parts, strict=True):
-                dealt[rank] = rest.take(count)
+        # As they were dealt before the run was interrupted, if it was.
+        dealt = epoch.take_parts(ranks, spans) or cut(spans, ranks, self._ratios)
         for rank, part in dealt.items():
             self._note(epoch, rank, part)
         return epoch.epoch, dealt

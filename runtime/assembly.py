@@ -10,6 +10,7 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.dispatch import count_batches
 from coordinator.policy import ApplyPolicy, AverageBackend
+from coordinator.reports import LONGEST_REPORT_S
 from runtime.config import TrainConfig
 from runtime.errors import CheckpointError, NonFiniteError, ReplicaMismatch
 from runtime.worker import GpuWorker
@@ -18,8 +19,6 @@ from runtime.worker_types import UserFunctions, WorkerConfig
 REPORTS_PER_S = 20
 """Reports that all ranks together send at the most because time has passed; two ranks one
 each in every tenth of a second, and no rank more often than that."""
-LONGEST_REPORT_S = 0.5
-"""However many ranks there are: what is shown of a run comes from the reports."""
 
 
 def coordinator_config(

@@ -215,10 +215,10 @@ class GpuWorker(StepWorker):
         if lane is not None and self._loader.reads_inline:
             lane.enter(DATA, asked)
         loaded = self._loader.try_next()
-        if loaded is not None and lane is not None and lane.cause != DATA:
-            lane.enter_past(DATA, asked, then)
-            return loaded.data
         if lane is not None and lane.cause != DATA:
+            if loaded is not None:
+                lane.enter_past(DATA, asked, then)
+                return loaded.data
             lane.enter(DATA, asked)
         while loaded is None:
             message = self._next_message()

@@ -70,12 +70,13 @@ class AbortableBarrier:
             last = len(self._waiting) + 1 == self.parties
             if not last:
                 self._waiting.append(rank)
-        if not last and on_wait is not None:
-            on_wait()
         if last:
             self._complete(action)
-        elif not self._turnstiles[rank].acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            self._time_out(rank, timeout_s)
+        else:
+            if on_wait is not None:
+                on_wait()
+            if not self._turnstiles[rank].acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+                self._time_out(rank, timeout_s)
         # Only ranks cut off by a break are in the set, and a break is for good.
         if self._cut and rank in self._cut:
             raise CollectiveAborted(str(self._refusal))

@@ -20,6 +20,7 @@ from coordinator.commands import (
 from coordinator.core import Core
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
+from coordinator.reports import LONGEST_REPORT_S
 from coordinator.rounds import Round, RoundState
 from runtime.timeline.curves import Bins, Curve, Row
 from runtime.timeline.events import ARGS, Event, Kind
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 MAX_EPOCHS = 4096
 MAX_SCALARS = 64
-REPORTED_S = 0.5
-"""Ranks tell at the latest after this long what they have trained."""
 """Scalars that are kept of an epoch."""
 
 
@@ -234,7 +233,7 @@ class CoordinatorLane:
         now_s = end - self._start
         stride = max(1, math.ceil(now_s / width_s / max(1, num_points)))
         rows = [*rows[stride - 1 :: stride], tuple(float(n) for n in self.num_samples)]
-        reach = math.ceil(REPORTED_S / (stride * width_s))
+        reach = math.ceil(LONGEST_REPORT_S / (stride * width_s))
         rows = list(
             zip(*(spread(totals, reach) for totals in zip(*rows, strict=True)), strict=True)
         )

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from coordinator.policy import AverageBackend
-from runtime.assembly import coordinator_config
+from runtime.assembly import coordinator_config, worker_config
 from runtime.config import TrainConfig
 from tests.unit.running import count_up, counter, plain_sgd
 
 
-def told(**settings):
-    """The coordinator's settings for a run with these, which are checked first."""
-    config = TrainConfig(
+def config_of(**settings):
+    return TrainConfig(
         model_factory=counter,
         optim_factory=plain_sgd,
         train_fn=count_up,
@@ -21,6 +20,11 @@ def told(**settings):
         num_epochs=1,
         **settings,
     )
+
+
+def told(**settings):
+    """The coordinator's settings for a run with these, which are checked first."""
+    config = config_of(**settings)
     config.check(num_samples=10, devices=[torch.device("cpu")] * 2)
     return coordinator_config(
         config, devices=("cpu",) * 2, num_samples=10, backend=AverageBackend.CPU, grace_s=1.0
@@ -44,3 +48,12 @@ def told(**settings):
 def test_the_anchor_starts_and_ends_where_the_settings_say(settings, start, floor):
     config = told(**settings)
     assert (config.anchor, config.min_anchor) == (start, floor)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "interval_s"), [(1, 0.1), (2, 0.1), (8, 0.4), (10, 0.5), (64, 0.5)]
+)
+def test_more_ranks_report_more_rarely_but_within_half_a_second(num_ranks, interval_s):
+    devices = [torch.device("cpu")] * num_ranks
+    worker = worker_config(config_of(), rank=0, devices=devices, num_samples=10)
+    assert worker.report_interval_s == pytest.approx(interval_s)
