@@ -14,6 +14,7 @@ from coordinator.dispatch import (
     batch_bounds,
     compress,
     count_batches,
+    cut,
     permutation,
     split_by_ratio,
 )
@@ -156,3 +157,8 @@ def test_an_empty_batch_set_gives_nothing():
     batches.put_back([range(0)])
     assert not batches
     assert batches.spans == ()
+
+
+def test_ranks_that_have_no_ratio_share_equally():
+    assert cut((range(6),), [1, 2], [1.0, 0.0, 0.0]) == {1: (range(3),), 2: (range(3, 6),)}
+    assert cut((range(6),), [0, 2], [1.0, 1.0, 2.0]) == {0: (range(2),), 2: (range(2, 6),)}

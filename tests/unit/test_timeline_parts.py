@@ -348,6 +348,18 @@ def test_the_numbers_of_the_whole_machine_are_read_rarely(monkeypatch):
     assert all(row[0] >= 0 and row[1] > 1e6 for row in rows)
 
 
+def test_the_memory_of_the_process_is_read_rarely():
+    load, now, calls = resources.Load(memory_s=10.0), time.monotonic(), []
+
+    def info():
+        calls.append(None)
+        return SimpleNamespace(rss=len(calls))
+
+    load._process = SimpleNamespace(memory_info=info)
+    rows = [load.read(now + second) for second in range(1, 25)]
+    assert [row[1] for row in rows] == [1.0] * 10 + [2.0] * 10 + [3.0] * 4
+
+
 def test_the_load_of_the_process_is_that_since_the_reading_before():
     load = resources.Load()
     start, before = load._at, time.process_time()
