@@ -221,22 +221,23 @@ class ElChe:
         if self._figures is None:
             seconds = self._seconds()
             paces = self._paces(seconds)
-            total = sum(paces)
+            anchor, total = self._anchor, sum(paces) or 1.0
             self._figures = _Figures(
                 seconds_per_batch=seconds,
-                batch_counts=tuple(max(1, round(self._anchor * p)) if p else 0 for p in paces),
-                shares=tuple(p / total if total else 0.0 for p in paces),
+                batch_counts=tuple([(round(anchor * p) or 1) if p else 0 for p in paces]),
+                shares=tuple([p / total for p in paces]),
             )
         return self._figures
 
     def _seconds(self) -> tuple[float, ...] | None:
-        live = [speed for speed, alive in zip(self._speeds, self._live, strict=True) if alive]
-        if not live or any(not speed.seconds for speed in live):
+        live = self._live
+        if True not in live:
             return None
-        return tuple(
-            speed.seconds if alive else 0.0
-            for speed, alive in zip(self._speeds, self._live, strict=True)
-        )
+        seconds = [
+            speed.seconds if alive else 0.0 for speed, alive in zip(self._speeds, live, strict=True)
+        ]
+        # The dead count as 0.0, and so does a live rank that was not measured.
+        return tuple(seconds) if seconds.count(0.0) == live.count(False) else None
 
     def _paces(self, seconds: tuple[float, ...] | None) -> list[float]:
         """Speed of each rank as a multiple of the slowest live one's; 0.0 if dead."""

@@ -104,20 +104,30 @@ class Gate:
 
     def due(self, live: Sequence[Rank]) -> bool:
         """Whether the cadence asks for an averaging round."""
-        if not any(r.since_round for r in live):
-            return False
-        busy = [r for r in live if self._has_work(r) and not r.parked]
-        if not busy:
-            return True
+        trained, busy = False, []
+        for r in live:
+            trained = trained or r.since_round > 0
+            if not r.parked and self._has_work(r):
+                busy.append(r)
+        if not (trained and busy):
+            return trained
         counts = self._elche.batch_counts
         if self._config.policy is ApplyPolicy.CADENCE:
-            if any(r.since_round >= _OVERRUN * counts[r.rank] for r in busy):
-                return True
+            for r in busy:
+                if r.since_round >= _OVERRUN * counts[r.rank]:
+                    return True
             seconds = self._elche.seconds_per_batch
             if seconds is not None:
-                slow = max(busy, key=lambda r: (r.rank == self._pacer, seconds[r.rank]))
+                slow = self._slow(busy, seconds)
                 if slow.since_round >= counts[slow.rank]:
                     return True
                 reached = counts[slow.rank] * seconds[slow.rank]
                 return slow.since_round > 0 and slow.compute_since_round >= reached
         return all(r.since_round >= counts[r.rank] for r in busy)
+
+    def _slow(self, busy: Sequence[Rank], seconds: Sequence[float]) -> Rank:
+        """The one of these ranks whose count makes a round due."""
+        for r in busy:
+            if r.rank == self._pacer:
+                return r
+        return max(busy, key=lambda r: seconds[r.rank])

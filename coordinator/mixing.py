@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 _BLOCK_BYTES = 1 << 18
-"""Size of an intra-op thread's part of a block: with those of two sources and a scratch it
-fits into 1 MiB of cache. Measured, the fastest with one and with two threads; threads of
+"""Size of an intra-op thread's part of a block: with those of two sources, and of a
+scratch where one is needed, it fits into 1 MiB of cache. Measured, the fastest with one and with two threads; threads of
 Python with a share each are slower, for every operation on a block waits for the
 interpreter's lock."""
 _MAX_THREADS = 32
@@ -68,14 +68,15 @@ class Mix:
         # The difference of all ranks is that of these two.
         is_pair = len(sources) == len(self._live) == 2 and not reduced
         length = max(1, min(self._block_bytes // wide.itemsize, out.numel()))
-        spare = torch.empty(length, dtype=wide)
+        spare = torch.empty(0 if is_pair else length, dtype=wide)
         copies = torch.empty(len(sources) + 1 if reduced else 0, length, dtype=wide)
         for target, parts in _blocks([out.view(-1), *(s.view(-1) for s in sources)], length):
             size = target.numel()
-            scratch = spare if size == length else spare[:size]
             if is_pair:
-                self._mix_pair(target, parts, scratch, measure)
-            elif reduced:
+                self._mix_pair(target, parts, measure)
+                continue
+            scratch = spare if size == length else spare[:size]
+            if reduced:
                 self._mix_reduced(target, parts, copies[:, :size], scratch, measure)
             else:
                 norm = self._blend(target, parts)
@@ -83,18 +84,20 @@ class Mix:
                     self._norm += norm
                     self._add_distances(target, parts, scratch)
 
-    def _mix_pair(
-        self, target: Tensor, parts: Sequence[Tensor], scratch: Tensor, measure: bool
-    ) -> None:
-        """Both are on one line with their mean: one difference gives it and both distances."""
+    def _mix_pair(self, target: Tensor, parts: Sequence[Tensor], measure: bool) -> None:
+        """Both are on one line with their mean: one difference gives it and both distances.
+
+        The difference is made where the mean will be: the memory then reads and writes at
+        the same time, and three blocks have to fit into the cache instead of four.
+        """
         shares = self._shares
         light, heavy = (0, 1) if shares[0] < shares[1] else (1, 0)
-        torch.sub(parts[heavy], parts[light], out=scratch)
+        torch.sub(parts[heavy], parts[light], out=target)
         if measure:
-            square = _sum_squares(scratch)
+            square = _sum_squares(target)
             self._distances[0] += square * shares[1] ** 2
             self._distances[1] += square * shares[0] ** 2
-        torch.sub(parts[heavy], scratch, alpha=shares[light], out=target)
+        torch.sub(parts[heavy], target, alpha=shares[light], out=target)
         norm = self._finite_norm(target, parts)
         if measure:
             self._norm += norm

@@ -209,12 +209,12 @@ class ChunkPool:
                 return left
         if left == 0:
             return 0
-        if sum(share > 0 for share in shares) == 1:
+        if shares[rank] == 1.0:
             return left  # nobody to balance with, and the end of a plan waits for the device
         if seconds is None or seconds[rank] <= 0:
             count = unmeasured
         else:
-            if epoch.quotas is None and self._others_are_faster(left, rank, seconds):
+            if epoch.quotas is None and self._others_are_faster(left, rank, seconds, shares):
                 return 0
             part = left * shares[rank] if epoch.quotas is None else float(left)
             # To end together, but worth a message; never more than is due to the rank.
@@ -223,12 +223,17 @@ class ChunkPool:
         step = self._granularity
         return min(left, -(-count // step) * step)
 
-    def _others_are_faster(self, left: int, rank: int, seconds: Sequence[float]) -> bool:
+    def _others_are_faster(
+        self, left: int, rank: int, seconds: Sequence[float], shares: Sequence[float]
+    ) -> bool:
         """Whether the others finish ``left`` batches before this rank one more.
 
         Of those that take the same time the lowest comes first, or none would take any.
         """
-        mine = (self.ledgers[rank].num_assigned + 1) * seconds[rank]
+        count = self.ledgers[rank].num_assigned + 1
+        if left * shares[rank] > count:
+            return False  # more than all ranks together finish until then
+        mine = count * seconds[rank]
         capacity = sum(
             max(0, (int(n) if r < rank else math.ceil(n) - 1) - self.ledgers[r].num_assigned)
             for r, n in ((r, mine / s) for r, s in enumerate(seconds) if r != rank and s > 0)

@@ -11,6 +11,7 @@ from coordinator.commands import AbortCollective, Average
 from coordinator.convergence import Verdict
 from coordinator.core import Core
 from coordinator.ledger import Epoch
+from coordinator.own_time import OwnTime
 from coordinator.policy import AverageBackend
 from coordinator.rounds import Round, RoundState
 from coordinator.saving import Saving
@@ -19,8 +20,8 @@ from coordinator.world import RankState
 _NONE = (None, None)
 
 OWN_SHARE = 0.01
-"""Part of a core that the coordinator's thread may take between the beginnings and the ends of
-averaging rounds. It takes the interpreter from the ranks then, which no clock of theirs sees."""
+"""Part of a core that the coordinator's thread may take for the events of averaging rounds. It
+takes the interpreter from the ranks then, which no clock of theirs sees."""
 
 
 class RoundKeeper:
@@ -28,12 +29,13 @@ class RoundKeeper:
 
     Attributes:
         round: The round in progress, or the last one.
+        own_time: What rounds cost the coordinator's thread.
     """
 
     def __init__(self, core: Core, saving: Saving) -> None:
         self._core = core
         self._saving = saving
-        self._spent_before_s = 0.0
+        self.own_time = OwnTime(core)
         self.round = Round()
 
     def start(
@@ -62,7 +64,6 @@ class RoundKeeper:
             deadline=deadline,
             capture=capture,
         )
-        self._spent_before_s = self._core.spent_s
         self._core.gate.new_round()
         for rank in ranks:
             if on_cpu:
@@ -253,8 +254,7 @@ class RoundKeeper:
         # The background computation takes its time from the ranks' cores.
         sync_s += rnd.average_s / len(rnd.ranks)
         # One target serves both: where this thread spends all that it may, it is reached.
-        own_s = self._core.spent_s - self._spent_before_s
-        sync_s += own_s * self._core.config.overhead_target / OWN_SHARE
+        sync_s += self.own_time.take() * self._core.config.overhead_target / OWN_SHARE
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
             info = self._core.ranks[rank]
@@ -287,6 +287,7 @@ class RoundKeeper:
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.forget_tensors()
+        self.own_time.take()  # no cost of the next one
         rnd.num_failed += 1
         self._core.num_failed_rounds += 1
         self._core.pool.thaw()

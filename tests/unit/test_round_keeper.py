@@ -48,9 +48,8 @@ def test_rounds_come_so_seldom_that_the_coordinator_takes_a_hundredth_of_a_core(
 ):
     """Whatever averaging may cost the ranks."""
     anchor = statistics_with(monkeypatch, EVENT_S, overhead_target=target).anchor
-    # A report, two snapshots, an average and the first acknowledgement: the last one's
-    # time is not known yet when the round ends.
-    round_s = 5 * EVENT_S
+    # A report, two snapshots, an average and two acknowledgements.
+    round_s = 6 * EVENT_S
     assert round_s / (anchor * BATCH_S) == pytest.approx(OWN_SHARE, rel=0.3)
 
 
