@@ -52,6 +52,23 @@ class ExactSum:
         else:
             self._add(float(value))
 
+    def add_all(self, values: Sequence[float]) -> None:
+        """Add many numbers, faster than one by one; no :class:`RoundedSum` among them."""
+        left = [*self._parts, *values]
+        parts: list[float] = []
+        try:
+            # Each sum is rounded once, and what rounding left out is summed next.
+            while (rounded := math.fsum(left)) and rounded - rounded == 0.0:
+                parts.append(rounded)
+                left.append(-rounded)
+        except (OverflowError, ValueError):  # on the way to it, or opposite infinities
+            rounded = math.nan
+        if rounded == 0.0:
+            self._parts = parts[::-1]
+        else:
+            for x in values:
+                self._add(x)
+
     def _add(self, x: float) -> None:
         parts, kept = self._parts, 0
         for y in parts:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 _BLOCK_BYTES = 1 << 18
-"""Size of an intra-op thread's part of a block: with those of two sources, and of a
-scratch where one is needed, it fits into 1 MiB of cache. Measured, the fastest with one and with two threads; threads of
-Python with a share each are slower, for every operation on a block waits for the
-interpreter's lock."""
+"""Size of an intra-op thread's part of a block: with those of two sources, and of a scratch
+where one is needed, it fits into 1 MiB of cache. Measured, the fastest with one and with two
+threads; threads of Python with a share each are slower, for every operation on a block waits
+for the interpreter's lock."""
 _MAX_THREADS = 32
 """Bounds the size of a block, of which a scratch is allocated."""
 _GROUP = 64

@@ -19,9 +19,11 @@ from coordinator.world import RankState
 
 _NONE = (None, None)
 
-OWN_SHARE = 0.01
-"""Part of a core that the coordinator's thread may take for the events of averaging rounds. It
-takes the interpreter from the ranks then, which no clock of theirs sees."""
+OWN_SHARE, RATED_PER_S = 0.012, 1000.0
+"""Part of a core that the coordinator's thread may take for averaging rounds where all ranks
+together train so many batches a second or more. It takes the interpreter from the ranks then,
+which no clock of theirs sees. With fewer batches it may take more: what averaging seldom costs in
+quality follows the batches between two rounds and not the time."""
 
 
 class RoundKeeper:
@@ -253,8 +255,7 @@ class RoundKeeper:
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background computation takes its time from the ranks' cores.
         sync_s += rnd.average_s / len(rnd.ranks)
-        # One target serves both: where this thread spends all that it may, it is reached.
-        sync_s += self.own_time.take() * self._core.config.overhead_target / OWN_SHARE
+        sync_s += self._own_cost()
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
             info = self._core.ranks[rank]
@@ -265,6 +266,18 @@ class RoundKeeper:
         self._core.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
         if verdict is Verdict.NUDGE_DOWN:
             self._core.elche.nudge_down()
+
+    def _own_cost(self) -> float:
+        """What the round cost in this thread, as if it had cost the ranks so many seconds.
+
+        One target serves both: where this thread takes all that it may, it is reached.
+        """
+        seconds = self._core.elche.seconds_per_batch
+        rate = sum(1 / s for s in seconds if s) if seconds else RATED_PER_S
+        share = OWN_SHARE * max(1.0, RATED_PER_S / rate)
+        weight = self._core.config.overhead_target / share
+        # As with the computation, a core that it takes is one of theirs.
+        return self.own_time.take() * max(weight, 1 / len(self.round.ranks))
 
     def give_up(self) -> tuple[int, ...]:
         """The round failed: every rank keeps its own weights and what it trained waits.

@@ -26,6 +26,7 @@ from coordinator.commands import (
     SaveFailed,
     Send,
 )
+from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
 from coordinator.outcome import Failure
@@ -58,7 +59,7 @@ class Service:
     def __init__(
         self,
         machine: Coordinator,
-        inbox: queue.SimpleQueue[m.Event],
+        inbox: Inbox,
         outboxes: Sequence[queue.SimpleQueue[m.ToWorker]],
         *,
         abort_collective: Callable[[int | None], None],
@@ -159,6 +160,7 @@ class Service:
             machine.core.spent_s = time.thread_time() - self._observing_s
             with self._lock:
                 commands = machine.handle(event, now)
+            self._inbox.expect(commands)
             for command in commands:
                 self._execute(command, now)
             if self._observers:

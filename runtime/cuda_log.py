@@ -96,12 +96,15 @@ class CudaLog(ValueLog):
         self._free.append(flight.buffer)
         num_sent = sum(e.value is None for e in flight.entries)
         sent = iter(flight.buffer[:num_sent].tolist())
+        losses, batches = [], []
         for name, value, n, step in flight.entries:
             number = next(sent) if value is None else float(value)
             if name is None:
-                sums.add_loss(number, n, step)
+                losses.append(number)
+                batches.append((n, step))
             else:
                 sums.add_scalar(name, number, n)
+        sums.add_losses(losses, batches)
 
     def _known(self, value: float | Tensor) -> float | Tensor:
         """A value, read if it lies on the CPU."""

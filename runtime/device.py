@@ -55,12 +55,14 @@ class Sums:
         self._loss_sum, self._loss_samples = ExactSum(), 0
         self._scalars: dict[str, tuple[ExactSum, int]] = {}
 
-    def add_loss(self, loss: float, num_samples: int, step: int) -> None:
-        """Add the mean loss of a batch."""
-        if self._on_bad_loss is not None and not math.isfinite(loss):
-            self._on_bad_loss(step)
-        self._loss_sum.add(loss * num_samples)
-        self._loss_samples += num_samples
+    def add_losses(self, losses: Sequence[float], batches: Sequence[tuple[int, int]]) -> None:
+        """Add the mean losses of batches, given as samples and number of each."""
+        if self._on_bad_loss is not None and not all(map(math.isfinite, losses)):
+            for loss, (_, step) in zip(losses, batches, strict=True):
+                if not math.isfinite(loss):
+                    self._on_bad_loss(step)
+        self._loss_sum.add_all([x * n for x, (n, _) in zip(losses, batches, strict=True)])
+        self._loss_samples += sum([n for n, _ in batches])
 
     def add_scalar(self, name: str, value: float, num_samples: int) -> None:
         """Add a scalar of a batch."""
@@ -131,8 +133,7 @@ class ValueLog:
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
         sums = Sums(self.on_bad_loss)
-        for loss, (_, n, step) in zip(_read([t for t, _, _ in losses]), losses, strict=True):
-            sums.add_loss(loss, n, step)
+        sums.add_losses(_read([t for t, _, _ in losses]), [(n, step) for _, n, step in losses])
         for value, (name, _, n) in zip(_read([v for _, v, _ in scalars]), scalars, strict=True):
             sums.add_scalar(name, value, n)
         return sums.harvest()

@@ -17,7 +17,7 @@ from runtime.graph_fallback import CannotCapture
 from runtime.graph_module import ModuleTensors
 from runtime.graph_optimizer import CapturableOptimizer, StateMissing
 from runtime.reducer import Packed
-from runtime.step import StepEnd, Stepper
+from runtime.step import DROPPED, MADE, StepEnd, Stepper
 
 Replay = Callable[[], None]
 CaptureWork = Callable[[Callable[[], None]], Replay]
@@ -100,14 +100,14 @@ class StepGraph:
         self.first()
         self.values.push(log)
         if self.is_whole:
-            return StepEnd(False)
+            return MADE
         stepper.give_gradients(self.grads, self.packed)
         if self.second is None:
             return stepper.finish(num_samples)
-        accepted = stepper.settle(num_samples)
-        if accepted:
-            self.second()
-        return StepEnd(not accepted)
+        if not stepper.settle(num_samples):
+            return DROPPED
+        self.second()
+        return MADE
 
     def holds(self, optimizer: CapturableOptimizer) -> bool:
         """Whether the optimizer's state is still the one that the graphs write to."""

@@ -76,6 +76,8 @@ class Loader(ABC):
         self._worker = worker
         self._moves = device.type != "cpu" or not adapter.on_cpu
         self._positions = PlanQueue()
+        self._epoch = -1  # of which the order is kept
+        self._order = torch.empty(0, dtype=torch.int64)
 
     @abstractmethod
     def submit(self, plan: EpochPlan) -> None:
@@ -119,7 +121,11 @@ class Loader(ABC):
         """
 
     def _read(self, position: Position) -> LoadedBatch:
-        indices = self._index.indices(*position)
+        epoch, batch = position
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._index.order(epoch)
+        start, stop = self._index.bounds(batch)
+        indices = self._order[start:stop]
         if self._adapter.in_memory:
             data = self._adapter.load(indices)  # nobody draws, so no generator is made
         else:
@@ -131,7 +137,7 @@ class Loader(ABC):
                 position=position,
                 worker=self._worker,
             )
-        return LoadedBatch(data, len(indices), *position)
+        return LoadedBatch(data, stop - start, epoch, batch)
 
     def _on_device(self, loaded: LoadedBatch) -> LoadedBatch:
         if self._moves:

@@ -215,7 +215,9 @@ class WorkerProtocol:
         self.batches += batches
         self.samples += samples
         self.unreported += batches
-        self._settle()
+        limit = self._allowance.limit
+        if limit is not None and self.batches >= limit:  # else the state is as it was
+            self._settle()
 
     def lockstep(self, batches: int) -> None:
         """A step whose gradients were averaged is done: nothing waits for a round."""

@@ -285,9 +285,9 @@ class ReplicaWorker:
             self._together.copy_from(donor._together)
 
     def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
-        """A copy of the buffers where a step may have to be undone."""
+        """A copy of the buffers where a step under lockstep may have to be undone."""
         buffers = self._state.buffers
-        if not (buffers and self._lockstep and self.config.survives):
+        if not (buffers and self.config.survives):
             return None
         kept = buffers.empty()
         buffers.read_into(*kept)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from coordinator import messages as m
+from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
@@ -102,7 +103,7 @@ class Run:
         self._adapter = adapter
         index = EpochIndex(adapter.num_samples, self.batch_size, config.seed or 0)
         self._data_path = DataPath(config, adapter, index, self._contexts)
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._workers: list[GpuWorker | None] = [None] * len(names)
         self._threads: list[threading.Thread] = []

@@ -34,6 +34,9 @@ class StepEnd(NamedTuple):
     dropped: bool
 
 
+MADE, DROPPED = StepEnd(False), StepEnd(True)
+
+
 class Stepper:
     """Makes steps of a replica.
 
@@ -232,12 +235,17 @@ class Stepper:
         Args:
             num_samples: Samples behind this rank's gradients; 0 only under lockstep.
         """
-        self.pack(num_samples)
-        accepted = self.settle(num_samples)
-        if accepted:
-            self.unpack()
+        if self._reducer is None:
+            if self._judge is not None and not self._judge.accept():
+                return DROPPED
             self.apply()
-        return StepEnd(not accepted)
+            return MADE
+        self.pack(num_samples)
+        if not self.settle(num_samples):
+            return DROPPED
+        self.unpack()
+        self.apply()
+        return MADE
 
     def pack(self, num_samples: int) -> None:
         """Make this rank's part of the reduction ready; nothing where there is none."""

@@ -160,19 +160,27 @@ class StepWorker(ReplicaWorker):
         """
         total = sum(sizes)
         self._timer.start()
+        if self._lockstep:
+            end = self._make_undoable_step(sizes, first, train_fn, total)
+        else:
+            end = self._make_step(sizes, first, train_fn, total)
+        self._timer.stop(len(sizes))
+        self._together.stepped(0 if end.dropped else total)
+        self._count(len(sizes), total, dropped=end.dropped)
+
+    def _make_undoable_step(
+        self, sizes: Sequence[int], first: Any, train_fn: TrainFn, total: int
+    ) -> StepEnd:
+        """A step that is trained again, as if it had not been, where the reduction fails."""
         mark = self._log.mark()
         kept = self._keep_buffers()
         try:
-            end = self._make_step(sizes, first, train_fn, total)
+            return self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout):
-            # The window is trained again, as if it had not been.
             self._log.retract(mark)
             if kept is not None:
                 self._state.buffers.write_from(*kept)
             raise
-        self._timer.stop(len(sizes))
-        self._together.stepped(0 if end.dropped else total)
-        self._count(len(sizes), total, dropped=end.dropped)
 
     def _make_step(
         self, sizes: Sequence[int], batch: Any, train_fn: TrainFn, total: int

@@ -160,8 +160,10 @@ class GpuWorker(StepWorker):
         """Answer messages; whether the next step may begin."""
         if self.handle_control() and not self._finish_together():
             return False
+        if not self._lockstep:
+            return True
         self._capture_if_reached()
-        return not (self._lockstep and self._together.stop_reached)
+        return not self._together.stop_reached
 
     def _finish_together(self) -> bool:
         """Under lockstep a stop is agreed: this step is still made, by all ranks."""
@@ -275,10 +277,10 @@ class GpuWorker(StepWorker):
                 # This thread is the only reader.
                 self._receive(self._inbox.get_nowait())
                 continue
-            if self._protocol.leaving:
-                return True
-            if not self._protocol.parked:
+            if self._protocol.may_train:
                 return False
+            if not self._protocol.parked:
+                return self._protocol.leaving
             if self._protocol.report_due:
                 self.report_timing()
             self._receive(self._next_message())

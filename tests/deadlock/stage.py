@@ -13,6 +13,7 @@ import torch
 
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
+from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.service import Service
 from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
@@ -79,7 +80,7 @@ class Stage:
         self.machine = Coordinator(config)
         self.collectives = create_collectives(2, "thread", None, BOUND_S)
         self._train = train
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(2)]
         self._unread: list[Any] = []
         self._ended = threading.Event()

@@ -18,6 +18,13 @@ from coordinator.metrics import EpochTally
 numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=30)
 
 
+def summed_at_once(values):
+    total = ExactSum()
+    total.add_all(values[:3])
+    total.add_all(values[3:])
+    return total
+
+
 def summed(values):
     total = ExactSum()
     for value in values:
@@ -28,6 +35,15 @@ def summed(values):
 @given(numbers)
 def test_a_sum_is_the_exact_one_rounded_once(values):
     assert summed(values).value() == float(sum(map(Fraction, values), Fraction(0)))
+
+
+@given(numbers)
+def test_many_numbers_at_once_are_added_as_exactly_as_one_by_one(values):
+    exact = sum(map(Fraction, values), Fraction(0))
+    total = summed_at_once(values)
+    assert sum(map(Fraction, total.parts), Fraction(0)) == exact
+    assert total.value() == float(exact)
+    assert list(total.parts) == sorted(total.parts, key=abs)
 
 
 @given(numbers, st.integers(1, 7), st.randoms())
@@ -58,7 +74,8 @@ def test_the_parts_make_the_same_sum_again(values):
     ],
 )
 def test_what_is_not_finite_stays_so(values, expected):
-    for total in (summed(values), summed([summed(values).value()]), ExactSum(summed(values).parts)):
+    again = (summed([summed(values).value()]), ExactSum(summed(values).parts))
+    for total in (summed(values), summed_at_once(values), *again):
         assert repr(float(total.value())) == repr(expected)
 
 

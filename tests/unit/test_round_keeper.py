@@ -6,16 +6,18 @@ import pytest
 
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
-from coordinator.round_keeper import OWN_SHARE
+from coordinator.round_keeper import OWN_SHARE, RATED_PER_S
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
 
 ANCHOR = 10
 EVENT_S = 1e-4
 BATCH_S = 1e-3
+ROUND_S = 6 * EVENT_S
+"""A report, two snapshots, an average and two acknowledgements."""
 
 
-def statistics_with(monkeypatch, event_s, **settings):
+def statistics_with(monkeypatch, event_s, batch_s=BATCH_S, **settings):
     """Two ranks whom averaging costs nothing, and a coordinator whom each event costs time."""
     handle = Coordinator.handle
 
@@ -34,7 +36,7 @@ def statistics_with(monkeypatch, event_s, **settings):
         divergence_threshold=None,
         **settings,
     )
-    schedule = Schedule(config=config, paces=((Pace(start_s=0.0, batch_s=BATCH_S),),) * 2)
+    schedule = Schedule(config=config, paces=((Pace(start_s=0.0, batch_s=batch_s),),) * 2)
     assert schedule.sync_s == schedule.average_s == 0.0
     statistics = Simulation(schedule).run().machine.statistics()
     assert statistics.num_averagings >= 5
@@ -43,14 +45,24 @@ def statistics_with(monkeypatch, event_s, **settings):
 
 
 @pytest.mark.parametrize("target", [0.02, 0.10, 0.50])
-def test_rounds_come_so_seldom_that_the_coordinator_takes_a_hundredth_of_a_core(
-    monkeypatch, target
-):
+def test_rounds_come_so_seldom_that_the_coordinator_takes_its_part_of_a_core(monkeypatch, target):
     """Whatever averaging may cost the ranks."""
     anchor = statistics_with(monkeypatch, EVENT_S, overhead_target=target).anchor
-    # A report, two snapshots, an average and two acknowledgements.
-    round_s = 6 * EVENT_S
-    assert round_s / (anchor * BATCH_S) == pytest.approx(OWN_SHARE, rel=0.3)
+    assert 2 / BATCH_S > RATED_PER_S
+    assert ROUND_S / (anchor * BATCH_S) == pytest.approx(OWN_SHARE, rel=0.3)
+
+
+def test_with_fewer_batches_it_may_take_more(monkeypatch):
+    batch_s = 4 * BATCH_S
+    anchor = statistics_with(monkeypatch, 5 * EVENT_S, batch_s, overhead_target=0.5).anchor
+    assert 5 * ROUND_S / (anchor * batch_s) == pytest.approx(2 * OWN_SHARE, rel=0.3)
+
+
+def test_rounds_of_long_steps_come_until_the_ranks_would_notice(monkeypatch):
+    """What the coordinator takes is taken from the ranks' cores, like the averaging."""
+    target, factor, batch_s = 0.02, 50, 10 * BATCH_S
+    anchor = statistics_with(monkeypatch, factor * EVENT_S, batch_s, overhead_target=target).anchor
+    assert factor * ROUND_S / 2 / (anchor * batch_s) == pytest.approx(target, rel=0.3)
 
 
 def test_a_coordinator_that_costs_nothing_leaves_the_cadence_alone(monkeypatch):

@@ -13,6 +13,7 @@ from coordinator import messages as m
 from coordinator import service as service_module
 from coordinator.commands import AbortCollective, Average, PublishEpoch, Send
 from coordinator.config import CoordinatorConfig
+from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochTally
 from coordinator.service import Service
@@ -51,7 +52,7 @@ class Bench:
 
     def __init__(self, machine, world=2):
         self.machine = machine
-        self.inbox = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.outboxes = [queue.SimpleQueue() for _ in range(world)]
         self.log = []
         self.ended = threading.Event()

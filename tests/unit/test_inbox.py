@@ -1,0 +1,153 @@
+"""The coordinator's inbox: one round's answers wake it once, and nothing is held for long."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from coordinator import messages as m
+from coordinator.commands import Send
+from coordinator.inbox import Inbox
+
+WAIT_S = 20.0
+
+
+def snapshot(rank, round_id=1):
+    return m.ParamSnapshot(
+        round=round_id, rank=rank, payload=m.Payload(params=()), num_samples=1, num_batches=1
+    )
+
+
+def ack(rank, round_id=1, *, ok=True):
+    return m.SyncAck(round=round_id, rank=rank, ok=ok)
+
+
+def report(rank):
+    return m.BatchReport(rank=rank, epoch=0, tally=m.Tally())
+
+
+def update(round_id):
+    return m.Update(
+        round=round_id, average=m.Payload(params=()), num_samples=1, allowance=m.Allowance()
+    )
+
+
+REQUESTS = {
+    "request": (m.RequestParams(round=1), snapshot),
+    "update": (update(1), ack),
+    "sync": (m.SyncNow(round=1, allowance=m.Allowance()), ack),
+}
+
+
+def asked(message, ranks=(0, 1, 2)):
+    inbox = Inbox()
+    inbox.expect([Send(rank=rank, message=message) for rank in ranks])
+    return inbox
+
+
+def drain(inbox):
+    taken = []
+    while not inbox.empty():
+        taken.append(inbox.get_nowait())
+    return taken
+
+
+@pytest.mark.parametrize(("message", "answer"), REQUESTS.values(), ids=REQUESTS)
+def test_the_answers_of_a_round_come_together_and_in_order(message, answer):
+    inbox = asked(message)
+    answers = [answer(rank) for rank in (2, 0, 1)]
+    for one in answers[:2]:
+        inbox.put(one)
+        assert inbox.empty()
+    inbox.put(answers[2])
+    assert drain(inbox) == answers
+
+
+def test_whatever_else_comes_takes_along_what_was_held():
+    """A report that was put behind a snapshot is not in it."""
+    inbox = asked(m.RequestParams(round=1))
+    first, told, second = snapshot(0), report(0), snapshot(1)
+    inbox.put(first)
+    inbox.put(told)
+    assert drain(inbox) == [first, told]
+    inbox.put(second)
+    assert inbox.empty(), "a report ends nothing: the third answer is still to come"
+    inbox.put(snapshot(2))
+    assert drain(inbox) == [second, snapshot(2)]
+
+
+FAULTS = {
+    "failed": m.Failed(rank=2, epoch=0, step=0, error=ValueError("planted")),
+    "ended": m.ThreadEnded(rank=2),
+    "exiting": m.Exiting(rank=2),
+    "stop": m.StopRequested(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_nothing_is_held_once_a_rank_may_never_answer(fault):
+    inbox = asked(m.RequestParams(round=1))
+    inbox.put(snapshot(0))
+    inbox.put(fault)
+    assert drain(inbox) == [snapshot(0), fault]
+    inbox.put(snapshot(1))
+    assert drain(inbox) == [snapshot(1)]
+
+
+def test_a_failed_answer_is_told_at_once():
+    inbox = asked(update(1))
+    inbox.put(ack(0))
+    inbox.put(ack(1, ok=False))
+    assert drain(inbox) == [ack(0), ack(1, ok=False)]
+
+
+def test_an_answer_to_another_round_is_not_held():
+    inbox = asked(m.RequestParams(round=2))
+    inbox.put(snapshot(0, round_id=1))
+    assert not inbox.empty()
+
+
+def test_a_request_to_one_rank_is_answered_at_once():
+    inbox = asked(m.RequestParams(round=1), ranks=(1,))
+    inbox.put(snapshot(1))
+    assert not inbox.empty()
+
+
+def test_a_wait_that_ends_gives_what_is_held():
+    inbox = asked(m.RequestParams(round=1))
+    inbox.put(snapshot(0))
+    inbox.put(snapshot(1))
+    assert inbox.get(timeout=1e-3) == snapshot(0)
+    assert inbox.get(timeout=WAIT_S) == snapshot(1)
+    with pytest.raises(queue.Empty):
+        inbox.get(timeout=1e-3)
+
+
+def test_no_answer_is_lost_or_held_when_many_threads_put():
+    num_ranks, num_rounds = 8, 200
+    inbox = Inbox()
+    asking = threading.Barrier(num_ranks + 1)
+
+    def answer(rank):
+        for round_id in range(num_rounds):
+            asking.wait(WAIT_S)
+            if rank % 2:
+                inbox.put(report(rank))
+            inbox.put(ack(rank, round_id))
+
+    threads = [threading.Thread(target=answer, args=(r,), daemon=True) for r in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for round_id in range(num_rounds):
+        inbox.expect([Send(rank=rank, message=update(round_id)) for rank in range(num_ranks)])
+        asking.wait(WAIT_S)
+        acks = set()
+        while len(acks) < num_ranks:
+            event = inbox.get(timeout=WAIT_S)
+            if isinstance(event, m.SyncAck):
+                acks.add(event.rank)
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
