@@ -58,6 +58,9 @@ def train_rank(
     dist.barrier()
     train_s = time.perf_counter() - start
     dist.all_reduce(busy_s)
+    # First: were the group's last reference in here, its threads would be waited for with the
+    # interpreter held, which one of them may need for its last tensor.
+    del wrapped
     dist.destroy_process_group()
     return model, {
         "initial": initial,

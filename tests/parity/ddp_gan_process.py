@@ -111,6 +111,9 @@ def main() -> None:
     if rank == 0:
         torch.save((bare_maker.state_dict(), bare_judge.state_dict()), result)
     dist.barrier()
+    # First: were the group's last reference in here, its threads would be waited for with the
+    # interpreter held, which one of them may need for its last tensor.
+    del maker, judge
     dist.destroy_process_group()
 
 
