@@ -7,8 +7,10 @@ rank bring nothing on before the last of them, so the first ones wait for it.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,20 +23,26 @@ if TYPE_CHECKING:
 else:
     _Queue = queue.SimpleQueue
 
+HELD_S = 1.0
+"""Nothing is held back for longer, in seconds."""
+
 _ANSWERS: dict[type, type] = {
     m.RequestParams: m.ParamSnapshot,
     m.Update: m.SyncAck,
     m.SyncNow: m.SyncAck,
 }
 """What is asked of every rank of a round, and what each of them says to it."""
+_USUAL = (m.BatchReport, m.EpochReport, *set(_ANSWERS.values()))
+"""What comes while ranks train and answer; after anything else one may never answer."""
+_FROM_OUTSIDE = (m.StopRequested, m.SaveRequested, m.AbortRequested)
 
 
 class Inbox(_Queue):
     """A queue that holds the answers of a round back until the last one, or anything else.
 
-    Order is kept: whatever is put takes along what was held. Nothing is held for longer than
-    a ``get`` with a timeout waits, and nothing once a rank failed, left or did not succeed,
-    which may then never answer. ``put`` from any thread; ``get`` and ``expect`` from one.
+    What a rank puts is taken in that order: it takes along what was held. ``put`` may be
+    called from any thread, and for what comes from outside the run in a signal handler, as it
+    then takes no lock; all else from one thread.
     """
 
     def __init__(self) -> None:
@@ -42,20 +50,28 @@ class Inbox(_Queue):
         self._held: list[m.Event] = []
         self._missing: dict[tuple[type, int], int] = {}
 
-    def expect(self, commands: Sequence[Command]) -> None:
-        """These commands are about to be carried out: how many answers will come."""
+    def handled(self, event: m.Event, commands: Sequence[Command]) -> None:
+        """An event was handled, and these commands are about to be carried out.
+
+        Whether more answers are awaited is decided here and not where events are put: what
+        ends a round may have been put before the round began.
+        """
         asked: list[tuple[type, int]] = []
         for command in commands:
             if isinstance(command, Send):
                 answer = _ANSWERS.get(type(command.message))
                 if answer is not None:
                     asked.append((answer, command.message.round))  # type: ignore[union-attr]
-        if asked:
+        if asked or (self._missing and not isinstance(event, _USUAL)):
             with self._lock:
+                self._release()
                 self._missing = dict(Counter(asked))
 
     def put(self, item: m.Event, block: bool = True, timeout: float | None = None) -> None:
         """Put an event; wakes whoever waits in ``get`` unless others are yet to answer."""
+        if isinstance(item, _FROM_OUTSIDE):
+            super().put(item)
+            return
         with self._lock:
             if self._may_wait(item):
                 self._held.append(item)
@@ -64,33 +80,39 @@ class Inbox(_Queue):
             super().put(item)
 
     def get(self, block: bool = True, timeout: float | None = None) -> m.Event:
-        """The next event; once the time is over, what is held.
+        """The next event; what is held if none comes for a while.
 
         Raises:
             queue.Empty: None came in time.
         """
-        try:
-            return super().get(block, timeout)
-        except queue.Empty:
-            if not block:
-                raise
-        with self._lock:
-            self._release()
-        return super().get_nowait()
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = end - time.monotonic()
+            wait = min(left, HELD_S) if self._missing else left
+            try:
+                return super().get(block, None if wait == math.inf else max(0.0, wait))
+            except queue.Empty:
+                if not block:
+                    raise
+            with self._lock:
+                self._missing.clear()
+                if not self._held and wait == left:
+                    raise queue.Empty
+                self._release()
 
     def _may_wait(self, event: Any) -> bool:
         """Whether more answers of the same round are to come; counts this one."""
         kind = type(event)
-        if kind in (m.BatchReport, m.EpochReport):
-            return False
-        left = 0
-        if kind is m.ParamSnapshot or (kind is m.SyncAck and event.ok):
-            left = self._missing.get((kind, event.round), 0) - 1
-        if left <= 0:
+        if kind is m.SyncAck and not event.ok:
             self._missing.clear()
             return False
+        left = self._missing.get((kind, getattr(event, "round", -1)), 0) - 1
+        if left < 0:
+            return False
         self._missing[kind, event.round] = left
-        return True
+        if left == 0:
+            self._missing.clear()
+        return left > 0
 
     def _release(self) -> None:
         for event in self._held:

@@ -11,8 +11,9 @@ _OF_ROUNDS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
 class OwnTime:
     """Tells the thread's time for rounds from that for dealing batches out.
 
-    Fewer rounds make the one less, longer chunks the other. A report belongs to a round if
-    its rank has reached the count that makes one due; others only come with time.
+    Fewer rounds make the one less, longer chunks the other. Of reports those between two chunks
+    belong to a round if their rank has reached the count that makes one due; others only come
+    with time, or with the end of a chunk.
     """
 
     def __init__(self, core: Core) -> None:

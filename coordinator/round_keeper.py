@@ -300,7 +300,7 @@ class RoundKeeper:
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.forget_tensors()
-        self.own_time.take()  # no cost of the next one
+        self.own_time.take()  # what was noted so far is no cost of the next one
         rnd.num_failed += 1
         self._core.num_failed_rounds += 1
         self._core.pool.thaw()

@@ -160,7 +160,7 @@ class Service:
             machine.core.spent_s = time.thread_time() - self._observing_s
             with self._lock:
                 commands = machine.handle(event, now)
-            self._inbox.expect(commands)
+            self._inbox.handled(event, commands)
             for command in commands:
                 self._execute(command, now)
             if self._observers:

@@ -76,8 +76,7 @@ class Loader(ABC):
         self._worker = worker
         self._moves = device.type != "cpu" or not adapter.on_cpu
         self._positions = PlanQueue()
-        self._epoch = -1  # of which the order is kept
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._forget_order()
 
     @abstractmethod
     def submit(self, plan: EpochPlan) -> None:
@@ -121,11 +120,7 @@ class Loader(ABC):
         """
 
     def _read(self, position: Position) -> LoadedBatch:
-        epoch, batch = position
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._index.order(epoch)
-        start, stop = self._index.bounds(batch)
-        indices = self._order[start:stop]
+        indices, num_samples = self._indices(position)
         if self._adapter.in_memory:
             data = self._adapter.load(indices)  # nobody draws, so no generator is made
         else:
@@ -137,7 +132,19 @@ class Loader(ABC):
                 position=position,
                 worker=self._worker,
             )
-        return LoadedBatch(data, stop - start, epoch, batch)
+        return LoadedBatch(data, num_samples, *position)
+
+    def _forget_order(self) -> None:
+        """Keep no epoch's permutation, which takes 8 bytes a sample."""
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def _indices(self, position: Position) -> tuple[torch.Tensor, int]:
+        """The samples of a batch, and their number; asks for an epoch's order once."""
+        epoch, batch = position
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._index.order(epoch)
+        start, stop = self._index.bounds(batch)
+        return self._order[start:stop], stop - start
 
     def _on_device(self, loaded: LoadedBatch) -> LoadedBatch:
         if self._moves:

@@ -313,6 +313,7 @@ class PrefetchLoader(ThreadLoader):
         if self._reader is None:
             # None was ahead until now and none is asked for again: the thread stays idle.
             self._reader = ResidentReader(data, self._index, self._copies)
+            self._forget_order()
         with self._changed:
             position = self._positions.pop()
         return None if position is None else self._reader.read(position)
@@ -326,10 +327,10 @@ class PrefetchLoader(ThreadLoader):
     def _read(self, position: Position) -> LoadedBatch:
         adapter = self._adapter
         if isinstance(adapter, ColumnAdapter):
-            indices = self._index.indices(*position)
+            indices, num_samples = self._indices(position)
             gathered = self._slots.gather(adapter, indices)
             if gathered is not None:
                 data, slot = gathered
-                return LoadedBatch(data, len(indices), *position, slot)
+                return LoadedBatch(data, num_samples, *position, slot)
         with self._copies.copy_stream():  # for data sets that give tensors of the device
             return super()._read(position)

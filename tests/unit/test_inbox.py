@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from coordinator import inbox as inbox_module
 from coordinator import messages as m
 from coordinator.commands import Send
 from coordinator.inbox import Inbox
@@ -43,8 +44,12 @@ REQUESTS = {
 
 def asked(message, ranks=(0, 1, 2)):
     inbox = Inbox()
-    inbox.expect([Send(rank=rank, message=message) for rank in ranks])
+    ask(inbox, message, ranks)
     return inbox
+
+
+def ask(inbox, message, ranks):
+    inbox.handled(report(0), [Send(rank=rank, message=message) for rank in ranks])
 
 
 def drain(inbox):
@@ -82,18 +87,41 @@ FAULTS = {
     "failed": m.Failed(rank=2, epoch=0, step=0, error=ValueError("planted")),
     "ended": m.ThreadEnded(rank=2),
     "exiting": m.Exiting(rank=2),
-    "stop": m.StopRequested(),
+    "time": m.Tick(),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_nothing_is_held_once_a_rank_may_never_answer(fault):
-    inbox = asked(m.RequestParams(round=1))
-    inbox.put(snapshot(0))
+    """Whenever that was put: it may lie in the queue while the ranks are asked."""
+    inbox = Inbox()
     inbox.put(fault)
-    assert drain(inbox) == [snapshot(0), fault]
+    ask(inbox, m.RequestParams(round=1), (0, 1, 2))
+    inbox.put(snapshot(0))
+    assert inbox.get_nowait() == fault
+    assert inbox.empty()
+    inbox.handled(fault, [])
     inbox.put(snapshot(1))
-    assert drain(inbox) == [snapshot(1)]
+    assert drain(inbox) == [snapshot(0), snapshot(1)]
+
+
+FROM_OUTSIDE = [m.StopRequested(), m.SaveRequested(ticket=1), m.AbortRequested()]
+
+
+@pytest.mark.parametrize("event", FROM_OUTSIDE, ids=lambda event: type(event).__name__)
+def test_a_signal_handler_may_put_while_its_thread_is_putting(event):
+    """It runs between any two instructions, and would wait for itself."""
+    inbox = Inbox()
+    taken = threading.Event()
+
+    def interrupted():
+        with inbox._lock:
+            inbox.put(event)
+            taken.set()
+
+    threading.Thread(target=interrupted, daemon=True).start()
+    assert taken.wait(WAIT_S)
+    assert inbox.get(timeout=WAIT_S) == event
 
 
 def test_a_failed_answer_is_told_at_once():
@@ -125,6 +153,16 @@ def test_a_wait_that_ends_gives_what_is_held():
         inbox.get(timeout=1e-3)
 
 
+def test_nothing_is_held_for_longer_than_a_while(monkeypatch):
+    """A wait may be as long as the run may stand still."""
+    monkeypatch.setattr(inbox_module, "HELD_S", 1e-3)
+    inbox = asked(m.RequestParams(round=1))
+    inbox.put(snapshot(0))
+    assert inbox.get(timeout=10 * WAIT_S) == snapshot(0)
+    inbox.put(snapshot(1))
+    assert inbox.get_nowait() == snapshot(1), "the others answer too late to wait for"
+
+
 def test_no_answer_is_lost_or_held_when_many_threads_put():
     num_ranks, num_rounds = 8, 200
     inbox = Inbox()
@@ -141,11 +179,11 @@ def test_no_answer_is_lost_or_held_when_many_threads_put():
     for thread in threads:
         thread.start()
     for round_id in range(num_rounds):
-        inbox.expect([Send(rank=rank, message=update(round_id)) for rank in range(num_ranks)])
+        ask(inbox, update(round_id), range(num_ranks))
         asking.wait(WAIT_S)
         acks = set()
         while len(acks) < num_ranks:
-            event = inbox.get(timeout=WAIT_S)
+            event = queue.SimpleQueue.get(inbox, timeout=WAIT_S)  # which releases nothing
             if isinstance(event, m.SyncAck):
                 acks.add(event.rank)
     for thread in threads:

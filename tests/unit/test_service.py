@@ -289,3 +289,35 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch):
     assert not bench.service.started
     bench.service._averager.join(WAIT_S)
     assert threads() == set()
+
+
+class Answering(queue.SimpleQueue):
+    """An outbox whose rank answers a request before the next command is carried out."""
+
+    def __init__(self, inbox, rank):
+        self.inbox, self.rank = inbox, rank
+
+    def put(self, message):
+        payload = m.Payload(params=())
+        self.inbox.put(
+            m.ParamSnapshot(
+                round=message.round, rank=self.rank, payload=payload, num_samples=1, num_batches=1
+            )
+        )
+
+
+def test_ranks_are_awaited_before_they_are_asked():
+    """An answer that nobody waits for yet would not be counted, and the last one be held."""
+    request = m.RequestParams(round=1)
+
+    def script(machine, event):
+        if isinstance(event, m.Ready):
+            return [Send(rank=rank, message=request) for rank in (0, 1)]
+        machine.ended = event.rank == 1
+        return []
+
+    bench = Bench(Scripted(script))
+    bench.outboxes[:] = [Answering(bench.inbox, rank) for rank in (0, 1)]
+    bench.run(m.Ready(rank=0))
+    assert [type(event) for event in bench.machine.events[1:]] == [m.ParamSnapshot] * 2
+    assert not bench.inbox._missing
