@@ -96,7 +96,8 @@ class Coordinator:
         self._rounds.own_time.note(event)
         if self._core.phase is not Phase.DONE:
             self._take(event, now)
-            self._advance(now)
+            if self._core.gate.limits or not self._rounds.round.is_part(event):
+                self._advance(now)
             self._watch.look(event, now)
         return self._core.out
 

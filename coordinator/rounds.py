@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.ledger import Epoch
-from coordinator.messages import ParamSnapshot, SyncAck
+from coordinator.messages import Event, ParamSnapshot, SyncAck
 
 
 class RoundState(Enum):
@@ -114,6 +114,21 @@ class Round:
             and message.rank in self.ranks
             and message.rank not in seen
         )
+
+    def is_part(self, event: Event) -> bool:
+        """Whether this answer was taken and the round still waits for others.
+
+        It makes nothing due then, unless what it tells of training lifts a limit.
+        """
+        taken: ParamSnapshot | SyncAck | None
+        if isinstance(event, ParamSnapshot):
+            taken, during = self.snapshots.get(event.rank), self.state is RoundState.COLLECTING
+        elif isinstance(event, SyncAck):
+            taken = self.acks.get(event.rank)
+            during = self.state in (RoundState.DELIVERING, RoundState.SYNCING)
+        else:
+            return False
+        return during and taken is not None and taken.round == event.round
 
     def forget_tensors(self) -> None:
         """Drop the references to the snapshots."""
