@@ -22,8 +22,10 @@ _NONE = (None, None)
 OWN_SHARE, RATED_PER_S = 0.012, 1000.0
 """Part of a core that the coordinator's thread may take for averaging rounds where all ranks
 together train so many batches a second or more. It takes the interpreter from the ranks then,
-which no clock of theirs sees. With half as many it may take four times as much: what averaging
-seldom costs in quality follows the batches between two rounds, and these are then fewer still."""
+which no clock of theirs sees. With fewer batches it may take more: what averaging seldom costs in
+quality follows the batches between two rounds and not the time. Measured on LeNet and a small
+transformer with 2 workers on 2 cores, half of the batches between two rounds would bring the
+efficiency from 0.95 and 0.96 to 0.93."""
 
 
 class RoundKeeper:
@@ -274,7 +276,7 @@ class RoundKeeper:
         """
         seconds = self._core.elche.seconds_per_batch
         rate = sum(1 / s for s in seconds if s) if seconds else RATED_PER_S
-        share = OWN_SHARE * max(1.0, RATED_PER_S / rate) ** 2
+        share = OWN_SHARE * max(1.0, RATED_PER_S / rate)
         weight = self._core.config.overhead_target / share
         # As with the computation, a core that it takes is one of theirs.
         return self.own_time.take() * max(weight, 1 / len(self.round.ranks))

@@ -161,7 +161,7 @@ class TrainerBuilder:
 
     def min_anchor(self, n: int) -> TrainerBuilder:
         """What the anchor comes back to while averaging costs less than half of
-        :meth:`overhead_target` (default 2, or the anchor that was set)."""
+        :meth:`overhead_target` (default 5, or the anchor that was set)."""
         return self._set(min_anchor=check_int("min_anchor", n, 1))
 
     def max_anchor(self, n: int) -> TrainerBuilder:

@@ -109,7 +109,7 @@ def check_devices(devices: object) -> tuple[torch.device, ...]:
     return tuple(found)
 
 
-DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 2
+DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 5
 """The anchor at the start, and what it comes back to where averaging costs little."""
 
 

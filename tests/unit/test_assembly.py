@@ -34,13 +34,13 @@ def told(**settings):
 @pytest.mark.parametrize(
     ("settings", "start", "floor"),
     [
-        ({}, 10, 2),
+        ({}, 10, 5),
         ({"anchor": 7}, 7, 7),  # what was asked for is kept
         ({"anchor": 1}, 1, 1),
         ({"anchor": 7, "min_anchor": 3}, 7, 3),
         ({"min_anchor": 4}, 10, 4),
         ({"min_anchor": 20}, 20, 20),
-        ({"max_anchor": 5}, 5, 2),
+        ({"max_anchor": 3}, 3, 3),
         ({"max_anchor": 1}, 1, 1),
         ({"anchor": 7, "max_anchor": 7}, 7, 7),
     ],

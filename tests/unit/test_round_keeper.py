@@ -55,7 +55,7 @@ def test_rounds_come_so_seldom_that_the_coordinator_takes_its_part_of_a_core(mon
 def test_with_fewer_batches_it_may_take_more(monkeypatch):
     batch_s = 4 * BATCH_S
     anchor = statistics_with(monkeypatch, 10 * EVENT_S, batch_s, overhead_target=0.5).anchor
-    assert 10 * ROUND_S / (anchor * batch_s) == pytest.approx(4 * OWN_SHARE, rel=0.3)
+    assert 10 * ROUND_S / (anchor * batch_s) == pytest.approx(2 * OWN_SHARE, rel=0.3)
 
 
 def test_rounds_of_long_steps_come_until_the_ranks_would_notice(monkeypatch):
