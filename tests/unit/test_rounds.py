@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from itertools import product
 
 import pytest
@@ -112,3 +114,23 @@ def test_a_round_is_complete_with_the_last_of_its_ranks():
         assert not rnd.all_acks
         rnd.acks[rank] = m.SyncAck(rank=rank, round=1)
     assert rnd.all_acks
+
+
+@pytest.mark.parametrize(
+    ("state", "answer", "taken"),
+    [
+        (RoundState.COLLECTING, snapshot(0), "snapshots"),
+        (RoundState.SYNCING, m.SyncAck(rank=0, round=1), "acks"),
+    ],
+    ids=["collecting", "syncing"],
+)
+def test_an_answer_is_a_part_once_it_is_taken_and_until_the_round_goes_on(state, answer, taken):
+    rnd = begun(state)
+    assert not rnd.is_part(answer)
+    getattr(rnd, taken)[0] = answer
+    assert rnd.is_part(answer)
+    assert not rnd.is_part(replace(answer, round=0)), "an answer to an older round"
+    assert not rnd.is_part(replace(answer, rank=1)), "one that was not taken"
+    assert not rnd.is_part(m.Exiting(rank=0))
+    rnd.move(RoundState.NONE)
+    assert not rnd.is_part(answer)
