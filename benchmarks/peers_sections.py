@@ -25,9 +25,10 @@ SIZES = (10**4, 10**5, 10**6, 10**7, 10**8)
 MODEL_STEP_S = 0.020
 ASLEEP = (0.1, 0.01, 0.003, 0.001)
 BUSY = (0.01, 0.003, 0.001, 0.0005, 0.0002, 0.0001)
-COORDINATED = ((8, 0.008), (2, 0.002))
-LONGER = 2.0
-"""Times a measurement: the end of an epoch, where plans are short, is to count as it would."""
+COORDINATED = ((8, 0.007), (2, 0.0014))
+LONGER = 6.0
+"""Times a measurement: with epochs of about 2 seconds their ends, where plans are short, count as
+in short training, and no more."""
 MIN_STEPS = 40
 """Of each worker in a measurement, however long they take."""
 
