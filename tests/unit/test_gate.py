@@ -67,6 +67,17 @@ def test_before_the_first_measurement_a_round_waits_for_every_count(policy):
     assert bench.done(10, 10).due
 
 
+def test_who_decides_is_settled_when_a_round_begins():
+    """It was told to report at its count, and the others were not."""
+    bench = Bench(CADENCE, seconds=(0.0101, 0.01))
+    bench.gate.new_round()
+    bench.elche.observe(1, 0.0104, 1)
+    assert bench.elche.slowest == 1
+    assert bench.done(10, 9).due
+    bench.gate.new_round()
+    assert not bench.done(10, 9).due
+
+
 def test_under_cadence_the_slowest_rank_decides():
     bench = Bench(CADENCE, seconds=(0.01, 0.03))
     assert not bench.done(30, 9, seconds=(0.3, 0.27)).due

@@ -134,7 +134,10 @@ def test_a_failed_answer_is_told_at_once():
 def test_an_answer_to_another_round_is_not_held():
     inbox = asked(m.RequestParams(round=2))
     inbox.put(snapshot(0, round_id=1))
-    assert not inbox.empty()
+    assert drain(inbox) == [snapshot(0, round_id=1)]
+    for rank in range(2):
+        inbox.put(snapshot(rank, round_id=2))
+    assert inbox.empty(), "nor does it count as one of them"
 
 
 def test_a_request_to_one_rank_is_answered_at_once():

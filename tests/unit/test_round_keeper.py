@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
+from coordinator.core import Core
 from coordinator.machine import Coordinator
+from coordinator.own_time import OwnTime
 from coordinator.round_keeper import OWN_SHARE, RATED_PER_S
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
@@ -60,10 +63,40 @@ def test_with_fewer_batches_it_may_take_more(monkeypatch):
 
 def test_rounds_of_long_steps_come_until_the_ranks_would_notice(monkeypatch):
     """What the coordinator takes is taken from the ranks' cores, like the averaging."""
-    target, factor, batch_s = 0.02, 50, 10 * BATCH_S
+    target, factor, batch_s = 0.02, 500, 100 * BATCH_S
     anchor = statistics_with(monkeypatch, factor * EVENT_S, batch_s, overhead_target=target).anchor
     assert factor * ROUND_S / 2 / (anchor * batch_s) == pytest.approx(target, rel=0.3)
 
 
 def test_a_coordinator_that_costs_nothing_leaves_the_cadence_alone(monkeypatch):
     assert statistics_with(monkeypatch, 0.0).anchor == ANCHOR
+
+
+def core_with(since_round):
+    core = Core(CoordinatorConfig(devices=("cpu",) * 2, num_samples=9, batch_size=1, num_epochs=1))
+    core.ranks[0].since_round = since_round
+    return core
+
+
+ACK = m.SyncAck(rank=0, round=1)
+REPORT = m.BatchReport(rank=0, epoch=0, tally=m.Tally())
+CHUNK = m.EpochReport(rank=0, epoch=0, tally=m.Tally())
+
+
+@pytest.mark.parametrize(
+    ("event", "since_round", "charged"),
+    [(ACK, 0, True), (REPORT, 10, True), (REPORT, 9, False), (CHUNK, 10, False)],
+    ids=["answer", "count-reached", "count-not-reached", "chunk"],
+)
+def test_rounds_are_charged_what_comes_with_them(event, since_round, charged):
+    """The count is 10. What an event took is known with the next one."""
+    core = core_with(since_round)
+    own_time = OwnTime(core)
+    core.spent_s = 1.0
+    own_time.note(event)
+    core.spent_s = 3.0
+    own_time.note(m.Tick())
+    core.spent_s = 7.0
+    own_time.note(m.Tick())
+    assert own_time.take() == (2.0 if charged else 0.0)
+    assert own_time.take() == 0.0
