@@ -97,6 +97,7 @@ def main() -> None:
     data = study.load(Path(spec["data"]) if spec["data"] else None)
     warm_up(study, data)
     train_rank(study, data, spec["seed"], 1, store)
+    os._exit(0)  # the group's threads may still need the interpreter, whose end would abort
 
 
 if __name__ == "__main__":

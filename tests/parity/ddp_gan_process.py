@@ -10,6 +10,7 @@ maker batch norm, whose buffers are rank 0's.
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 
@@ -111,10 +112,9 @@ def main() -> None:
     if rank == 0:
         torch.save((bare_maker.state_dict(), bare_judge.state_dict()), result)
     dist.barrier()
-    # First: were the group's last reference in here, its threads would be waited for with the
-    # interpreter held, which one of them may need for its last tensor.
-    del maker, judge
-    dist.destroy_process_group()
+    # The group's threads may need the interpreter for their last tensors: its end would wait for
+    # them, or abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
