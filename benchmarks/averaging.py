@@ -35,6 +35,8 @@ NUM_SLICE = 1024
 """Parameters that the whole round's model computes with; all of them are stepped."""
 NUM_BATCHES, ANCHOR = 24, 2
 JOIN_S = 170.0
+ALLOCATING = "stack, then mean (unweighted)"
+"""The way that takes and gives back memory of the models' size, which slows those after it."""
 # Copies are made with several intra-op threads.
 ENVIRONMENT = {k: v for k, v in ONE_THREAD.items() if k != "OMP_NUM_THREADS"}
 
@@ -59,7 +61,7 @@ def naive(out: Tensor, sources: Sequence[Tensor], weights: Sequence[int]) -> dic
     ways: dict[str, Work] = {"mul, then add": products}
     if len(sources) == 2:
         ways["lerp"] = lambda: torch.lerp(first, others[0], parts[1], out=out)
-    ways["stack, then mean (unweighted)"] = lambda: torch.stack(list(sources)).mean(0)
+    ways[ALLOCATING] = lambda: torch.stack(list(sources)).mean(0)
     return ways
 
 
@@ -76,7 +78,7 @@ def measure_arithmetic(
     """One row for each world size and way; all ways in turn, ``repeat`` times.
 
     The copy that a ratio refers to is measured in the same turns with the same threads, and
-    all memory was written to before.
+    all memory was written to before. The way that allocates has turns of its own, afterwards.
     """
     torch.set_num_threads(num_threads)
     weights = [3, 5, 4, 6]
@@ -93,8 +95,12 @@ def measure_arithmetic(
         work()  # two results are used in turn: both are warm now
     times: dict[tuple[int, str], list[float]] = {key: [] for key in works}
     load = MachineLoad()
+    calm = [key for key in works if key[1] != ALLOCATING]
     for index in range(repeat):
-        for key in works if index % 2 == 0 else reversed(works):
+        for key in calm if index % 2 == 0 else reversed(calm):
+            times[key].append(time_of(works[key]))
+    for _ in range(repeat):
+        for key in works.keys() - calm:
             times[key].append(time_of(works[key]))
     others = load.others()
     medians = {key: statistics.median(runs) for key, runs in times.items()}

@@ -42,9 +42,14 @@ class Averager:
 
     Not thread-safe: one call at a time, from any thread. CPU only; blocks until done,
     with the intra-op threads of the calling thread.
+
+    Args:
+        serial: Start no intra-op thread, whatever the settings: for small states, of which
+            a team of threads would cost more than it brings.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, serial: bool = False) -> None:
+        self._serial = serial
         self._results: list[Payload] = []
         self._turn = 0
 
@@ -81,7 +86,7 @@ class Averager:
                 return AverageResult(
                     average=result, num_samples=0, divergences=(0.0,) * len(payloads)
                 )
-            mix = Mix(weights, torch.get_num_threads())
+            mix = Mix(weights, 0 if self._serial else torch.get_num_threads())
             for out, *sources in zip(result.params, *(p.params for p in payloads), strict=True):
                 mix.average(out, sources, measure=True)
             for out, *sources in zip(result.buffers, *(p.buffers for p in payloads), strict=True):

@@ -40,7 +40,8 @@ _FROM_OUTSIDE = (m.StopRequested, m.SaveRequested, m.AbortRequested)
 class Inbox(_Queue):
     """A queue that holds the answers of a round back until the last one, or anything else.
 
-    What a rank puts is taken in that order: it takes along what was held. ``put`` may be
+    Acknowledgements may all wait for the next report, if nothing can follow from them before
+    it. What a rank puts is taken in that order: it takes along what was held. ``put`` may be
     called from any thread, and for what comes from outside the run in a signal handler, as it
     then takes no lock; all else from one thread.
     """
@@ -49,12 +50,21 @@ class Inbox(_Queue):
         self._lock = threading.Lock()
         self._held: list[m.Event] = []
         self._missing: dict[tuple[type, int], int] = {}
+        self._acks_wait = False
 
-    def handled(self, event: m.Event, commands: Sequence[Command]) -> None:
+    def handled(
+        self, event: m.Event, commands: Sequence[Command], *, acks_wait: bool = False
+    ) -> None:
         """An event was handled, and these commands are about to be carried out.
 
         Whether more answers are awaited is decided here and not where events are put: what
         ends a round may have been put before the round began.
+
+        Args:
+            event: The event.
+            commands: What follows from it.
+            acks_wait: If ranks are asked to acknowledge something, whether the last of them
+                brings nothing on either, and every rank will report after it.
         """
         asked: list[tuple[type, int]] = []
         for command in commands:
@@ -62,10 +72,17 @@ class Inbox(_Queue):
                 answer = _ANSWERS.get(type(command.message))
                 if answer is not None:
                     asked.append((answer, command.message.round))  # type: ignore[union-attr]
-        if asked or (self._missing and not isinstance(event, _USUAL)):
+        if asked or not isinstance(event, _USUAL):
             with self._lock:
                 self._release()
                 self._missing = dict(Counter(asked))
+                self._acks_wait = acks_wait
+        elif self._acks_wait and isinstance(event, m.EpochReport):
+            # It may have been a rank's last word before its acknowledgement.
+            with self._lock:
+                self._acks_wait = False
+                if not self._missing:
+                    self._release()
 
     def put(self, item: m.Event, block: bool = True, timeout: float | None = None) -> None:
         """Put an event; wakes whoever waits in ``get`` unless others are yet to answer."""
@@ -73,11 +90,14 @@ class Inbox(_Queue):
             super().put(item)
             return
         with self._lock:
-            if self._may_wait(item):
+            holds = self._may_wait(item)
+            if holds:
                 self._held.append(item)
-                return
-            self._release()
-            super().put(item)
+            if not any(self._missing.values()):
+                self._missing.clear()
+            if not holds:
+                self._release()
+                super().put(item)
 
     def get(self, block: bool = True, timeout: float | None = None) -> m.Event:
         """The next event; what is held if none comes for a while.
@@ -88,7 +108,8 @@ class Inbox(_Queue):
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = end - time.monotonic()
-            wait = min(left, HELD_S) if self._missing else left
+            # What is no longer missing was held before that, so one of the two is seen.
+            wait = min(left, HELD_S) if self._missing or self._held else left
             try:
                 return super().get(block, None if wait == math.inf else max(0.0, wait))
             except queue.Empty:
@@ -101,7 +122,7 @@ class Inbox(_Queue):
                 self._release()
 
     def _may_wait(self, event: Any) -> bool:
-        """Whether more answers of the same round are to come; counts this one."""
+        """Whether this is an answer that brings nothing on yet; counts it."""
         kind = type(event)
         if kind is m.SyncAck and not event.ok:
             self._missing.clear()
@@ -110,9 +131,7 @@ class Inbox(_Queue):
         if left < 0:
             return False
         self._missing[kind, event.round] = left
-        if left == 0:
-            self._missing.clear()
-        return left > 0
+        return left > 0 or (self._acks_wait and kind is m.SyncAck)
 
     def _release(self) -> None:
         for event in self._held:

@@ -65,6 +65,15 @@ class Ledger:
     def num_assigned(self) -> int:
         return sum(len(span) for _, span in self.assigned)
 
+    def note_trained(self, epoch: int, span: range) -> None:
+        """Batches were trained; with those right before them they are one range."""
+        if self.trained:
+            number, last = self.trained[-1]
+            if number == epoch and last.stop == span.start and last.step == span.step == 1:
+                self.trained[-1] = (epoch, range(last.start, span.stop))
+                return
+        self.trained.append((epoch, span))
+
 
 @dataclass(slots=True)
 class LockstepPlan:

@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 _BLOCK_BYTES = 1 << 18
-"""Size of an intra-op thread's part of a block: with those of two sources, and of a scratch
-where one is needed, it fits into 1 MiB of cache. Measured, the fastest with one and with two
+"""Size of an intra-op thread's part of a block: with those of two sources and of a scratch it
+fits into 1 MiB of cache. Measured, the fastest with one and with two
 threads; threads of Python with a share each are slower, for every operation on a block waits
 for the interpreter's lock."""
+_PAIR_BYTES = 5 << 16
+"""The same where three blocks are all. Larger ones leave the cache between two operations,
+smaller ones make all threads meet too often; between 256 and 384 KiB it matters little."""
+_SERIAL = 32_768
+"""Elements that PyTorch's own operations, other than products, never split between threads."""
 _MAX_THREADS = 32
 """Bounds the size of a block, of which a scratch is allocated."""
 _GROUP = 64
@@ -33,8 +38,8 @@ class Mix:
 
     Args:
         weights: One for each source, not negative, not all 0.
-        num_threads: Intra-op threads of the calling thread. The mean has the same bits for
-            any number of them, the norms up to rounding.
+        num_threads: Intra-op threads of the calling thread; 0: start none, whatever it has.
+            The mean has the same bits for any number of them, the norms up to rounding.
     """
 
     def __init__(self, weights: Sequence[int], num_threads: int = 1) -> None:
@@ -47,7 +52,9 @@ class Mix:
         for i in self._live:
             running += weights[i]
             self._fractions.append(weights[i] / running)
-        self._block_bytes = _BLOCK_BYTES * min(max(1, num_threads), _MAX_THREADS)
+        self._threads = min(num_threads, _MAX_THREADS)
+        # MKL splits a product of 8,192 elements already.
+        self._square = _product if num_threads else _squared_norm
         self._distances = [0.0] * len(weights)
         self._norm = 0.0
 
@@ -67,14 +74,14 @@ class Mix:
         wide = torch.float32 if reduced else out.dtype
         # The difference of all ranks is that of these two.
         is_pair = len(sources) == len(self._live) == 2 and not reduced
-        length = max(1, min(self._block_bytes // wide.itemsize, out.numel()))
-        spare = torch.empty(0 if is_pair else length, dtype=wide)
+        if is_pair:
+            self._mix_pair(out.view(-1), [s.view(-1) for s in sources], measure)
+            return
+        length = max(1, min(self._length(_BLOCK_BYTES, wide), out.numel()))
+        spare = torch.empty(length, dtype=wide)
         copies = torch.empty(len(sources) + 1 if reduced else 0, length, dtype=wide)
-        for target, parts in _blocks([out.view(-1), *(s.view(-1) for s in sources)], length):
+        for target, *parts in _blocks([out.view(-1), *(s.view(-1) for s in sources)], length):
             size = target.numel()
-            if is_pair:
-                self._mix_pair(target, parts, measure)
-                continue
             scratch = spare if size == length else spare[:size]
             if reduced:
                 self._mix_reduced(target, parts, copies[:, :size], scratch, measure)
@@ -84,23 +91,32 @@ class Mix:
                     self._norm += norm
                     self._add_distances(target, parts, scratch)
 
-    def _mix_pair(self, target: Tensor, parts: Sequence[Tensor], measure: bool) -> None:
+    def _mix_pair(self, out: Tensor, sources: Sequence[Tensor], measure: bool) -> None:
         """Both are on one line with their mean: one difference gives it and both distances.
 
         The difference is made where the mean will be: the memory then reads and writes at
         the same time, and three blocks have to fit into the cache instead of four.
         """
+        # The other threads wait while this one interprets: nothing is looked up twice.
+        sub, square_of, isfinite = torch.sub, self._square, math.isfinite
         shares = self._shares
         light, heavy = (0, 1) if shares[0] < shares[1] else (1, 0)
-        torch.sub(parts[heavy], parts[light], out=target)
-        if measure:
-            square = _sum_squares(target)
-            self._distances[0] += square * shares[1] ** 2
-            self._distances[1] += square * shares[0] ** 2
-        torch.sub(parts[heavy], target, alpha=shares[light], out=target)
-        norm = self._finite_norm(target, parts)
-        if measure:
-            self._norm += norm
+        share = shares[light]
+        length = max(1, self._length(_PAIR_BYTES, out.dtype))
+        distance = 0.0
+        for target, less, more in _blocks([out, sources[light], sources[heavy]], length):
+            sub(more, less, out=target)
+            if measure:
+                square = square_of(target)
+                distance += square if isfinite(square) else self._sum_squares(target)
+            sub(more, target, alpha=share, out=target)
+            norm = square_of(target)
+            if not isfinite(norm):
+                norm = self._finite_norm(target, (less, more) if light == 0 else (more, less))
+            if measure:
+                self._norm += norm
+        self._distances[0] += distance * shares[1] ** 2
+        self._distances[1] += distance * shares[0] ** 2
 
     def _mix_reduced(
         self,
@@ -118,7 +134,7 @@ class Mix:
         target.copy_(mean)
         if measure:
             # The ranks get the rounded average, so the distance is to that one.
-            self._norm += _sum_squares(mean.copy_(target))
+            self._norm += self._sum_squares(mean.copy_(target))
             self._add_distances(mean, sources, scratch)
 
     def _blend(self, acc: Tensor, parts: Sequence[Tensor]) -> float:
@@ -126,7 +142,7 @@ class Mix:
         first, *others = self._live
         if not others:
             acc.copy_(parts[first])
-            return _sum_squares(acc)
+            return self._sum_squares(acc)
         before = parts[first]
         for i, fraction in zip(others, self._fractions[1:], strict=True):
             # From the heavier side: a negative zero on all ranks then keeps its sign.
@@ -139,11 +155,11 @@ class Mix:
 
     def _finite_norm(self, acc: Tensor, parts: Sequence[Tensor]) -> float:
         """The squared norm of a mean, which is mended where it is not finite."""
-        norm = _sum_squares(acc)
+        norm = self._sum_squares(acc)
         if math.isfinite(norm):
             return norm
         self._mend(acc, parts)
-        return _sum_squares(acc)
+        return self._sum_squares(acc)
 
     def _mend(self, acc: Tensor, parts: Sequence[Tensor]) -> None:
         """Redo as a sum of products what a difference made NaN or infinite.
@@ -160,22 +176,34 @@ class Mix:
     def _add_distances(self, mean: Tensor, parts: Sequence[Tensor], scratch: Tensor) -> None:
         for i, part in enumerate(parts):
             torch.sub(part, mean, out=scratch)
-            self._distances[i] += _sum_squares(scratch)
+            self._distances[i] += self._sum_squares(scratch)
+
+    def _sum_squares(self, block: Tensor) -> float:
+        square = self._square(block)
+        if not math.isfinite(square):  # Perhaps only the squares overflowed.
+            square = float(block.double().square().sum())
+        return square
+
+    def _length(self, part_bytes: int, dtype: torch.dtype) -> int:
+        """Elements of a block, given the bytes of a thread's part."""
+        return self._threads * part_bytes // dtype.itemsize if self._threads else _SERIAL
 
 
-def _blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+def _blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:
     """Blocks of the first tensor, each with those of the others."""
     for start in range(0, flats[0].numel(), length * _GROUP):
         cut = [torch.split(flat[start : start + length * _GROUP], length) for flat in flats]
-        for target, *parts in zip(*cut, strict=True):
-            yield target, parts
+        yield from zip(*cut, strict=True)
 
 
-def _sum_squares(block: Tensor) -> float:
+def _product(block: Tensor) -> float:
     square: float = torch.dot(block, block).item()
-    if not math.isfinite(square):  # Perhaps only the squares overflowed.
-        square = float(block.double().square().sum())
     return square
+
+
+def _squared_norm(block: Tensor) -> float:
+    norm: float = torch.linalg.vector_norm(block).item()
+    return norm * norm
 
 
 def _as_real(flat: Tensor) -> Tensor:

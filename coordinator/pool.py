@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 
 from coordinator.dispatch import (
     BatchSet,
-    batch_bounds,
     count_batches,
     cut,
     split_by_ratio,
@@ -288,7 +287,7 @@ class ChunkPool:
         while count > 0:
             epoch, span = ledger.assigned.popleft()
             done, rest = span[:count], span[count:]
-            ledger.trained.append((epoch, done))
+            ledger.note_trained(epoch, done)
             if rest:
                 ledger.assigned.appendleft((epoch, rest))
             count -= len(done)
@@ -319,11 +318,10 @@ class ChunkPool:
         return sum(self._samples(range(b, b + 1)) for b in batches)
 
     def _samples(self, span: range) -> int:
-        total = 0
-        for b in (span[0], span[-1]) if len(span) > 1 else (span[0],):
-            start, stop = batch_bounds(b, self._num_samples, self._batch_size)
-            total += stop - start
-        return total + max(0, len(span) - 2) * self._batch_size
+        total = len(span) * self._batch_size
+        if span and (excess := (span[-1] + 1) * self._batch_size - self._num_samples) > 0:
+            total -= excess  # the epoch's last batch is a shorter one
+        return total
 
     def take_back(self, rank: int, shares: Sequence[float], *, in_round: bool = True) -> None:
         """The rank is dead: its unsettled batches are open again.

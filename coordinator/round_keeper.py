@@ -11,6 +11,7 @@ from coordinator.commands import AbortCollective, Average
 from coordinator.convergence import Verdict
 from coordinator.core import Core
 from coordinator.ledger import Epoch
+from coordinator.outcome import Phase
 from coordinator.own_time import OwnTime
 from coordinator.policy import AverageBackend
 from coordinator.rounds import Round, RoundState
@@ -84,6 +85,19 @@ class RoundKeeper:
                     capture=capture,
                 ),
             )
+
+    @property
+    def acks_may_wait(self) -> bool:
+        """Whether nothing follows from the end of the round before a rank reports again.
+
+        Every rank has work left then, and none waits for what only an event can bring.
+        """
+        rnd, core = self.round, self._core
+        if not rnd.in_flight or rnd.capture or rnd.epoch is not None:
+            return False
+        if core.phase is not Phase.RUNNING or core.gate.limits:
+            return False
+        return all(r.num_queued > 0 for r in core.live)
 
     def _patience_s(self) -> float:
         """How long an answer may take before it counts as late."""

@@ -1,8 +1,8 @@
 """The thread that joins the machine to its inbox, the workers' inboxes and a clock.
 
 It blocks on its inbox: no polling, since each wake-up takes the interpreter from a
-worker. Averages are computed on a second thread, so that dispatch and throttling go on
-meanwhile; user callbacks run on neither.
+worker. Averages that take long are computed on a second thread, so that dispatch and
+throttling go on meanwhile; user callbacks run on neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import assert_never
 
 from coordinator import messages as m
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 86_400.0  # a queue takes no timeout of more than some centuries
 Observer = Callable[[m.Event, Sequence[Command], float], None]
+INLINE_BYTES = 1 << 22
+"""State of all ranks together up to which an average is computed in the coordinator's own thread:
+in about a millisecond, while waking another thread and being woken by it cost as much."""
 SUSPENDED_S = 1.0
 """Waking up so much too late means that the whole process was stopped meanwhile."""
 
@@ -80,7 +85,9 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._log = MessageLog()
         self._observers: tuple[Observer, ...] = ()
-        self._observing_s = 0.0
+        self._inline = Averager(serial=True)
+        self._averaged: deque[m.Averaged] = deque()
+        self._apart_s = 0.0
         self.cpu_s = 0.0
 
     def observe(self, observer: Observer) -> None:
@@ -136,7 +143,7 @@ class Service:
         finally:
             self._jobs.put(None)
             self._averager.join()
-            self.cpu_s = time.thread_time()
+            self.cpu_s = time.thread_time() - self._apart_s
             self._on_end()
 
     def _turn(self) -> None:
@@ -157,18 +164,21 @@ class Service:
         while True:
             now = time.monotonic()
             self._log.received(event, now)
-            machine.core.spent_s = time.thread_time() - self._observing_s
+            machine.core.spent_s = time.thread_time() - self._apart_s
             with self._lock:
                 commands = machine.handle(event, now)
-            self._inbox.handled(event, commands)
+            acks_wait = bool(commands) and machine.rounds.acks_may_wait
+            self._inbox.handled(event, commands, acks_wait=acks_wait)
             for command in commands:
                 self._execute(command, now)
             if self._observers:
                 # Not a cost of averaging: whoever looks on must not change the cadence.
-                start = time.thread_time()
-                for observer in self._observers:
-                    observer(event, commands, now)
-                self._observing_s += time.thread_time() - start
+                with self._apart():
+                    for observer in self._observers:
+                        observer(event, commands, now)
+            if self._averaged:
+                event = self._averaged.popleft()
+                continue
             try:
                 event = self._inbox.get_nowait()
             except queue.Empty:
@@ -180,7 +190,11 @@ class Service:
                 self._log.sent(command.rank, command.message, now)
                 self._outboxes[command.rank].put(command.message)
             case Average():
-                self._jobs.put(command)
+                if sum(p.num_bytes for p in command.payloads) > INLINE_BYTES:
+                    self._jobs.put(command)
+                    return
+                with self._apart():
+                    self._averaged.append(self._average(self._inline, command))
             case AbortCollective():
                 self._abort_collective(command.generation)
             case PublishEpoch():
@@ -192,6 +206,15 @@ class Service:
                 self._report(command, now)
             case _:
                 assert_never(command)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What is done here is none of the thread's own time."""
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            self._apart_s += time.thread_time() - start
 
     def _report(self, command: ReportStall, now: float) -> None:
         error = command.error

@@ -48,8 +48,8 @@ def asked(message, ranks=(0, 1, 2)):
     return inbox
 
 
-def ask(inbox, message, ranks):
-    inbox.handled(report(0), [Send(rank=rank, message=message) for rank in ranks])
+def ask(inbox, message, ranks, **how):
+    inbox.handled(report(0), [Send(rank=rank, message=message) for rank in ranks], **how)
 
 
 def drain(inbox):
@@ -164,6 +164,68 @@ def test_nothing_is_held_for_longer_than_a_while(monkeypatch):
     assert inbox.get(timeout=10 * WAIT_S) == snapshot(0)
     inbox.put(snapshot(1))
     assert inbox.get_nowait() == snapshot(1), "the others answer too late to wait for"
+
+
+def patient(*acks, message=REQUESTS["update"][0]):
+    """An inbox whose acknowledgements may wait for a report, and these have come."""
+    inbox = Inbox()
+    ask(inbox, message, (0, 1), acks_wait=True)
+    for event in acks:
+        inbox.put(event)
+    return inbox
+
+
+@pytest.mark.parametrize("request_of", ["update", "sync"])
+def test_acknowledgements_that_bring_nothing_wait_for_the_next_report(request_of):
+    inbox = patient(ack(1), ack(0), message=REQUESTS[request_of][0])
+    assert inbox.empty()
+    inbox.put(report(1))
+    assert drain(inbox) == [ack(1), ack(0), report(1)]
+    inbox.put(report(0))
+    assert drain(inbox) == [report(0)]
+
+
+def test_snapshots_never_wait_for_a_report():
+    inbox = patient(snapshot(0), snapshot(1), message=m.RequestParams(round=1))
+    assert drain(inbox) == [snapshot(0), snapshot(1)]
+
+
+def test_acknowledgements_do_not_wait_for_long(monkeypatch):
+    """They came while another event was handled: nobody waited for them."""
+    monkeypatch.setattr(inbox_module, "HELD_S", 1e-3)
+    inbox = patient(ack(0), ack(1))
+    assert not inbox._missing
+    assert [inbox.get(timeout=10 * WAIT_S) for _ in range(2)] == [ack(0), ack(1)]
+
+
+def test_the_last_acknowledgement_waits_no_more_once_a_rank_has_told_all():
+    """Its chunk may have ended before, so that no report of it follows."""
+    told = m.EpochReport(rank=1, epoch=0, tally=m.Tally())
+    inbox = patient(ack(0), ack(1))
+    inbox.handled(told, [])
+    assert drain(inbox) == [ack(0), ack(1)]
+    inbox = patient(ack(0))
+    inbox.handled(told, [])
+    assert inbox.empty(), "another is to come"
+    inbox.put(ack(1))
+    assert drain(inbox) == [ack(0), ack(1)]
+
+
+@pytest.mark.parametrize("event", [*FROM_OUTSIDE, m.Tick()], ids=lambda e: type(e).__name__)
+def test_whatever_happens_acknowledgements_wait_no_more(event):
+    """A run that is to stop needs the end of the round."""
+    inbox = patient(ack(0), ack(1))
+    inbox.handled(event, [])
+    assert drain(inbox) == [ack(0), ack(1)]
+    inbox = patient(ack(0))
+    inbox.handled(event, [])
+    inbox.put(ack(1))
+    assert drain(inbox) == [ack(0), ack(1)]
+
+
+def test_a_failed_acknowledgement_is_told_at_once_however_patient():
+    inbox = patient(ack(0), ack(1, ok=False))
+    assert drain(inbox) == [ack(0), ack(1, ok=False)]
 
 
 def test_no_answer_is_lost_or_held_when_many_threads_put():

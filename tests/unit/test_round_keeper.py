@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from coordinator import messages as m
+from coordinator.commands import Send
 from coordinator.config import CoordinatorConfig
 from coordinator.core import Core
 from coordinator.machine import Coordinator
 from coordinator.own_time import OwnTime
+from coordinator.policy import ApplyPolicy, AverageBackend
 from coordinator.round_keeper import OWN_SHARE, RATED_PER_S
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
@@ -70,6 +72,53 @@ def test_rounds_of_long_steps_come_until_the_ranks_would_notice(monkeypatch):
 
 def test_a_coordinator_that_costs_nothing_leaves_the_cadence_alone(monkeypatch):
     assert statistics_with(monkeypatch, 0.0).anchor == ANCHOR
+
+
+def rounds_of(policy="cadence", backend="cpu", **settings):
+    """Whether the acknowledgements of each round may wait, and what the round was for."""
+    found = []
+    handle = Coordinator.handle
+
+    def noted(machine, event, now):
+        commands = handle(machine, event, now)
+        if any(isinstance(c, Send) and isinstance(c.message, ASKED) for c in commands):
+            idle = any(r.num_queued == 0 for r in machine.core.live)
+            found.append((machine.rounds.acks_may_wait, machine.rounds.round.epoch, idle))
+        return commands
+
+    config = CoordinatorConfig(
+        devices=("cpu",) * 2,
+        num_samples=300,
+        batch_size=1,
+        num_epochs=2,
+        anchor=ANCHOR,
+        policy=ApplyPolicy(policy),
+        backend=AverageBackend(backend),
+        **settings,
+    )
+    schedule = Schedule(config=config, paces=((Pace(start_s=0.0, batch_s=BATCH_S),),) * 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinator, "handle", noted)
+        Simulation(schedule).run()
+    return found
+
+
+ASKED = (m.Update, m.SyncNow)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "thread"])
+def test_acknowledgements_may_wait_while_every_rank_trains(backend):
+    found = rounds_of(backend=backend)
+    assert sum(may for may, _, _ in found) >= 10
+    for may, epoch, idle in found:
+        assert may == (epoch is None and not idle)
+    assert any(epoch is not None for _, epoch, _ in found), "the end of an epoch waits for them"
+
+
+@pytest.mark.parametrize("settings", [{"policy": "async"}, {"max_batch_diff": 3}], ids=str)
+def test_acknowledgements_may_not_wait_where_ranks_are_limited(settings):
+    """A limit may be lifted by what they tell."""
+    assert not any(may for may, _, _ in rounds_of(**settings))
 
 
 def core_with(since_round):

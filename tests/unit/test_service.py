@@ -11,11 +11,13 @@ import torch
 
 from coordinator import messages as m
 from coordinator import service as service_module
+from coordinator.averaging import Averager
 from coordinator.commands import AbortCollective, Average, PublishEpoch, Send
 from coordinator.config import CoordinatorConfig
 from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochTally
+from coordinator.round_keeper import RoundKeeper
 from coordinator.service import Service
 
 WAIT_S = 20.0
@@ -136,6 +138,54 @@ def test_an_observers_time_is_none_of_the_machines():
     assert 0 <= spent[1] - spent[0] < 0.05
 
 
+def test_an_average_is_none_of_the_coordinators_own_time(monkeypatch):
+    spent = []
+
+    class Busy(Averager):
+        def average(self, payloads, weights):
+            end = time.thread_time() + 0.1
+            while time.thread_time() < end:
+                pass
+            return super().average(payloads, weights)
+
+    monkeypatch.setattr(service_module, "Averager", Busy)
+
+    def script(machine, event):
+        spent.append(machine.core.spent_s)
+        machine.ended = isinstance(event, m.Averaged)
+        payloads = (m.Payload(params=(torch.ones(1),)),) * 2
+        return [Average(round=1, ranks=(0, 1), payloads=payloads, weights=(1, 1))][: len(spent) < 2]
+
+    bench = Bench(Scripted(script)).run(m.Ready(rank=0))
+    assert 0 <= spent[1] - spent[0] < 0.05
+    assert bench.service.cpu_s < 0.05
+
+
+def test_acknowledgements_that_bring_nothing_come_with_the_next_report(monkeypatch):
+    ready, ack, told = (
+        m.Ready(rank=0),
+        m.SyncAck(rank=0, round=1),
+        m.BatchReport(rank=0, epoch=0, tally=m.Tally()),
+    )
+    update = m.Update(round=1, average=m.Payload(params=()), num_samples=1, allowance=m.Allowance())
+    monkeypatch.setattr(service_module, "INLINE_BYTES", 0)
+    monkeypatch.setattr(RoundKeeper, "acks_may_wait", True)
+
+    def script(machine, event):
+        machine.ended = event is told
+        return [Send(rank=0, message=update)] if event is ready else []
+
+    bench = Bench(Scripted(script))
+    bench.service.start()
+    bench.inbox.put(ready)
+    assert bench.outboxes[0].get(timeout=WAIT_S) is update
+    bench.inbox.put(ack)
+    assert bench.inbox._held == [ack]
+    bench.inbox.put(told)
+    assert bench.service.join(WAIT_S)
+    assert bench.machine.events == [ready, ack, told]
+
+
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
 def test_a_coordinator_that_dies_wakes_everyone_and_keeps_its_error(error, caplog):
     """D35: Python's queues never disconnect."""
@@ -173,7 +223,20 @@ def test_a_deadline_that_passes_is_a_tick():
     assert bench.machine.events == [m.Tick()]
 
 
-def test_an_average_is_computed_aside_and_comes_back_as_an_event():
+@pytest.fixture
+def aside(monkeypatch):
+    """Every average is computed by the averaging thread, however small."""
+    monkeypatch.setattr(service_module, "INLINE_BYTES", -1)
+
+
+@pytest.fixture(params=["inline", "aside"])
+def either_way(request):
+    if request.param == "aside":
+        request.getfixturevalue("aside")
+
+
+@pytest.mark.usefixtures("either_way")
+def test_an_average_comes_back_as_an_event():
     seen = []
 
     def script(machine, event):
@@ -195,6 +258,7 @@ def test_an_average_is_computed_aside_and_comes_back_as_an_event():
     assert threads() == set()
 
 
+@pytest.mark.usefixtures("either_way")
 def test_an_average_that_fails_is_told_with_its_error(caplog):
     seen = []
 
@@ -212,11 +276,12 @@ def test_an_average_that_fails_is_told_with_its_error(caplog):
     assert "averaging round 1 failed" in caplog.text
 
 
+@pytest.mark.usefixtures("aside")
 def test_events_are_handled_while_an_average_is_computed(monkeypatch):
     """D19: averaging does not stop dispatch."""
     started, release = threading.Event(), threading.Event()
 
-    class Slow:
+    class Slow(Averager):
         def average(self, payloads, weights):
             started.set()
             assert release.wait(WAIT_S)
@@ -245,12 +310,13 @@ def test_events_are_handled_while_an_average_is_computed(monkeypatch):
     assert bench.service.join(WAIT_S)
 
 
+@pytest.mark.usefixtures("aside")
 def test_an_average_in_progress_is_waited_for_when_the_run_ends(monkeypatch):
     """D20: no averaging thread outlives the coordinator."""
     started, release = threading.Event(), threading.Event()
     finished = []
 
-    class Slow:
+    class Slow(Averager):
         def average(self, payloads, weights):
             started.set()
             assert release.wait(WAIT_S)
