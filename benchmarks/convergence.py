@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.convergence_child import MODES, RUNTIME, SOLO
+from benchmarks.convergence_child import AVERAGED, MODES, SOLO
 from benchmarks.convergence_data import DataMissing, check_folder, default_folder
 from benchmarks.convergence_models import STUDIES
 from benchmarks.convergence_report import judge
@@ -46,6 +46,8 @@ SETTINGS = {
     "lr_scale_ratio": float,
 }
 """Settings of the trainer's builder that ``--set`` may give the averaged modes."""
+RECOMMENDED = ["lr_scale_ratio=0.2"]
+"""What they have otherwise, as the README recommends with Adam and its like."""
 
 Line = dict[str, Any]
 
@@ -77,7 +79,7 @@ def make_job(args: argparse.Namespace, model: str, mode: str, seed: int) -> Job:
         "seed": seed,
         "data": None if args.synthetic else str(args.data.resolve()),
         "overrides": args.override,
-        "settings": args.settings if mode in RUNTIME else {},
+        "settings": args.settings if mode in AVERAGED else {},
     }
     stand_in = " (on stand-in data)" if args.synthetic else ""
     return Job(spec=spec, definition=study.definition() + stand_in)
@@ -241,7 +243,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pair-solo", action="store_true", help="two seeds of a solo mode at the same time")
     add("--report", type=Path, help="make no runs; write the tables to this .md and its .json")
     add("--override", nargs="+", default=[], metavar="NAME=VALUE", help=", ".join(NUMBERS))
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help=", ".join(SETTINGS))
+    add(
+        *("--set",),
+        nargs="*",
+        default=RECOMMENDED,
+        metavar="NAME=VALUE",
+        help=f"{', '.join(SETTINGS)} ({' '.join(RECOMMENDED)}); nothing: the builder's defaults",
+    )
     add("--synthetic", action="store_true", help="tiny stand-in data: for tests")
     args = parser.parse_args(argv)
     if args.seeds < 1:

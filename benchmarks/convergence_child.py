@@ -35,6 +35,8 @@ RUNTIME = {
     "collective-cadence": (ApplyPolicy.CADENCE, AverageBackend.THREAD),
     "collective-async": (ApplyPolicy.ASYNC, AverageBackend.THREAD),
 }
+AVERAGED = tuple(mode for mode, (policy, _) in RUNTIME.items() if policy is not ApplyPolicy.SYNC)
+"""Modes whose replicas are averaged from time to time."""
 MODES = (*SOLO, "ddp", *RUNTIME)
 
 

@@ -55,6 +55,7 @@ class SyncAck:
         report: What was trained before the round and not yet told.
         extra: The rank's own state after the round, if it was asked for.
         average: With it, from the lead, what the round has averaged; owned by the message.
+        at: When the rank had done its part, by ``time.monotonic()``; it may be told later.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class SyncAck:
     report: BatchReport | None = None
     extra: Extra | None = None
     average: Payload | None = None
+    at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

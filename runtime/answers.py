@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import assert_never
 
@@ -126,6 +127,7 @@ class Answers:
                     report=report,
                     extra=extra,
                     average=average,
+                    at=time.monotonic(),
                 )
             )
         if ok:
@@ -199,7 +201,9 @@ class Answers:
             arrival = self._averager.take(message.average, per_epoch if wanted else None)
         sync_s = self._snapshot_s + self._clock.now() - start - aside
         # With it the rank gives the average back, which is overwritten two rounds later.
-        self._reporter.put(m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s), arrival)
+        at = time.monotonic()
+        ack = m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s, at=at)
+        self._reporter.put(ack, arrival)
 
     def _replace(self, message: m.Update) -> Arrival | None:
         """The replica was not finite: take the average alone.

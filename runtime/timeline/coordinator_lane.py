@@ -113,7 +113,8 @@ class CoordinatorLane:
         for command in commands:
             if not isinstance(command, Send):
                 self._see(command, now)
-        self._follow_round(self._rounds.round, now)
+        done = event.at if isinstance(event, m.SyncAck) else None
+        self._follow_round(self._rounds.round, now if done is None else min(done, now))
         anchor = core.elche.anchor
         if anchor != self.anchor:
             self._note(Kind.ANCHOR, now, now, anchor, self.anchor)

@@ -241,21 +241,38 @@ def test_a_record_is_made_in_sittings_and_by_pairs_of_seeds(tmp_path):
     args = convergence.parse_args(
         [
             *("--synthetic", "--out", str(tmp_path / "r"), "--models", "mlp", "--seeds", "3"),
-            *("--modes", "solo-small", "sync", "--pair-solo", "--set", "anchor=2"),
+            *("--modes", "solo-small", "cpu-async", "--pair-solo", "--set", "anchor=2"),
         ]
     )
     batches = [[job.name for job in jobs] for jobs in convergence.batches_of_jobs(args)]
     assert batches == [
         ["mlp solo-small seed 0", "mlp solo-small seed 1"],
-        ["mlp sync seed 0"],
-        ["mlp sync seed 1"],
+        ["mlp cpu-async seed 0"],
+        ["mlp cpu-async seed 1"],
         ["mlp solo-small seed 2"],
-        ["mlp sync seed 2"],
+        ["mlp cpu-async seed 2"],
     ]
     args.pair_solo = False
     assert all(len(jobs) == 1 for jobs in convergence.batches_of_jobs(args))
-    solo, sync = (convergence.make_job(args, "mlp", mode, 0) for mode in ("solo-small", "sync"))
-    assert (solo.spec["settings"], sync.spec["settings"]) == ({}, {"anchor": 2})
+    settings = [
+        convergence.make_job(args, "mlp", mode, 0).spec["settings"]
+        for mode in ("solo-small", "ddp", "sync", "cpu-async")
+    ]
+    assert settings == [{}, {}, {}, {"anchor": 2}], "what is averaged in each step needs none"
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ([], {"lr_scale_ratio": 0.2}),
+        (["--set"], {}),
+        (["--set", "anchor=3", "overhead_target=0.2"], {"anchor": 3, "overhead_target": 0.2}),
+    ],
+    ids=["recommended", "the builders", "others"],
+)
+def test_averaged_modes_run_with_what_is_recommended_or_given(given, settings, tmp_path):
+    args = convergence.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *given])
+    assert args.settings == settings
 
 
 @pytest.mark.parametrize("bad", [["--set", "anker=2"], ["--set", "anchor=x"], ["--seeds", "0"]])

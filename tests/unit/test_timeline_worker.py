@@ -21,6 +21,7 @@ from runtime.timeline.summary import RunFacts
 from runtime.worker import GpuWorker
 from tests.unit.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
 from tests.unit.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
+from tests.unit.test_machine import at_a_round
 from tests.unit.test_timeline_runs import causes_of, check_totals
 from tests.unit.trace_format import load_trace
 
@@ -90,6 +91,23 @@ def test_each_report_to_the_coordinator_is_counted():
         lane.observe(kind(**dict.fromkeys(wanted, 1), report=report), [], 1.0)
         lane.observe(kind(**dict.fromkeys(wanted, 1), report=None), [], 1.0)
     assert lane.num_samples == [0, 2 * len(carriers)]
+
+
+def test_a_round_ends_when_its_last_rank_was_done_not_when_that_was_told():
+    """Acknowledgements that bring nothing on are told with the next report."""
+    run = at_a_round(THREAD)
+    lane = CoordinatorLane(run.machine, 0.0, 16)
+
+    def tell(event, now):
+        run.machine.handle(event, now)
+        lane.observe(event, [], now)
+
+    tell(m.Tick(), 1.0)
+    tell(m.SyncAck(rank=1, round=1, at=1.5), 9.0)
+    tell(m.SyncAck(rank=0, round=1, at=2.0), 9.0)
+    events = lane._ring.read()[0]
+    ended = [(start, end) for _, kind, start, end, _ in events if kind is Kind.AVERAGING]
+    assert ended == [(1.0, 2.0)]
 
 
 # -- checkpoints -----------------------------------------------------------------------
