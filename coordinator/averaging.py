@@ -44,8 +44,8 @@ class Averager:
     with the intra-op threads of the calling thread.
 
     Args:
-        serial: Start no intra-op thread, whatever the settings: for small states, of which
-            a team of threads would cost more than it brings.
+        serial: Mix without intra-op threads, whatever the settings: for small states, of
+            which a team of threads would cost more than it brings.
     """
 
     def __init__(self, *, serial: bool = False) -> None:

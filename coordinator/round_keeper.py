@@ -90,10 +90,11 @@ class RoundKeeper:
     def acks_may_wait(self) -> bool:
         """Whether nothing follows from the end of the round before a rank reports again.
 
-        Every rank has work left then, and none waits for what only an event can bring.
+        Every rank has work left then, and none waits for what only an event can bring. The end
+        of a collective tells the ranks where the run stands, which their learning rates follow.
         """
         rnd, core = self.round, self._core
-        if not rnd.in_flight or rnd.capture or rnd.epoch is not None:
+        if rnd.state is not RoundState.DELIVERING or rnd.capture or rnd.epoch is not None:
             return False
         if core.phase is not Phase.RUNNING or core.gate.limits:
             return False

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.ledger import Ledger
 from coordinator.pool import CHUNK_S, MIN_CHUNK_S, ChunkPool
 
 
@@ -190,6 +191,25 @@ def test_only_what_was_in_the_round_is_settled():
     pool.freeze(0)
     pool.settle(0)
     assert pool.oldest.num_settled == 7
+
+
+@pytest.mark.parametrize(
+    ("notes", "kept"),
+    [
+        ([(0, range(3)), (0, range(3, 7))], [(0, range(7))]),
+        ([(0, range(3)), (1, range(3, 7))], None),
+        ([(0, range(3)), (0, range(4, 7))], None),
+        ([(0, range(4, 7)), (0, range(3))], None),
+        ([(0, range(0, 4, 2)), (0, range(4, 8, 2))], None),
+        ([(0, range(3)), (0, range(3, 7, 2))], None),
+    ],
+    ids=["in a row", "epochs", "gap", "backwards", "steps", "step"],
+)
+def test_only_batches_of_an_epoch_in_a_row_are_one_range(notes, kept):
+    ledger = Ledger()
+    for epoch, span in notes:
+        ledger.note_trained(epoch, span)
+    assert ledger.trained == (notes if kept is None else kept)
 
 
 def test_what_was_in_a_round_that_was_given_up_waits_for_the_next():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from coordinator import messages as m
@@ -9,6 +11,7 @@ from coordinator.commands import Send
 from coordinator.config import CoordinatorConfig
 from coordinator.core import Core
 from coordinator.machine import Coordinator
+from coordinator.outcome import Phase
 from coordinator.own_time import OwnTime
 from coordinator.policy import ApplyPolicy, AverageBackend
 from coordinator.round_keeper import OWN_SHARE, RATED_PER_S
@@ -74,8 +77,8 @@ def test_a_coordinator_that_costs_nothing_leaves_the_cadence_alone(monkeypatch):
     assert statistics_with(monkeypatch, 0.0).anchor == ANCHOR
 
 
-def rounds_of(policy="cadence", backend="cpu", **settings):
-    """Whether the acknowledgements of each round may wait, and what the round was for."""
+def rounds_of(policy="cadence", backend="cpu", happens=None, slow=1, anchor=ANCHOR, **settings):
+    """Whether the acknowledgements of each round may wait, and what was known of it then."""
     found = []
     handle = Coordinator.handle
 
@@ -83,7 +86,10 @@ def rounds_of(policy="cadence", backend="cpu", **settings):
         commands = handle(machine, event, now)
         if any(isinstance(c, Send) and isinstance(c.message, ASKED) for c in commands):
             idle = any(r.num_queued == 0 for r in machine.core.live)
-            found.append((machine.rounds.acks_may_wait, machine.rounds.round.epoch, idle))
+            rnd = machine.rounds.round
+            found.append(
+                Asked(machine.rounds.acks_may_wait, rnd.epoch, idle, rnd.capture, machine.phase)
+            )
         return commands
 
     config = CoordinatorConfig(
@@ -91,12 +97,13 @@ def rounds_of(policy="cadence", backend="cpu", **settings):
         num_samples=300,
         batch_size=1,
         num_epochs=2,
-        anchor=ANCHOR,
+        anchor=anchor,
         policy=ApplyPolicy(policy),
         backend=AverageBackend(backend),
         **settings,
     )
-    schedule = Schedule(config=config, paces=((Pace(start_s=0.0, batch_s=BATCH_S),),) * 2)
+    paces = tuple((Pace(start_s=0.0, batch_s=n * BATCH_S),) for n in (1, slow))
+    schedule = Schedule(config=config, paces=paces, **(happens or {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Coordinator, "handle", noted)
         Simulation(schedule).run()
@@ -106,19 +113,59 @@ def rounds_of(policy="cadence", backend="cpu", **settings):
 ASKED = (m.Update, m.SyncNow)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "thread"])
-def test_acknowledgements_may_wait_while_every_rank_trains(backend):
-    found = rounds_of(backend=backend)
-    assert sum(may for may, _, _ in found) >= 10
-    for may, epoch, idle in found:
-        assert may == (epoch is None and not idle)
-    assert any(epoch is not None for _, epoch, _ in found), "the end of an epoch waits for them"
+class Asked(NamedTuple):
+    """What was known when the ranks were asked to acknowledge a round."""
+
+    may_wait: bool
+    epoch: object
+    idle: bool
+    capture: bool
+    phase: Phase
+
+
+def test_acknowledgements_may_wait_while_every_rank_trains():
+    found = rounds_of()
+    assert sum(asked.may_wait for asked in found) >= 10
+    for asked in found:
+        assert asked.may_wait == (asked.epoch is None and not asked.idle)
+    assert any(asked.epoch for asked in found), "the end of an epoch waits for them"
+
+
+def test_acknowledgements_of_a_collective_may_not_wait():
+    """The global step, which the learning rate follows, is only known from them."""
+    assert not any(asked.may_wait for asked in rounds_of(backend="thread"))
 
 
 @pytest.mark.parametrize("settings", [{"policy": "async"}, {"max_batch_diff": 3}], ids=str)
 def test_acknowledgements_may_not_wait_where_ranks_are_limited(settings):
     """A limit may be lifted by what they tell."""
-    assert not any(may for may, _, _ in rounds_of(**settings))
+    assert not any(asked.may_wait for asked in rounds_of(**settings))
+
+
+def test_nobody_waits_for_the_report_of_a_rank_that_has_nothing_left():
+    """At the end of the run a slow one gets no batch that the others finish before it."""
+    found = [asked for asked in rounds_of(slow=2, anchor=1) if asked.idle and not asked.epoch]
+    assert found, "no round began while a rank had nothing left"
+    assert not any(asked.may_wait for asked in found)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "thread"])
+def test_a_checkpoint_does_not_wait_for_a_report(backend):
+    found = rounds_of(backend=backend, happens={"saves_at_s": (0.035, 0.105)})
+    captured = [asked for asked in found if asked.capture and asked.epoch is None]
+    assert captured, "no checkpoint was made within an epoch"
+    assert not any(asked.may_wait for asked in captured)
+
+
+def test_a_run_that_is_to_stop_does_not_wait_for_a_report():
+    """The average of its last round may come after the request."""
+    for stop_at_s in (0.05, 0.06, 0.07):
+        happens = {"average_s": 10 * BATCH_S, "stop_at_s": stop_at_s}
+        late = [a for a in rounds_of(happens=happens) if a.phase is Phase.STOPPING]
+        if late:
+            assert not late[0].may_wait
+            return
+    pytest.fail("no average came after the request")
 
 
 def core_with(since_round):

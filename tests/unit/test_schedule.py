@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
+from coordinator import inbox
 from runtime import current_worker
 from runtime.schedule import Schedule
 from tests.unit.running import (
@@ -193,3 +195,31 @@ def test_a_scheduler_that_needs_a_metric_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(TypeError, match="ReduceLROnPlateau"):
         Schedule(torch.optim.SGD([parameter], 0.1), torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
+    """Else every rate lags behind by what the ranks trained for the last round."""
+    monkeypatch.setattr(inbox, "HELD_S", 10 * WAIT_S)
+    told = {}
+
+    def first_step_after_a_round(model, batch):
+        worker = current_worker()
+        protocol, messages = worker._protocol, worker._inbox
+        if worker.rank not in told and protocol.batches == 0 and worker.local_step >= 4:
+            end = time.monotonic() + WAIT_S / 4
+            while (late := protocol.global_step == 0 and messages.empty()) and (
+                time.monotonic() < end
+            ):
+                time.sleep(1e-3)
+            told[worker.rank] = not late
+        return count_up(model, batch)
+
+    way = (CADENCE, THREAD)
+    handle = (
+        builder(dataset=400, train=first_step_after_a_round, ranks=2, way=way)
+        .anchor(4)
+        .max_anchor(4)
+        .run()
+    )
+    handle.join(WAIT_S)
+    assert told == {0: True, 1: True}
