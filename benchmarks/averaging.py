@@ -100,8 +100,9 @@ def measure_arithmetic(
         for key in calm if index % 2 == 0 else reversed(calm):
             times[key].append(time_of(works[key]))
     for _ in range(repeat):
-        for key in works.keys() - calm:
-            times[key].append(time_of(works[key]))
+        for key in works:
+            if key[1] == ALLOCATING:
+                times[key].append(time_of(works[key]))
     others = load.others()
     medians = {key: statistics.median(runs) for key, runs in times.items()}
     copy_s = medians.pop((1, "copy"))

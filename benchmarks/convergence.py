@@ -244,7 +244,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--report", type=Path, help="make no runs; write the tables to this .md and its .json")
     add("--override", nargs="+", default=[], metavar="NAME=VALUE", help=", ".join(NUMBERS))
     add(
-        *("--set",),
+        "--set",
         nargs="*",
         default=RECOMMENDED,
         metavar="NAME=VALUE",

@@ -14,9 +14,8 @@ from torch import Tensor
 
 _BLOCK_BYTES = 1 << 18
 """Size of an intra-op thread's part of a block: with those of two sources and of a scratch it
-fits into 1 MiB of cache. Measured, the fastest with one and with two
-threads; threads of Python with a share each are slower, for every operation on a block waits
-for the interpreter's lock."""
+fits into 1 MiB of cache. Measured, the fastest with one and with two threads; threads of Python
+with a share each are slower, for every operation on a block waits for the interpreter's lock."""
 _PAIR_BYTES = 5 << 16
 """The same where three blocks are all. Larger ones leave the cache between two operations,
 smaller ones make all threads meet too often; between 256 and 384 KiB it matters little."""
@@ -72,9 +71,7 @@ class Mix:
             out, sources = _as_real(out), [_as_real(s) for s in sources]
         reduced = out.dtype in (torch.float16, torch.bfloat16)
         wide = torch.float32 if reduced else out.dtype
-        # The difference of all ranks is that of these two.
-        is_pair = len(sources) == len(self._live) == 2 and not reduced
-        if is_pair:
+        if len(sources) == len(self._live) == 2 and not reduced:
             self._mix_pair(out.view(-1), [s.view(-1) for s in sources], measure)
             return
         length = max(1, min(self._length(_BLOCK_BYTES, wide), out.numel()))

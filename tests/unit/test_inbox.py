@@ -175,9 +175,8 @@ def patient(*acks, message=REQUESTS["update"][0]):
     return inbox
 
 
-@pytest.mark.parametrize("request_of", ["update", "sync"])
-def test_acknowledgements_that_bring_nothing_wait_for_the_next_report(request_of):
-    inbox = patient(ack(1), ack(0), message=REQUESTS[request_of][0])
+def test_acknowledgements_that_bring_nothing_wait_for_the_next_report():
+    inbox = patient(ack(1), ack(0))
     assert inbox.empty()
     inbox.put(report(1))
     assert drain(inbox) == [ack(1), ack(0), report(1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -11,6 +10,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from coordinator import inbox
+from coordinator import messages as m
+from coordinator.commands import Send
+from coordinator.service import Service
 from runtime import current_worker
 from runtime.schedule import Schedule
 from tests.unit.running import (
@@ -200,20 +202,21 @@ def test_a_scheduler_that_needs_a_metric_is_refused():
 def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
     """Else every rate lags behind by what the ranks trained for the last round."""
     monkeypatch.setattr(inbox, "HELD_S", 10 * WAIT_S)
-    told = {}
+    sent, told = threading.Event(), {}
+    execute = Service._execute
+
+    def tapped(service, command, now):
+        execute(service, command, now)
+        if isinstance(command, Send) and isinstance(command.message, m.SetGlobalStep):
+            sent.set()
 
     def first_step_after_a_round(model, batch):
         worker = current_worker()
-        protocol, messages = worker._protocol, worker._inbox
-        if worker.rank not in told and protocol.batches == 0 and worker.local_step >= 4:
-            end = time.monotonic() + WAIT_S / 4
-            while (late := protocol.global_step == 0 and messages.empty()) and (
-                time.monotonic() < end
-            ):
-                time.sleep(1e-3)
-            told[worker.rank] = not late
+        if worker.rank not in told and worker._protocol.batches == 0 and worker.local_step >= 4:
+            told[worker.rank] = sent.wait(WAIT_S / 4)
         return count_up(model, batch)
 
+    monkeypatch.setattr(Service, "_execute", tapped)
     way = (CADENCE, THREAD)
     handle = (
         builder(dataset=400, train=first_step_after_a_round, ranks=2, way=way)

@@ -168,7 +168,6 @@ def test_acknowledgements_that_bring_nothing_come_with_the_next_report(monkeypat
         m.BatchReport(rank=0, epoch=0, tally=m.Tally()),
     )
     update = m.Update(round=1, average=m.Payload(params=()), num_samples=1, allowance=m.Allowance())
-    monkeypatch.setattr(service_module, "INLINE_BYTES", 0)
     monkeypatch.setattr(RoundKeeper, "acks_may_wait", True)
 
     def script(machine, event):
