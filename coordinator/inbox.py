@@ -77,8 +77,8 @@ class Inbox(_Queue):
                 self._release()
                 self._missing = dict(Counter(asked))
                 self._acks_wait = acks_wait
-        elif self._acks_wait and isinstance(event, m.EpochReport):
-            # It may have been a rank's last word before its acknowledgement.
+        elif self._acks_wait and (isinstance(event, m.EpochReport) or self._is_early(event)):
+            # It may have been a rank's last word for long.
             with self._lock:
                 self._acks_wait = False
                 if not self._missing:
@@ -108,18 +108,35 @@ class Inbox(_Queue):
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = end - time.monotonic()
-            # What is no longer missing was held before that, so one of the two is seen.
-            wait = min(left, HELD_S) if self._missing or self._held else left
+            wait = min(left, HELD_S) if self.waits else left
             try:
                 return super().get(block, None if wait == math.inf else max(0.0, wait))
             except queue.Empty:
                 if not block:
                     raise
-            with self._lock:
-                self._missing.clear()
-                if not self._held and wait == left:
-                    raise queue.Empty
-                self._release()
+            if not self.let_go() and wait == left:
+                raise queue.Empty
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is held back, or may be."""
+        # What is no longer missing was held before that, so one of the two is seen.
+        return bool(self._missing or self._held)
+
+    def let_go(self) -> bool:
+        """Hold nothing back any longer; returns whether anything was."""
+        with self._lock:
+            held = bool(self._held)
+            self._missing.clear()
+            self._release()
+        return held
+
+    def _is_early(self, event: m.Event) -> bool:
+        """Whether it is the report that acknowledgements waited for, and some come after it.
+
+        It may have been that of the count which makes the next round due.
+        """
+        return isinstance(event, m.BatchReport) and any(self._missing.values())
 
     def _may_wait(self, event: Any) -> bool:
         """Whether this is an answer that brings nothing on yet; counts it."""

@@ -11,6 +11,7 @@ from coordinator.core import Core
 from coordinator.dispatch import BatchSet, compress
 from coordinator.ledger import Epoch
 from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
+from coordinator.world import RankState
 
 _TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
 
@@ -146,12 +147,23 @@ def _epoch_state(
         "epoch_s": epoch_s,
         "consumed": _pairs(b for b in range(epoch.num_batches) if b not in rest),
         "num_samples": epoch.num_samples,
-        "num_retrained": epoch.num_retrained,
+        "num_retrained": epoch.num_retrained - _lost_since(core, epoch, notes, sums),
         "num_averagings": epoch.num_averagings,
         "tally": {"ranks": sums},
         "quotas": quotas,
         "parts": None,
     }
+
+
+def _lost_since(
+    core: Core, epoch: Epoch, notes: Mapping[int, Note], sums: Sequence[Mapping[str, Any]]
+) -> int:
+    """Samples that ranks trained after their part of the cut, and that died with them since."""
+    died = [rank for rank in notes if core.ranks[rank].state is RankState.DEAD]
+    return sum(
+        int(epoch.tally.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
+        for rank in died
+    )
 
 
 # -- going on ------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from coordinator.commands import (
     SaveCheckpoint,
     Send,
 )
+from coordinator.inbox import HELD_S, Inbox
 from coordinator.machine import Coordinator
 from coordinator.policy import AverageBackend
 from runtime.agreement import StopAgreement
@@ -121,6 +122,10 @@ class Simulation:
         self.dead: set[int] = set()
         self.average_pending = False
         self.checks = Checks(self)
+        self.inbox = Inbox()
+        self._comes = False
+        self._num_handled = 0
+        self._looks_at: int | None = None
         self.trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_LINES)
         self.num_events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -210,7 +215,7 @@ class Simulation:
         if s.late_chance and isinstance(message, m.ParamSnapshot) and self._lot(s.late_chance):
             time += self.draw(s.late_s)
             self._channel_ends["up", rank] = time
-        self._at(time, lambda: self._handle(message))
+        self._at(time, lambda: self._put(message))
 
     def _lot(self, chance: float) -> bool:
         return self.rng.random() < chance
@@ -231,10 +236,45 @@ class Simulation:
 
     # -- the coordinator ----------------------------------------------------------------
 
-    def _handle(self, event: m.Event) -> None:
-        self.trace.append((self.now, "coordinator <-", event))
+    def _put(self, event: m.Event) -> None:
+        """An event arrives in the coordinator's inbox, which may hold it back."""
+        self.trace.append((self.now, "inbox <-", event))
         self.checks.on_event(event)
-        for command in self.machine.handle(event, self.now):
+        self.inbox.put(event)
+        if not self.schedule.busy_s:
+            self._serve()
+        elif not self._comes:
+            self._comes = True
+            self._at(self.now + self.draw(self.schedule.busy_s), self._serve)
+
+    def _serve(self) -> None:
+        """The coordinator's thread takes what the inbox gives it, and waits again."""
+        self._comes = False
+        while not self.inbox.empty():
+            self._handle(self.inbox.get_nowait())
+        if self._looks_at is None and self.inbox.waits:
+            self._looks_at = self._num_handled
+            self._at(self.now + HELD_S, self._look)
+
+    def _look(self) -> None:
+        """Nothing is held back for long, and nothing that everybody waits for."""
+        idle, self._looks_at = self._looks_at == self._num_handled, None
+        if idle and self.inbox.let_go() and not self.average_pending and self._all_wait:
+            raise Violation(f"everybody waits, and {self.inbox.get_nowait()} was held back")
+        self._serve()
+
+    @property
+    def _all_wait(self) -> bool:
+        joined = {rank for ranks in self._joined.values() for rank in ranks}
+        return all(w.rank in self._waiting | joined | self._ended for w in self.workers)
+
+    def _handle(self, event: m.Event) -> None:
+        self._num_handled += 1
+        self.trace.append((self.now, "coordinator <-", event))
+        commands = self.machine.handle(event, self.now)
+        acks_wait = bool(commands) and self.machine.rounds.acks_may_wait
+        self.inbox.handled(event, commands, acks_wait=acks_wait)
+        for command in commands:
             self.trace.append((self.now, "coordinator ->", command))
             self.checks.on_command(command)
             self._execute(command)
@@ -252,7 +292,7 @@ class Simulation:
                 mean = m.Payload(params=(), buffers=("mean",))  # type: ignore[arg-type]
                 done = m.Averaged(round=SAVE_ROUND, average=mean, kept=mean)
                 time = self.now + self.draw(self.schedule.average_s)
-                self._at(time, lambda: self._handle(done))
+                self._at(time, lambda: self._put(done))
             case SaveCheckpoint():
                 self.checks.saves.on_save(command)
                 self.saved.append(command)
@@ -271,7 +311,7 @@ class Simulation:
             self.average_pending = False
             mean = average(parts, job.weights, self.samples_of)
             divergences = tuple((r, self.draw(self.schedule.divergence)) for r in job.ranks)
-            self._handle(
+            self._put(
                 m.Averaged(
                     round=job.round,
                     average=mean,
@@ -430,10 +470,10 @@ class Simulation:
         for worker in self.workers:
             self._resume(worker)
         if self.schedule.stop_at_s is not None:
-            self._at(self.schedule.stop_at_s, lambda: self._handle(m.StopRequested()))
+            self._at(self.schedule.stop_at_s, lambda: self._put(m.StopRequested()))
         for number, time in enumerate(self.schedule.saves_at_s):
             request = m.SaveRequested(ticket=number)
-            self._at(time, partial(self._handle, request))
+            self._at(time, partial(self._put, request))
         for death in self.schedule.deaths:
             self._at(death.at_s, partial(self._mark, death))
         while not (self.machine.done and len(self._ended) == len(self.workers)):
@@ -441,6 +481,7 @@ class Simulation:
             if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
                 self.now = max(self.now, deadline)
                 self._handle(m.Tick())
+                self._serve()
             elif self._heap:
                 self.now, _, action = heapq.heappop(self._heap)
                 action()
@@ -462,9 +503,12 @@ class Simulation:
             f"seed {self.schedule.seed}: {type(error).__name__}: {error}\n\n{history}\n\n"
             f"{self.schedule}\n\n{self.machine.phase} {self.machine.rounds.round.state}\n{states}\n"
             f"replay: python -m tests.simulation.replay --seed {self.schedule.seed}"
+            f"{' --late' if self.schedule.late else ''}"
         )
 
 
-def simulate(seed: int, hooks: Hooks | None = None) -> Simulation:
+def simulate(
+    seed: int, hooks: Hooks | None = None, draw: Callable[[int], Schedule] = draw_schedule
+) -> Simulation:
     """Run the schedule of a seed to its end."""
-    return Simulation(draw_schedule(seed), hooks).run()
+    return Simulation(draw(seed), hooks).run()

@@ -53,6 +53,8 @@ class Schedule:
         linger_s: Longest time until a rank gets to run after a collective.
         collective_timeout_s: How long a rank waits for its peers; 0: for ever.
         saves_at_s: When ``save()`` is called.
+        busy_s: Longest time until the coordinator's thread takes what has come.
+        late: Whether it is one of :func:`draw_late_schedule`.
     """
 
     seed: int = 0
@@ -77,6 +79,8 @@ class Schedule:
     linger_s: float = 0.0
     collective_timeout_s: float = 0.0
     saves_at_s: tuple[float, ...] = ()
+    busy_s: float = 0.0
+    late: bool = False
 
     def batch_s(self, rank: int, now: float) -> float:
         """Seconds of a full batch on a rank at a time."""
@@ -211,4 +215,40 @@ def with_saves(schedule: Schedule) -> Schedule:
         schedule,
         config=replace(c, save_every=rng.choice((None, 1, 1, 2))),
         saves_at_s=tuple(sorted(times)),
+    )
+
+
+def draw_late_schedule(seed: int) -> Schedule:
+    """A longer run with a late coordinator, whose acknowledgements may wait for reports.
+
+    The faults of the seed are spread over it.
+    """
+    base = Draw(seed).schedule()
+    while base.config.world_size == 1:
+        seed += 10**6
+        base = Draw(seed).schedule()
+    rng = random.Random(f"late {seed}")
+    c = base.config
+    config = replace(
+        c,
+        num_samples=c.batch_size * rng.randint(20, 60) * c.world_size,
+        num_epochs=rng.randint(1, 2),
+        policy=rng.choice((ApplyPolicy.CADENCE, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC)),
+        max_batch_diff=None,
+        max_steps=None,
+        partition_ratios=None,
+        anchor=rng.choice((1, 2, 3, 5)),
+        overhead_target=0.5,
+    )
+    longer = config.num_epochs * config.num_samples / (c.num_epochs * c.num_samples)
+    stop_at_s = base.stop_at_s
+    return with_saves(
+        replace(
+            base,
+            config=config,
+            late=True,
+            busy_s=rng.choice((0.0, 0.1, 2.0)) * base.batch_s(0, 0.0),
+            stop_at_s=None if stop_at_s is None else stop_at_s * longer,
+            deaths=tuple(replace(d, at_s=d.at_s * longer) for d in base.deaths),
+        )
     )

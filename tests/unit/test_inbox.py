@@ -210,6 +210,16 @@ def test_the_last_acknowledgement_waits_no_more_once_a_rank_has_told_all():
     assert drain(inbox) == [ack(0), ack(1)]
 
 
+def test_the_last_acknowledgement_does_not_wait_if_the_report_came_before_it():
+    """The report may have been that of the count: the next round waits for the end of this one."""
+    inbox = patient(ack(0))
+    inbox.put(report(0))
+    assert drain(inbox) == [ack(0), report(0)]
+    inbox.handled(report(0), [])
+    inbox.put(ack(1))
+    assert drain(inbox) == [ack(1)]
+
+
 @pytest.mark.parametrize("event", [*FROM_OUTSIDE, m.Tick()], ids=lambda e: type(e).__name__)
 def test_whatever_happens_acknowledgements_wait_no_more(event):
     """A run that is to stop needs the end of the round."""
