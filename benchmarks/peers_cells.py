@@ -83,6 +83,7 @@ class Cells:
         *,
         recorded: bool = False,
         steady: bool = False,
+        pinned: bool = False,
     ) -> Cell:
         """The runtime with as many workers as there are pauses.
 
@@ -92,6 +93,7 @@ class Cells:
             pauses_s: Sleep of each rank within a step.
             recorded: Whether a timeline tells of the rounds.
             steady: Whether the rate leaves out what follows the last epoch.
+            pinned: Whether each worker's thread is kept on a core of its own.
         """
         num_workers = len(pauses_s)
 
@@ -105,6 +107,7 @@ class Cells:
                 num_epochs=NUM_EPOCHS,
                 pauses_s=pauses_s,
                 recorded=recorded,
+                pinned=pinned,
             )
             outcome = train(job)
             self.outcomes[key].append(outcome)

@@ -14,6 +14,7 @@ PEERS = ("ddp", "local_sgd", "averager")
 TITLES = {
     "threads": "2 bare threads",
     "sync": "runtime, SYNC",
+    "sync_pinned": "runtime, SYNC, each worker on a core of its own",
     "cadence": "runtime, CADENCE",
     "async": "runtime, ASYNC",
     "ddp": "DistributedDataParallel",

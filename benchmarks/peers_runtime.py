@@ -29,6 +29,7 @@ class Job:
         num_epochs: Epochs, the first of which warms up; at least 3.
         pauses_s: Sleep of each rank within a step; empty: none.
         recorded: Whether a timeline tells of the rounds.
+        pinned: Whether each worker's thread is kept on a core of its own.
     """
 
     workload: Workload
@@ -38,6 +39,7 @@ class Job:
     num_epochs: int
     pauses_s: tuple[float, ...] = ()
     recorded: bool = False
+    pinned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,7 @@ def train(job: Job) -> Outcome:
         num_epochs=job.num_epochs,
         policy=job.policy,
         pauses_s=job.pauses_s,
+        pinned=job.pinned,
     )
     if timeline is not None:
         builder.timeline(timeline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,9 @@ def _peer_cells(
     found.append(cells.threads(report.cell("threads", slowdown), pauses))
     for name, policy in POLICIES.items():
         found.append(cells.runtime(report.cell(name, slowdown), policy, pauses))
+    if hasattr(os, "sched_setaffinity"):
+        key = report.cell("sync_pinned", slowdown)
+        found.append(cells.runtime(key, POLICIES["sync"], pauses, pinned=True))
     available = [name for name in report.PEERS if name not in missing]
     found += [cells.peer(report.cell(name, slowdown), name, pauses) for name in available]
     return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from models import Batch, Workload
@@ -20,6 +22,7 @@ def runtime_builder(
     num_epochs: int,
     policy: ApplyPolicy,
     pauses_s: Sequence[float] = (),
+    pinned: bool = False,
 ) -> TrainerBuilder:
     """CPU workers with one intra-op thread each; all that is not named has the defaults.
 
@@ -31,7 +34,9 @@ def runtime_builder(
         num_epochs: Epochs.
         policy: The policy.
         pauses_s: Sleep of each rank within a step, in seconds; empty: none.
+        pinned: Whether each worker's thread is kept on a core of its own (Linux).
     """
+    ranks = count()
 
     def train_fn(model: nn.Module, batch: Batch) -> Tensor:
         loss = workload.loss(model, batch)
@@ -42,7 +47,11 @@ def runtime_builder(
         return loss
 
     def make_model(device: torch.device) -> nn.Module:
+        # Called in the worker's own thread, rank 0 first.
         torch.set_num_threads(1)
+        if pinned:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[next(ranks) % len(cores)]})
         return workload.make_model().to(device)
 
     return (
