@@ -265,8 +265,10 @@ class Simulation:
 
     @property
     def _all_wait(self) -> bool:
+        """Whether no rank goes on by itself, as one does whose batch is being loaded."""
         joined = {rank for ranks in self._joined.values() for rank in ranks}
-        return all(w.rank in self._waiting | joined | self._ended for w in self.workers)
+        still = self._waiting | joined | self._ended
+        return all(w.rank in still and w.ready_at <= self.now for w in self.workers)
 
     def _handle(self, event: m.Event) -> None:
         self._num_handled += 1

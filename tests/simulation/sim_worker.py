@@ -61,6 +61,7 @@ class SimWorker:
         protocol: The real protocol.
         base: The average that the replica holds.
         local: Batches trained since.
+        ready_at: When its last batch is loaded, or was.
     """
 
     def __init__(self, sim: Simulation, rank: int) -> None:
@@ -71,6 +72,7 @@ class SimWorker:
         self.local: list[Batch] = []
         self.inbox: deque[Any] = deque()
         self.num_steps = 0
+        self.ready_at = 0.0
         self.was_built = False
         self._sim = sim
         self._lockstep = c.world_size > 1 and c.policy is ApplyPolicy.SYNC
@@ -274,7 +276,7 @@ class SimWorker:
     def _await_batch(self, *, answer: bool) -> Steps:
         load_s = self._sim.load_s()
         if load_s:
-            ready = self._sim.now + load_s
+            self.ready_at = ready = self._sim.now + load_s
             self._sim.wake_at(self, ready)
             while self._sim.now < ready:
                 message = yield GET
