@@ -77,8 +77,8 @@ class Inbox(_Queue):
                 self._release()
                 self._missing = dict(Counter(asked))
                 self._acks_wait = acks_wait
-        elif self._acks_wait and (isinstance(event, m.EpochReport) or self._is_early(event)):
-            # It may have been a rank's last word for long.
+        elif self._acks_wait and isinstance(event, m.EpochReport):
+            # It may have been a rank's last word before its acknowledgement.
             with self._lock:
                 self._acks_wait = False
                 if not self._missing:
@@ -90,6 +90,9 @@ class Inbox(_Queue):
             super().put(item)
             return
         with self._lock:
+            if isinstance(item, m.BatchReport) and any(self._missing.values()):
+                # The count that makes the next round due may be reached: no other report comes.
+                self._acks_wait = False
             holds = self._may_wait(item)
             if holds:
                 self._held.append(item)
@@ -130,13 +133,6 @@ class Inbox(_Queue):
             self._missing.clear()
             self._release()
         return held
-
-    def _is_early(self, event: m.Event) -> bool:
-        """Whether it is the report that acknowledgements waited for, and some come after it.
-
-        It may have been that of the count which makes the next round due.
-        """
-        return isinstance(event, m.BatchReport) and any(self._missing.values())
 
     def _may_wait(self, event: Any) -> bool:
         """Whether this is an answer that brings nothing on yet; counts it."""

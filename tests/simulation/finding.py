@@ -21,7 +21,7 @@ def assert_is_found(expected: str, draw: Callable[[int], Schedule] = draw_schedu
         except SimulationFailed as error:
             text = str(error)
             if expected in text.splitlines()[0]:
-                assert "--seed " in text
+                assert f"--seed {draw(seed).seed}" in text
                 assert "coordinator ->" in text
                 return
     pytest.fail(f"{NUM_SCHEDULES} schedules found nothing")

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.inbox import Inbox
 from coordinator.policy import ApplyPolicy
-from tests.simulation.finding import assert_is_found
+from tests.simulation.finding import STUCK, assert_is_found
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_late_schedule
 
@@ -19,19 +19,19 @@ SLICES = 4
 @pytest.mark.parametrize("part", range(SLICES))
 def test_every_schedule_ends_with_nothing_held_back_that_everybody_waits_for(part, monkeypatch):
     seen = Counter()
-    handled, is_early = Inbox.handled, Inbox._is_early
+    handled, put = Inbox.handled, Inbox.put
 
     def noted(inbox, event, commands, *, acks_wait=False):
         seen["acknowledgements may wait"] += acks_wait
         handled(inbox, event, commands, acks_wait=acks_wait)
 
-    def noted_early(inbox, event):
-        early = is_early(inbox, event)
-        seen["a report came before them"] += early
-        return early
+    def noted_put(inbox, event):
+        waited = inbox._acks_wait
+        put(inbox, event)
+        seen["a report came before them"] += waited and not inbox._acks_wait
 
     monkeypatch.setattr(Inbox, "handled", noted)
-    monkeypatch.setattr(Inbox, "_is_early", noted_early)
+    monkeypatch.setattr(Inbox, "put", noted_put)
     for seed in range(part, NUM_SCHEDULES, SLICES):
         run = simulate(seed, draw=draw_late_schedule)
         seen["late"] += run.schedule.busy_s > 0
@@ -60,4 +60,4 @@ def test_a_held_answer_that_is_lost_is_found(monkeypatch):
         release(self)
 
     monkeypatch.setattr(Inbox, "_release", losing)
-    assert_is_found("", draw_late_schedule)
+    assert_is_found(STUCK, draw_late_schedule)
