@@ -1,6 +1,6 @@
 """The weighted mean of flat tensors: block by block, so that memory is passed over once.
 
-A block stays in the core's own cache from the first reading to the last norm: of each
+A block stays in the processor's caches from the first reading to the last norm: of each
 source one reading and of the result one writing reach the memory.
 """
 
@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK_BYTES = 1 << 18
-"""Size of an intra-op thread's part of a block: with those of two sources and of a scratch it
-fits into 1 MiB of cache. Measured, the fastest with one and with two threads; threads of Python
-with a share each are slower, for every operation on a block waits for the interpreter's lock."""
-_PAIR_BYTES = 5 << 16
-"""The same where three blocks are all. Larger ones leave the cache between two operations,
-smaller ones make all threads meet too often; between 256 and 384 KiB it matters little."""
+_BLOCK_BYTES = 1 << 19
+"""Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
+every operation on a block starts anew, and all threads meet in it: on a processor with 1 MiB of
+cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time than 256. Threads of
+Python with a share each are slower, for every operation waits for the interpreter's lock."""
+_PAIR_BYTES = 3 << 18
+"""The same where three blocks are all: 768 to 1,024 KiB took a tenth less than 320 with one thread
+and as long or less with two; with 2,048 KiB and more the memory is passed over again."""
 _SERIAL = 32_768
 """Elements that PyTorch's own operations, other than products, never split between threads."""
 _MAX_THREADS = 32

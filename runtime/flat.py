@@ -198,32 +198,41 @@ class FlatBuffers:
 
     def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Copy all buffers into flat tensors."""
-        self._each(floats, others, lambda buffer, flat: flat.copy_(buffer))
+        for parts, buffers in self._pieces(floats, others):
+            torch._foreach_copy_(parts, buffers)
 
     def write_from(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Copy flat tensors into the buffers."""
-        self._each(floats, others, lambda buffer, flat: buffer.copy_(flat, non_blocking=True))
+        for parts, buffers in self._pieces(floats, others):
+            torch._foreach_copy_(buffers, parts, non_blocking=True)
 
-    def _each(
-        self,
-        floats: Sequence[Tensor],
-        others: Sequence[Tensor],
-        move: Callable[[Tensor, Tensor], object],
-    ) -> None:
+    def _pieces(
+        self, floats: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """For each flat tensor its views in the shapes of the buffers, and those buffers."""
         tensors = self.tensors()
+        self._check_shapes(tensors)
+        pieces = []
         groups = [*self._float_groups, *self._other_groups]
         for group, flat in zip(groups, (*floats, *others), strict=True):
-            offset = 0
-            for i in group:
-                buffer = tensors[i]
-                if buffer.size() != self._shapes[i]:
-                    raise RuntimeError(
-                        f"buffer {self.names[i]!r} changed its shape from "
-                        f"{tuple(self._shapes[i])} to {tuple(buffer.size())}: buffers that are "
-                        "averaged must keep their shape"
-                    )
-                move(buffer, flat[offset : offset + buffer.numel()].view(buffer.size()))
-                offset += buffer.numel()
+            shapes = [self._shapes[i] for i in group]
+            parts = torch.split(flat, [shape.numel() for shape in shapes])
+            views = [
+                part if len(shape) == 1 else part.view(shape)
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+            pieces.append((views, [tensors[i] for i in group]))
+        return pieces
+
+    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
+        if [t.size() for t in tensors] == self._shapes:
+            return
+        for name, shape, buffer in zip(self.names, self._shapes, tensors, strict=True):
+            if buffer.size() != shape:
+                raise RuntimeError(
+                    f"buffer {name!r} changed its shape from {tuple(shape)} to "
+                    f"{tuple(buffer.size())}: buffers that are averaged must keep their shape"
+                )
 
 
 class FlatState:
