@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
         nargs="+",
         choices=WORKLOADS,
         default=["mlp", "lenet"],
-        help="of the section 'peers' (mlp lenet)",
+        help="of the sections 'peers' and 'efficiency' (mlp lenet)",
     )
     parser.add_argument(
         "--slowdowns",

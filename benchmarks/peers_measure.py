@@ -20,7 +20,7 @@ class Options:
         repeat: Repetitions of each cell.
         num_retries: How often a disturbed measurement is repeated.
         quick: Whether the section measures fewer cells.
-        models: Workloads of the section ``peers``.
+        models: Workloads of the sections ``peers`` and ``efficiency``.
         slowdowns: How often rank 1's step takes a bare one's there.
     """
 
@@ -71,6 +71,20 @@ class Measured:
         }
         used = quiet if all(quiet.values()) else self.rates
         return {key: statistics.median(runs) for key, runs in used.items()}
+
+    def ratios(self, key: str, base: str) -> list[float]:
+        """One cell over another in each repetition, where they were measured in turn.
+
+        Of the pairs that nobody disturbed, if there are any.
+        """
+        pairs = [
+            (rate / other, max(loads) <= QUIET)
+            for rate, other, *loads in zip(
+                *(self.rates[key], self.rates[base], self.loads[key], self.loads[base]),
+                strict=True,
+            )
+        ]
+        return [ratio for ratio, quiet in pairs if quiet] or [ratio for ratio, _ in pairs]
 
     def disturbed(self) -> list[bool]:
         """For each measurement, whether others used too much of the machine."""

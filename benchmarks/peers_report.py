@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -127,6 +128,38 @@ def peers_checks(
                 what = f"{where}: {system.upper()} / fastest peer ({best[0]})"
                 checks.append(Check(what=what, measured=ratio, wanted=1.0))
     return checks
+
+
+# -- efficiency -------------------------------------------------------------------------
+
+
+def efficiency_table(ratios: Mapping[float, Sequence[float]]) -> str:
+    """The ratios of neighbours in time at each slow-down of rank 1."""
+    rows = [
+        [f"{slowdown:g}", f"{statistics.median(found):.3f}", *_ends(found), f"{len(found)}"]
+        for slowdown, found in ratios.items()
+    ]
+    return table(("rank 1 slowed", "CADENCE / 2 bare threads", "least", "most", "pairs"), rows, 0)
+
+
+def _ends(found: Sequence[float]) -> list[str]:
+    return [f"{end(found):.3f}" for end in (min, max)]
+
+
+def efficiency_checks(
+    model: str, step_s: float, ratios: Mapping[float, Sequence[float]]
+) -> list[Check]:
+    """The targets for one model, by the medians."""
+    if step_s < MIN_STEP_S:
+        return []
+    return [
+        Check(
+            what=f"{model}, rank 1 slowed {slowdown:g} times: CADENCE / 2 bare threads, pairwise",
+            measured=statistics.median(found),
+            wanted=EFFICIENCY,
+        )
+        for slowdown, found in ratios.items()
+    ]
 
 
 # -- world ------------------------------------------------------------------------------

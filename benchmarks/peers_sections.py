@@ -28,8 +28,8 @@ ASLEEP = (0.1, 0.01, 0.003, 0.001)
 BUSY = (0.01, 0.003, 0.001, 0.0005, 0.0002, 0.0001)
 COORDINATED = ((8, 0.007), (2, 0.0014))
 LONGER = 6.0
-"""Times a measurement: with epochs of about 2 seconds their ends, where plans are short, count as
-in short training, and no more."""
+"""Times a measurement, in ``efficiency`` and ``coordinator``: with epochs of about 2 seconds their
+ends, where plans are short, count as in short training, and no more."""
 MIN_STEPS = 40
 """Of each worker in a measurement, however long they take."""
 
@@ -110,6 +110,29 @@ def _peer_cells(
     available = [name for name in report.PEERS if name not in missing]
     found += [cells.peer(report.cell(name, slowdown), name, pauses) for name in available]
     return found
+
+
+def efficiency(options: Options) -> Section:
+    """CADENCE against two bare threads, measured one right after the other, for longer."""
+    section = Section()
+    for model in options.models:
+        workload = WORKLOADS[model]
+        step_s = step_seconds(workload)
+        cells = Cells(workload, step_s, LONGER * options.seconds)
+        ratios: dict[float, list[float]] = {}
+        for slowdown in options.slowdowns:
+            pauses = (0.0, (slowdown - 1.0) * step_s)
+            threads, cadence = (report.cell(name, slowdown) for name in ("threads", "cadence"))
+            pair = [cells.threads(threads, pauses)]
+            pair.append(cells.runtime(cadence, POLICIES["cadence"], pauses))
+            measured = interleaved(pair, options)
+            ratios[slowdown] = measured.ratios(cadence, threads)
+            section.record.setdefault(model, {})[f"{slowdown:g}"] = section.add(measured)
+        title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
+        section.markdown += [title, report.efficiency_table(ratios)]
+        section.checks += report.efficiency_checks(model, step_s, ratios)
+        section.record[model] |= {"step_s": step_s, "details": cells.details()}
+    return section
 
 
 def world(options: Options) -> Section:
@@ -244,6 +267,7 @@ def coordinator(options: Options) -> Section:
 
 SECTIONS: dict[str, tuple[str, Callable[[Options], Section]]] = {
     "peers": ("Against its peers", peers),
+    "efficiency": ("CADENCE against two bare threads, pair by pair", efficiency),
     "world": (f"More workers, asleep {WORLD_STEP_S * 1e3:g} ms a step", world),
     "model": (f"Larger models, 2 workers, asleep {MODEL_STEP_S * 1e3:g} ms a step", model),
     "step": ("Shorter steps", step),

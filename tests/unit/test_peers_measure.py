@@ -82,6 +82,15 @@ def test_medians_are_of_all_repetitions_if_one_cell_was_never_undisturbed(measur
     assert found.medians() == {"a": 2.0, "b": 7.5}
 
 
+def test_ratios_are_of_one_repetition_each_and_of_undisturbed_pairs(measuring):
+    found = measuring.Measured()
+    found.rates.update({"a": [9.0, 4.0, 6.0], "b": [3.0, 8.0, 6.0]})
+    found.loads.update({"a": [BUSY, 0.0, 0.0], "b": [0.0, 0.0, QUIET]})
+    assert found.ratios("a", "b") == [0.5, 1.0]
+    found.loads["b"][1:] = [BUSY, BUSY]
+    assert found.ratios("a", "b") == [3.0, 0.5, 1.0]
+
+
 def test_every_cell_is_measured_in_turn_and_sized_by_its_fastest_repetition(measuring, others):
     asked, rates = [], {"a": [5.0, 3.0, 4.0, 2.0], "b": [7.0, 6.0, 9.0]}
 

@@ -91,6 +91,15 @@ def test_efficiency_is_wanted_from_steps_of_a_millisecond_on():
     assert [c.met for c in short] == [False, True, True, False, True, True]
 
 
+def test_efficiency_is_judged_by_the_median_of_the_pairs():
+    ratios = {1.0: [0.90, 0.96, 0.97], 3.0: [0.99, 0.94, 0.93]}
+    checks = report.efficiency_checks("mlp", 0.001, ratios)
+    assert [(c.measured, c.met) for c in checks] == [(0.96, True), (0.94, False)]
+    assert report.efficiency_checks("mlp", 0.0005, ratios) == []
+    table = report.efficiency_table(ratios)
+    assert row_of(table, "| 3 | 0.9") == ["3", "0.940", "0.930", "0.990", "3"]
+
+
 # -- world, step, model, coordinator ----------------------------------------------------
 
 
