@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator import messages as m
 from coordinator.commands import PublishEpoch
@@ -212,4 +212,6 @@ class Epochs:
                 extra_scalars={f"eval/{k}": v for k, v in (head.epoch.evaluation or {}).items()},
             )
             self._core.outcome.metrics.append(metrics)
-            self._core.out.append(PublishEpoch(metrics=metrics))
+            # Users may write to what they are given, while a checkpoint reads what is kept.
+            given = replace(metrics, scalars=metrics.scalars.copy())
+            self._core.out.append(PublishEpoch(metrics=given))

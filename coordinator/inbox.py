@@ -123,8 +123,8 @@ class Inbox(_Queue):
     @property
     def waits(self) -> bool:
         """Whether something is held back, or may be."""
-        # What is no longer missing was held before that, so one of the two is seen.
-        return bool(self._missing or self._held)
+        with self._lock:
+            return bool(self._missing or self._held)
 
     def let_go(self) -> bool:
         """Hold nothing back any longer; returns whether anything was."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
+import re
 import sys
+import tempfile
 import threading
 import traceback
 from collections import defaultdict, deque
+from collections.abc import Mapping
 
 from coordinator import messages as m
 
@@ -89,11 +93,27 @@ def _text(message: object) -> str:
 def thread_stacks() -> str:
     """The stack of every thread of the process, with the threads' names."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return _stacks_of_stopped_threads(names)
     parts = []
     for ident, frame in sys._current_frames().items():
         stack = "".join(traceback.format_stack(frame))
         parts.append(f"thread {names.get(ident, f'unknown to Python, {ident}')}:\n{stack}")
     return "\n".join(sorted(parts))
+
+
+def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
+    """The same without the interpreter's lock: frames of threads that run must not be followed."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)  # stops them all meanwhile
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+
+    def named(head: re.Match[str]) -> str:
+        ident = int(head[1], 16)
+        return f"thread {names.get(ident, f'unknown to Python, {ident}')}, the latest call first:"
+
+    return re.sub(r"(?m)^(?:Current thread|Thread) (0x[0-9a-f]+)\b.*$", named, text)
 
 
 def stall_report(reason: str, state: str, log: MessageLog, now: float) -> str:

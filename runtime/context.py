@@ -18,8 +18,8 @@ _local = threading.local()
 class LoaderView:
     """The worker as a data set sees it while a loader reads for it.
 
-    Everything but ``generator`` is the worker's own. The generator is keyed by
-    ``(seed, epoch, batch position)``, so that reading ahead changes no draw.
+    Everything but ``generator`` is the worker's own, and scalars cannot be recorded. The
+    generator is keyed by ``(seed, epoch, batch position)``, so that reading ahead changes no draw.
 
     Attributes:
         rank: The worker's rank.
@@ -30,6 +30,17 @@ class LoaderView:
         self.rank = rank
         self.generator = generator
         self._worker = worker
+
+    def record_scalar(self, name: str, value: float | torch.Tensor) -> None:
+        """Refused: no batch is being trained that the value could belong to.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"record_scalar({name!r}, ...) belongs to the batch being trained: call it in train_fn "
+            "(a data set is read ahead); return the value with the batch, if it is the batch's"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self._worker is None:
@@ -75,7 +86,7 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
             later; it is not synchronised here.
 
     Raises:
-        RuntimeError: Called outside a worker's thread.
+        RuntimeError: Called outside a worker's thread, or in a data set.
         TypeError: The name is no string, or the value no number.
         ValueError: A tensor with more than one element.
     """

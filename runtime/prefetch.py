@@ -130,15 +130,18 @@ class SlotStage(Stage):
         host = host_depth(
             available_host_bytes(), self._num_host_workers, self._batch_bytes, plan_batches
         )
-        if self._layout is None:
+        layout = self._layout  # read once: the loader's thread may write it meanwhile
+        if layout is None:
             # No slot can hold such batches: those ahead wait in the host's memory.
             self.depth = min(host, MAX_DEPTH if self._wanted is None else self._wanted)
             return
         share = self._budget.share_bytes(self._rank, reading)
-        slot_bytes = self._layout_of_pool().slot_bytes
+        if self._pool is not None:
+            layout = self._pool.layout
+        slot_bytes = layout.slot_bytes
         wanted = num_slots(share, slot_bytes, self._wanted, plan_batches)
         if wanted:
-            wanted = self._grow(wanted, min(_MAX_HOST_SLOTS, host))
+            wanted = self._grow(layout, wanted, min(_MAX_HOST_SLOTS, host))
         # Slots beyond it are left unused: nothing is freed while others run.
         self.depth = max(0, wanted - 1)
         logger.debug(
@@ -152,18 +155,13 @@ class SlotStage(Stage):
                 *(self._rank, self._wanted, self.depth),
             )
 
-    def _layout_of_pool(self) -> Layout:
-        layout = self._layout if self._pool is None else self._pool.layout
-        assert layout is not None
-        return layout
-
-    def _grow(self, num_device: int, num_host: int) -> int:
+    def _grow(self, layout: Layout, num_device: int, num_host: int) -> int:
         """Have up to so many slots; the number that may be used."""
         if self._most_slots is not None:
             num_device = min(num_device, self._most_slots)
         if num_device < 2:
             return 0
-        pool = SlotPool(self._copies, self._layout_of_pool()) if self._pool is None else self._pool
+        pool = SlotPool(self._copies, layout) if self._pool is None else self._pool
         before = pool.num_device_slots
         found = pool.grow(num_device, min(num_device, num_host))
         if found < num_device:

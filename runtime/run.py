@@ -383,7 +383,7 @@ class Run:
         self._peers.replicas.clear()
         self._collectives = {}
         self._data_path.close()
-        self._workers = []
+        self._workers = [None] * len(self._workers)  # one that is stuck may yet write its own
         self._resume = None
         # The run itself lives until the collector of cycles comes; the state does not need it.
         self._machine.outcome.payload = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from runtime.errors import CollectiveAborted, CollectiveTimeout
 
@@ -171,8 +171,8 @@ class Rendezvous(Generic[RequestT, PlanT]):
     """What the ranks of one group share: a barrier, and a slot each to publish in.
 
     One slot for each rank is enough. A rank writes to its own only after the previous
-    collective's last meeting, and peers read it only before they arrive there. The plan
-    is overwritten only once every rank has arrived at the next call, thus has read it.
+    collective's last meeting, and peers read it only before they arrive there. Each rank is
+    handed the plan before it is woken, and has taken it when it arrives at the next call.
 
     Attributes:
         barrier: The barrier of the group.
@@ -186,7 +186,7 @@ class Rendezvous(Generic[RequestT, PlanT]):
         self.barrier = AbortableBarrier(world_size)
         self.timeout_s = timeout_s
         self.slots: list[RequestT | None] = [None] * world_size
-        self._plan: PlanT | None = None
+        self._plans: list[PlanT | None] = [None] * world_size
         self.writing = [threading.Lock() for _ in range(world_size)]
 
     def meet(
@@ -208,23 +208,30 @@ class Rendezvous(Generic[RequestT, PlanT]):
             The same plan on every rank.
         """
 
+        planned = False
+
         def plan() -> None:
+            nonlocal planned
             requests = self.requests()
             # A rank that an abort woke meanwhile has taken its own back.
             if len(requests) < self.barrier.parties:
                 raise CollectiveAborted("the collective was aborted")
-            self._plan = planner(requests)
+            self._plans[:] = [planner(requests)] * len(self._plans)
+            planned = True
 
         self.slots[rank] = request
-        self.barrier.wait(rank, self.timeout_s, plan, on_wait)
-        made = self._plan
-        if made is None:  # forgotten by a peer that was aborted since
-            raise CollectiveAborted("the collective was aborted")
-        return made
+        try:
+            self.barrier.wait(rank, self.timeout_s, plan, on_wait)
+        except BaseException:
+            if planned:  # for nobody: keep no tensor alive
+                self._plans[:] = [None] * len(self._plans)
+            raise
+        made, self._plans[rank] = self._plans[rank], None
+        return cast(PlanT, made)
 
     def part(self, rank: int) -> None:
         """The meeting that ends a collective: after it nobody touches this rank's tensors."""
-        self.barrier.wait(rank, self.timeout_s, self._forget)
+        self.barrier.wait(rank, self.timeout_s)
 
     def requests(self) -> list[RequestT]:
         """Every rank's request; valid between the two meetings of a collective."""
@@ -246,8 +253,3 @@ class Rendezvous(Generic[RequestT, PlanT]):
         for lock in self.writing:
             if lock.acquire(timeout=min(self.timeout_s, threading.TIMEOUT_MAX)):
                 lock.release()
-        self._plan = None
-
-    def _forget(self) -> None:
-        """Lets go of the tensors that the plan may hold."""
-        self._plan = None

@@ -119,9 +119,10 @@ class ProcessGroupCollective(Collective):
                 self._wait(self._connected().broadcast([_as_bytes(request.tensors[0])], options))
 
     def _connected(self) -> Any:
-        if self._backend is None:
+        backend = self._backend  # once: another thread may close this end
+        if backend is None:
             raise CollectiveAborted(f"rank {self.rank} has left the group")
-        return self._backend
+        return backend
 
     def _weighted_sum_(self, flat: Tensor, factor: float) -> None:
         """Scales locally and sums: the divisor is in the factor, the same everywhere."""

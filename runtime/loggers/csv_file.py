@@ -66,8 +66,9 @@ class CsvLogger:
         }
         row.update(epoch_values(metrics))
         row.update(rank_values(metrics))
+        scalars = metrics.scalars.copy()  # which others may write to meanwhile
         with self._lock:
-            row.update((self._names.of(name), value) for name, value in metrics.scalars.items())
+            row.update((self._names.of(name), value) for name, value in scalars.items())
             new = [name for name in row if name not in self._columns]
             if new:
                 self._widen([*self._columns, *new])

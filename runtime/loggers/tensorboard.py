@@ -60,11 +60,12 @@ class TensorBoardLogger:
         Raises:
             OSError: They could not be written.
         """
+        scalars = metrics.scalars.copy()  # which others may write to meanwhile
         with self._lock:
             writer = self._open(metrics.epoch)
             values = [(f"epoch/{name}", value) for name, value in epoch_values(metrics)]
             values += rank_values(metrics)
-            values += [(self._names.of(name), value) for name, value in metrics.scalars.items()]
+            values += [(self._names.of(name), value) for name, value in scalars.items()]
             for tag, value in values:
                 writer.add_scalar(tag, value, metrics.epoch)
             writer.flush()

@@ -172,7 +172,7 @@ def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
 
 
 def _epoch(metrics: EpochMetrics) -> Json:
-    scalars = list(metrics.scalars.items())[:MAX_SCALARS]
+    scalars = list(metrics.scalars.copy().items())[:MAX_SCALARS]
     return {
         "epoch": metrics.epoch,
         "loss": _finite(metrics.avg_loss),

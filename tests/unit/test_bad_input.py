@@ -538,6 +538,22 @@ def test_a_data_set_that_fails_is_the_cause(way, dataset, cause):
     assert isinstance(error.__cause__, cause)
 
 
+class Recording(Slow):
+    def __getitem__(self, index):
+        record_scalar("read", 1.0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("setting", [{}, {"prefetch": 0}, {"loader_workers": 1}], ids=str)
+def test_a_scalar_recorded_by_a_data_set_belongs_to_no_batch(setting):
+    b = builder(dataset=Recording())
+    for name, value in setting.items():
+        getattr(b, name)(value)
+    with pytest.raises(WorkerFailed, match="call it in train_fn") as caught:
+        b.run().join(WAIT_S)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
 def test_a_collate_fn_that_fails_is_the_cause(way):
     error = failure_of(builder(dataset=Slow(), way=way).collate_fn(boom))

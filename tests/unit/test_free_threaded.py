@@ -18,6 +18,7 @@ PART = (
     "tests/unit/test_averaging_runtime.py",
     "tests/unit/test_service.py",
     "tests/unit/test_shared_state.py",
+    "tests/unit/test_stall.py",
     "tests/deadlock/test_rounds_and_leaving.py",
     "tests/deadlock/test_throttle_and_gate.py",
     "tests/simulation/test_schedules.py::test_the_same_seed_gives_the_same_history",

@@ -84,6 +84,14 @@ def test_a_run_writes_a_row_for_each_epoch(tmp_path):
         assert float(row["rank0/batch_share"]) == metrics.per_rank_batch_share[0]
 
 
+def test_what_a_metrics_fn_writes_to_its_metrics_is_its_own():
+    def note(metrics):
+        metrics.scalars["mine"] = 1.0
+
+    state = builder(epochs=2).metrics_fn(note).run().join(WAIT_S)
+    assert [dict(metrics.scalars) for metrics in state.metrics] == [{}, {}]
+
+
 def test_a_scalar_that_comes_later_gets_a_column(tmp_path):
     path = tmp_path / "run.csv"
     log = CsvLogger(path)

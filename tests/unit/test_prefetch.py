@@ -15,6 +15,7 @@ from runtime.data import EpochIndex, adapt_dataset
 from runtime.loader_process import ProcessLoader
 from runtime.prefetch import SlotStage
 from runtime.stage import Pace
+from tests.unit import prefetching
 from tests.unit.fake_streams import GIB, DelayedCopies
 from tests.unit.loading import ALL, INDEX, SEED, SIZE, N, Noisy, assert_is_plan
 from tests.unit.prefetching import CALIBRATION, EPOCHS, TENSORS, Numbers, Rig, slot_bytes
@@ -33,6 +34,31 @@ def test_streamed_batches_are_exact_under_all_delays(streamed, depth):
             for plan in EPOCHS:
                 rig.use(plan)
         assert rig.copies.num_used == 24
+
+
+def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeypatch):
+    """Batches that no slot can hold may follow those that the first steps had."""
+
+    class TakenBack(SlotStage):
+        layout, num_reads = None, 0
+
+        @property
+        def _layout(self):
+            found, self.num_reads = self.layout, self.num_reads + 1
+            if found is not None and self._pool is None:
+                self.layout = None
+            return found
+
+        @_layout.setter
+        def _layout(self, value):
+            self.layout = value
+
+    monkeypatch.setattr(prefetching, "SlotStage", TakenBack)
+    with Rig(Numbers()) as rig:
+        for plan in EPOCHS:
+            rig.use(plan)
+        assert rig.stage.num_reads
+    assert rig.copies.num_used == 24
 
 
 def test_the_twin_without_streams_gives_the_same_batches():

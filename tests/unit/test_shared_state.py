@@ -98,6 +98,47 @@ def test_what_a_rank_finds_out_for_all_is_not_lost_to_another_that_speaks_for_it
     assert fallbacks.without_graphs is True
 
 
+def test_a_slow_rank_gets_the_plan_of_its_meeting_though_the_next_one_was_refused():
+    """An orderly end disturbs nothing that every rank has joined."""
+    refused, woken, group = threading.Event(), threading.Event(), Rendezvous(3, WAIT_S)
+    wait, plans = group.barrier.wait, {}
+
+    def wait_slowly(rank, *args):
+        wait(rank, *args)
+        if rank == 2:
+            woken.set()
+            assert refused.wait(WAIT_S)
+
+    group.barrier.wait = wait_slowly
+
+    def meet(rank):
+        plans[rank] = group.meet(rank, f"of rank {rank}", "; ".join)
+
+    def meet_again():
+        meet(1)
+        assert woken.wait(WAIT_S)
+        with pytest.raises(CollectiveAborted) as refusal:
+            group.meet(1, "once more", "; ".join)
+        group.fail(refusal.value)
+        refused.set()
+
+    def meet_and_leave():
+        meet(0)
+        group.barrier.leave(0)
+
+    ranks = [threading.Thread(target=work, daemon=True) for work in (meet_and_leave, meet_again)]
+    for thread in ranks:
+        thread.start()
+    try:
+        meet(2)
+    finally:
+        refused.set()
+        for thread in ranks:
+            thread.join(WAIT_S)
+    assert plans == dict.fromkeys(range(3), "of rank 0; of rank 1; of rank 2")
+    assert group._plans == [None] * 3
+
+
 def test_a_rank_that_an_abort_woke_is_missed_by_the_last_to_arrive():
     left = threading.Event()
 

@@ -256,7 +256,10 @@ def test_no_message_kept_holds_a_tensor():
     assert "s ago  Failed(epoch=0, step=0)" in log.text(0.0)
 
 
-def test_the_stack_of_every_thread_is_told_with_its_name(stuck):
+@pytest.mark.parametrize("lock", [True, False])
+def test_the_stack_of_every_thread_is_told_with_its_name(stuck, monkeypatch, lock):
+    """Without the interpreter's lock the frames of threads that run are not followed."""
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: lock, raising=False)
     started = threading.Event()
 
     def here_it_waits():
@@ -266,8 +269,11 @@ def test_the_stack_of_every_thread_is_told_with_its_name(stuck):
     thread = threading.Thread(target=here_it_waits, name="some thread")
     thread.start()
     assert started.wait(WAIT_S)
-    text = thread_stacks()
+    text = f"\n{thread_stacks()}"
     stuck.released.set()
     thread.join(WAIT_S)
-    assert "in here_it_waits" in text.split("thread some thread:")[1].split("\nthread ")[0]
-    assert "test_the_stack_of_every_thread" in text.split("thread MainThread:")[1]
+    assert "in here_it_waits" in text.split("\nthread some thread")[1].split("\nthread ")[0]
+    assert "test_the_stack_of_every_thread" in text.split("\nthread MainThread")[1]
+    if not lock:
+        monkeypatch.delattr(sys, "_current_frames")
+        assert "in here_it_waits" not in thread_stacks()  # it has ended; nothing else is needed
