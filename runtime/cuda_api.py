@@ -33,7 +33,10 @@ class CudaApi:
         return torch.cuda.device(device)
 
     def new_stream(self, device: torch.device) -> Stream:
-        """A stream that is ordered with no other, the default stream included."""
+        """A stream that is not ordered with the default stream.
+
+        PyTorch has 32 for each device and gives them in turn: whoever takes more shares them.
+        """
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def stream(self, stream: Stream) -> AbstractContextManager[object]:

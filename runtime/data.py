@@ -83,7 +83,8 @@ class ColumnAdapter(DatasetAdapter):
             indices = self._rows.index_select(0, indices)
         return tuple(
             [
-                # Without a wait for the device where the column lies on one.
+                # Without a wait for the device where the column lies on one; of more than 8,192
+                # indices CUDA may wait until they are copied.
                 column.index_select(0, indices.to(column.device, non_blocking=True))
                 if isinstance(column, Tensor)
                 else column.index_select(0, indices)

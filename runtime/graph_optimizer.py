@@ -46,7 +46,7 @@ class CapturableOptimizer:
             takes = group.get("capturable") or group.get("fused")
             rate = group["lr"]
             there = isinstance(rate, Tensor) and rate.device == self._device
-            dtype = _rate_dtype(group["params"])
+            dtype = _rate_dtype(group)
             tensor = torch.zeros((), dtype=dtype, device=self._device)
             self._tensors.append(tensor if takes and not there else None)
             self._written.append(None)
@@ -175,8 +175,11 @@ def _same(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _rate_dtype(params: list[Tensor]) -> torch.dtype:
-    return torch.float64 if params and params[0].dtype is torch.float64 else torch.float32
+def _rate_dtype(group: dict[str, Any]) -> torch.dtype:
+    """As exact as the parameters; the fused kernels read a float32, whatever the parameters are."""
+    params = group["params"]
+    exact = params and params[0].dtype is torch.float64 and not group.get("fused")
+    return torch.float64 if exact else torch.float32
 
 
 def _plain(value: Any) -> Hashable:

@@ -23,6 +23,11 @@ class Prefetch:
         gather: Fills the tensors; called once, in the thread.
         fulls: What it fills, at least one.
         name: Of the thread.
+        stream: Of the GPU, where it runs; ``None``: on a new one.
+
+    Attributes:
+        stream: Where it runs, for the next one; ``None`` on a CPU. One after the other on the
+            same stream keep the memory of one.
     """
 
     def __init__(
@@ -30,7 +35,9 @@ class Prefetch:
         gather: Callable[[Sequence[Tensor]], None],
         fulls: Sequence[Tensor],
         name: str,
+        stream: cuda_api.Stream | None = None,
     ) -> None:
+        self.stream = stream
         self._gather = gather
         self._fulls = fulls
         self._error: BaseException | None = None
@@ -42,6 +49,8 @@ class Prefetch:
             with self._api.on_device(self._device):
                 self._behind = self._api.new_event()
                 self._api.record(self._behind)
+            if stream is None:
+                self.stream = self._api.new_stream(self._device)
         # A daemon: the interpreter must not wait for a peer that never comes.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -65,7 +74,7 @@ class Prefetch:
             with ExitStack() as stack:
                 if self._device is not None:
                     stack.enter_context(self._api.on_device(self._device))
-                    stack.enter_context(self._api.stream(self._api.new_stream(self._device)))
+                    stack.enter_context(self._api.stream(self.stream))
                     self._api.wait_event(self._behind)
                 self._gather(self._fulls)
                 if self._device is not None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from runtime import cuda_api
 from runtime.collective import Collective
 from runtime.fsdp.exchange import gather_into, gathered_slots, reduce_gradients
 from runtime.fsdp.found import Found
@@ -57,6 +58,7 @@ class ShardedParameters:
         self._fulls: list[Tensor] | None = None
         self._empties: list[Tensor] = []
         self._prefetch: Prefetch | None = None
+        self._stream: cuda_api.Stream | None = None  # of its prefetches on a GPU
         self._side: Collective | None = None
         self._may_be_stale = False
         shards: dict[int, nn.Parameter] = {}
@@ -261,7 +263,8 @@ class ShardedParameters:
                 raise
 
         self._stamp = self._versions()
-        self._prefetch = Prefetch(gather, self._new_fulls(), name)
+        self._prefetch = Prefetch(gather, self._new_fulls(), name, self._stream)
+        self._stream = self._prefetch.stream
 
     def wait_prefetch(self) -> None:
         """Waits for a prefetch, so that no two exchanges run at once; it stays pending."""

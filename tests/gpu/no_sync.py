@@ -10,14 +10,18 @@ import torch
 
 def forbid_waits():
     """From here on a wait that PyTorch knows of is an error, in the whole process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is called a prototype
-        torch.cuda.set_sync_debug_mode("error")
+    _set_mode("error")
 
 
 def allow_waits():
     """Undo :func:`forbid_waits`."""
-    torch.cuda.set_sync_debug_mode("default")
+    _set_mode("default")
+
+
+def _set_mode(mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first call, whatever the mode, warns of a prototype
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager

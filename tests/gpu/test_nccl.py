@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 WAIT_S = 120.0
-LONG_CYCLES = 20_000_000_000  # some 10 seconds
+LONG_CYCLES = 16_000_000_000  # some 8 seconds
 
 
 def devices_of(world_size):

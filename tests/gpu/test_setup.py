@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
+from tests.gpu.no_sync import no_sync
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -163,12 +164,9 @@ def test_a_step_on_one_gpu_waits_for_nothing():
     model = Trainer.setup(Slow(), adamw, ["cuda:0"])
     F.cross_entropy(model(x), y).backward()
     model.step()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_sync():
         F.cross_entropy(model(x), y).backward()
         model.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.two_gpus
@@ -181,12 +179,9 @@ def test_a_step_over_nccl_waits_for_nothing():
         for _ in range(3):
             F.cross_entropy(model(x), y).backward()
             model.step()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with no_sync():
             F.cross_entropy(model(x), y).backward()
             model.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_autocast_holds_in_the_replicas():

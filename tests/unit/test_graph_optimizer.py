@@ -94,6 +94,20 @@ def test_an_optimizer_that_reads_its_state_cannot_be_captured(name):
         capturable.step()
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [({"capturable": True}, torch.float64), ({"fused": True}, torch.float32)],
+    ids=["capturable", "fused"],
+)
+def test_the_rate_is_as_exact_as_the_kernels_read_it(settings, dtype):
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([p], 0.01, **settings)
+    wrapped = CapturableOptimizer(optimizer, CPU)
+    wrapped.refresh()
+    with wrapped.rates():
+        assert optimizer.param_groups[0]["lr"].dtype == dtype
+
+
 def test_a_plain_sgd_keeps_its_rate_and_tells_when_it_moves():
     _, (_, capturable, wrapped) = pair("SGD")
     before = wrapped.settings()
