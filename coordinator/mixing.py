@@ -20,6 +20,8 @@ Python with a share each are slower, for every operation waits for the interpret
 _PAIR_BYTES = 3 << 18
 """The same where three blocks are all: 768 to 1,024 KiB took a tenth less than 320 with one thread
 and as long or less with two; with 2,048 KiB and more the memory is passed over again."""
+_MOST_BYTES = 8 << 20
+"""Size of a block however many threads share it: three or four are to stay in the caches."""
 _SERIAL = 32_768
 """Elements that PyTorch's own operations, other than products, never split between threads."""
 _MAX_THREADS = 32
@@ -184,7 +186,9 @@ class Mix:
 
     def _length(self, part_bytes: int, dtype: torch.dtype) -> int:
         """Elements of a block, given the bytes of a thread's part."""
-        return self._threads * part_bytes // dtype.itemsize if self._threads else _SERIAL
+        if not self._threads:
+            return _SERIAL
+        return min(self._threads * part_bytes, _MOST_BYTES) // dtype.itemsize
 
 
 def _blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:

@@ -104,10 +104,13 @@ def thread_stacks() -> str:
 
 def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
     """The same without the interpreter's lock: frames of threads that run must not be followed."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)  # stops them all meanwhile
-        file.seek(0)
-        text = file.read().decode(errors="replace")
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)  # stops them all meanwhile
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"no stacks, which take a temporary file: {error}"
 
     def named(head: re.Match[str]) -> str:
         ident = int(head[1], 16)

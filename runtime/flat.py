@@ -16,6 +16,10 @@ from coordinator.messages import Payload
 
 ALIGNMENT_BYTES = 64
 """Every parameter starts at a multiple of this within its flat tensor."""
+_COPIED_TOGETHER = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
 
 
 class _Layout:
@@ -196,15 +200,17 @@ class FlatBuffers:
 
         return views
 
+    @torch.no_grad()
     def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Copy all buffers into flat tensors."""
         for parts, buffers in self._pieces(floats, others):
-            torch._foreach_copy_(parts, buffers)
+            _copy_each(parts, buffers)
 
+    @torch.no_grad()
     def write_from(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Copy flat tensors into the buffers."""
         for parts, buffers in self._pieces(floats, others):
-            torch._foreach_copy_(buffers, parts, non_blocking=True)
+            _copy_each(buffers, parts, non_blocking=True)
 
     def _pieces(
         self, floats: Sequence[Tensor], others: Sequence[Tensor]
@@ -233,6 +239,16 @@ class FlatBuffers:
                     f"buffer {name!r} changed its shape from {tuple(shape)} to "
                     f"{tuple(buffer.size())}: buffers that are averaged must keep their shape"
                 )
+
+
+def _copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
+    """In one call where its kernels for GPUs know the dtype and all have the same."""
+    dtypes = {t.dtype for t in (*targets, *sources)}
+    if len(dtypes) == 1 and dtypes <= _COPIED_TOGETHER:
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
 
 
 class FlatState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from runtime.errors import CollectiveAborted, CollectiveTimeout
 
@@ -227,7 +227,9 @@ class Rendezvous(Generic[RequestT, PlanT]):
                 self._plans[:] = [None] * len(self._plans)
             raise
         made, self._plans[rank] = self._plans[rank], None
-        return cast(PlanT, made)
+        if made is None:  # the rank that made it was interrupted as it opened the others' way
+            raise CollectiveAborted("the collective was aborted")
+        return made
 
     def part(self, rank: int) -> None:
         """The meeting that ends a collective: after it nobody touches this rank's tensors."""

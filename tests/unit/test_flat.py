@@ -130,6 +130,24 @@ def test_a_buffer_may_be_replaced_and_is_read_where_it_is(mixed):
     assert mixed.norm.running_var.tolist() == [6.0] * 5
 
 
+def test_buffers_that_keep_their_graphs_or_have_rare_dtypes_are_copied_all_the_same():
+    module = torch.nn.Module()
+    for name, dtype in (("a", torch.float32), ("b", torch.uint16), ("c", torch.complex64)):
+        module.register_buffer(name, torch.ones(2, dtype=dtype))
+    module.register_buffer("d", torch.ones(2))
+    state = FlatState(module)
+    # Outside no_grad, as under lockstep before a step that may be undone.
+    module.a = 3.0 * torch.ones(2, requires_grad=True)
+    module.d = torch.full((2,), 4.0, dtype=torch.float64)
+    kept = state.buffers.empty()
+    state.buffers.read_into(*kept)
+    for buffer in module.buffers():
+        buffer.detach().zero_()
+    state.buffers.write_from(*kept)
+    assert [b.tolist() for b in module.buffers()] == [[3, 3], [1, 1], [1, 1], [4, 4]]
+    assert not any(flat.requires_grad for flat in (*kept[0], *kept[1]))
+
+
 def test_a_model_without_buffers_has_none():
     state = FlatState(nn.Linear(2, 2))
     assert not state.buffers

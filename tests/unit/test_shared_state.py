@@ -139,6 +139,18 @@ def test_a_slow_rank_gets_the_plan_of_its_meeting_though_the_next_one_was_refuse
     assert group._plans == [None] * 3
 
 
+def test_a_plan_that_an_abort_made_void_is_kept_by_nobody():
+    group = Rendezvous(1, WAIT_S)
+
+    def plan(requests):
+        group.barrier.abort()
+        return requests[0]
+
+    with pytest.raises(CollectiveAborted):
+        group.meet(0, "a tensor", plan)
+    assert group._plans == [None]
+
+
 def test_a_rank_that_an_abort_woke_is_missed_by_the_last_to_arrive():
     left = threading.Event()
 
