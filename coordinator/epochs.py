@@ -178,7 +178,19 @@ class Epochs:
             self._core.send(lead, m.Checkpoint(version=checkpoint))
 
     def close(self, now: float) -> None:
-        """Close epochs whose every batch is settled, in order."""
+        """Close epochs whose every batch is settled, in order.
+
+        Those that one averaging closes at once share the time since the last one closed.
+        """
+        num_before = len(self._closing)
+        self._close_settled()
+        closed = list(self._closing)[num_before:]
+        for closing in closed:
+            closing.epoch_s = (now - self._last_close) / len(closed)
+        if closed:
+            self._last_close = now
+
+    def _close_settled(self) -> None:
         while (epoch := self._core.pool.oldest) is not None and epoch.settled:
             work = self.has_work(epoch.epoch)
             if self._core.lockstep or self._core.alone:
@@ -191,8 +203,7 @@ class Epochs:
             for rank in self._core.live:
                 self._tell_older(rank, epoch.epoch + 1)
             self._core.pool.pop_oldest()
-            self._closing.append(_Closing(epoch=epoch, epoch_s=now - self._last_close))
-            self._last_close = now
+            self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
 
     def publish(self, *, anyway: bool = False) -> None:
         """Publish closed epochs, in order, once the lead is done with them.

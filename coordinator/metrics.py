@@ -43,7 +43,8 @@ class EpochMetrics:
         scalars: Recorded scalars, each the mean weighted by samples, and the values of
             the evaluation under ``eval/``.
         per_rank: One entry for each rank.
-        epoch_s: Duration in seconds.
+        epoch_s: Duration in seconds: the time since the last epoch closed, in equal parts for
+            those that closed together.
         num_samples: Distinct samples trained.
         num_retrained: Samples that were trained again after the death of a rank.
         num_skipped: Samples trained whose effect was dropped because a loss, a gradient or

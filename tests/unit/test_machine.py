@@ -249,6 +249,18 @@ def test_an_epoch_is_published_once_its_evaluation_is_there():
     assert len(run.to(m.Shutdown)) == 2
 
 
+def test_epochs_that_close_together_share_the_time():
+    run = Run(num_samples=2, num_epochs=2, anchor=10)
+    run.end_plan(0), run.end_plan(0, epoch=1), run.end_plan(1)
+    assert len(run.to(m.RequestParams)) == 2  # epoch 0 is trained
+    run.end_plan(1, epoch=1)
+    run.snapshot(0, 1, 2), run.snapshot(1, 1, 2)
+    run.now = 3.0
+    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=4))
+    published = [c.metrics for c in run.others if isinstance(c, PublishEpoch)]
+    assert [(metrics.epoch, metrics.epoch_s) for metrics in published] == [(0, 1.5), (1, 1.5)]
+
+
 def test_a_stop_waits_for_the_round_in_flight():
     run = at_a_round()
     run.tell(m.StopRequested())
