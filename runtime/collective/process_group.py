@@ -79,7 +79,6 @@ class ProcessGroupCollective(Collective):
 
     def _take_part(self, request: Request, plan: Plan) -> None:
         start = time.monotonic()
-        self._group.go_on()  # a peer that has failed meanwhile would not come
         try:
             with torch.no_grad():
                 self._exchange(request, plan)
