@@ -615,6 +615,34 @@ def test_a_rank_that_dies_at_its_work_takes_its_peers_out(kind, error, monkeypat
             ends[0].check()
 
 
+@each_kind
+def test_a_rank_that_an_abort_finds_late_for_the_exchange_holds_nobody_up(kind, monkeypatch):
+    """All have met; whatever the late rank does then, its peers must not sit out the timeout."""
+    monkeypatch.setattr(thread_module, "_SMALL", 0)
+    begun, held = threading.Event(), threading.Event()
+    with group_of(3, kind) as ends:
+        of_0, of_1 = ends[0]._take_part, ends[1]._take_part
+
+        def late(*args: Any) -> None:
+            assert held.wait(TIMEOUT_S)
+            of_1(*args)
+
+        def first(*args: Any) -> None:
+            begun.set()
+            of_0(*args)
+
+        monkeypatch.setattr(ends[1], "_take_part", late)
+        monkeypatch.setattr(ends[0], "_take_part", first)
+        futures = start_ranks(ends, lambda end: end.all_reduce_(torch.ones(300)))
+        assert begun.wait(TIMEOUT_S)
+        ends[2].abort()
+        held.set()
+        begin = time.monotonic()
+        errors = [future.exception(TIMEOUT_S * 2) for future in futures]
+        assert time.monotonic() - begin < WAKE_S
+        assert all(error is None or isinstance(error, CollectiveAborted) for error in errors)
+
+
 def test_a_backend_that_times_out_is_a_timeout_with_its_cause(monkeypatch):
     """Rank 1 has met rank 0 but never starts the exchange, nor fails."""
     released = threading.Event()
