@@ -53,7 +53,12 @@ class Averager:
         self._results: list[Payload] = []
         self._turn = 0
 
-    def average(self, payloads: Sequence[Payload], weights: Sequence[int]) -> AverageResult:
+    def average(
+        self,
+        payloads: Sequence[Payload],
+        weights: Sequence[int],
+        squares: Sequence[tuple[float, ...] | None] = (),
+    ) -> AverageResult:
         """Average payloads of the same shapes and dtypes.
 
         float16 and bfloat16 are accumulated in float32, all others in their own
@@ -64,6 +69,9 @@ class Averager:
             weights: Samples behind each payload. One of weight 0 is not read into the
                 average, so its values may be NaN. If all are 0 the result is a copy of
                 the first payload.
+            squares: For each payload the squared norm of each of its parameter tensors, or
+                ``None``. Where all are known, of two ranks, the norm of the average follows
+                from them and is not measured.
 
         Returns:
             The average, valid until the second call after this one. Buffers that are
@@ -72,9 +80,12 @@ class Averager:
         Raises:
             ValueError: No payload, another number of weights, a negative weight, a
                 tensor that is not on the CPU, or payloads that differ in shape or
-                dtype. Earlier results are then as they were.
+                dtype, or squared norms of another number of payloads. Earlier results are
+                then as they were.
         """
         _check(payloads, weights)
+        if len(squares) not in (0, len(payloads)):
+            raise ValueError(f"{len(payloads)} payloads but the squared norms of {len(squares)}")
         result = self._next_result(payloads[0])
         total = sum(weights)
         chosen = payloads[max(range(len(payloads)), key=lambda i: (weights[i], -i))]
@@ -87,8 +98,10 @@ class Averager:
                     average=result, num_samples=0, divergences=(0.0,) * len(payloads)
                 )
             mix = Mix(weights, 0 if self._serial else torch.get_num_threads())
-            for out, *sources in zip(result.params, *(p.params for p in payloads), strict=True):
-                mix.average(out, sources, measure=True)
+            known = _of_each_tensor(squares, len(result.params))
+            params = zip(result.params, *(p.params for p in payloads), strict=True)
+            for (out, *sources), square in zip(params, known, strict=True):
+                mix.average(out, sources, measure=True, squares=square)
             for out, *sources in zip(result.buffers, *(p.buffers for p in payloads), strict=True):
                 mix.average(out, sources, measure=False)
         return AverageResult(average=result, num_samples=total, divergences=mix.divergences)
@@ -138,6 +151,16 @@ def usable_weights(samples: Sequence[int | None]) -> list[int]:
     if any(weights) or None not in samples:
         return weights
     return [int(n is not None) for n in samples]
+
+
+def _of_each_tensor(
+    squares: Sequence[tuple[float, ...] | None], num_tensors: int
+) -> Sequence[tuple[float, ...] | None]:
+    """What is known of each tensor, for all payloads; ``None`` where one did not tell."""
+    told = [of_payload for of_payload in squares if of_payload is not None]
+    if not told or len(told) < len(squares):
+        return [None] * num_tensors
+    return list(zip(*told, strict=True))
 
 
 def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:

@@ -27,6 +27,7 @@ class Average:
         ranks: Whose payloads these are.
         payloads: One for each of ``ranks``.
         weights: Samples behind each.
+        squares: Squared norms of the parameter tensors of each, as far as they are known.
         keep: Whether a copy of the average is wanted, too.
     """
 
@@ -34,6 +35,7 @@ class Average:
     ranks: tuple[int, ...]
     payloads: tuple[Payload, ...]
     weights: tuple[int, ...]
+    squares: tuple[tuple[float, ...] | None, ...] = ()
     keep: bool = False
 
 

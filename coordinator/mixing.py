@@ -7,27 +7,22 @@ source one reading and of the result one writing reach the memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from coordinator.blocks import PART_BYTES, block_length, blocks, product, sum_squares
 
 _BLOCK_BYTES = 1 << 19
 """Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
 every operation on a block starts anew, and all threads meet in it: on a processor with 1 MiB of
 cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time than 256. Threads of
 Python with a share each are slower, for every operation waits for the interpreter's lock."""
-_PAIR_BYTES = 3 << 18
-"""The same where three blocks are all: 768 to 1,024 KiB took a tenth less than 320 with one thread
-and as long or less with two; with 2,048 KiB and more the memory is passed over again."""
-_MOST_BYTES = 8 << 20
-"""Size of a block however many threads share it: three or four are to stay in the caches."""
 _SERIAL = 32_768
 """Elements that PyTorch's own operations, other than products, never split between threads."""
-_MAX_THREADS = 32
-"""Bounds the size of a block, of which a scratch is allocated."""
-_GROUP = 64
-"""Blocks of which the views are made at once, which holds the interpreter's lock."""
+_CANCELLED = 1e-3
+"""A squared norm that is less than this part of those it is the difference of is measured."""
 _TINY_NORM = 1e-10
 
 
@@ -54,9 +49,9 @@ class Mix:
         for i in self._live:
             running += weights[i]
             self._fractions.append(weights[i] / running)
-        self._threads = min(num_threads, _MAX_THREADS)
+        self._threads = num_threads
         # MKL splits a product of 8,192 elements already.
-        self._square = _product if num_threads else _squared_norm
+        self._square = product if num_threads else _squared_norm
         self._distances = [0.0] * len(weights)
         self._norm = 0.0
 
@@ -68,19 +63,33 @@ class Mix:
             return (0.0,) * len(self._distances)
         return tuple(math.sqrt(d) / norm for d in self._distances)
 
-    def average(self, out: Tensor, sources: Sequence[Tensor], *, measure: bool) -> None:
-        """Write the mean of one flat tensor; add to the norms if ``measure``."""
+    def average(
+        self,
+        out: Tensor,
+        sources: Sequence[Tensor],
+        *,
+        measure: bool,
+        squares: Sequence[float] | None = None,
+    ) -> None:
+        """Write the mean of one flat tensor.
+
+        Args:
+            out: Where to.
+            sources: One for each weight.
+            measure: Whether to add to the norms.
+            squares: The squared norm of each source, if known: may spare measuring the mean's.
+        """
         if out.is_complex():
             out, sources = _as_real(out), [_as_real(s) for s in sources]
         reduced = out.dtype in (torch.float16, torch.bfloat16)
         wide = torch.float32 if reduced else out.dtype
         if len(sources) == len(self._live) == 2 and not reduced:
-            self._mix_pair(out.view(-1), [s.view(-1) for s in sources], measure)
+            self._mix_pair(out.view(-1), [s.view(-1) for s in sources], measure, squares)
             return
         length = max(1, min(self._length(_BLOCK_BYTES, wide), out.numel()))
         spare = torch.empty(length, dtype=wide)
         copies = torch.empty(len(sources) + 1 if reduced else 0, length, dtype=wide)
-        for target, *parts in _blocks([out.view(-1), *(s.view(-1) for s in sources)], length):
+        for target, *parts in blocks([out.view(-1), *(s.view(-1) for s in sources)], length):
             size = target.numel()
             scratch = spare if size == length else spare[:size]
             if reduced:
@@ -91,32 +100,56 @@ class Mix:
                     self._norm += norm
                     self._add_distances(target, parts, scratch)
 
-    def _mix_pair(self, out: Tensor, sources: Sequence[Tensor], measure: bool) -> None:
+    def _mix_pair(
+        self,
+        out: Tensor,
+        sources: Sequence[Tensor],
+        measure: bool,
+        squares: Sequence[float] | None,
+    ) -> None:
         """Both are on one line with their mean: one difference gives it and both distances.
 
-        The difference is made where the mean will be: the memory then reads and writes at
-        the same time, and three blocks have to fit into the cache instead of four.
+        It is finite if and only if both sources are, or else it has overflowed.
         """
         # The other threads wait while this one interprets: nothing is looked up twice.
         sub, square_of, isfinite = torch.sub, self._square, math.isfinite
         shares = self._shares
         light, heavy = (0, 1) if shares[0] < shares[1] else (1, 0)
         share = shares[light]
-        length = max(1, self._length(_PAIR_BYTES, out.dtype))
-        distance = 0.0
-        for target, less, more in _blocks([out, sources[light], sources[heavy]], length):
-            sub(more, less, out=target)
-            if measure:
-                square = square_of(target)
-                distance += square if isfinite(square) else self._sum_squares(target)
-            sub(more, target, alpha=share, out=target)
-            norm = square_of(target)
-            if not isfinite(norm):
-                norm = self._finite_norm(target, (less, more) if light == 0 else (more, less))
-            if measure:
-                self._norm += norm
+        distance = norm = 0.0
+        needs_norm = measure and squares is None
+        length = max(1, self._length(PART_BYTES, out.dtype))
+        # One that stays in the cache, where there is more than one block.
+        spare = out if out.numel() <= length else torch.empty(length, dtype=out.dtype)
+        for target, less, more in blocks([out, sources[light], sources[heavy]], length):
+            size = target.numel()
+            difference = spare if size == spare.numel() else spare[:size]
+            sub(more, less, out=difference)
+            square = square_of(difference)
+            if not isfinite(square):
+                square = sum_squares(difference, square_of)
+            distance += square
+            sub(more, difference, alpha=share, out=target)
+            if not isfinite(square):
+                self._mend(target, (less, more) if light == 0 else (more, less))
+            if needs_norm:
+                norm += sum_squares(target, square_of)
+        if not measure:
+            return
+        if squares is not None:
+            norm = self._norm_of_mean(out, squares, shares[0] * shares[1] * distance)
+        self._norm += norm
         self._distances[0] += distance * shares[1] ** 2
         self._distances[1] += distance * shares[0] ** 2
+
+    def _norm_of_mean(self, mean: Tensor, squares: Sequence[float], spread: float) -> float:
+        """The squared norm of a mean: the sources' mean one, less their variance around it."""
+        whole = sum(share * square for share, square in zip(self._shares, squares, strict=True))
+        norm = whole - spread
+        if norm > _CANCELLED * whole:  # not so for what is NaN, or nearly all cancelled
+            return norm
+        length = max(1, self._length(_BLOCK_BYTES, mean.dtype))
+        return sum(sum_squares(block, self._square) for (block,) in blocks([mean], length))
 
     def _mix_reduced(
         self,
@@ -179,28 +212,11 @@ class Mix:
             self._distances[i] += self._sum_squares(scratch)
 
     def _sum_squares(self, block: Tensor) -> float:
-        square = self._square(block)
-        if not math.isfinite(square):  # Perhaps only the squares overflowed.
-            square = float(block.double().square().sum())
-        return square
+        return sum_squares(block, self._square)
 
     def _length(self, part_bytes: int, dtype: torch.dtype) -> int:
         """Elements of a block, given the bytes of a thread's part."""
-        if not self._threads:
-            return _SERIAL
-        return min(self._threads * part_bytes, _MOST_BYTES) // dtype.itemsize
-
-
-def _blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of the first tensor, each with those of the others."""
-    for start in range(0, flats[0].numel(), length * _GROUP):
-        cut = [torch.split(flat[start : start + length * _GROUP], length) for flat in flats]
-        yield from zip(*cut, strict=True)
-
-
-def _product(block: Tensor) -> float:
-    square: float = torch.dot(block, block).item()
-    return square
+        return block_length(dtype, self._threads, part_bytes) if self._threads else _SERIAL
 
 
 def _squared_norm(block: Tensor) -> float:

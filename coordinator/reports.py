@@ -80,6 +80,7 @@ class ParamSnapshot:
         num_samples: Samples trained since the last round: the weight.
         num_batches: Batches trained since the last round.
         healthy: Whether the parameters are finite; if not, the weight is 0.
+        squares: Squared norms of the payload's parameter tensors, if the rank has measured them.
         report: What of it was not yet told; it counts even if the round was given up.
         extra: The rank's own state at that boundary, if it was asked for.
     """
@@ -90,6 +91,7 @@ class ParamSnapshot:
     num_samples: int
     num_batches: int
     healthy: bool = True
+    squares: tuple[float, ...] | None = None
     report: BatchReport | None = None
     extra: Extra | None = None
 

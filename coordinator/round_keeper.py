@@ -143,6 +143,7 @@ class RoundKeeper:
                     weights=tuple(
                         usable_weights([s.num_samples if s.healthy else None for s in order])
                     ),
+                    squares=tuple(s.squares for s in order),
                     keep=self.round.capture,
                 )
             )

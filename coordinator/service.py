@@ -237,7 +237,7 @@ class Service:
     def _average(averager: Averager, job: Average) -> m.Averaged:
         start = time.monotonic()
         try:
-            result = averager.average(job.payloads, job.weights)
+            result = averager.average(job.payloads, job.weights, job.squares)
         except BaseException as error:
             logger.exception("averaging round %d failed", job.round)
             return m.Averaged(round=job.round, average=None, error=error)

@@ -134,13 +134,14 @@ class Answers:
             self._per_epoch(message.evaluate, message.checkpoint)
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
-        healthy = self._judge.enter_round(self._protocol.samples)
-        report = self._reporter.take_report(wait=message.capture)
         self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory
         start = self._clock.now()
         payload, arrival = self._averager.start_snapshot()
-        self._protocol.snapshot_taken(message.round)
         self._snapshot_s = self._clock.now() - start
+        squares = self._averager.squares
+        healthy = self._judge.enter_round(self._protocol.samples, squares)
+        report = self._reporter.take_report(wait=message.capture)
+        self._protocol.snapshot_taken(message.round)
         self._reporter.put(
             m.ParamSnapshot(
                 rank=self._rank,
@@ -149,6 +150,7 @@ class Answers:
                 num_samples=self._protocol.samples if healthy else 0,
                 num_batches=self._protocol.batches,
                 healthy=healthy,
+                squares=squares,
                 report=report,
                 extra=self._capture() if message.capture else None,
             ),

@@ -16,7 +16,8 @@ from coordinator.averaging import usable_weights
 from coordinator.messages import Payload
 from runtime.collective import Collective
 from runtime.device import Arrival, DeviceContext
-from runtime.flat import FlatState, change, norm
+from runtime.flat import FlatState
+from runtime.flat_math import change, norm
 
 TINY_NORM = 1e-10
 
@@ -31,6 +32,8 @@ class ReplicaAverager:
     Attributes:
         collective: Where the ranks meet; replaced when one of them is gone.
         version: Averages taken.
+        squares: Squared norms of the last snapshot's parameter tensors; ``None``: not measured,
+            as a device would have to be waited for.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class ReplicaAverager:
         self._before: list[Tensor] | None = None
         self._before_buffers: tuple[Tensor, ...] = ()
         self.version = 0
+        self.squares: tuple[float, ...] | None = None
+        self._on_cpu = device.device.type == "cpu"
 
     # -- the CPU path ------------------------------------------------------------
 
@@ -88,7 +93,7 @@ class ReplicaAverager:
             )
 
     def _copy_out(self, twin: Payload | None) -> Payload:
-        if self._device.device.type == "cpu":
+        if self._on_cpu:
             payload = twin or self._state.new_payload()
             with self._device.comm():
                 self._state.snapshot_into(payload)
@@ -113,7 +118,10 @@ class ReplicaAverager:
         if self._twin is None:
             self._twin = self._device.host_twin(self._base)
         with self._device.comm():
-            self._state.snapshot_into(self._base)
+            if self._on_cpu:
+                self.squares = self._state.snapshot_measured(self._base)
+            else:
+                self._state.snapshot_into(self._base)
         # Behind the copy on the device, which is all that training waits for.
         self._arrival = self._device.fetch(self._base, self._twin)
         return self._twin, self._arrival
@@ -135,16 +143,20 @@ class ReplicaAverager:
         average = self._staged(average, twin)
         floats, others = self._state.buffers.empty()
         scratch = Payload(params=(), buffers=floats, taken=others)
-        with self._device.comm():
-            # live + (average - base), grouped so that the result is exact where nothing
-            # was trained, and the average itself can be held in between.
-            self._state.keep_progress(base, scratch)
-        if meanwhile is not None:
+        # live + (average - base), grouped so that the result is exact where nothing was trained,
+        # and the average itself can be held in between.
+        if self._on_cpu and meanwhile is None:
             with self._device.comm():
-                self._state.load(average)
-            meanwhile()
-        with self._device.comm():
-            self._state.load_plus(average, base, scratch)
+                self._state.add_progress(average, base, scratch)
+        else:
+            with self._device.comm():
+                self._state.keep_progress(base, scratch)
+            if meanwhile is not None:
+                with self._device.comm():
+                    self._state.load(average)
+                meanwhile()
+            with self._device.comm():
+                self._state.load_plus(average, base, scratch)
         self.version += 1
         self._arrival = self._device.arrival()
         return self._arrival

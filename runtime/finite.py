@@ -121,12 +121,14 @@ class ReplicaJudge:
         if error is not None:
             raise error
 
-    def enter_round(self, num_samples: int) -> bool:
+    def enter_round(self, num_samples: int, squares: Sequence[float] | None = None) -> bool:
         """Judge the replica before its state goes into a round.
 
         Args:
             num_samples: Samples trained since the last round. Where the replica is not
                 finite they count as skipped, once for all rounds that are given up.
+            squares: The squared norms of its parameters, if they were measured: where they are
+                finite nothing is read again.
 
         Returns:
             Whether it may go in; if not, it joins with weight 0 and takes the average.
@@ -134,7 +136,8 @@ class ReplicaJudge:
         Raises:
             NonFiniteError: It may not, and the mode does not let it be replaced.
         """
-        error = self.fault()
+        finite = squares is not None and all(map(math.isfinite, squares))
+        error = None if finite else self.fault()
         self.poisoned = error is not None
         if error is None:
             self._num_counted = 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.messages import Payload
+from runtime.flat_math import add, add_progress, change, copy_measured
 
 ALIGNMENT_BYTES = 64
 """Every parameter starts at a multiple of this within its flat tensor."""
@@ -288,6 +289,19 @@ class FlatState:
         self.buffers.read_into(payload.buffers, payload.taken)
 
     @torch.no_grad()
+    def snapshot_measured(self, payload: Payload) -> tuple[float, ...]:
+        """As :meth:`snapshot_into`, on a CPU.
+
+        Returns:
+            The squared norm of each flat tensor of parameters; not finite where a value is not.
+        """
+        self.params.check()
+        flats = zip(payload.params, self.params.flats, strict=True)
+        squares = tuple([copy_measured(out, flat) for out, flat in flats])
+        self.buffers.read_into(payload.buffers, payload.taken)
+        return squares
+
+    @torch.no_grad()
     def live(self) -> Payload:
         """The live state, with its buffers copied side by side; parameters are no copies."""
         self.params.check()
@@ -331,13 +345,7 @@ class FlatState:
         """Turn ``base``, an earlier snapshot, into what was trained since: ``live - base``."""
         for flat, old in zip(self.params.flats, base.params, strict=True):
             torch.sub(flat, old, out=old)
-        if self.buffers:
-            self.buffers.read_into(scratch.buffers, scratch.taken)
-            for live, old in _pairs(scratch, base):
-                if old.dtype is torch.bool:
-                    old.copy_(live)
-                else:
-                    change(live, old, out=old)
+        self._keep_buffers(base, scratch)
 
     @torch.no_grad()
     def load_plus(self, average: Payload, progress: Payload, scratch: Payload) -> None:
@@ -345,43 +353,41 @@ class FlatState:
 
         An average in pinned memory is still read afterwards.
         """
-        for flat, mean, delta in zip(
-            self.params.flats, average.params, progress.params, strict=True
+        flats = zip(self.params.flats, average.params, progress.params, strict=True)
+        for flat, mean, delta in flats:
+            add(mean, delta, out=flat)
+        self._load_buffers(average, progress, scratch)
+
+    @torch.no_grad()
+    def add_progress(self, average: Payload, base: Payload, scratch: Payload) -> None:
+        """:meth:`keep_progress` and :meth:`load_plus` in one pass, on a CPU."""
+        for flat, mean, old in zip(self.params.flats, average.params, base.params, strict=True):
+            add_progress(flat, mean, old)
+        self._keep_buffers(base, scratch)
+        self._load_buffers(average, base, scratch)
+
+    def _keep_buffers(self, base: Payload, scratch: Payload) -> None:
+        if not self.buffers:
+            return
+        self.buffers.read_into(scratch.buffers, scratch.taken)
+        for live, old in _pairs(scratch, base):
+            if old.dtype is torch.bool:
+                old.copy_(live)
+            else:
+                change(live, old, out=old)
+
+    def _load_buffers(self, average: Payload, progress: Payload, scratch: Payload) -> None:
+        if not self.buffers:
+            return
+        for live, (mean, delta) in zip(
+            (*scratch.buffers, *scratch.taken), _pairs(average, progress), strict=True
         ):
-            _add(mean, delta, out=flat)
-        if self.buffers:
-            for live, (mean, delta) in zip(
-                (*scratch.buffers, *scratch.taken), _pairs(average, progress), strict=True
-            ):
-                if live.dtype is torch.bool:
-                    live.copy_(delta)
-                else:
-                    _add(mean, delta, out=live)
-            self.buffers.write_from(scratch.buffers, scratch.taken)
-
-
-def _add(mean: Tensor, delta: Tensor, out: Tensor) -> None:
-    """``mean + delta``, where the mean may still lie on the CPU."""
-    if mean.device == out.device:
-        torch.add(mean, delta, out=out)
-    else:
-        out.copy_(mean, non_blocking=True)
-        out.add_(delta)
+            if live.dtype is torch.bool:
+                live.copy_(delta)
+            else:
+                add(mean, delta, out=live)
+        self.buffers.write_from(scratch.buffers, scratch.taken)
 
 
 def _pairs(a: Payload, b: Payload) -> Iterable[tuple[Tensor, Tensor]]:
     return zip((*a.buffers, *a.taken), (*b.buffers, *b.taken), strict=True)
-
-
-def change(new: Tensor, old: Tensor, out: Tensor) -> None:
-    """``new - old``; 0 where both are the same infinity, as in a mask kept as a buffer."""
-    same = new == old
-    torch.sub(new, old, out=out)
-    out.masked_fill_(same, 0)
-
-
-def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors together, a scalar on their device."""
-    parts = [torch.linalg.vector_norm(t) for t in tensors]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([p.double() for p in parts]))
-    return total

@@ -46,14 +46,14 @@ class HeldAverage:
         self.before, self.after, self.devices = [], [], set()
         average = Averager.average
 
-        def held(averager, payloads, weights):
+        def held(averager, payloads, weights, squares):
             self.devices |= {str(t.device) for p in payloads for t in p.params}
             if not self.before:
                 self.before = [float(p.params[0][0]) for p in payloads]
                 self.computing.set()
                 assert self.opened.wait(BOUND_S)
                 self.after = [float(p.params[0][0]) for p in payloads]
-            return average(averager, payloads, weights)
+            return average(averager, payloads, weights, squares)
 
         monkeypatch.setattr(Averager, "average", held)
         monkeypatch.setattr(service, "INLINE_BYTES", -1)  # as for a state that is not small

@@ -283,10 +283,10 @@ def test_no_averaging_thread_outlives_the_run(tap, monkeypatch):
     computing, held = threading.Event(), threading.Event()
     average = Averager.average
 
-    def slow(averager, payloads, weights):
+    def slow(averager, payloads, weights, squares):
         computing.set()
         assert held.wait(BOUND_S)
-        return average(averager, payloads, weights)
+        return average(averager, payloads, weights, squares)
 
     def die_meanwhile(model, batch):
         if current_worker().rank == 1 and computing.is_set():
@@ -314,7 +314,7 @@ def test_an_average_that_cannot_be_computed_hangs_nobody(monkeypatch):
     """D20: every round fails, and after some in a row the run ends with an error."""
     num_calls = [0]
 
-    def broken(averager, payloads, weights):
+    def broken(averager, payloads, weights, squares):
         num_calls[0] += 1
         raise MemoryError("planted")
 

@@ -148,11 +148,11 @@ class Watch:
         self.weights = []
         average, mean = Averager.average, Collective.weighted_mean_
 
-        def watched_average(averager, payloads, weights):
+        def watched_average(averager, payloads, weights, squares):
             for payload, weight in zip(payloads, weights, strict=True):
                 if weight or not any(weights):
                     self._note("averaged", payload.params, weight)
-            return average(averager, payloads, weights)
+            return average(averager, payloads, weights, squares)
 
         def watched_mean(collective, tensors, weight):
             if weight:

@@ -28,6 +28,7 @@ weight_lists = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
 def small_blocks(monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
     monkeypatch.setattr(mixing, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(mixing, "PART_BYTES", 64)
 
 
 def params(*tensors):
@@ -200,6 +201,63 @@ def test_squares_that_overflow_float32_do_not_lose_the_divergence():
     one, other = torch.full((5,), 1e30), torch.full((5,), 3e30)
     result = Averager().average([params(one), params(other)], [1, 1])
     assert result.divergences == pytest.approx((0.5, 0.5))
+
+
+# -- norms that the ranks tell ------------------------------------------------
+
+
+def squares_of(*tensors):
+    return tuple(float(t.double().square().sum()) for t in tensors)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("weights", [[3, 5], [1, 1], [2, 0], [1, 2, 3]])
+def test_norms_that_are_told_spare_measuring_and_change_nothing(dtype, weights, monkeypatch):
+    payloads = [params(torch.randn(103).to(dtype) + 1, torch.randn(7) - 1) for _ in weights]
+    told = [squares_of(*payload.params) for payload in payloads]
+    measured = []
+    norm_of = mixing.sum_squares
+    monkeypatch.setattr(mixing, "sum_squares", lambda *a: measured.append(a) or norm_of(*a))
+    plain = Averager().average(payloads, weights)
+    num_plain = len(measured)
+    result = Averager().average(payloads, weights, told)
+    for average, expected in zip(result.average.params, plain.average.params, strict=True):
+        assert bits(average) == bits(expected)
+    assert result.divergences == pytest.approx(plain.divergences, rel=1e-5)
+    is_pair = 0 not in weights and len(weights) == 2
+    assert (len(measured) - num_plain < num_plain) == is_pair
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-3])
+def test_a_norm_that_cancels_is_measured(gap):
+    """What is left of two long vectors that point apart is no difference of their norms."""
+    one = torch.randn(1000)
+    other = gap - one
+    payloads = [params(one), params(other)]
+    told = [squares_of(one), squares_of(other)]
+    result = Averager().average(payloads, [1, 1], told)
+    expected = Averager().average(payloads, [1, 1])
+    assert result.divergences == pytest.approx(expected.divergences, rel=1e-6)
+    assert (max(result.divergences) == 0.0) == (gap == 0.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_norms_that_are_no_numbers_are_measured_again(bad):
+    one, other = torch.ones(5), torch.full((5,), 3.0)
+    result = Averager().average([params(one), params(other)], [1, 1], [(5.0,), (bad,)])
+    assert result.divergences == pytest.approx((0.5, 0.5))
+
+
+def test_where_one_rank_tells_no_norm_all_are_measured():
+    one, other = torch.ones(5), torch.full((5,), 3.0)
+    result = Averager().average([params(one), params(other)], [1, 1], [(1e9,), None])
+    assert result.divergences == pytest.approx((0.5, 0.5))
+
+
+def test_norms_of_another_number_of_payloads_are_refused():
+    with pytest.raises(ValueError, match="2 payloads but the squared norms of 1"):
+        Averager().average([params(torch.ones(5))] * 2, [1, 1], [(5.0,)])
 
 
 # -- weights -----------------------------------------------------------------

@@ -36,20 +36,26 @@ local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].na
 # -- nothing trained is lost ---------------------------------------------------
 
 
+def _squares(payload):
+    return tuple(float(t.double().square().sum()) for t in payload.params)
+
+
 class WatchedAverager:
     """Notes every average over the CPU path; holds the first until training went on."""
 
     def __init__(self, monkeypatch, hold):
         self.calls = []  # (snapshots, weights, average)
+        self.squares = []  # (told by the ranks, those of the snapshots)
         self.meanwhile = 0
         real = Averager.average
 
-        def average(averager, payloads, weights):
+        def average(averager, payloads, weights, squares):
             if not self.calls:
                 self.meanwhile = hold()
-            result = real(averager, payloads, weights)
+            result = real(averager, payloads, weights, squares)
             values = [float(p.params[0][0]) for p in payloads]
             self.calls.append((values, tuple(weights), float(result.average.params[0][0])))
+            self.squares.append((squares, [_squares(p) for p in payloads]))
             return result
 
         monkeypatch.setattr(Averager, "average", average)
@@ -83,6 +89,9 @@ def test_what_is_trained_while_an_average_is_computed_stays(monkeypatch, policy)
     mean = sum(f * w for f, w in zip(finals, weights, strict=True)) / sum(weights)
     assert result == pytest.approx(mean, abs=1e-9)
     assert float(state.params["w"]) == result
+    # The ranks have told the norms of these very snapshots.
+    for told, own in watched.squares[:-1]:
+        assert [pytest.approx(of_rank) for of_rank in told] == own
     # And weights count each sample in exactly one round.
     assert sum(sum(w) for _, w, _ in watched.calls) == 200
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.flat import ALIGNMENT_BYTES, FlatState, norm
+from runtime.flat import ALIGNMENT_BYTES, FlatState
+from runtime.flat_math import norm
 from tests.unit.running import LOCAL_WAYS, WAIT_S, builder
 
 local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
@@ -97,7 +98,22 @@ def test_a_snapshot_goes_round_and_aliases_nothing(mixed):
     assert payload.num_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
-def test_progress_is_kept_exactly(mixed):
+def test_a_snapshot_that_is_measured_tells_the_norm_of_each_flat_tensor(mixed):
+    state = FlatState(mixed)
+    plain, measured = state.new_payload(), state.new_payload()
+    state.snapshot_into(plain)
+    squares = state.snapshot_measured(measured)
+    for one, other in zip(
+        (*plain.params, *plain.buffers, *plain.taken),
+        (*measured.params, *measured.buffers, *measured.taken),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+    assert squares == pytest.approx([float(f.double().square().sum()) for f in state.params.flats])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_progress_is_kept_exactly(mixed, at_once):
     state = FlatState(mixed)
     base, scratch = state.new_payload(), state.new_payload()
     state.snapshot_into(base)
@@ -110,8 +126,11 @@ def test_progress_is_kept_exactly(mixed):
         mixed.norm.num_batches_tracked += 4
         mixed.norm.running_var += 2.0
         mixed.mask.fill_(True)
-    state.keep_progress(base, scratch)
-    state.load_plus(average, base, scratch)
+    if at_once:
+        state.add_progress(average, base, scratch)
+    else:
+        state.keep_progress(base, scratch)
+        state.load_plus(average, base, scratch)
     assert mixed.wide.tolist() == [i + 11.0 for i in range(7)]
     assert mixed.scalar.item() == 12.0
     assert int(mixed.norm.num_batches_tracked) == 4

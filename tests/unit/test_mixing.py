@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from coordinator import mixing
+from coordinator import blocks, mixing
 from tests.unit.test_averaging import DTYPES, bits
 
 
@@ -17,8 +17,8 @@ from tests.unit.test_averaging import DTYPES, bits
 def small_blocks(monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
     monkeypatch.setattr(mixing, "_BLOCK_BYTES", 256)
-    monkeypatch.setattr(mixing, "_PAIR_BYTES", 256)
-    monkeypatch.setattr(mixing, "_GROUP", 3)
+    monkeypatch.setattr(mixing, "PART_BYTES", 256)
+    monkeypatch.setattr(blocks, "_GROUP", 3)
     monkeypatch.setattr(mixing, "_SERIAL", 50)
 
 

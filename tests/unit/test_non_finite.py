@@ -10,6 +10,7 @@ from runtime import (
     NonFiniteError,
     WorkerFailed,
     current_worker,
+    finite,
 )
 from runtime.device import StepMeter, ValueLog
 from runtime.finite import ON_NON_FINITE, ReplicaJudge, all_finite
@@ -353,6 +354,22 @@ def test_samples_of_rounds_that_are_given_up_are_skipped_once():
     assert meter.take().num_skipped == 0
     assert not optimizer.state
     assert not judge.poisoned
+
+
+def test_norms_that_a_snapshot_has_measured_judge_the_replica(monkeypatch):
+    """The parameters are read again only to tell an overflow from a value that is not finite."""
+    module = Pair()
+    judge, _, _ = judge_of(module, "ignore")
+    read = []
+    monkeypatch.setattr(finite, "all_finite", lambda flats: read.append(1) or all_finite(flats))
+    assert judge.enter_round(5, (4.0, 1e300))
+    assert not read
+    assert judge.enter_round(5, (4.0, float("inf")))
+    assert len(read) == 1
+    with torch.no_grad():
+        module.second[1] = float("nan")
+    assert not judge.enter_round(5, (4.0, float("nan")))
+    assert judge.poisoned
 
 
 @pytest.mark.parametrize(("mode", "averaged"), [("raise", True), ("skip", True), ("ignore", False)])

@@ -142,11 +142,11 @@ def test_an_average_is_none_of_the_coordinators_own_time(monkeypatch):
     spent = []
 
     class Busy(Averager):
-        def average(self, payloads, weights):
+        def average(self, payloads, weights, squares=()):
             end = time.thread_time() + 0.1
             while time.thread_time() < end:
                 pass
-            return super().average(payloads, weights)
+            return super().average(payloads, weights, squares)
 
     monkeypatch.setattr(service_module, "Averager", Busy)
 
@@ -281,7 +281,7 @@ def test_events_are_handled_while_an_average_is_computed(monkeypatch):
     started, release = threading.Event(), threading.Event()
 
     class Slow(Averager):
-        def average(self, payloads, weights):
+        def average(self, payloads, weights, squares=()):
             started.set()
             assert release.wait(WAIT_S)
             raise RuntimeError("released")
@@ -316,7 +316,7 @@ def test_an_average_in_progress_is_waited_for_when_the_run_ends(monkeypatch):
     finished = []
 
     class Slow(Averager):
-        def average(self, payloads, weights):
+        def average(self, payloads, weights, squares=()):
             started.set()
             assert release.wait(WAIT_S)
             finished.append(True)

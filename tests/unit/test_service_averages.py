@@ -26,9 +26,9 @@ def test_only_a_small_average_is_computed_in_the_coordinators_thread(monkeypatch
     found = []
 
     class Named(Averager):
-        def average(self, payloads, weights):
+        def average(self, payloads, weights, squares):
             found.append(threading.current_thread().name)
-            return super().average(payloads, weights)
+            return super().average(payloads, weights, squares)
 
     monkeypatch.setattr(service_module, "Averager", Named)
     payloads = (m.Payload(params=(torch.ones(num_bytes // 8),)),) * 2  # bytes of both together

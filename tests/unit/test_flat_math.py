@@ -1,0 +1,65 @@
+"""Passes over flat tensors: the values of plain operations, whole or in blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime import flat_math
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+@pytest.fixture(params=["whole", "in blocks"], autouse=True)
+def blocks(request, monkeypatch):
+    """Blocks of a few elements, so that small tensors are cut as large ones are."""
+    if request.param == "in blocks":
+        monkeypatch.setattr(flat_math, "_CACHED_BYTES", 0)
+        monkeypatch.setattr(flat_math, "PART_BYTES", 64)
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 64, 1003])
+def test_a_copy_is_a_copy_and_tells_the_squared_norm(dtype, numel):
+    source = (torch.randn(numel) + 1).to(dtype)
+    out = torch.empty_like(source)
+    square = flat_math.copy_measured(out, source)
+    assert bits(out) == bits(source)
+    wide = source.to(torch.complex128 if dtype.is_complex else torch.float64)
+    assert square == pytest.approx(float(wide.abs().square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("where", [0, 500, 1002])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_value_that_is_not_finite_shows_in_the_norm(dtype, bad, where):
+    source = torch.ones(1003, dtype=dtype)
+    source[where] = bad
+    square = flat_math.copy_measured(torch.empty_like(source), source)
+    assert not 0 <= square < float("inf")
+
+
+def test_large_values_whose_squares_overflow_are_finite():
+    source = torch.full((1003,), 1e30)
+    square = flat_math.copy_measured(torch.empty_like(source), source)
+    assert square == pytest.approx(1003e60)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 64, 1003])
+def test_progress_is_added_as_by_two_passes(dtype, numel):
+    live, average, base = (torch.randn(numel).to(dtype) for _ in range(3))
+    expected = average + (live - base)
+    flat_math.add_progress(live, average, base)
+    assert bits(live) == bits(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_progress_the_average_is_taken_exactly(dtype):
+    live, average = (torch.randn(1003).to(dtype) for _ in range(2))
+    flat_math.add_progress(live, average, live.clone())
+    assert bits(live) == bits(average)
