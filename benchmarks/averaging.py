@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from coordinator.averaging import Averager
 from coordinator.contents import Payload
 from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
+from runtime.finite import all_finite
+from runtime.flat_math import add_progress, copy_measured
 
 TARGET = 1.5
 """Bound of the arithmetic over the time of reading both and writing one, at 2 ranks in float32."""
@@ -37,6 +39,7 @@ NUM_BATCHES, ANCHOR = 24, 2
 JOIN_S = 170.0
 OURS, UNTOLD = "this runtime", "the same, no norms told"
 """Ranks tell the norms of their snapshots, which they measure to judge them; those of CPUs do."""
+SNAPSHOT, UPDATE = "snapshot: this runtime", "update: this runtime"
 ALLOCATING = "stack, then mean (unweighted)"
 """The way that takes and gives back memory of the models' size, which slows those after it."""
 # Copies are made with several intra-op threads.
@@ -67,6 +70,29 @@ def naive(out: Tensor, sources: Sequence[Tensor], weights: Sequence[int]) -> dic
     return ways
 
 
+def of_one_rank(out: Tensor, sources: Sequence[Tensor]) -> dict[str, Work]:
+    """What a rank does in a round, and the same by operations on the whole; ``sources[3]`` changes.
+
+    A snapshot reads one and writes one, an update reads three and writes one.
+    """
+    base = sources[3]
+
+    def snapshot() -> None:
+        all_finite(sources[:1])
+        out.copy_(sources[0])
+
+    def update() -> None:
+        torch.sub(out, base, out=base)
+        torch.add(sources[0], base, out=out)
+
+    return {
+        SNAPSHOT: lambda: copy_measured(out, sources[0]),
+        "snapshot: finite?, then copy": snapshot,
+        UPDATE: lambda: add_progress(out, sources[0], base),
+        "update: sub, then add": update,
+    }
+
+
 def time_of(work: Work) -> float:
     """Seconds that a piece of work takes."""
     start = time.perf_counter()
@@ -77,7 +103,7 @@ def time_of(work: Work) -> float:
 def measure_arithmetic(
     num_parameters: int, num_threads: int, dtype: torch.dtype, repeat: int
 ) -> list[dict[str, Any]]:
-    """One row for each world size and way; all ways in turn, ``repeat`` times.
+    """One row for each number of ranks and way; all ways in turn, ``repeat`` times.
 
     The copy that a ratio refers to is measured in the same turns with the same threads, and
     all memory was written to before. The way that allocates has turns of its own, afterwards.
@@ -86,15 +112,17 @@ def measure_arithmetic(
     weights = [3, 5, 4, 6]
     sources = [torch.randn(num_parameters).to(dtype) for _ in range(max(WORLDS))]
     out = torch.empty_like(sources[0])
-    squares = [(float(source.double().square().sum()),) for source in sources]
+    squares = [(float(source.double().square().sum()),) for source in sources[:2]]
     averager = Averager()
     works: dict[tuple[int, str], Work] = {(1, "copy"): lambda: out.copy_(sources[0])}
+    works |= {(1, way): work for way, work in of_one_rank(out, sources).items()}
     for world in WORLDS:
         payloads = [payload(source) for source in sources[:world]]
         given = payloads, weights[:world]
-        works[world, OURS] = partial(averager.average, *given, squares[:world])
-        if world == 2:
-            works[world, UNTOLD] = partial(averager.average, *given)
+        works[world, OURS] = partial(averager.average, *given)
+        if world == 2 and dtype is torch.float32:
+            works[world, UNTOLD] = works[world, OURS]
+            works[world, OURS] = partial(averager.average, *given, squares)
         for way, work in naive(out, sources[:world], weights[:world]).items():
             works[world, way] = work
     for work in works.values():
@@ -120,14 +148,18 @@ def measure_arithmetic(
             "ranks": world,
             "way": way,
             "seconds": seconds,
-            # A copy reads one and writes one.
-            "memory_s": copy_s * (world + 1) / 2,
-            "ratio": seconds / (copy_s * (world + 1) / 2),
+            "memory_s": copy_s * num_passes(world, way) / 2,  # a copy is two
+            "ratio": seconds / (copy_s * num_passes(world, way) / 2),
             "copy_gb_s": 2 * num_parameters * out.element_size() / copy_s / 1e9,
             "used_by_others": others,
         }
         for (world, way), seconds in medians.items()
     ]
+
+
+def num_passes(world: int, way: str) -> int:
+    """How many replicas' worth of memory a way has to read and write."""
+    return 4 if way.startswith("update") else world + 1
 
 
 class Flat(nn.Module):

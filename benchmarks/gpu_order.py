@@ -109,7 +109,7 @@ class Rank:
 
     def snapshot(self) -> Payload:
         """A snapshot; a step is made while its copy is on its way."""
-        payload, arrival = self._averager.start_snapshot()
+        payload, arrival, _ = self._averager.start_snapshot()
         self.base = self.expected
         self.train(1)
         if arrival is not None:

@@ -62,7 +62,7 @@ class Averager:
         """Average payloads of the same shapes and dtypes.
 
         float16 and bfloat16 are accumulated in float32, all others in their own
-        precision; the norms are summed over blocks in float64.
+        precision; squared norms are summed over blocks in float64.
 
         Args:
             payloads: One for each rank, flat CPU tensors.
@@ -70,8 +70,8 @@ class Averager:
                 average, so its values may be NaN. If all are 0 the result is a copy of
                 the first payload.
             squares: For each payload the squared norm of each of its parameter tensors, or
-                ``None``. Where all are known, of two ranks, the norm of the average follows
-                from them and is not measured.
+                ``None``. Where all are known, of two ranks and in float32 or wider, the norm
+                of the average follows from them and is not measured.
 
         Returns:
             The average, valid until the second call after this one. Buffers that are
@@ -80,12 +80,11 @@ class Averager:
         Raises:
             ValueError: No payload, another number of weights, a negative weight, a
                 tensor that is not on the CPU, or payloads that differ in shape or
-                dtype, or squared norms of another number of payloads. Earlier results are
-                then as they were.
+                dtype, or squared norms of another number of payloads or tensors. Earlier
+                results are then as they were.
         """
         _check(payloads, weights)
-        if len(squares) not in (0, len(payloads)):
-            raise ValueError(f"{len(payloads)} payloads but the squared norms of {len(squares)}")
+        _check_squares(payloads, squares)
         result = self._next_result(payloads[0])
         total = sum(weights)
         chosen = payloads[max(range(len(payloads)), key=lambda i: (weights[i], -i))]
@@ -171,6 +170,19 @@ def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 def _layout(payload: Payload) -> list[list[tuple[torch.Size, torch.dtype]]]:
     groups = (payload.params, payload.buffers, payload.taken)
     return [[(t.shape, t.dtype) for t in group] for group in groups]
+
+
+def _check_squares(
+    payloads: Sequence[Payload], squares: Sequence[tuple[float, ...] | None]
+) -> None:
+    if squares and len(squares) != len(payloads):
+        raise ValueError(f"{len(payloads)} payloads but the squared norms of {len(squares)}")
+    for i, (payload, of_payload) in enumerate(zip(payloads, squares, strict=bool(squares))):
+        if of_payload is not None and len(of_payload) != len(payload.params):
+            raise ValueError(
+                f"payload {i} has {len(payload.params)} parameter tensors but {len(of_payload)} "
+                "squared norms: give one for each"
+            )
 
 
 def _check(payloads: Sequence[Payload], weights: Sequence[int]) -> None:

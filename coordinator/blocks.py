@@ -43,13 +43,17 @@ def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]
         yield from zip(*cut, strict=True)
 
 
-def product(block: Tensor) -> float:
-    """The squared norm of a block of real numbers, by as many threads as there are."""
+def dot_square(block: Tensor) -> float:
+    """The squared norm of a block of real numbers, by as many threads as there are.
+
+    Summed in the block's own dtype: of a few million float32 numbers that are alike the fourth
+    digit is wrong already, so that longer tensors are to be cut.
+    """
     square: float = torch.dot(block, block).item()
     return square
 
 
-def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = product) -> float:
+def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = dot_square) -> float:
     """The squared norm of a block, also where its squares overflow; NaN or infinite if it is."""
     square = square_of(block)
     if not math.isfinite(square):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coordinator.blocks import PART_BYTES, block_length, blocks, product, sum_squares
+from coordinator.blocks import PART_BYTES, block_length, blocks, dot_square, sum_squares
 
 _BLOCK_BYTES = 1 << 19
 """Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
@@ -21,8 +21,9 @@ cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time 
 Python with a share each are slower, for every operation waits for the interpreter's lock."""
 _SERIAL = 32_768
 """Elements that PyTorch's own operations, other than products, never split between threads."""
-_CANCELLED = 1e-3
-"""A squared norm that is less than this part of those it is the difference of is measured."""
+_CANCELLED = 0.01
+"""A squared norm that is less than this part of those it is the difference of is measured: what
+is wrong with their last digits would show."""
 _TINY_NORM = 1e-10
 
 
@@ -51,7 +52,7 @@ class Mix:
             self._fractions.append(weights[i] / running)
         self._threads = num_threads
         # MKL splits a product of 8,192 elements already.
-        self._square = product if num_threads else _squared_norm
+        self._square = dot_square if num_threads else _squared_norm
         self._distances = [0.0] * len(weights)
         self._norm = 0.0
 
@@ -109,7 +110,8 @@ class Mix:
     ) -> None:
         """Both are on one line with their mean: one difference gives it and both distances.
 
-        It is finite if and only if both sources are, or else it has overflowed.
+        Where the difference is finite, so is the mean; where it or its square is not, the mean
+        is mended as far as it can be.
         """
         # The other threads wait while this one interprets: nothing is looked up twice.
         sub, square_of, isfinite = torch.sub, self._square, math.isfinite
@@ -125,9 +127,7 @@ class Mix:
             size = target.numel()
             difference = spare if size == spare.numel() else spare[:size]
             sub(more, less, out=difference)
-            square = square_of(difference)
-            if not isfinite(square):
-                square = sum_squares(difference, square_of)
+            square = sum_squares(difference, square_of)
             distance += square
             sub(more, difference, alpha=share, out=target)
             if not isfinite(square):

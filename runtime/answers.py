@@ -136,9 +136,8 @@ class Answers:
     def _send_snapshot(self, message: m.RequestParams) -> None:
         self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory
         start = self._clock.now()
-        payload, arrival = self._averager.start_snapshot()
+        payload, arrival, squares = self._averager.start_snapshot()
         self._snapshot_s = self._clock.now() - start
-        squares = self._averager.squares
         healthy = self._judge.enter_round(self._protocol.samples, squares)
         report = self._reporter.take_report(wait=message.capture)
         self._protocol.snapshot_taken(message.round)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,21 @@ from runtime.flat_math import change, norm
 TINY_NORM = 1e-10
 
 
+class Snapshot(NamedTuple):
+    """A replica's state on its way to the coordinator.
+
+    Attributes:
+        payload: Valid until the next snapshot.
+        arrival: When it may be read; ``None``: at once.
+        squares: Squared norms of its parameter tensors; ``None``: not measured, as a device
+            would have to be waited for.
+    """
+
+    payload: Payload
+    arrival: Arrival | None
+    squares: tuple[float, ...] | None
+
+
 class ReplicaAverager:
     """Averages a replica's flat state with its peers'.
 
@@ -32,8 +48,6 @@ class ReplicaAverager:
     Attributes:
         collective: Where the ranks meet; replaced when one of them is gone.
         version: Averages taken.
-        squares: Squared norms of the last snapshot's parameter tensors; ``None``: not measured,
-            as a device would have to be waited for.
     """
 
     def __init__(
@@ -50,7 +64,6 @@ class ReplicaAverager:
         self._before: list[Tensor] | None = None
         self._before_buffers: tuple[Tensor, ...] = ()
         self.version = 0
-        self.squares: tuple[float, ...] | None = None
         self._on_cpu = device.device.type == "cpu"
 
     # -- the CPU path ------------------------------------------------------------
@@ -73,7 +86,7 @@ class ReplicaAverager:
             return self._copy_buffers()
         if not reuse:
             return self._copy_out(None)
-        payload, arrival = self.start_snapshot()
+        payload, arrival, _ = self.start_snapshot()
         if arrival is not None:
             arrival.wait()
         return payload
@@ -106,25 +119,21 @@ class ReplicaAverager:
             arrival.wait()
         return payload
 
-    def start_snapshot(self) -> tuple[Payload, Arrival | None]:
-        """Take a snapshot whose copy to CPU memory may still be on its way.
-
-        Returns:
-            The payload, valid until the next snapshot, and when it may be read; ``None``:
-            at once.
-        """
+    def start_snapshot(self) -> Snapshot:
+        """Take a snapshot whose copy to CPU memory may still be on its way."""
         if self._base is None:
             self._base = self._state.new_base()
         if self._twin is None:
             self._twin = self._device.host_twin(self._base)
+        squares = None
         with self._device.comm():
             if self._on_cpu:
-                self.squares = self._state.snapshot_measured(self._base)
+                squares = self._state.snapshot_measured(self._base)
             else:
                 self._state.snapshot_into(self._base)
         # Behind the copy on the device, which is all that training waits for.
         self._arrival = self._device.fetch(self._base, self._twin)
-        return self._twin, self._arrival
+        return Snapshot(self._twin, self._arrival, squares)
 
     def take(self, average: Payload, meanwhile: Callable[[], None] | None = None) -> Arrival | None:
         """Add ``average - snapshot`` to the live state, losing nothing trained since.

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coordinator.blocks import PART_BYTES, block_length, blocks, product, sum_squares
+from coordinator.blocks import PART_BYTES, block_length, blocks, dot_square, sum_squares
 
-_CACHED_BYTES = 1 << 25
-"""Smaller tensors are passed over whole: blocks of what the caches hold anyway only cost time."""
+_LARGE_BYTES = 1 << 25
+"""Tensors of this size and more take less time in blocks, measured with 32 MiB of cache in all;
+smaller ones take more, for every operation on a block starts anew."""
 
 
 def copy_measured(out: Tensor, source: Tensor) -> float:
@@ -26,11 +27,16 @@ def copy_measured(out: Tensor, source: Tensor) -> float:
     """
     if source.is_complex():
         out, source = torch.view_as_real(out).view(-1), torch.view_as_real(source).view(-1)
+    at_once = source.nbytes < _LARGE_BYTES
+    if at_once:
+        out.copy_(source)
     square = 0.0
-    square_of = _square_of_narrow if source.dtype.itemsize < 4 else product
+    square_of = _square_of_narrow if source.dtype.itemsize < 4 else dot_square
+    # In blocks in any case, for the sake of the sum.
     for target, block in blocks([out, source], _length(source)):
         square += sum_squares(block, square_of)
-        target.copy_(block)
+        if not at_once:
+            target.copy_(block)
     return square
 
 
@@ -42,7 +48,7 @@ def add_progress(live: Tensor, average: Tensor, base: Tensor) -> None:
         average: As ``live``.
         base: As ``live``; holds nothing of use afterwards.
     """
-    length = _length(live)
+    length = _length(live) if live.nbytes >= _LARGE_BYTES else live.numel()
     spare = base if live.numel() <= length else base[:length]  # the first block to be used up
     for now, mean, before in blocks([live, average, base], length):
         size = now.numel()
@@ -75,8 +81,6 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _length(flat: Tensor) -> int:
-    if flat.nbytes <= _CACHED_BYTES:
-        return flat.numel()
     return block_length(flat.dtype, torch.get_num_threads(), PART_BYTES)
 
 

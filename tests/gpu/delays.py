@@ -61,6 +61,12 @@ class DelayedState(FlatState):
         super().snapshot_into(payload)
         self._delays()
 
+    def snapshot_measured(self, payload):
+        self._delays()
+        squares = super().snapshot_measured(payload)
+        self._delays()
+        return squares
+
     def load(self, average):
         self._delays()
         super().load(average)
@@ -72,6 +78,11 @@ class DelayedState(FlatState):
     def load_plus(self, average, progress, scratch):
         self._delays()
         super().load_plus(average, progress, scratch)
+        self._delays()
+
+    def add_progress(self, average, base, scratch):
+        self._delays()
+        super().add_progress(average, base, scratch)
         self._delays()
 
 

@@ -65,7 +65,7 @@ class Rank:
             self.expected += self.rank + 1
 
     def snapshot(self):
-        payload, arrival = self.averager.start_snapshot()
+        payload, arrival, _ = self.averager.start_snapshot()
         self.base = self.expected
         self.train(1)  # while the copy is on its way
         if arrival is not None:

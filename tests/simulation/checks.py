@@ -13,7 +13,7 @@ from coordinator.outcome import Failure
 from coordinator.policy import ApplyPolicy
 from coordinator.world import RankState
 from runtime.errors import CollectiveTimeout
-from tests.simulation.effects import Batch, Traced, Violation
+from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.saves import BEFORE, SaveChecks
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class Checks:
             case Average():
                 if self._sim.average_pending and not self._sim.dead:  # else that round is void
                     raise Violation("two averages are computed at a time")
+                told = tuple(map(squares_of, command.payloads)) if command.round >= 0 else ()
+                if command.squares != told:
+                    raise Violation(f"norms of other snapshots: {command.squares}, not {told}")
             case PublishEpoch():
                 self._on_publish(command)
 

@@ -36,6 +36,12 @@ def replica(base: frozenset[Batch], local: Iterable[Batch]) -> Traced:
     return Traced(params=(), base=base, local=tuple(local))
 
 
+def squares_of(state: m.Payload) -> tuple[float, ...] | None:
+    """The norms that a rank tells of a snapshot: of some, and of each others."""
+    assert isinstance(state, Traced)
+    return (float(len(state.base)), float(len(state.local))) if len(state.local) % 3 else None
+
+
 def average(parts: Sequence[Traced], weights: Sequence[int], samples_of: SamplesOf) -> Traced:
     """The weighted average of replicas, every batch in it once."""
     base = parts[0].base

@@ -20,7 +20,7 @@ from runtime.protocol import WorkerProtocol
 from runtime.reporter import Reporter
 from runtime.windows import Windows
 from runtime.worker_types import WAKE, Wake, WorkerConfig
-from tests.simulation.effects import Batch, Traced, Violation, replica
+from tests.simulation.effects import Batch, Traced, Violation, replica, squares_of
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
@@ -412,14 +412,16 @@ class SimWorker:
     def _send_snapshot(self, message: m.RequestParams) -> None:
         report = self._reporter.take_report(wait=message.capture)
         self._snapshot = tuple(self.local)
+        state = self.state
         self.protocol.snapshot_taken(message.round)
         self._reporter.put(
             m.ParamSnapshot(
                 rank=self.rank,
                 round=message.round,
-                payload=self.state,
+                payload=state,
                 num_samples=self.protocol.samples,
                 num_batches=self.protocol.batches,
+                squares=squares_of(state),
                 report=report,
                 extra=self._extra() if message.capture else None,
             )

@@ -255,9 +255,41 @@ def test_where_one_rank_tells_no_norm_all_are_measured():
     assert result.divergences == pytest.approx((0.5, 0.5))
 
 
-def test_norms_of_another_number_of_payloads_are_refused():
-    with pytest.raises(ValueError, match="2 payloads but the squared norms of 1"):
-        Averager().average([params(torch.ones(5))] * 2, [1, 1], [(5.0,)])
+@pytest.mark.parametrize(
+    ("squares", "message"),
+    [
+        ([(5.0, 1.0)], "2 payloads but the squared norms of 1"),
+        ([(5.0, 1.0), (5.0,)], "payload 1 has 2 parameter tensors but 1 squared norms"),
+        ([None, (5.0, 1.0, 1.0)], "payload 1 has 2 parameter tensors but 3 squared norms"),
+    ],
+)
+def test_norms_that_do_not_fit_are_refused(squares, message):
+    averager = Averager()
+    payload = params(torch.ones(5), torch.ones(1))
+    first = averager.average([payload] * 2, [1, 1]).average
+    for _ in range(3):
+        with pytest.raises(ValueError, match=message):
+            averager.average([params(torch.zeros(5), torch.zeros(1))] * 2, [1, 1], squares)
+    assert first.params[0].tolist() == [1.0] * 5
+
+
+def test_the_norm_of_a_rank_that_counts_for_nothing_is_not_used():
+    payloads = [params(torch.full((5,), v)) for v in (1.0, 3.0, math.nan)]
+    told = [(5.0,), (45.0,), (math.nan,)]
+    result = Averager().average(payloads, [1, 1, 0], told)
+    assert result.average.params[0].tolist() == [2.0] * 5
+    assert result.divergences[:2] == pytest.approx((0.5, 0.5))
+
+
+@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_replicas_that_point_apart_have_no_average_to_be_measured_against(dtype, serial):
+    """As long as nearly all cancels, the digits of norms that are told are not enough."""
+    one = torch.full((3_000_000,), 1e-3, dtype=dtype)
+    told = [squares_of(one.abs())] * 2
+    told[0] = (told[0][0] * 1.001,)  # as a long sum in float32 may be
+    averager = Averager(serial=serial)
+    assert averager.average([params(one), params(-one)], [1, 1], told).divergences == (0.0, 0.0)
 
 
 # -- weights -----------------------------------------------------------------

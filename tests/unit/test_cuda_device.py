@@ -126,7 +126,8 @@ def test_a_snapshot_holds_the_state_at_its_step_and_is_late(fake, order):
     device = averager._device
     with device.activate():
         fake.mark("step")
-        payload, arrival = averager.start_snapshot()
+        payload, arrival, squares = averager.start_snapshot()
+        assert squares is None  # nothing waits for the device
         fake.mark("forward")
         with torch.no_grad():
             model.w.add_(1)
@@ -161,7 +162,7 @@ def test_an_update_adds_what_was_trained_since_the_snapshot(fake, meanwhile):
     model, seen = Model(), []
     averager = averager_on(fake, model)
     with averager._device.activate():
-        payload, arrival = averager.start_snapshot()
+        payload, arrival, _ = averager.start_snapshot()
         arrival.wait()
         with torch.no_grad():
             model.w.add_(10)
@@ -186,7 +187,7 @@ def test_an_update_adds_what_was_trained_since_the_snapshot(fake, meanwhile):
 def test_pinned_memory_is_not_written_before_the_copies_from_and_to_it_are_over(fake):
     averager = averager_on(fake, Model())
     with averager._device.activate():
-        _, first = averager.start_snapshot()
+        _, first, _ = averager.start_snapshot()
         assert not first.done
         averager.replace(FlatState(Model(2.0)).live())
         assert first.done

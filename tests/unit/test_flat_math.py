@@ -14,8 +14,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 def blocks(request, monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
     if request.param == "in blocks":
-        monkeypatch.setattr(flat_math, "_CACHED_BYTES", 0)
-        monkeypatch.setattr(flat_math, "PART_BYTES", 64)
+        monkeypatch.setattr(flat_math, "_LARGE_BYTES", 0)
+        monkeypatch.setattr(flat_math, "block_length", lambda *_: 16)
 
 
 def bits(tensor):
@@ -41,6 +41,18 @@ def test_a_value_that_is_not_finite_shows_in_the_norm(dtype, bad, where):
     source[where] = bad
     square = flat_math.copy_measured(torch.empty_like(source), source)
     assert not 0 <= square < float("inf")
+
+
+def test_a_norm_of_many_equal_values_has_its_digits():
+    """A single sum in float32 would be wrong in its third."""
+    source = torch.full((8 * 2**20,), 1e-3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # several sum up a part each
+    try:
+        square = flat_math.copy_measured(torch.empty_like(source), source)
+    finally:
+        torch.set_num_threads(before)
+    assert square == pytest.approx(float(source[0].double() ** 2) * source.numel(), rel=1e-3)
 
 
 def test_large_values_whose_squares_overflow_are_finite():

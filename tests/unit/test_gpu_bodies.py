@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime import finite
+from runtime import finite, flat
 from tests.gpu import loading, replicas, runs
 from tests.gpu.delays import CPU
 from tests.gpu.runs import ASYNC, CADENCE, OVER_CPU, SYNC, WAYS, name_of
@@ -72,13 +72,15 @@ class Ban:
 
     def __init__(self, monkeypatch):
         self.is_on = False
-        look = finite.all_finite
+        for module, name in ((finite, "all_finite"), (flat, "copy_measured")):
+            monkeypatch.setattr(module, name, self._guarded(getattr(module, name)))
 
-        def guarded(tensors):
+    def _guarded(self, look):
+        def guarded(*args):
             assert not self.is_on, "a look at values"
-            return look(tensors)
+            return look(*args)
 
-        monkeypatch.setattr(finite, "all_finite", guarded)
+        return guarded
 
     def forbid(self):
         self.is_on = True
