@@ -121,11 +121,13 @@ class Mix:
         distance = norm = 0.0
         needs_norm = measure and squares is None
         length = max(1, self._length(PART_BYTES, out.dtype))
-        # One that stays in the cache, where there is more than one block.
-        spare = out if out.numel() <= length else torch.empty(length, dtype=out.dtype)
+        # Of a large state the differences use the same memory, which stays in the cache.
+        is_large = self._threads > 0 and out.numel() > length
+        spare = torch.empty(length if is_large else 0, dtype=out.dtype)
         for target, less, more in blocks([out, sources[light], sources[heavy]], length):
-            size = target.numel()
-            difference = spare if size == spare.numel() else spare[:size]
+            difference = target
+            if is_large:
+                difference = spare if target.numel() == length else spare[: target.numel()]
             sub(more, less, out=difference)
             square = sum_squares(difference, square_of)
             distance += square
