@@ -175,9 +175,11 @@ def _layout(payload: Payload) -> list[list[tuple[torch.Size, torch.dtype]]]:
 def _check_squares(
     payloads: Sequence[Payload], squares: Sequence[tuple[float, ...] | None]
 ) -> None:
-    if squares and len(squares) != len(payloads):
+    if not squares:
+        return
+    if len(squares) != len(payloads):
         raise ValueError(f"{len(payloads)} payloads but the squared norms of {len(squares)}")
-    for i, (payload, of_payload) in enumerate(zip(payloads, squares, strict=bool(squares))):
+    for i, (payload, of_payload) in enumerate(zip(payloads, squares, strict=True)):
         if of_payload is not None and len(of_payload) != len(payload.params):
             raise ValueError(
                 f"payload {i} has {len(payload.params)} parameter tensors but {len(of_payload)} "

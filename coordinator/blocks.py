@@ -15,7 +15,6 @@ takes as long in blocks of 1,024 to 2,048 KiB, a twentieth more in those of 512 
 those of 256; measured with 1 MiB of cache for each core and 32 MiB for all."""
 _MOST_BYTES = 8 << 20
 """Size of a block however many threads share it: three or four are to stay in the caches."""
-_MAX_THREADS = 32
 _GROUP = 64
 """Blocks of which the views are made at once, which holds the interpreter's lock."""
 
@@ -28,7 +27,7 @@ def block_length(dtype: torch.dtype, num_threads: int, part_bytes: int) -> int:
         num_threads: Intra-op threads that share it.
         part_bytes: Size of the part of each.
     """
-    return min(min(num_threads, _MAX_THREADS) * part_bytes, _MOST_BYTES) // dtype.itemsize
+    return min(num_threads * part_bytes, _MOST_BYTES) // dtype.itemsize
 
 
 def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:
