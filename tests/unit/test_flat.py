@@ -149,7 +149,14 @@ def test_a_buffer_may_be_replaced_and_is_read_where_it_is(mixed):
     assert mixed.norm.running_var.tolist() == [6.0] * 5
 
 
-def test_buffers_that_keep_their_graphs_or_have_rare_dtypes_are_copied_all_the_same():
+def test_buffers_that_keep_their_graphs_or_have_rare_dtypes_are_copied_all_the_same(monkeypatch):
+    together = torch._foreach_copy_
+
+    def as_on_a_gpu(targets, sources, **options):
+        assert {t.dtype for t in (*targets, *sources)} == {torch.float32}, "no kernel"
+        together(targets, sources, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", as_on_a_gpu)
     module = torch.nn.Module()
     for name, dtype in (("a", torch.float32), ("b", torch.uint16), ("c", torch.complex64)):
         module.register_buffer(name, torch.ones(2, dtype=dtype))
@@ -162,6 +169,7 @@ def test_buffers_that_keep_their_graphs_or_have_rare_dtypes_are_copied_all_the_s
     state.buffers.read_into(*kept)
     for buffer in module.buffers():
         buffer.detach().zero_()
+    module.a = torch.zeros(2, requires_grad=True)  # what autograd lets nobody write to
     state.buffers.write_from(*kept)
     assert [b.tolist() for b in module.buffers()] == [[3, 3], [1, 1], [1, 1], [4, 4]]
     assert not any(flat.requires_grad for flat in (*kept[0], *kept[1]))
