@@ -21,6 +21,7 @@ from machine import ENVIRONMENT as ONE_THREAD
 from machine import QUIET, MachineLoad, describe, restart_with
 from torch import Tensor, nn
 
+from coordinator import host_memory
 from coordinator.averaging import Averager
 from coordinator.contents import Payload
 from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
@@ -110,8 +111,10 @@ def measure_arithmetic(
     """
     torch.set_num_threads(num_threads)
     weights = [3, 5, 4, 6]
-    sources = [torch.randn(num_parameters).to(dtype) for _ in range(max(WORLDS))]
-    out = torch.empty_like(sources[0])
+    like = torch.empty(num_parameters, dtype=dtype, device="meta")
+    # The memory of the ranks' snapshots.
+    sources = [host_memory.empty_like(like).normal_() for _ in range(max(WORLDS))]
+    out = host_memory.empty_like(like)
     squares = [(float(source.double().square().sum()),) for source in sources[:2]]
     averager = Averager()
     works: dict[tuple[int, str], Work] = {(1, "copy"): lambda: out.copy_(sources[0])}

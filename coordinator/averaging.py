@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coordinator import host_memory
 from coordinator.messages import Payload
 from coordinator.mixing import Mix
 
@@ -118,9 +119,9 @@ class Averager:
 def payload_like(payload: Payload) -> Payload:
     """A payload of the same shapes and dtypes whose values are not initialised."""
     return Payload(
-        params=tuple(torch.empty_like(t, requires_grad=False) for t in payload.params),
-        buffers=tuple(torch.empty_like(t, requires_grad=False) for t in payload.buffers),
-        taken=tuple(torch.empty_like(t, requires_grad=False) for t in payload.taken),
+        params=tuple(host_memory.empty_like(t) for t in payload.params),
+        buffers=tuple(host_memory.empty_like(t) for t in payload.buffers),
+        taken=tuple(host_memory.empty_like(t) for t in payload.taken),
     )
 
 

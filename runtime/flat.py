@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from coordinator import host_memory
 from coordinator.messages import Payload
 from runtime.flat_math import add, add_progress, change, copy_measured
 
@@ -266,7 +267,10 @@ class FlatState:
         """Memory for a snapshot, where the state lies."""
         floats, others = self.buffers.empty()
         return Payload(
-            params=tuple(torch.empty_like(f) for f in self.params.flats),
+            params=tuple(
+                host_memory.empty_like(f) if f.is_cpu else torch.empty_like(f)
+                for f in self.params.flats
+            ),
             buffers=floats,
             taken=others,
         )
@@ -275,9 +279,9 @@ class FlatState:
         """Memory of the CPU for a snapshot."""
         floats, others = self.buffers.empty()
         return Payload(
-            params=tuple(torch.empty_like(f, device="cpu") for f in self.params.flats),
-            buffers=tuple(torch.empty_like(f, device="cpu") for f in floats),
-            taken=tuple(torch.empty_like(f, device="cpu") for f in others),
+            params=tuple(host_memory.empty_like(f) for f in self.params.flats),
+            buffers=tuple(host_memory.empty_like(f) for f in floats),
+            taken=tuple(host_memory.empty_like(f) for f in others),
         )
 
     @torch.no_grad()

@@ -1,0 +1,131 @@
+"""Memory in huge pages: what it is to its users, and that the system was asked for them."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator import host_memory
+from coordinator.averaging import Averager
+from coordinator.contents import Payload
+from runtime.flat import FlatState
+
+MANY = 3_000_001
+"""float32 numbers of more than the memory from which on huge pages are asked for."""
+_SMAPS = Path("/proc/self/smaps")
+needs_huge_pages = pytest.mark.skipif(
+    not (hasattr(mmap, "MADV_HUGEPAGE") and _SMAPS.is_file()),
+    reason="only Linux is asked for huge pages, and tells of it in /proc/self/smaps",
+)
+
+
+def flags_of(tensor: torch.Tensor) -> list[str]:
+    """The kernel's flags of the mapping that a tensor's first element lies in."""
+    address, inside = tensor.data_ptr(), False
+    for line in _SMAPS.read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            start, end = (int(part, 16) for part in head.split("-"))
+            inside = start <= address < end
+        elif inside and head == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+def num_mappings() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (MANY,), (3, 1_000_001)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_it_has_the_shape_and_dtype_and_can_be_written(shape, dtype):
+    like = torch.ones(shape, dtype=dtype)
+    made = host_memory.empty_like(like)
+    assert (made.shape, made.dtype, made.device) == (like.shape, dtype, like.device)
+    assert made.is_contiguous()
+    assert not made.requires_grad
+    # torch.save writes the whole storage.
+    assert made.untyped_storage().nbytes() == like.nbytes
+    made.copy_(like)
+    assert torch.equal(made, like)
+
+
+def test_two_share_no_memory_and_a_gradient_is_not_asked_for():
+    like = torch.zeros(MANY, requires_grad=True)
+    one, other = host_memory.empty_like(like), host_memory.empty_like(like)
+    one.fill_(1.0)
+    other.fill_(2.0)
+    assert one.sum() == MANY
+    assert not one.requires_grad
+
+
+def test_it_is_made_for_a_tensor_that_lies_elsewhere():
+    made = host_memory.empty_like(torch.empty(MANY, device="meta"))
+    assert made.is_cpu
+    assert made.numel() == MANY
+
+
+@needs_huge_pages
+def test_the_system_was_asked_for_huge_pages_of_large_tensors_only():
+    large = host_memory.empty_like(torch.empty(MANY, device="meta")).zero_()
+    small = host_memory.empty_like(torch.empty(1000, device="meta")).zero_()
+    assert "hg" in flags_of(large)
+    assert "sh" not in flags_of(large)  # of memory shared with children other settings decide
+    assert "hg" not in flags_of(small)
+    assert large.data_ptr() % (2 << 20) == 0
+
+
+@needs_huge_pages
+def test_results_and_snapshots_lie_in_them():
+    state = FlatState(torch.nn.Linear(MANY, 1, bias=False))
+    base, payload = state.new_base(), state.new_payload()
+    state.snapshot_into(payload)
+    average = Averager().average([payload, payload], [1, 1]).average
+    for tensor in (base.params[0], payload.params[0], average.params[0]):
+        assert "hg" in flags_of(tensor)
+
+
+@needs_huge_pages
+def test_the_memory_goes_with_the_tensor():
+    gc.collect()
+    before = num_mappings()
+    made = host_memory.empty_like(torch.empty(MANY, device="meta")).fill_(1.0)
+    part = made[-10:]
+    gone = weakref.ref(made)
+    del made
+    assert gone() is None
+    assert part.tolist() == [1.0] * 10  # a view keeps all of it
+    assert num_mappings() > before
+    del part
+    assert num_mappings() <= before
+
+
+@pytest.mark.parametrize("fault", ["refuses", "unknown"])
+def test_ordinary_pages_do_where_there_are_no_others(monkeypatch, fault):
+    class Refuses(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    if fault == "refuses":
+        monkeypatch.setattr(host_memory.mmap, "mmap", Refuses)
+    else:
+        monkeypatch.delattr(host_memory.mmap, "MADV_HUGEPAGE", raising=False)
+    made = host_memory.empty_like(torch.empty(MANY, device="meta")).fill_(3.0)
+    assert made.sum(dtype=torch.float64) == 3.0 * MANY
+
+
+def test_an_average_of_such_payloads_is_right():
+    torch.manual_seed(0)
+    payloads = []
+    for _ in range(2):
+        payload = Payload(params=(host_memory.empty_like(torch.empty(MANY, device="meta")),))
+        payload.params[0].normal_()
+        payloads.append(payload)
+    got = Averager().average(payloads, [1, 3]).average.params[0]
+    first, second = (p.params[0].double() for p in payloads)
+    torch.testing.assert_close(got, (first / 4 + second * 3 / 4).float())
