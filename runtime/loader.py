@@ -174,7 +174,10 @@ class InlineLoader(Loader):
     def try_next(self) -> LoadedBatch | None:
         """Load the next batch; ``None`` if nothing is left."""
         position = self._positions.pop()
-        return None if position is None else self._on_device(self._read(position))
+        if position is None:
+            return None
+        loaded = self._read(position)
+        return self._on_device(loaded) if self._moves else loaded
 
     def cancel(self) -> None:
         """Forget all that was submitted and not taken."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -151,7 +150,7 @@ class ReplicaWorker:
             reducer=self._reducer,
             judge=step_judge,
             timer=self._timer,
-            rates=nullcontext if self._capturable is None else self._capturable.rates,
+            rates=None if self._capturable is None else self._capturable.rates,
         )
         self._judge = ReplicaJudge(
             c.on_non_finite,

@@ -24,6 +24,7 @@ class Reporter:
     Attributes:
         epoch: Epoch that the next batches belong to.
         meter: Counts them.
+        held: Messages that wait for copies, in order.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Reporter:
         self._clock = clock
         self._interval_s = interval_s
         self._last = clock.now()
-        self._held: deque[tuple[Arrival | None, m.FromWorker]] = deque()
+        self.held: deque[tuple[Arrival | None, m.FromWorker]] = deque()
 
     def put(self, message: m.FromWorker, arrival: Arrival | None = None) -> None:
         """Send a message, once the copies that it depends on have arrived.
@@ -53,10 +54,10 @@ class Reporter:
             message: What to send.
             arrival: When it may be sent; ``None``: at once.
         """
-        if arrival is None and not self._held:
+        if arrival is None and not self.held:
             self._outbox.put(message)
         else:
-            self._held.append((arrival, message))
+            self.held.append((arrival, message))
             self.flush()
 
     def flush(self, *, wait: bool = False) -> None:
@@ -65,14 +66,14 @@ class Reporter:
         Args:
             wait: Block until everything may; the worker has nothing better to do.
         """
-        while self._held:
-            arrival, message = self._held[0]
+        while self.held:
+            arrival, message = self.held[0]
             if arrival is not None:
                 if wait:
                     arrival.wait()
                 elif not arrival.done:
                     return
-            self._held.popleft()
+            self.held.popleft()
             self._outbox.put(message)
 
     def report_if_due(self) -> None:

@@ -20,6 +20,9 @@ class Schedule:
         optimizer: The worker's optimizer.
         factory: Makes the scheduler, or ``None``.
         total: Positions past this one count as this one.
+
+    Attributes:
+        scheduler: Moves the rates from step to step; ``None``: nobody does.
     """
 
     def __init__(
@@ -32,7 +35,7 @@ class Schedule:
         self._total = total
         self._position = 0
         self._scale = 1.0
-        self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._base: list[float] = []
         if factory is not None:
             self.attach(factory)
@@ -53,7 +56,7 @@ class Schedule:
         # A rank may have to catch up with the others before its own first step, which
         # torch would take for a mistake.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._position = 0
         self._base = self._read()
         if self._scale != 1.0:
@@ -88,15 +91,15 @@ class Schedule:
         Without a scheduler it changes nothing until one is attached.
         """
         self._scale = scale
-        if self._scheduler is not None:
+        if self.scheduler is not None:
             self._write([rate * scale for rate in self._base])
 
     def copy_from(self, other: Schedule) -> None:
         """Stand where another rank's schedule of the same kind stands."""
         self._position, self._scale = other._position, other._scale
         self._base = list(other._base)
-        if self._scheduler is not None and other._scheduler is not None:
-            self._scheduler.load_state_dict(copy.deepcopy(other._scheduler.state_dict()))
+        if self.scheduler is not None and other.scheduler is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
         self._write(other._read())
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,8 +108,8 @@ class Schedule:
         Of that, what is no plain value (a function) is left out: the factory makes it anew.
         """
         scheduler = None
-        if self._scheduler is not None:
-            state = self._scheduler.state_dict()
+        if self.scheduler is not None:
+            state = self.scheduler.state_dict()
             scheduler = plain(state, "the scheduler's state", copy=True, drop=True)
         return {
             "position": self._position,
@@ -120,17 +123,17 @@ class Schedule:
         self._position = int(state["position"])
         self._scale = float(state["scale"])
         self._base = [float(rate) for rate in state["base"]] or self._read()
-        if self._scheduler is not None and state["scheduler"] is not None:
-            self._scheduler.load_state_dict(copy.deepcopy(dict(state["scheduler"])))
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(dict(state["scheduler"])))
 
     def rescale(self, factor: float) -> None:
         """Multiply the rates and, where there is a scheduler, the scale on top of it."""
         self._write([rate * factor for rate in self._read()])
-        self._scale = self._scale * factor if self._scheduler is not None else self._scale
+        self._scale = self._scale * factor if self.scheduler is not None else self._scale
 
     def advance(self, position: int) -> None:
         """Bring the rate to a position: batches trained by all ranks before this step."""
-        if self._scheduler is None:
+        if self.scheduler is None:
             return
         if self._total is not None:
             position = min(position, self._total)
@@ -139,7 +142,7 @@ class Schedule:
         if self._scale != 1.0:
             self._write(self._base)
         while self._position < position:
-            self._scheduler.step()
+            self.scheduler.step()
             self._position += 1
         if self._scale != 1.0:
             # Chainable schedulers compute from the rate they find: never the scaled one.

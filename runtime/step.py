@@ -64,7 +64,7 @@ class Stepper:
         reducer: GradientReducer | None = None,
         judge: StepJudge | None = None,
         timer: StepTimer | None = None,
-        rates: Callable[[], AbstractContextManager[None]] = nullcontext,
+        rates: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._model = model
         self._params = params.params
@@ -76,7 +76,9 @@ class Stepper:
         self._reducer = reducer
         self._judge = judge
         self._timer = timer or HostTimer()
-        self._rates = rates
+        self._rates = rates or nullcontext
+        # With 1 ms steps each call counts.
+        self._is_bare = rates is None and max_grad_norm is None and precision != "fp16"
         self._losses: list[Tensor] = []
         self._checked = False
         self._scaler: torch.amp.GradScaler | None = None
@@ -116,7 +118,8 @@ class Stepper:
 
     def begin(self) -> None:
         """A step begins: what follows can be taken back, and has no gradients yet."""
-        self.open()
+        if self._judge is not None:
+            self._judge.begin()
         self.clear_gradients()
 
     def open(self) -> None:
@@ -238,7 +241,10 @@ class Stepper:
         if self._reducer is None:
             if self._judge is not None and not self._judge.accept():
                 return DROPPED
-            self.apply()
+            if self._is_bare:
+                self._optimizer.step()
+            else:
+                self.apply()
             return MADE
         self.pack(num_samples)
         if not self.settle(num_samples):

@@ -22,7 +22,7 @@ from runtime.replica import BuildOrder
 from runtime.replica_worker import ReplicaWorker
 from runtime.resume import ResumePoint
 from runtime.step import StepEnd, TrainFn
-from runtime.timeline.causes import COMPUTE
+from runtime.timeline.causes import COMPUTE, CONTROL
 from runtime.windows import count_samples
 from runtime.worker_types import StepResult, UserFunctions, WorkerConfig, WorkerEndpoints
 
@@ -149,6 +149,41 @@ class StepWorker(ReplicaWorker):
     @abstractmethod
     def _await_batch(self, *, answer: bool, then: int = COMPUTE) -> Any:
         """The next batch of the plan in progress."""
+
+    def _run_window(self, sizes: Sequence[int], position: int | None, train_fn: TrainFn) -> bool:
+        """One optimizer step.
+
+        Args:
+            sizes: Samples of each batch; empty where this rank only receives.
+            position: Where the schedule stands; ``None``: this rank knows.
+            train_fn: Gives a batch's mean loss.
+
+        Returns:
+            ``False`` if ``Shutdown`` came while data was awaited.
+        """
+        lane = self._lane
+        first: Any = None
+        # With graphs the worker may have to wait below while another one captures.
+        then = COMPUTE if self._capturable is None else CONTROL
+        if sizes:
+            first = self._await_batch(answer=not self._protocol.leaving, then=then)
+            if first is None:
+                return False
+        elif lane is not None:
+            lane.enter(then)
+        if self._context.has_graphs:
+            self._context.pause_point()
+        if self._schedule.scheduler is not None or self._capturable is not None:
+            self._advance_schedule(position)
+        if lane is None:
+            self._train_window(sizes, first, train_fn)
+            return True
+        if lane.cause != COMPUTE:
+            lane.enter(COMPUTE)
+        start = lane.since
+        self._train_window(sizes, first, train_fn)
+        lane.end_step(CONTROL, start, sizes)
+        return True
 
     def _train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFn) -> None:
         """One optimizer step.

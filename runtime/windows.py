@@ -16,14 +16,15 @@ class Windows:
     """A plan cut into optimizer steps of up to ``accumulate`` micro-batches.
 
     Attributes:
-        count: Steps in the plan; under ``SYNC`` those of the rank with most batches.
+        steps: Samples in each micro-batch of each step; under ``SYNC`` as many steps as the rank
+            with most batches makes, the last ones empty where this rank has run out.
     """
 
     def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
         self._plan = plan
         self._accumulate = config.accumulate
         num_batches = plan.num_batches
-        self._sizes = [config.batch_size] * num_batches
+        sizes = [config.batch_size] * num_batches
         # Only the last batch of an epoch can be short, and spans rise within a plan
         # except where a batch came back from a dead rank: look at each span's end.
         end = 0
@@ -32,13 +33,12 @@ class Windows:
                 continue
             end += len(span)
             start, stop = batch_bounds(span[-1], config.num_samples, config.batch_size)
-            self._sizes[end - 1] = stop - start
+            sizes[end - 1] = stop - start
         longest = max(plan.shares) if plan.shares else num_batches
-        self.count = -(-longest // config.accumulate)
-
-    def sizes(self, index: int) -> Sequence[int]:
-        """Samples in each micro-batch of a step; empty where this rank has run out."""
-        return self._sizes[index * self._accumulate : (index + 1) * self._accumulate]
+        self.steps: Sequence[Sequence[int]] = [
+            sizes[first : first + config.accumulate]
+            for first in range(0, longest, config.accumulate)
+        ]
 
     def position(self, index: int) -> int:
         """Batches that all ranks together have trained before a lockstep step."""

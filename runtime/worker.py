@@ -23,11 +23,12 @@ from runtime.graph_fallback import Fallbacks
 from runtime.loader import Loader
 from runtime.lockstep import Lockstep
 from runtime.peers import Peers
+from runtime.protocol import WorkerState
 from runtime.replica import BuildOrder
 from runtime.resume import ResumePoint
 from runtime.step import TrainFn
 from runtime.step_worker import StepWorker
-from runtime.timeline.causes import COMPUTE, CONTROL, DATA
+from runtime.timeline.causes import COMPUTE, DATA
 from runtime.vector_math import resolve_vector_math
 from runtime.windows import Windows
 from runtime.worker_types import (
@@ -142,14 +143,16 @@ class GpuWorker(StepWorker):
             self._submit(plan)
             self._submitted.remove(plan)
             windows = Windows(plan, self.config)
-            for index in range(windows.count):
+            last = len(windows.steps) - 1
+            for index, sizes in enumerate(windows.steps):
                 if not self._may_step():
                     self._abandon(plan)
                     return self._protocol.leaving
-                if not self._run_window(windows, index, fn):
+                position = windows.position(index) if self._lockstep else None
+                if not self._run_window(sizes, position, fn):
                     self._abandon(plan)
                     return True
-                if index + 1 < windows.count:  # else the plan's own report follows
+                if index < last:  # else the plan's own report follows
                     self._reporter.report_if_due()
             self._sync_buffers()
             self._capture_if_reached()
@@ -158,6 +161,9 @@ class GpuWorker(StepWorker):
 
     def _may_step(self) -> bool:
         """Answer messages; whether the next step may begin."""
+        news = self._deferred or self._reporter.held or not self._inbox.empty()
+        if not news and not self._lockstep and self._protocol.state is WorkerState.TRAINING:
+            return True  # as most steps find it
         if self.handle_control() and not self._finish_together():
             return False
         if not self._lockstep:
@@ -175,31 +181,6 @@ class GpuWorker(StepWorker):
     def _wants_snapshot(self) -> bool:
         shutdown = self._protocol.shutdown
         return shutdown is not None and shutdown.snapshot
-
-    def _run_window(self, windows: Windows, index: int, train_fn: TrainFn) -> bool:
-        """One optimizer step; returns False if ``Shutdown`` came while data was awaited."""
-        sizes = windows.sizes(index)
-        lane = self._lane
-        first: Any = None
-        # With graphs the worker may have to wait below while another one captures.
-        then = COMPUTE if self._capturable is None else CONTROL
-        if sizes:
-            first = self._await_batch(answer=not self._protocol.leaving, then=then)
-            if first is None:
-                return False
-        elif lane is not None:
-            lane.enter(then)
-        self._context.pause_point()
-        self._advance_schedule(windows.position(index) if self._lockstep else None)
-        if lane is None:
-            self._train_window(sizes, first, train_fn)
-            return True
-        if lane.cause != COMPUTE:
-            lane.enter(COMPUTE)
-        start = lane.since
-        self._train_window(sizes, first, train_fn)
-        lane.end_step(CONTROL, start, sizes)
-        return True
 
     def _await_batch(self, *, answer: bool, then: int = COMPUTE) -> Any:
         """The next batch; while it is being loaded, messages are answered or put aside.

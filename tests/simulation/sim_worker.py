@@ -208,14 +208,14 @@ class SimWorker:
             self._sim.checks.on_lockstep_plan(self.rank, plan, len(self.base))
         windows = Windows(plan, self._config)
         batches = deque((plan.epoch, b) for span in plan.batches for b in span)
-        for index in range(windows.count):
+        for index, sizes in enumerate(windows.steps):
             if not (yield from self._may_step()):
                 yield from self._abandon(plan)
                 return self.protocol.leaving
-            if not (yield from self._run_window(windows.sizes(index), batches)):
+            if not (yield from self._run_window(sizes, batches)):
                 yield from self._abandon(plan)
                 return True
-            if index + 1 < windows.count:
+            if index + 1 < len(windows.steps):
                 self._reporter.report_if_due()
         yield from self._sync_buffers()
         self._capture_if_reached()
