@@ -58,8 +58,7 @@ def nanoseconds(call: Callable[[], object], count: int) -> float:
 def step_ns(count: int) -> float:
     """A step with nothing in it, recorded, less the same of the plain worker."""
     costs = {}
-    windows: Any = SimpleNamespace(sizes=lambda index: [16], position=lambda index: 0)
-    loader: Any = SimpleNamespace(try_next=lambda: LOADED, close=lambda: True)
+    loader: Any = SimpleNamespace(try_next=lambda: LOADED, close=lambda: True, reads_inline=False)
     nothing: dict[str, Any] = {"_train_window": lambda self, sizes, first, train_fn: None}
     makers: dict[str, Callable[..., GpuWorker]] = {
         "plain": GpuWorker,
@@ -72,7 +71,7 @@ def step_ns(count: int) -> float:
         train_fn = make_functions().train_fn
 
         def step(worker: GpuWorker = worker, train_fn: TrainFn = train_fn) -> None:
-            worker._run_window(windows, 0, train_fn)
+            worker._run_window((16,), None, train_fn)
 
         with patch.multiple(GpuWorker, **nothing):
             costs[name] = nanoseconds(step, count)

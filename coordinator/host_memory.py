@@ -1,4 +1,4 @@
-"""Memory of the host for tensors of many megabytes, in huge pages where the system gives them.
+"""Memory of the host for large tensors, in huge pages where the system gives them.
 
 A pass over a large state touches a new page every thousand float32 numbers, and the processor
 has to look each of them up. Linux gives pages of 2 MiB to whoever asks for them, unless
@@ -7,37 +7,35 @@ has to look each of them up. Linux gives pages of 2 MiB to whoever asks for them
 
 from __future__ import annotations
 
-import math
+import ctypes
 import mmap
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-_LEAST_BYTES = 8 << 20
-"""Smaller tensors come from PyTorch's allocator: they lie in the caches, and share pages."""
-_PAGE_BYTES = 2 << 20
-"""Size of a huge page on x86-64, and on ARM with base pages of 4 KiB."""
+_LEAST_BYTES = 32 << 20
+"""Smaller tensors lie in the caches, or in memory that was used before and has its pages."""
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
+"""``None`` where the system cannot be asked."""
 
 
 def empty_like(tensor: Tensor) -> Tensor:
     """A contiguous CPU tensor of that shape and dtype whose values are not initialised.
 
-    It asks for no gradient, and its memory goes back to the system with it.
+    It asks for no gradient, and lies on the CPU whatever the thread's default device is.
     """
-    num_bytes = math.prod(tensor.shape) * tensor.element_size()
-    if num_bytes < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    area = _huge_pages(num_bytes + _PAGE_BYTES)
-    start = -torch.frombuffer(area, dtype=torch.uint8, count=1).data_ptr() % _PAGE_BYTES
-    # The tensor keeps the area alive. What lies around it was never written to: it takes nothing.
-    flat = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-    return flat.view(tensor.shape)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if made.nbytes >= _LEAST_BYTES and _ADVICE is not None:
+        _advise(made.data_ptr(), made.nbytes, _ADVICE)
+    return made
 
 
-def _huge_pages(num_bytes: int) -> mmap.mmap:
-    """Memory of this process alone: of what is shared with children, other settings decide."""
-    area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages: ordinary ones do
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return area
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    """Tell the kernel what a range of memory is for; ordinary pages do where it will not hear.
+
+    A block of this size has pages of its own, so that those at its ends are asked for, too.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = address + num_bytes - start
+    madvise = ctypes.CDLL(None).madvise
+    madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))

@@ -77,7 +77,7 @@ class Stepper:
         self._judge = judge
         self._timer = timer or HostTimer()
         self._rates = rates or nullcontext
-        # With 1 ms steps each call counts.
+        # Nothing comes with the optimizer's step: with steps of 1 ms each call counts.
         self._is_bare = rates is None and max_grad_norm is None and precision != "fp16"
         self._losses: list[Tensor] = []
         self._checked = False
@@ -118,8 +118,7 @@ class Stepper:
 
     def begin(self) -> None:
         """A step begins: what follows can be taken back, and has no gradients yet."""
-        if self._judge is not None:
-            self._judge.begin()
+        self.open()
         self.clear_gradients()
 
     def open(self) -> None:

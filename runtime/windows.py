@@ -22,9 +22,15 @@ class Windows:
 
     def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
         self._plan = plan
-        self._accumulate = config.accumulate
+        self._accumulate = accumulate = config.accumulate
         num_batches = plan.num_batches
-        sizes = [config.batch_size] * num_batches
+        # A plan may have millions of steps: the whole ones share one list.
+        whole = [config.batch_size] * accumulate
+        self.steps: list[Sequence[int]] = [whole] * (num_batches // accumulate)
+        if rest := num_batches % accumulate:
+            self.steps.append(whole[:rest])
+        longest = max(plan.shares, default=num_batches)
+        self.steps += [()] * (-(-longest // accumulate) - len(self.steps))
         # Only the last batch of an epoch can be short, and spans rise within a plan
         # except where a batch came back from a dead rank: look at each span's end.
         end = 0
@@ -33,12 +39,11 @@ class Windows:
                 continue
             end += len(span)
             start, stop = batch_bounds(span[-1], config.num_samples, config.batch_size)
-            sizes[end - 1] = stop - start
-        longest = max(plan.shares) if plan.shares else num_batches
-        self.steps: Sequence[Sequence[int]] = [
-            sizes[first : first + config.accumulate]
-            for first in range(0, longest, config.accumulate)
-        ]
+            if stop - start < config.batch_size:
+                step, place = divmod(end - 1, accumulate)
+                sizes = list(self.steps[step])
+                sizes[place] = stop - start
+                self.steps[step] = sizes
 
     def position(self, index: int) -> int:
         """Batches that all ranks together have trained before a lockstep step."""

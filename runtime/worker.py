@@ -161,8 +161,8 @@ class GpuWorker(StepWorker):
 
     def _may_step(self) -> bool:
         """Answer messages; whether the next step may begin."""
-        news = self._deferred or self._reporter.held or not self._inbox.empty()
-        if not news and not self._lockstep and self._protocol.state is WorkerState.TRAINING:
+        trains = not self._lockstep and self._protocol.state is WorkerState.TRAINING
+        if trains and self._inbox.empty() and not (self._deferred or self._reporter.held):
             return True  # as most steps find it
         if self.handle_control() and not self._finish_together():
             return False

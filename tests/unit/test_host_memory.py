@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,13 @@ from coordinator.averaging import Averager
 from coordinator.contents import Payload
 from runtime.flat import FlatState
 
-MANY = 3_000_001
+MANY = 9_000_001
 """float32 numbers of more than the memory from which on huge pages are asked for."""
 _SMAPS = Path("/proc/self/smaps")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 needs_huge_pages = pytest.mark.skipif(
-    not (hasattr(mmap, "MADV_HUGEPAGE") and _SMAPS.is_file()),
-    reason="only Linux is asked for huge pages, and tells of it in /proc/self/smaps",
+    not (hasattr(mmap, "MADV_HUGEPAGE") and _HUGE_PAGES.is_dir() and _SMAPS.is_file()),
+    reason="needs a Linux kernel with transparent huge pages, which tells of them in smaps",
 )
 
 
@@ -37,11 +36,7 @@ def flags_of(tensor: torch.Tensor) -> list[str]:
     return []
 
 
-def num_mappings() -> int:
-    return len(Path("/proc/self/maps").read_text().splitlines())
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (MANY,), (3, 1_000_001)])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (MANY,), (3, 3_000_001)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 def test_it_has_the_shape_and_dtype_and_can_be_written(shape, dtype):
     like = torch.ones(shape, dtype=dtype)
@@ -49,8 +44,6 @@ def test_it_has_the_shape_and_dtype_and_can_be_written(shape, dtype):
     assert (made.shape, made.dtype, made.device) == (like.shape, dtype, like.device)
     assert made.is_contiguous()
     assert not made.requires_grad
-    # torch.save writes the whole storage.
-    assert made.untyped_storage().nbytes() == like.nbytes
     made.copy_(like)
     assert torch.equal(made, like)
 
@@ -70,14 +63,21 @@ def test_it_is_made_for_a_tensor_that_lies_elsewhere():
     assert made.numel() == MANY
 
 
+@pytest.mark.parametrize("num_elements", [5, MANY])
+def test_it_lies_on_the_cpu_whatever_the_default_device_is(num_elements):
+    like = torch.zeros(num_elements)
+    with torch.device("meta"):
+        made = host_memory.empty_like(like)
+    assert made.is_cpu
+
+
 @needs_huge_pages
 def test_the_system_was_asked_for_huge_pages_of_large_tensors_only():
     large = host_memory.empty_like(torch.empty(MANY, device="meta")).zero_()
     small = host_memory.empty_like(torch.empty(1000, device="meta")).zero_()
     assert "hg" in flags_of(large)
-    assert "sh" not in flags_of(large)  # of memory shared with children other settings decide
     assert "hg" not in flags_of(small)
-    assert large.data_ptr() % (2 << 20) == 0
+    assert "hg" in flags_of(large[-1:])
 
 
 @needs_huge_pages
@@ -90,31 +90,9 @@ def test_results_and_snapshots_lie_in_them():
         assert "hg" in flags_of(tensor)
 
 
-@needs_huge_pages
-def test_the_memory_goes_with_the_tensor():
-    gc.collect()
-    before = num_mappings()
-    made = host_memory.empty_like(torch.empty(MANY, device="meta")).fill_(1.0)
-    part = made[-10:]
-    gone = weakref.ref(made)
-    del made
-    assert gone() is None
-    assert part.tolist() == [1.0] * 10  # a view keeps all of it
-    assert num_mappings() > before
-    del part
-    assert num_mappings() <= before
-
-
-@pytest.mark.parametrize("fault", ["refuses", "unknown"])
-def test_ordinary_pages_do_where_there_are_no_others(monkeypatch, fault):
-    class Refuses(mmap.mmap):
-        def madvise(self, *_: int) -> None:
-            raise OSError(22, "Invalid argument")
-
-    if fault == "refuses":
-        monkeypatch.setattr(host_memory.mmap, "mmap", Refuses)
-    else:
-        monkeypatch.delattr(host_memory.mmap, "MADV_HUGEPAGE", raising=False)
+@pytest.mark.parametrize("advice", [None, 9999])
+def test_ordinary_pages_do_where_there_are_no_others(monkeypatch, advice):
+    monkeypatch.setattr(host_memory, "_ADVICE", advice)
     made = host_memory.empty_like(torch.empty(MANY, device="meta")).fill_(3.0)
     assert made.sum(dtype=torch.float64) == 3.0 * MANY
 

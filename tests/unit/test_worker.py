@@ -21,6 +21,7 @@ from runtime import (
 from runtime import worker as worker_module
 from runtime.agreement import StopAgreement
 from runtime.data import EpochIndex, adapt_dataset
+from runtime.device import Arrival
 from runtime.errors import CollectiveAborted, GpuWorkerError
 from runtime.loader import InlineLoader, ThreadLoader
 from runtime.protocol import WorkerState
@@ -328,6 +329,48 @@ def test_a_stalled_loader_delays_answers_within_a_window_alone(accumulate):
     alone.send(m.Shutdown())
     thread.join(WAIT_S)
     assert alone.worker.close()
+
+
+def test_a_request_is_answered_before_the_next_step():
+    answered = []
+
+    def train(model, batch):
+        answered.append(not alone.reports.empty())
+        if len(answered) == 2:
+            alone.send(m.RequestParams(round=1))
+        return count_up(model, batch)
+
+    alone = Alone(train=train)
+    alone.worker.run_epoch_plan(plan(range(4)))
+    assert answered == [False, False, True, True]
+    assert alone.take(m.ParamSnapshot).num_batches == 2
+
+
+def test_what_was_put_aside_within_a_step_is_answered_before_the_next():
+    alone = Alone()
+    alone.worker._deferred.append(m.RequestParams(round=1))
+    alone.worker.run_epoch_plan(plan(range(2)))
+    assert alone.take(m.ParamSnapshot).num_batches == 0
+
+
+def test_what_waited_for_copies_is_sent_before_the_next_step():
+    class OnItsWay(Arrival):
+        done = False
+
+        def wait(self):
+            raise AssertionError("nothing waits between two steps")
+
+    arrival, sent = OnItsWay(), []
+
+    def train(model, batch):
+        sent.append(not alone.reports.empty())
+        arrival.done = len(sent) == 2
+        return count_up(model, batch)
+
+    alone = Alone(train=train)
+    alone.worker._reporter.put(m.Exiting(rank=0), arrival)
+    alone.worker.run_epoch_plan(plan(range(3)))
+    assert sent == [False, False, True]
 
 
 @pytest.mark.parametrize("message", ["evaluate", "checkpoint"])

@@ -1,0 +1,118 @@
+"""The model of averaging in one thread: what it does to replicas, and its bad input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import drift
+from benchmarks.convergence_child import make_model, train_loop
+from benchmarks.convergence_models import STUDIES
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """The logistic study with an optimizer whose mean step is that of the mean gradient."""
+    study = replace(
+        STUDIES["logistic"],
+        make_optimizer=lambda params, lr: torch.optim.SGD(params, 10 * lr),
+        num_epochs=2,
+    )
+    monkeypatch.setitem(STUDIES, "logistic", study)
+
+
+def loss(**settings) -> float:
+    return drift.train(drift.Case(model="logistic", seed=3, **settings))["loss"]
+
+
+def test_replicas_averaged_after_every_step_of_sgd_are_one_device(plain):
+    solo = loss()
+    assert loss(every=1) == pytest.approx(solo, rel=1e-5)
+    assert loss(every=1, late=1) != pytest.approx(solo, rel=1e-5)
+    assert loss(every=3) != pytest.approx(solo, rel=1e-5)
+    assert loss(every=1, lr_scale=2.0) != pytest.approx(solo, rel=1e-3)
+
+
+def test_an_average_that_is_late_keeps_what_was_trained_meanwhile(plain):
+    # Nothing that a replica learnt is lost, so that late averages come close to those in time.
+    study = STUDIES["logistic"]
+    data = study.load(None)
+    untrained = study.evaluate(make_model(study, data.num_symbols, 3), data.held_out)
+    solo = loss()
+    gained = untrained["loss"] - solo
+    assert abs(loss(every=1, late=1) - solo) < 0.05 * gained
+    assert abs(loss(every=3, late=1) - solo) < 0.1 * gained
+    never = loss(every=10**6)
+    assert loss(every=1, late=1) != pytest.approx(never, rel=1e-5)
+
+
+def test_what_is_judged_is_the_mean(plain):
+    study = replace(STUDIES["logistic"], num_epochs=1)
+    data = study.load(None).first(0.0)
+    assert data.num_samples == study.batch_size * drift.WORLD_SIZE  # one step
+    solo = make_model(study, data.num_symbols, 3)
+    train_loop(study, solo, data, 3, data.num_samples, 0, 1)
+    case = drift.Case(model="logistic", seed=3, every=10)
+    replica = drift.train_replicas(study, data, case)
+    for mine, theirs in zip(replica.parameters(), solo.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_buffers_are_averaged_too():
+    model = torch.nn.BatchNorm1d(2)
+    other = torch.nn.BatchNorm1d(2)
+    other.running_mean += 2.0
+    drift.move([model, other], drift.deltas_of([model, other]))
+    for norm in (model, other):
+        assert norm.running_mean.tolist() == [1.0, 1.0]
+        assert norm.num_batches_tracked == 0
+
+
+def test_losses_are_paired_by_seed():
+    rows = [
+        {"every": every, "late": 0, "lr_scale": 1.2, "seed": seed, "loss": value}
+        for every, seed, value in [(0, 0, 1.0), (0, 1, 2.0), (2, 0, 1.1), (2, 1, 2.4)]
+    ]
+    (found,) = drift.summarize(rows)
+    assert (found["every"], found["num_seeds"]) == (2, 2)
+    assert found["lost"] == pytest.approx(0.15)
+    assert found["error"] == pytest.approx(0.05)
+    assert "+15.00% ± 5.00%" in drift.table([found])
+
+
+@pytest.mark.parametrize("wrong", [["--every", "0"], ["--late", "2"], ["--seeds", "0"]])
+def test_settings_out_of_range_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        drift.parse_args(wrong)
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_missing_data_names_the_remedy(tmp_path):
+    with pytest.raises(SystemExit, match="--data"):
+        drift.main(["--data", str(tmp_path)])
+
+
+def test_the_whole_command_writes_its_record(tmp_path, capsys):
+    target = tmp_path / "drift.json"
+    drift.main(
+        [
+            "--tiny",
+            "--model",
+            "logistic",
+            "--every",
+            "2",
+            "--late",
+            "0",
+            "--seeds",
+            "2",
+            "--json",
+            str(target),
+        ]
+    )
+    record = json.loads(target.read_text())
+    assert len(record["rows"]) == 4
+    assert record["summary"][0]["num_seeds"] == 2
+    assert "| 2 | 0 | 1.2 times |" in capsys.readouterr().out

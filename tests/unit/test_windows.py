@@ -1,0 +1,53 @@
+"""A plan cut into steps, against the same worked out batch by batch."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from coordinator.messages import EpochPlan
+from runtime import WorkerConfig
+from runtime.windows import Windows
+
+SPANS = [
+    (),
+    (range(0),),
+    (range(3),),
+    (range(5),),
+    (range(2), range(4, 5)),
+    (range(4, 5), range(2)),  # the last batch came back from a dead rank
+    (range(4, 5), range(0), range(3)),
+]
+
+
+def one_by_one(plan: EpochPlan, config: WorkerConfig) -> list[list[int]]:
+    sizes = [
+        min(config.batch_size, config.num_samples - b * config.batch_size)
+        for span in plan.batches
+        for b in span
+    ]
+    steps = []
+    while sizes or len(steps) * config.accumulate < max(plan.shares, default=0):
+        steps.append(sizes[: config.accumulate])
+        sizes = sizes[config.accumulate :]
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("spans", "accumulate", "shares"), list(product(SPANS, (1, 2, 3), ((), (7, 3))))
+)
+@pytest.mark.parametrize("num_samples", [20, 18])
+def test_steps_have_the_sizes_of_their_batches(spans, accumulate, shares, num_samples):
+    config = WorkerConfig(num_samples=num_samples, batch_size=4, accumulate=accumulate)
+    plan = EpochPlan(epoch=0, batches=spans, shares=shares)
+    steps = Windows(plan, config).steps
+    assert [list(step) for step in steps] == one_by_one(plan, config)
+
+
+def test_the_steps_of_a_long_plan_share_their_sizes():
+    config = WorkerConfig(num_samples=4_000_001, batch_size=4, accumulate=2)
+    steps = Windows(EpochPlan(epoch=0, batches=(range(1_000_001),)), config).steps
+    assert len(steps) == 500_001
+    assert len({id(step) for step in steps}) == 2
+    assert (list(steps[0]), list(steps[-1])) == ([4, 4], [1])
