@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
-import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,7 +22,9 @@ from torch import Tensor, nn
 from benchmarks.convergence_child import WORLD_SIZE, make_model, run_solo
 from benchmarks.convergence_data import Data, DataMissing, check_folder, default_folder
 from benchmarks.convergence_models import STUDIES, Study, scheduler
+from benchmarks.convergence_report import compare
 from benchmarks.machine import describe
+from benchmarks.peers_report import table
 from coordinator.dispatch import permutation
 
 
@@ -36,7 +36,7 @@ class Case:
         model: Name of a study.
         seed: Of the weights and of the order of the samples.
         every: Steps between two averagings.
-        late: Steps that a replica makes before it takes an average, less than ``every`` or 1.
+        late: Whether a replica makes a step before it takes an average, 0 or 1.
         lr_scale: Factor on the study's learning rate.
         folder: Of the data; ``None``: the tiny stand-in.
     """
@@ -83,7 +83,8 @@ def train_replicas(study: Study, data: Data, case: Case) -> nn.Module:
     optimizers = [study.make_optimizer(model.parameters(), rate) for model in models]
     num_steps = study.num_epochs * (data.num_samples // (study.batch_size * WORLD_SIZE))
     schedules = [scheduler(optimizer, num_steps) for optimizer in optimizers]
-    since, under_way = 0, None
+    since = 0
+    under_way: list[list[Tensor]] | None = None
     for epoch in range(study.num_epochs):
         order = torch.from_numpy(permutation(data.num_samples, epoch, case.seed))
         for indices in torch.split(order, study.batch_size * WORLD_SIZE):
@@ -91,19 +92,21 @@ def train_replicas(study: Study, data: Data, case: Case) -> nn.Module:
             for model, optimizer, schedule, part in zip(
                 models, optimizers, schedules, parts, strict=True
             ):
+                batch = tuple(c.index_select(0, part) for c in data.train)
                 optimizer.zero_grad()
-                study.loss(model, tuple(c.index_select(0, part) for c in data.train)).backward()  # type: ignore[no-untyped-call]
+                study.loss(model, batch).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
             since += 1
-            if under_way is not None and since >= case.late:
+            if under_way is not None:
                 move(models, under_way)
                 under_way = None
-            if since >= case.every and under_way is None:
-                since, under_way = 0, deltas_of(models)
-                if not case.late:
-                    move(models, under_way)
-                    under_way = None
+            if since == case.every:
+                since = 0
+                if case.late:
+                    under_way = deltas_of(models)
+                else:
+                    move(models, deltas_of(models))
     move(models, deltas_of(models))
     return models[0]
 
@@ -136,37 +139,34 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each way to average: mean and standard error of what it loses, paired by seed."""
+    """Of each way to average, what part of solo's loss it adds, paired by seed."""
     solo = {row["seed"]: row["loss"] for row in rows if not row["every"]}
-    ways: dict[tuple[int, int, float], list[float]] = {}
+    ways: dict[tuple[int, int, float], dict[int, float]] = {}
     for row in rows:
         if row["every"]:
-            lost = row["loss"] / solo[row["seed"]] - 1
-            ways.setdefault((row["every"], row["late"], row["lr_scale"]), []).append(lost)
-    return [
-        {
-            "every": every,
-            "late": late,
-            "lr_scale": scale,
-            "lost": statistics.fmean(lost),
-            "error": statistics.stdev(lost) / math.sqrt(len(lost)) if len(lost) > 1 else math.nan,
-            "num_seeds": len(lost),
-        }
-        for (every, late, scale), lost in sorted(ways.items())
-    ]
+            way = row["every"], row["late"], row["lr_scale"]
+            ways.setdefault(way, {})[row["seed"]] = row["loss"] / solo[row["seed"]]
+    found: list[dict[str, Any]] = []
+    for (every, late, scale), parts in sorted(ways.items()):
+        difference = compare(parts, dict.fromkeys(solo, 1.0), higher_is_better=False)
+        assert difference is not None, "every seed has its solo training"
+        found.append({"every": every, "late": late, "lr_scale": scale, **asdict(difference)})
+    return found
 
 
-def table(summary: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| averaged every | taken late by | learning rate | held-out loss above solo's | seeds |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {s['every']} | {s['late']} | {s['lr_scale']:g} times | {s['lost']:+.2%} ± "
-        f"{s['error']:.2%} | {s['num_seeds']} |"
+def markdown(summary: Sequence[dict[str, Any]]) -> str:
+    """The summary as a table."""
+    head = ["averaged every", "taken late by", "learning rate"]
+    head += ["held-out loss above solo's", "", "seeds"]
+    rows = [
+        [
+            *(str(s["every"]), str(s["late"]), f"{s['lr_scale']:g} times"),
+            f"{s['mean']:+.2%}" + ("" if s["se"] is None else f" ± {s['se']:.2%}"),
+            *(s["verdict"], str(s["num_pairs"])),
+        ]
         for s in summary
     ]
-    return "\n".join(lines)
+    return table(head, rows, num_texts=0)
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         del row["folder"]
     summary = summarize(rows)
-    print(f"{STUDIES[args.model].definition()}; two replicas in one thread\n\n{table(summary)}")
+    print(f"{STUDIES[args.model].definition()}; two replicas in one thread\n\n{markdown(summary)}")
     if args.json:
         machine = describe()
         del machine["environment"]  # nothing is timed: it runs in the caller's

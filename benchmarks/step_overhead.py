@@ -21,6 +21,7 @@ import torch
 from loops import batches, train_step
 from machine import ENVIRONMENT, QUIET, MachineLoad, describe, restart_with
 from models import WORKLOADS, Batch, Workload
+from peers_report import table
 from peers_sections import step_seconds
 from torch import Tensor, nn
 
@@ -127,19 +128,20 @@ def summarize(model: str, num_workers: int, pairs: list[Pair]) -> dict[str, Any]
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | workers | bare step, us | a worker adds, us | quartiles | of it CPU time "
-        "| bare / worker's step | pairs |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {r['model']} | {r['workers']} | {r['bare_s'] * 1e6:.0f} | {r['added_s'] * 1e6:.0f} "
-        f"| {r['quartiles_s'][0] * 1e6:.0f} to {r['quartiles_s'][1] * 1e6:.0f} "
-        f"| {r['added_cpu_s'] * 1e6:.0f} | {r['share']:.3f} | {r['pairs']} |"
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    head = ["model", "workers", "bare step, us", "a worker adds, us", "quartiles"]
+    head += ["of it CPU time", "bare / worker's step", "pairs"]
+    cells = [
+        [
+            *(r["model"], str(r["workers"]), f"{r['bare_s'] * 1e6:.0f}"),
+            f"{r['added_s'] * 1e6:.0f}",
+            " to ".join(f"{quartile * 1e6:.0f}" for quartile in r["quartiles_s"]),
+            *(f"{r['added_cpu_s'] * 1e6:.0f}", f"{r['share']:.3f}", str(r["pairs"])),
+        ]
         for r in rows
     ]
-    return "\n".join(lines)
+    return table(head, cells)
 
 
 def parse_args() -> argparse.Namespace:
@@ -164,7 +166,7 @@ def main() -> None:
             load = MachineLoad()
             pairs = measure(WORKLOADS[model], num_workers, args.seconds)
             rows.append(summarize(model, num_workers, pairs) | {"used_by_others": load.others()})
-    print(table(rows), end="\n\n")
+    print(markdown(rows), end="\n\n")
     share = max(row["used_by_others"] for row in rows)
     print(f"Other processes used up to {share:.0%} of the cores; quiet is {QUIET:.0%}.")
     if args.json:

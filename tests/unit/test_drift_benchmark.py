@@ -77,10 +77,10 @@ def test_losses_are_paired_by_seed():
         for every, seed, value in [(0, 0, 1.0), (0, 1, 2.0), (2, 0, 1.1), (2, 1, 2.4)]
     ]
     (found,) = drift.summarize(rows)
-    assert (found["every"], found["num_seeds"]) == (2, 2)
-    assert found["lost"] == pytest.approx(0.15)
-    assert found["error"] == pytest.approx(0.05)
-    assert "+15.00% ± 5.00%" in drift.table([found])
+    assert (found["every"], found["num_pairs"], found["verdict"]) == (2, 2, "worse")
+    assert found["mean"] == pytest.approx(0.15)
+    assert found["se"] == pytest.approx(0.05)
+    assert "| 2 | 0 | 1.2 times | +15.00% ± 5.00% | worse | 2 |" in drift.markdown([found])
 
 
 @pytest.mark.parametrize("wrong", [["--every", "0"], ["--late", "2"], ["--seeds", "0"]])
@@ -97,22 +97,9 @@ def test_missing_data_names_the_remedy(tmp_path):
 
 def test_the_whole_command_writes_its_record(tmp_path, capsys):
     target = tmp_path / "drift.json"
-    drift.main(
-        [
-            "--tiny",
-            "--model",
-            "logistic",
-            "--every",
-            "2",
-            "--late",
-            "0",
-            "--seeds",
-            "2",
-            "--json",
-            str(target),
-        ]
-    )
+    settings = "--tiny --model logistic --every 2 --late 0 --seeds 2"
+    drift.main([*settings.split(), "--json", str(target)])
     record = json.loads(target.read_text())
     assert len(record["rows"]) == 4
-    assert record["summary"][0]["num_seeds"] == 2
+    assert record["summary"][0]["num_pairs"] == 2
     assert "| 2 | 0 | 1.2 times |" in capsys.readouterr().out

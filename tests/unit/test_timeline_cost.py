@@ -12,4 +12,4 @@ def test_every_part_has_a_cost(capsys, monkeypatch):
     printed = capsys.readouterr().out
     costs = [line.split("|")[2].split() for line in printed.splitlines() if line.endswith("s |")]
     assert [unit for _, unit in costs] == ["ns", "ns", "ns", "us", "us"]
-    assert all(isinstance(float(cost), float) for cost, _ in costs)
+    assert all(float(cost) > 0 for cost, _ in costs[1:])  # a step's is a small difference
