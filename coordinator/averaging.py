@@ -29,7 +29,7 @@ class AverageResult:
     """
 
     average: Payload
-    num_samples: int
+    num_samples: float
     divergences: tuple[float, ...]
 
 
@@ -57,7 +57,7 @@ class Averager:
     def average(
         self,
         payloads: Sequence[Payload],
-        weights: Sequence[int],
+        weights: Sequence[float],
         squares: Sequence[tuple[float, ...] | None] = (),
     ) -> AverageResult:
         """Average payloads of the same shapes and dtypes.
@@ -67,9 +67,9 @@ class Averager:
 
         Args:
             payloads: One for each rank, flat CPU tensors.
-            weights: Samples behind each payload. One of weight 0 is not read into the
-                average, so its values may be NaN. If all are 0 the result is a copy of
-                the first payload.
+            weights: Of each payload, such as the samples behind it. One of weight 0 is not
+                read into the average, so its values may be NaN. If all are 0 the result is a
+                copy of the first payload.
             squares: For each payload the squared norm of each of its parameter tensors, or
                 ``None``. Where all are known, of two ranks and in float32 or wider, the norm
                 of the average follows from them and is not measured.
@@ -137,15 +137,15 @@ def clone_payload(payload: Payload) -> Payload:
     return copied
 
 
-def usable_weights(samples: Sequence[int | None]) -> list[int]:
+def usable_weights(samples: Sequence[float | None]) -> list[float]:
     """The weights of a round in which some states may not be used.
 
     Args:
-        samples: Samples behind each state; ``None``: not to be used.
+        samples: Weight of each state, such as its samples; ``None``: not to be used.
 
     Returns:
-        The samples, 0 for what is not used. Where that would leave nothing, the states that
-        can be used and have no samples count alike, so that the others can take them.
+        The weights, 0 for what is not used. Where that would leave nothing, the states that
+        can be used and have no weight count alike, so that the others can take them.
     """
     weights = [n or 0 for n in samples]
     if any(weights) or None not in samples:
@@ -188,7 +188,7 @@ def _check_squares(
             )
 
 
-def _check(payloads: Sequence[Payload], weights: Sequence[int]) -> None:
+def _check(payloads: Sequence[Payload], weights: Sequence[float]) -> None:
     if not payloads:
         raise ValueError("nothing to average: hand over at least one payload")
     if len(weights) != len(payloads):
@@ -196,7 +196,7 @@ def _check(payloads: Sequence[Payload], weights: Sequence[int]) -> None:
             f"{len(payloads)} payloads but {len(weights)} weights: give one for each payload"
         )
     if min(weights) < 0:
-        raise ValueError(f"weights count samples and cannot be negative, got {list(weights)}")
+        raise ValueError(f"weights cannot be negative, got {list(weights)}")
     layout = _layout(payloads[0])
     for i, payload in enumerate(payloads):
         if _layout(payload) != layout:

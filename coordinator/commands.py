@@ -26,7 +26,7 @@ class Average:
         round: Id of the round; -1: the final average.
         ranks: Whose payloads these are.
         payloads: One for each of ``ranks``.
-        weights: Samples behind each.
+        weights: Of each; samples, or what the losses of its batches were means over.
         squares: Squared norms of the parameter tensors of each, as far as they are known.
         keep: Whether a copy of the average is wanted, too.
     """
@@ -34,7 +34,7 @@ class Average:
     round: int
     ranks: tuple[int, ...]
     payloads: tuple[Payload, ...]
-    weights: tuple[int, ...]
+    weights: tuple[float, ...]
     squares: tuple[tuple[float, ...] | None, ...] = ()
     keep: bool = False
 

@@ -72,10 +72,11 @@ class Tally:
         compute_s: Time spent in training steps, waits for data and peers excluded.
         num_timed: Micro-batches behind ``compute_s``, where they are not ``num_batches``
             because the times of the last ones are still in flight on the device.
-        loss_sum: Sum over batches of mean loss times samples, in step order.
-        loss_samples: Samples behind ``loss_sum``. Less than ``num_samples`` where
-            losses are still in flight on the device; they come with a later report.
-        scalars: ``(name, weighted sum, samples)`` for each recorded scalar.
+        loss_sum: Sum over batches of mean loss times weight, in step order.
+        loss_samples: Weight behind ``loss_sum``: samples, or what ``train_fn`` gave. Samples
+            are less than ``num_samples`` where losses are still in flight on the device; they
+            come with a later report.
+        scalars: ``(name, weighted sum, weight)`` for each recorded scalar.
     """
 
     num_batches: int = 0
@@ -84,8 +85,8 @@ class Tally:
     compute_s: float = 0.0
     num_timed: int | None = None
     loss_sum: float = 0.0
-    loss_samples: int = 0
-    scalars: tuple[tuple[str, float, int], ...] = ()
+    loss_samples: float = 0
+    scalars: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class Ending:
         # After a death in a reduction some ranks may have made one step more than others.
         steps = max((f.step for f in finals), default=0)
         finals = [f for f in finals if f.step == steps]
-        weights = [f.num_samples for f in finals]
+        weights = [f.round_weight for f in finals]
         self._epochs.publish(anyway=True)
         if not finals and sent:
             fault = sent[0].fault

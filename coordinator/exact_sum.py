@@ -33,6 +33,45 @@ class RoundedSum(float):
         return type(self), (float(self), self.parts)
 
 
+class WeightSum:
+    """Adds weights without losing anything: whole numbers stay whole numbers."""
+
+    __slots__ = ("_rest", "_whole")
+
+    def __init__(self) -> None:
+        self._whole = 0
+        self._rest: ExactSum | None = None
+
+    def add(self, weight: float) -> None:
+        """Add a weight, or what :meth:`value` or :attr:`parts` gave of others."""
+        if isinstance(weight, int):
+            self._whole += weight
+        elif weight.is_integer() and not getattr(weight, "parts", ()):
+            self._whole += int(weight)
+        else:
+            self._rest = self._rest or ExactSum()
+            self._rest.add(weight)
+
+    def add_all(self, weights: Sequence[float]) -> None:
+        """Add many weights."""
+        for weight in weights:
+            self.add(weight)
+
+    def value(self) -> float:
+        """The sum: an ``int``, or a :class:`RoundedSum` where a weight was no whole number."""
+        return self._whole if self._rest is None else self._sum(self._rest).value()
+
+    @property
+    def parts(self) -> int | list[float]:
+        """What :meth:`add` makes the same sum of, piece by piece where it is a list."""
+        return self._whole if self._rest is None else list(self._sum(self._rest).parts)
+
+    def _sum(self, rest: ExactSum) -> ExactSum:
+        whole = ExactSum(rest.parts)
+        whole.add(self._whole)
+        return whole
+
+
 class ExactSum:
     """Adds numbers without losing anything; NaN and infinities stay what they are."""
 

@@ -112,7 +112,7 @@ class Averaged:
 
     round: int
     average: Payload | None
-    num_samples: int = 0
+    num_samples: float = 0
     divergences: tuple[tuple[int, float], ...] = ()
     compute_s: float = 0.0
     error: BaseException | None = None

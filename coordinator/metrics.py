@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.exact_sum import ExactSum
+from coordinator.exact_sum import ExactSum, WeightSum
 from coordinator.messages import Tally
 
 
@@ -20,7 +20,7 @@ class RankMetrics:
         num_batches: Batches it trained.
         num_samples: Samples in them.
         compute_s: Seconds in training steps, waits excluded.
-        avg_loss: Mean loss over its samples; NaN if there is none.
+        avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
         throughput: Samples for each second of ``compute_s``; 0.0 without any.
     """
 
@@ -38,10 +38,11 @@ class EpochMetrics:
 
     Attributes:
         epoch: Epoch, counted from 0.
-        avg_loss: Mean loss over all samples trained; NaN if there is none, and NaN or
-            infinite where a loss was.
-        scalars: Recorded scalars, each the mean weighted by samples, and the values of
-            the evaluation under ``eval/``.
+        avg_loss: Mean loss over all samples trained, or over what the weights count that
+            ``train_fn`` gave with its losses; NaN if there is none, and NaN or infinite where
+            a loss was.
+        scalars: Recorded scalars, each the mean weighted as the losses of their batches, and
+            the values of the evaluation under ``eval/``.
         per_rank: One entry for each rank.
         epoch_s: Duration in seconds: the time since the last epoch closed, in equal parts for
             those that closed together.
@@ -77,8 +78,8 @@ class _RankSums:
     num_skipped: int = 0
     compute_s: float = 0.0
     loss_sum: ExactSum = field(default_factory=ExactSum)
-    loss_samples: int = 0
-    scalars: dict[str, tuple[ExactSum, int]] = field(default_factory=dict)
+    loss_weight: WeightSum = field(default_factory=WeightSum)
+    scalars: dict[str, tuple[ExactSum, WeightSum]] = field(default_factory=dict)
 
     def add(self, tally: Tally) -> None:
         self.num_batches += tally.num_batches
@@ -86,15 +87,15 @@ class _RankSums:
         self.num_skipped += tally.num_skipped
         self.compute_s += tally.compute_s
         self.loss_sum.add(tally.loss_sum)
-        self.loss_samples += tally.loss_samples
-        for name, total, count in tally.scalars:
-            self._add_scalar(name, (total,), count)
+        self.loss_weight.add(tally.loss_samples)
+        for name, total, weight in tally.scalars:
+            self._add_scalar(name, (total,), (weight,))
 
-    def _add_scalar(self, name: str, parts: Iterable[float], count: int) -> None:
-        total, before = self.scalars.get(name) or (ExactSum(), 0)
+    def _add_scalar(self, name: str, parts: Iterable[float], weights: Sequence[float]) -> None:
+        total, weight = self.scalars.setdefault(name, (ExactSum(), WeightSum()))
         for part in parts:
             total.add(part)
-        self.scalars[name] = total, before + count
+        weight.add_all(weights)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -103,9 +104,10 @@ class _RankSums:
             "num_skipped": self.num_skipped,
             "compute_s": self.compute_s,
             "loss_sum": list(self.loss_sum.parts),
-            "loss_samples": self.loss_samples,
+            "loss_samples": self.loss_weight.parts,
             "scalars": {
-                name: [list(total.parts), count] for name, (total, count) in self.scalars.items()
+                name: [list(total.parts), weight.parts]
+                for name, (total, weight) in self.scalars.items()
             },
         }
 
@@ -114,11 +116,11 @@ class _RankSums:
         self.num_samples += int(state["num_samples"])
         self.num_skipped += int(state["num_skipped"])
         self.compute_s += float(state["compute_s"])
-        self.loss_samples += int(state["loss_samples"])
+        self.loss_weight.add_all(_weights(state["loss_samples"]))
         for part in state["loss_sum"]:
             self.loss_sum.add(float(part))
-        for name, (parts, count) in state["scalars"].items():
-            self._add_scalar(name, map(float, parts), int(count))
+        for name, (parts, weight) in state["scalars"].items():
+            self._add_scalar(name, map(float, parts), _weights(weight))
 
     def metrics(self, rank: int) -> RankMetrics:
         return RankMetrics(
@@ -126,7 +128,7 @@ class _RankSums:
             num_batches=self.num_batches,
             num_samples=self.num_samples,
             compute_s=self.compute_s,
-            avg_loss=_mean(self.loss_sum.value(), self.loss_samples),
+            avg_loss=_mean(self.loss_sum.value(), self.loss_weight.value()),
             throughput=self.num_samples / self.compute_s if self.compute_s > 0 else 0.0,
         )
 
@@ -176,13 +178,16 @@ class EpochTally:
         whole = _RankSums()
         for sums in self._ranks:
             whole.add_state(sums.state_dict())
-        means = {name: _mean(total.value(), n) for name, (total, n) in whole.scalars.items()}
+        means = {
+            name: _mean(total.value(), weight.value())
+            for name, (total, weight) in whole.scalars.items()
+        }
         means.update(extra_scalars or {})
         per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
         num_batches = sum(r.num_batches for r in per_rank)
         return EpochMetrics(
             epoch=epoch,
-            avg_loss=_mean(whole.loss_sum.value(), whole.loss_samples),
+            avg_loss=_mean(whole.loss_sum.value(), whole.loss_weight.value()),
             scalars=means,
             per_rank=per_rank,
             epoch_s=epoch_s,
@@ -216,5 +221,10 @@ class EpochTally:
             self._ranks[rank % len(self._ranks)].add_state(saved)
 
 
-def _mean(total: float, count: int) -> float:
-    return float(total) / count if count else math.nan
+def _mean(total: float, weight: float) -> float:
+    return float(total) / weight if weight else math.nan
+
+
+def _weights(saved: Any) -> Sequence[float]:
+    """What :attr:`WeightSum.parts` gave, also where it is a single number."""
+    return [float(part) for part in saved] if isinstance(saved, list) else [int(saved)]

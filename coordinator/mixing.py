@@ -40,12 +40,12 @@ class Mix:
             The mean has the same bits for any number of them, the norms up to rounding.
     """
 
-    def __init__(self, weights: Sequence[int], num_threads: int = 1) -> None:
+    def __init__(self, weights: Sequence[float], num_threads: int = 1) -> None:
         total = sum(weights)
         self._shares = [w / total for w in weights]
         self._live = [i for i, w in enumerate(weights) if w > 0]
         # When rank i is blended in, its part of all that has been blended so far.
-        running = 0
+        running: float = 0
         self._fractions: list[float] = []
         for i in self._live:
             running += weights[i]

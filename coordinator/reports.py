@@ -77,12 +77,13 @@ class ParamSnapshot:
         rank: Who reports.
         round: Id of the round that asked for it.
         payload: The state; owned by the message.
-        num_samples: Samples trained since the last round: the weight.
+        num_samples: Samples trained since the last round.
         num_batches: Batches trained since the last round.
         healthy: Whether the parameters are finite; if not, the weight is 0.
         squares: Squared norms of the payload's parameter tensors, if the rank has measured them.
         report: What of it was not yet told; it counts even if the round was given up.
         extra: The rank's own state at that boundary, if it was asked for.
+        weight: Of what was trained, in the round; ``None``: the samples.
     """
 
     rank: int
@@ -94,6 +95,12 @@ class ParamSnapshot:
     squares: tuple[float, ...] | None = None
     report: BatchReport | None = None
     extra: Extra | None = None
+    weight: float | None = None
+
+    @property
+    def round_weight(self) -> float:
+        """The weight in the round."""
+        return self.num_samples if self.weight is None else self.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +116,7 @@ class FinalSnapshot:
         fault: Set where the parameters are not finite: the state must not be used, and
             this is how the run ends if no rank has a better one.
         extra: The rank's own state, if it was asked for.
+        weight: Of what is not yet averaged; ``None``: the samples.
     """
 
     rank: int
@@ -117,6 +125,12 @@ class FinalSnapshot:
     step: int = 0
     fault: Failed | None = None
     extra: Extra | None = None
+    weight: float | None = None
+
+    @property
+    def round_weight(self) -> float:
+        """The weight in the average of the last states."""
+        return self.num_samples if self.weight is None else self.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

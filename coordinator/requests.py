@@ -65,7 +65,7 @@ class Update:
     Attributes:
         round: Id of the round whose snapshot the average was made from.
         average: The averaged state; read-only, shared by all ranks.
-        num_samples: Samples behind the average; 0: the round changes nothing.
+        num_samples: Sum of the weights; 0: the round changes nothing.
         allowance: How far to go after it.
         evaluate: Epoch to evaluate on the average, if any.
         checkpoint: Version to hand to the checkpoint function, if any.
@@ -73,7 +73,7 @@ class Update:
 
     round: int
     average: Payload
-    num_samples: int = 1
+    num_samples: float = 1
     allowance: Allowance = field(default_factory=Allowance)
     evaluate: int | None = None
     checkpoint: int | None = None

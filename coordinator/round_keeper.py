@@ -141,7 +141,7 @@ class RoundKeeper:
                     ranks=self.round.ranks,
                     payloads=tuple(s.payload for s in order),
                     weights=tuple(
-                        usable_weights([s.num_samples if s.healthy else None for s in order])
+                        usable_weights([s.round_weight if s.healthy else None for s in order])
                     ),
                     squares=tuple(s.squares for s in order),
                     keep=self.round.capture,

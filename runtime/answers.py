@@ -36,6 +36,7 @@ class Answers:
         functions: The user's functions.
         clock: Tells the time.
         capture: Gives the rank's own state, for a checkpoint.
+        tell_weight: Tells the protocol all weights of what was trained.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Answers:
         functions: UserFunctions,
         clock: DeviceContext,
         capture: Callable[[], m.Extra],
+        tell_weight: Callable[[], None],
     ) -> None:
         self._worker = worker
         self._model = model
@@ -59,6 +61,7 @@ class Answers:
         self._functions = functions
         self._clock = clock
         self._capture = capture
+        self._tell_weight = tell_weight
         self._rank = protocol.rank
         self._snapshot_s = 0.0
 
@@ -92,6 +95,7 @@ class Answers:
 
     def _sync_now(self, message: m.SyncNow) -> None:
         healthy = self._judge.enter_round(self._protocol.samples)
+        self._tell_weight()
         report = self._reporter.take_report(wait=message.capture)
         ok, divergence, sync_s = False, None, 0.0
         extra: m.Extra | None = None
@@ -99,7 +103,7 @@ class Answers:
         try:
             start = self._clock.now()
             divergence, waited = self._averager.all_reduce(
-                self._protocol.samples, healthy=healthy if self._judge.heals else None
+                self._protocol.weight, healthy=healthy if self._judge.heals else None
             )
             sync_s = max(0.0, self._clock.now() - start - waited)
             if not healthy:
@@ -139,6 +143,7 @@ class Answers:
         payload, arrival, squares = self._averager.start_snapshot()
         self._snapshot_s = self._clock.now() - start
         healthy = self._judge.enter_round(self._protocol.samples, squares)
+        self._tell_weight()
         report = self._reporter.take_report(wait=message.capture)
         self._protocol.snapshot_taken(message.round)
         self._reporter.put(
@@ -147,6 +152,7 @@ class Answers:
                 round=message.round,
                 payload=payload,
                 num_samples=self._protocol.samples if healthy else 0,
+                weight=self._protocol.weight if healthy else 0,
                 num_batches=self._protocol.batches,
                 healthy=healthy,
                 squares=squares,

@@ -191,14 +191,14 @@ class ReplicaAverager:
     # -- collectives ---------------------------------------------------------------
 
     @torch.no_grad()
-    def all_reduce(self, num_samples: int, *, healthy: bool | None = None) -> tuple[float, float]:
-        """Average the live state over all ranks, weighted by samples.
+    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> tuple[float, float]:
+        """Average the live state over all ranks, weighted.
 
         Blocks until every rank has joined. If the collective is aborted the live state
         is the one before the call.
 
         Args:
-            num_samples: This rank's weight.
+            weight: Of what this rank has trained since the last round.
             healthy: Whether its state may be used; ``None``, on every rank alike: it may on
                 all of them.
 
@@ -226,10 +226,10 @@ class ReplicaAverager:
                 collective.barrier()
                 waited = time.perf_counter() - start
                 if healthy is not None:
-                    num_samples = self._agree_weight(num_samples if healthy else -1)
-                total = collective.weighted_mean_(_reals(*params.flats, *floats), num_samples)
+                    weight = self._agree_weight(weight if healthy else -1)
+                total = collective.weighted_mean_(_reals(*params.flats, *floats), weight)
                 if others and total > 0:
-                    self._take_from_heaviest(others, num_samples)
+                    self._take_from_heaviest(others, weight)
                 collective.check()
             except BaseException:
                 for old, flat in zip(self._before, params.flats, strict=True):
@@ -283,21 +283,21 @@ class ReplicaAverager:
             if total > 0:
                 self._state.buffers.write_from(floats, others)
 
-    def _agree_weight(self, weight: int) -> int:
+    def _agree_weight(self, weight: float) -> float:
         """This rank's weight once it is known who is healthy; a rank that is not says -1."""
         collective = self.collective
         assert collective is not None
-        told = torch.zeros(collective.world_size, dtype=torch.int64)
-        collective.all_gather_into(told, torch.tensor([weight], dtype=torch.int64))
+        told = torch.zeros(collective.world_size, dtype=torch.float64)
+        collective.all_gather_into(told, torch.tensor([weight], dtype=torch.float64))
         weights = usable_weights([None if w < 0 else w for w in told.tolist()])
         return weights[collective.rank]
 
-    def _take_from_heaviest(self, others: tuple[Tensor, ...], num_samples: int) -> None:
-        """Integer buffers come from the rank with the most samples, the lowest on ties."""
+    def _take_from_heaviest(self, others: tuple[Tensor, ...], weight: float) -> None:
+        """Integer buffers come from the rank with the largest weight, the lowest on ties."""
         collective = self.collective
         assert collective is not None
-        weights = torch.zeros(collective.world_size, dtype=torch.int64)
-        collective.all_gather_into(weights, torch.tensor([num_samples], dtype=torch.int64))
+        weights = torch.zeros(collective.world_size, dtype=torch.float64)
+        collective.all_gather_into(weights, torch.tensor([weight], dtype=torch.float64))
         heaviest = int(weights.argmax())
         for flat in others:
             collective.broadcast_(flat, src=heaviest)

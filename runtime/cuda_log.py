@@ -25,13 +25,13 @@ class _Entry(NamedTuple):
     Attributes:
         name: Of a scalar; ``None``: the loss of a batch.
         value: The value where the CPU knows it, else its tensor until it is sent.
-        num_samples: Samples behind it.
+        weight: As the value.
         step: Number of the batch, for a loss.
     """
 
     name: str | None
     value: float | Tensor | None
-    num_samples: int
+    weight: float | Tensor | None
     step: int
 
 
@@ -64,14 +64,16 @@ class CudaLog(ValueLog):
 
     def harvest(self, *, wait: bool = True) -> Harvest:
         """What has arrived, in step order; blocks for the rest only if ``wait``."""
-        entries = [_Entry(None, self._known(loss), n, step) for loss, n, step in self._losses]
-        entries += [_Entry(name, self._known(v), n, 0) for name, v, n in self._scalars]
+        known = self._known
+        entries = [_Entry(None, known(loss), known(n), step) for loss, n, step in self._losses]
+        entries += [_Entry(name, known(v), known(n), 0) for name, v, n in self._scalars]
         self._losses, self._scalars = [], []
         sums = Sums(self.on_bad_loss)
-        for start in range(0, len(entries), CAPACITY):
+        size = CAPACITY // 2 if any(isinstance(e.weight, Tensor) for e in entries) else CAPACITY
+        for start in range(0, len(entries), size):
             if not self._free:
                 self._land(sums)
-            self._launch(entries[start : start + CAPACITY])
+            self._launch(entries[start : start + size])
         if wait and self._flights:
             self._api.wait_host(self._flights[-1].event)
         while self._flights and (wait or self._api.is_complete(self._flights[0].event)):
@@ -79,12 +81,12 @@ class CudaLog(ValueLog):
         return sums.harvest()
 
     def _launch(self, entries: Sequence[_Entry]) -> None:
-        tensors = [e.value for e in entries if isinstance(e.value, Tensor)]
+        tensors = [t for e in entries for t in (e.value, e.weight) if isinstance(t, Tensor)]
         buffer = self._free.pop()
         if tensors:
             self._api.copy(buffer[: len(tensors)], _gather(tensors))
         # The tensors are let go of: what reuses their memory comes behind the copy.
-        entries = [e._replace(value=None) if isinstance(e.value, Tensor) else e for e in entries]
+        entries = [_without_tensors(e) for e in entries]
         self._flights.append(_Flight(self._events.record(), buffer, entries))
 
     def _land(self, sums: Sums) -> None:
@@ -94,11 +96,13 @@ class CudaLog(ValueLog):
             self._api.wait_host(flight.event)
         self._events.give_back(flight.event)
         self._free.append(flight.buffer)
-        num_sent = sum(e.value is None for e in flight.entries)
+        num_sent = sum((e.value is None) + (e.weight is None) for e in flight.entries)
         sent = iter(flight.buffer[:num_sent].tolist())
         losses, batches = [], []
-        for name, value, n, step in flight.entries:
+        for name, value, weight, step in flight.entries:
             number = next(sent) if value is None else float(value)
+            n = next(sent) if weight is None else weight
+            assert not isinstance(n, Tensor)
             if name is None:
                 losses.append(number)
                 batches.append((n, step))
@@ -110,6 +114,12 @@ class CudaLog(ValueLog):
         """A value, read if it lies on the CPU."""
         on_cpu = isinstance(value, Tensor) and self._api.device_of(value).type == "cpu"
         return float(value) if on_cpu else value
+
+
+def _without_tensors(entry: _Entry) -> _Entry:
+    if isinstance(entry.value, Tensor):
+        entry = entry._replace(value=None)
+    return entry._replace(weight=None) if isinstance(entry.weight, Tensor) else entry
 
 
 def _gather(tensors: Sequence[Tensor]) -> Tensor:

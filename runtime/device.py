@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from coordinator.exact_sum import ExactSum
+from coordinator.exact_sum import ExactSum, WeightSum
 from coordinator.messages import Payload, Tally
 from runtime.intra_op import IntraOpThreads
 from runtime.timing import HostTimer, StepTimer
+from runtime.weight import Weight, check_weight
 
 
 class LogMark(NamedTuple):
@@ -36,8 +37,8 @@ class LogMark(NamedTuple):
     step: int
 
 
-Harvest = tuple[float, int, tuple[tuple[str, float, int], ...]]
-"""Loss sum, the samples behind it, and ``(name, weighted sum, samples)`` of each scalar.
+Harvest = tuple[float, float, tuple[tuple[str, float, float], ...]]
+"""Loss sum, the weight behind it, and ``(name, weighted sum, weight)`` of each scalar.
 
 Sums are :class:`~coordinator.exact_sum.RoundedSum`.
 """
@@ -52,28 +53,37 @@ class Sums:
 
     def __init__(self, on_bad_loss: Callable[[int], None] | None) -> None:
         self._on_bad_loss = on_bad_loss
-        self._loss_sum, self._loss_samples = ExactSum(), 0
-        self._scalars: dict[str, tuple[ExactSum, int]] = {}
+        self._loss_sum, self._loss_weight = ExactSum(), WeightSum()
+        self._scalars: dict[str, tuple[ExactSum, WeightSum]] = {}
 
-    def add_losses(self, losses: Sequence[float], batches: Sequence[tuple[int, int]]) -> None:
-        """Add the mean losses of batches, given as samples and number of each."""
+    def add_losses(self, losses: Sequence[float], batches: Sequence[tuple[float, int]]) -> None:
+        """Add the mean losses of batches, given as weight and number of each.
+
+        Raises:
+            ValueError: A weight is negative or not finite.
+        """
+        for weight, step in batches:
+            if not 0 <= weight < math.inf:
+                check_weight(weight, f" in step {step}")
         if self._on_bad_loss is not None and not all(map(math.isfinite, losses)):
             for loss, (_, step) in zip(losses, batches, strict=True):
                 if not math.isfinite(loss):
                     self._on_bad_loss(step)
-        self._loss_sum.add_all([x * n for x, (n, _) in zip(losses, batches, strict=True)])
-        self._loss_samples += sum([n for n, _ in batches])
+        terms = [x * n if n else 0.0 for x, (n, _) in zip(losses, batches, strict=True)]
+        self._loss_sum.add_all(terms)
+        self._loss_weight.add_all([n for n, _ in batches])
 
-    def add_scalar(self, name: str, value: float, num_samples: int) -> None:
-        """Add a scalar of a batch."""
-        total, weight = self._scalars.get(name) or (ExactSum(), 0)
-        total.add(value * num_samples)
-        self._scalars[name] = (total, weight + num_samples)
+    def add_scalar(self, name: str, value: float, weight: float) -> None:
+        """Add a scalar of a batch; of weight 0, whatever it is, it adds nothing."""
+        total, weights = self._scalars.setdefault(name, (ExactSum(), WeightSum()))
+        if weight:
+            total.add(value * weight)
+            weights.add(weight)
 
     def harvest(self) -> Harvest:
         """Everything that was added."""
-        scalars = tuple((k, s.value(), w) for k, (s, w) in self._scalars.items())
-        return self._loss_sum.value(), self._loss_samples, scalars
+        scalars = tuple((k, s.value(), w.value()) for k, (s, w) in self._scalars.items())
+        return self._loss_sum.value(), self._loss_weight.value(), scalars
 
 
 class ValueLog:
@@ -90,17 +100,26 @@ class ValueLog:
     def __init__(self) -> None:
         self.on_bad_loss: Callable[[int], None] | None = None
         self._step = 0
-        self._losses: list[tuple[torch.Tensor, int, int]] = []
-        self._scalars: list[tuple[str, float | torch.Tensor, int]] = []
+        self._losses: list[tuple[torch.Tensor, Weight, int]] = []
+        self._scalars: list[tuple[str, float | torch.Tensor, Weight]] = []
 
-    def push_loss(self, loss: torch.Tensor, num_samples: int) -> None:
+    def push_loss(self, loss: torch.Tensor, weight: Weight) -> None:
         """Keep the mean loss of the next batch; it must be detached."""
-        self._losses.append((loss, num_samples, self._step))
+        self._losses.append((loss, weight, self._step))
         self._step += 1
 
-    def push_scalar(self, name: str, value: float | torch.Tensor, num_samples: int) -> None:
+    def push_scalar(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
         """Keep a scalar of a batch."""
-        self._scalars.append((name, value, num_samples))
+        self._scalars.append((name, value, weight))
+
+    @property
+    def num_scalars(self) -> int:
+        """Scalars kept."""
+        return len(self._scalars)
+
+    def weigh_scalars(self, first: int, weight: Weight) -> None:
+        """The scalars from the ``first`` kept on are of a batch whose loss has this weight."""
+        self._scalars[first:] = [(name, value, weight) for name, value, _ in self._scalars[first:]]
 
     def start_at(self, step: int) -> None:
         """Number the next batch."""
@@ -110,8 +129,8 @@ class ValueLog:
         """Where the log stands; good until the next harvest."""
         return LogMark(len(self._losses), len(self._scalars), self._step)
 
-    def since(self, mark: LogMark) -> Sequence[tuple[torch.Tensor, int, int]]:
-        """``(loss, samples, number of the batch)`` of what was pushed since."""
+    def since(self, mark: LogMark) -> Sequence[tuple[torch.Tensor, Weight, int]]:
+        """``(loss, weight, number of the batch)`` of what was pushed since."""
         return self._losses[mark.losses :]
 
     def rewind(self, mark: LogMark) -> None:
@@ -125,7 +144,7 @@ class ValueLog:
         self._step = mark.step
 
     def harvest(self, *, wait: bool = True) -> Harvest:
-        """``(loss sum, its samples, scalars)`` of everything that is ready.
+        """``(loss sum, its weight, scalars)`` of everything that is ready.
 
         Args:
             wait: Wait for what is still on the device; else it comes with a later harvest.
@@ -133,8 +152,11 @@ class ValueLog:
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
         sums = Sums(self.on_bad_loss)
-        sums.add_losses(_read([t for t, _, _ in losses]), [(n, step) for _, n, step in losses])
-        for value, (name, _, n) in zip(_read([v for _, v, _ in scalars]), scalars, strict=True):
+        weights = _read_weights([n for _, n, _ in losses])
+        batches = [(n, step) for n, (_, _, step) in zip(weights, losses, strict=True)]
+        sums.add_losses(_read([t for t, _, _ in losses]), batches)
+        values, weights = _read([v for _, v, _ in scalars]), _read_weights([n for *_, n in scalars])
+        for (name, _, _), value, n in zip(scalars, values, weights, strict=True):
             sums.add_scalar(name, value, n)
         return sums.harvest()
 
@@ -147,6 +169,13 @@ def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
         return [float(v) for v in values]
     numbers: list[float] = torch.stack(tensors).double().view(-1).tolist()
     return numbers
+
+
+def _read_weights(weights: Sequence[Weight]) -> Sequence[float]:
+    """The weights as numbers; what are numbers stay as they are."""
+    if not any(isinstance(w, torch.Tensor) for w in weights):
+        return weights  # type: ignore[return-value]
+    return [float(w) if isinstance(w, torch.Tensor) else w for w in weights]
 
 
 class StepMeter:
@@ -220,6 +249,8 @@ class DeviceContext(ABC):
     """What a worker needs of its device."""
 
     device: torch.device
+    is_prompt = False
+    """Whether what the host gives to the device is done at once, so that values can be read."""
     has_graphs = False
     """Whether steps can be captured here."""
 
@@ -347,6 +378,8 @@ class CpuDevice(DeviceContext):
     Args:
         num_threads: Intra-op threads of the worker.
     """
+
+    is_prompt = True
 
     def __init__(self, num_threads: int) -> None:
         self.device = torch.device("cpu")

@@ -17,7 +17,8 @@ from runtime.graph_fallback import CannotCapture
 from runtime.graph_module import ModuleTensors
 from runtime.graph_optimizer import CapturableOptimizer, StateMissing
 from runtime.reducer import Packed
-from runtime.step import DROPPED, MADE, StepEnd, Stepper
+from runtime.step import MADE, StepEnd, Stepper
+from runtime.weight import Weight, WindowWeight
 
 Replay = Callable[[], None]
 CaptureWork = Callable[[Callable[[], None]], Replay]
@@ -30,14 +31,21 @@ class ValueTap(ValueLog):
     def gather(self) -> StepValues:
         """Make one tensor of them; to be captured behind the step."""
         losses = [(None, loss, n) for loss, n, _ in self._losses]
-        entries: list[tuple[str | None, float | Tensor, int]] = [*losses, *self._scalars]
-        tensors = [v for _, v, _ in entries if isinstance(v, Tensor) and not v.is_cpu]
-        if not tensors:  # the stand-in of a device
-            tensors = [v for _, v, _ in entries if isinstance(v, Tensor)]
+        entries: list[tuple[str | None, float | Tensor, Weight]] = [*losses, *self._scalars]
+        every = [v for _, *pair in entries for v in pair if isinstance(v, Tensor)]
+        # Those on a CPU are known now, unless it is the stand-in of a device.
+        tensors = [t for t in every if not t.is_cpu] or every
         known = {id(t) for t in tensors}
         return StepValues(
             torch.stack([t.detach().reshape(()).double() for t in tensors]),
-            [(name, None if id(value) in known else float(value), n) for name, value, n in entries],
+            [
+                (
+                    name,
+                    None if id(value) in known else float(value),
+                    None if id(n) in known else n if isinstance(n, int) else float(n),
+                )
+                for name, value, n in entries
+            ],
         )
 
 
@@ -46,12 +54,12 @@ class StepValues:
 
     Args:
         values: The values, of shape ``(n,)``; the next replay overwrites them.
-        entries: ``(name, number, samples)`` in order; a loss has no name, and what is in
-            ``values`` no number.
+        entries: ``(name, number, weight)`` in order; a loss has no name, and what is in
+            ``values`` no number and no weight.
     """
 
     def __init__(
-        self, values: Tensor, entries: Sequence[tuple[str | None, float | None, int]]
+        self, values: Tensor, entries: Sequence[tuple[str | None, float | None, float | None]]
     ) -> None:
         self._values = values
         self._entries = entries
@@ -59,12 +67,13 @@ class StepValues:
     def push(self, log: ValueLog) -> None:
         """Hand a copy of the values on."""
         values = iter(self._values.clone().unbind())
-        for name, number, num_samples in self._entries:
+        for name, number, known in self._entries:
             value = next(values) if number is None else number
+            weight = next(values) if known is None else known
             if name is not None:
-                log.push_scalar(name, value, num_samples)
+                log.push_scalar(name, value, weight)
             elif isinstance(value, Tensor):
-                log.push_loss(value, num_samples)
+                log.push_loss(value, weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,7 @@ class StepGraph:
         values: What ``first`` leaves.
         grads: The gradients that it leaves; empty where nobody reads them.
         packed: What it has packed; ``None``: nothing.
+        window: Weight of the step, which it leaves, too; ``None``: its samples.
         settings: Of the optimizer when it was captured.
         state: Mark of the optimizer's state then; ``None``: no graph touches it.
         kept: Tensors of the optimizer's state, whose memory the graphs use.
@@ -90,6 +100,7 @@ class StepGraph:
     values: StepValues
     grads: Sequence[Tensor | None]
     packed: Packed | None
+    window: WindowWeight | None
     settings: Any
     state: tuple[Any, int, Any] | None
     kept: Sequence[Tensor]
@@ -99,13 +110,15 @@ class StepGraph:
         """Make the step on the batches that lie in the held memory."""
         self.first()
         self.values.push(log)
+        stepper.window = self.window
         if self.is_whole:
             return MADE
         stepper.give_gradients(self.grads, self.packed)
         if self.second is None:
             return stepper.finish(num_samples)
-        if not stepper.settle(num_samples):
-            return DROPPED
+        end = stepper.settle(num_samples)
+        if end is not None:
+            return end
         self.second()
         return MADE
 
@@ -155,7 +168,7 @@ class Recipe:
         stepper.clear_gradients()  # the memory of what was captured before goes with it
         try:
             values, first = self._first(whole)
-            grads = stepper.gradients()
+            grads, window = stepper.gradients(), stepper.window
             split = self.with_optimizer and self.is_split
             packed = stepper.packed() if split else None
             if packed is not None and not packed.complete:
@@ -170,6 +183,7 @@ class Recipe:
             values=values,
             grads=() if whole else grads,
             packed=packed,
+            window=window,
             settings=self.optimizer.settings() if self.with_optimizer else None,
             state=self.optimizer.state_mark() if self.with_optimizer else None,
             kept=self.optimizer.state_tensors() if self.with_optimizer else (),
@@ -185,7 +199,9 @@ class Recipe:
             self.stepper.clear_gradients()
             with self.redirect(tap):
                 self.forward()
-            if self.with_optimizer and not whole:
+            if whole and self.stepper.is_split:
+                raise StateMissing  # its first loss with a weight: once more, with a read between
+            if self.with_optimizer:
                 self.stepper.pack(self.num_samples)
             made.append(tap.gather())
             if whole:

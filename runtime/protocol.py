@@ -51,6 +51,7 @@ class _Mark:
     round: int
     batches: int
     samples: int
+    weight: float
 
 
 @dataclass(slots=True)
@@ -63,7 +64,9 @@ class WorkerProtocol:
         plans: Plans received and not yet begun, in order.
         plan: The plan in progress.
         batches: Batches trained since the last round.
-        samples: Samples in them: the worker's weight in the next round.
+        samples: Samples in them whose effect was kept.
+        weight: The sum of their weights, which are samples unless ``train_fn`` gave others: the
+            worker's weight in the next round.
         unreported: Batches trained since the last report.
         global_step: Batches of all ranks up to the last round.
         generation: The group of ranks that this one meets in collectives.
@@ -76,6 +79,7 @@ class WorkerProtocol:
     plan: m.EpochPlan | None = None
     batches: int = 0
     samples: int = 0
+    weight: float = 0
     unreported: int = 0
     global_step: int = 0
     generation: int = 0
@@ -83,6 +87,7 @@ class WorkerProtocol:
     _allowance: m.Allowance = field(default_factory=m.Allowance)
     _reported_at: int = 0
     _mark: _Mark | None = None
+    _weight_since: float = 0  # since the mark: what is left of floats by subtraction is no 0
     _last_sync: _Mark | None = None
 
     # -- states --------------------------------------------------------------
@@ -210,14 +215,26 @@ class WorkerProtocol:
         self.plan = None
         self._settle()
 
-    def trained(self, batches: int, samples: int) -> None:
-        """A step is done; ``batches`` micro-batches went into it."""
+    def trained(self, batches: int, samples: int, weight: float | None = None) -> None:
+        """A step is done; ``batches`` micro-batches went into it.
+
+        Args:
+            batches: Micro-batches that went into it.
+            samples: Samples in them.
+            weight: Of their losses; ``None``: the samples.
+        """
         self.batches += batches
         self.samples += samples
+        self.weigh(samples if weight is None else weight)
         self.unreported += batches
         limit = self._allowance.limit
         if limit is not None and self.batches >= limit:  # else the state is as it was
             self._settle()
+
+    def weigh(self, weight: float) -> None:
+        """What was trained has this weight beside that which was told with it."""
+        self.weight += weight
+        self._weight_since += weight
 
     def lockstep(self, batches: int) -> None:
         """A step whose gradients were averaged is done: nothing waits for a round."""
@@ -240,7 +257,8 @@ class WorkerProtocol:
 
     def snapshot_taken(self, round_id: int) -> None:
         """A snapshot for this round holds everything trained so far."""
-        self._mark = _Mark(round_id, self.batches, self.samples)
+        self._mark = _Mark(round_id, self.batches, self.samples, self.weight)
+        self._weight_since = 0
 
     def updated(self, update: m.Update) -> bool:
         """An average was taken: subtract what its snapshot held, keep what came after.
@@ -253,6 +271,7 @@ class WorkerProtocol:
             return False
         self.batches -= self._mark.batches
         self.samples -= self._mark.samples
+        self.weight = self._weight_since
         self._mark = None
         self._new_round(update.allowance)
         return True
@@ -264,14 +283,16 @@ class WorkerProtocol:
             The samples.
         """
         samples, self.samples = self.samples, 0
+        self.weight = self._weight_since = 0
         return samples
 
     def synced(self, message: m.SyncNow, *, ok: bool) -> None:
         """The collective of a round has ended; if it failed, the counters stay."""
         self._last_sync = None
         if ok:
-            self._last_sync = _Mark(message.round, self.batches, self.samples)
+            self._last_sync = _Mark(message.round, self.batches, self.samples, self.weight)
             self.batches = self.samples = 0
+            self.weight = self._weight_since = 0
             self._new_round(message.allowance)
         if self.state is _S.SYNCING:
             self.state = _S.IDLE
@@ -293,6 +314,7 @@ class WorkerProtocol:
             return False
         self.batches += mark.batches
         self.samples += mark.samples
+        self.weight += mark.weight
         self._reported_at += mark.batches
         self._settle()
         return True

@@ -100,6 +100,7 @@ class ReplicaWorker:
         )
         self._log = self._reporter.meter.log
         self._batch_samples = 1
+        self._late_weight: Tensor | None = None  # of steps since it was last told
         self._begun_epoch = -1
         self._key_generator(0)
         self._build(order, collective, resume)
@@ -151,6 +152,7 @@ class ReplicaWorker:
             judge=step_judge,
             timer=self._timer,
             rates=None if self._capturable is None else self._capturable.rates,
+            is_prompt=self._context.is_prompt,
         )
         self._judge = ReplicaJudge(
             c.on_non_finite,
@@ -198,7 +200,14 @@ class ReplicaWorker:
             self._functions,
             self._context,
             self.capture_state,
+            self._tell_weight,
         )
+
+    def _tell_weight(self) -> None:
+        """Tell the protocol the weights that were summed on the device; waits for it."""
+        late, self._late_weight = self._late_weight, None
+        if late is not None:
+            self._protocol.weigh(float(late))
 
     def capture_state(self) -> m.Extra:
         """This rank's own part of a checkpoint, as it is between two steps; a copy.
@@ -350,12 +359,14 @@ class ReplicaWorker:
     def snapshot_params(self, round_id: int = 0) -> m.ParamSnapshot:
         """The live state as CPU tensors that alias nothing, with its weight."""
         payload = self._averager.snapshot(reuse=False)
+        self._tell_weight()
         return m.ParamSnapshot(
             rank=self.rank,
             round=round_id,
             payload=payload,
             num_samples=self._protocol.samples,
             num_batches=self._protocol.batches,
+            weight=self._protocol.weight,
         )
 
     def load_averaged(self, average: m.Payload | m.Update) -> None:
@@ -381,6 +392,7 @@ class ReplicaWorker:
         """Send the last state, with the samples trained since the last round."""
         fault = self._judge.final_fault(self.current_epoch)
         payload = self._averager.last_snapshot()
+        self._tell_weight()
         together = self._together
         shutdown = self._protocol.shutdown
         extra = shutdown is not None and shutdown.capture and fault is None
@@ -389,6 +401,7 @@ class ReplicaWorker:
                 rank=self.rank,
                 payload=payload,
                 num_samples=together.buffer_samples if self._lockstep else self._protocol.samples,
+                weight=None if self._lockstep else self._protocol.weight,
                 step=together.step if self._lockstep or self.world_size == 1 else 0,
                 fault=fault,
                 extra=self.capture_state() if extra else None,

@@ -122,22 +122,38 @@ class StepWorker(ReplicaWorker):
         end = self._stepper.finish(samples)
         time = self._timer.stop(1)
         self._count(1, samples, dropped=end.dropped)
-        return StepResult(loss, time)
+        weight = self._stepper.weight
+        return StepResult(loss, time, samples if weight is None else weight)
 
     def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
         self._batch_samples = samples
-        loss = self._stepper.micro_step(train_fn, batch, fraction)
-        self._log.push_loss(loss, samples)
+        num_scalars = self._log.num_scalars
+        loss = self._stepper.micro_step(train_fn, batch, fraction, samples)
+        weight = self._stepper.weight
+        if weight is None:
+            self._log.push_loss(loss, samples)
+        else:
+            self._log.weigh_scalars(num_scalars, weight)
+            self._log.push_loss(loss, weight)
         return loss
 
     def _count(self, batches: int, samples: int, *, dropped: bool) -> None:
         self.local_step += batches
-        weight = 0 if dropped else samples
-        self._reporter.meter.add(batches, samples, num_skipped=samples - weight)
+        kept = 0 if dropped else samples
+        self._reporter.meter.add(batches, samples, num_skipped=samples - kept)
         if self._lockstep:
             self._protocol.lockstep(batches)
-        else:
-            self._protocol.trained(batches, weight)
+            return
+        window = None if dropped else self._stepper.window
+        if window is None:
+            self._protocol.trained(batches, kept)
+            return
+        weight = window.total
+        if isinstance(weight, Tensor):
+            late = self._late_weight
+            self._late_weight = weight if late is None else late + weight
+            weight = 0
+        self._protocol.trained(batches, kept, weight)
 
     def _advance_schedule(self, position: int | None = None) -> None:
         if position is None:
@@ -156,7 +172,7 @@ class StepWorker(ReplicaWorker):
         Args:
             sizes: Samples of each batch; empty where this rank only receives.
             position: Where the schedule stands; ``None``: this rank knows.
-            train_fn: Gives a batch's mean loss.
+            train_fn: Gives a batch's mean loss, and its weight.
 
         Returns:
             ``False`` if ``Shutdown`` came while data was awaited.
@@ -191,7 +207,7 @@ class StepWorker(ReplicaWorker):
         Args:
             sizes: Samples of each batch; empty where this rank only receives.
             first: The first batch; the others are awaited here.
-            train_fn: Gives a batch's mean loss.
+            train_fn: Gives a batch's mean loss, and its weight.
         """
         total = sum(sizes)
         self._timer.start()

@@ -109,10 +109,13 @@ class StepResult:
     Attributes:
         loss: Mean loss of the batch, detached, on the device.
         time: The time of the step, the wait for peers excluded.
+        weight: What the loss is a mean over: what ``train_fn`` gave, a number or a tensor on
+            the device, or the samples.
     """
 
     loss: Tensor
     time: StepTime
+    weight: float | Tensor = 1
 
     @property
     def compute_s(self) -> float:

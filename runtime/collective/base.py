@@ -43,12 +43,14 @@ class Request(NamedTuple):
         tensors: Tensors to reduce, or ``(output, input)``.
         detail: The reduction, or the source rank.
         weight: Weight of this rank's tensors.
+        tally: A number that is summed over the ranks.
     """
 
     name: str
     tensors: Sequence[Tensor] = ()
     detail: ReduceOp | int | None = None
     weight: float = 1.0
+    tally: float = 0.0
 
 
 LONG = 2**20
@@ -65,6 +67,7 @@ class Plan:
         total: Sum of the weights.
         factors: Each rank's part in it; ``None``: a plain reduction.
         is_long: Whether the exchange takes so long that it is noted when it begins.
+        tally: Sum of the ranks' tallies.
     """
 
     fault: str | None = None
@@ -72,6 +75,7 @@ class Plan:
     total: float = 0.0
     factors: tuple[float, ...] | None = None
     is_long: bool = False
+    tally: float = 0.0
 
 
 Group = Rendezvous[Request, Plan]
@@ -101,10 +105,12 @@ class Collective(ABC):
         world_size: How many ranks there are.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
         lane: Where the rank notes how long it waits for the others; ``None``: nowhere.
+        tally: Sum of the ranks' tallies in the last collective.
     """
 
     kind: str
     lane: Lane | None = None
+    tally: float = 0.0
 
     def __init__(self, rank: int, world_size: int, group: Group) -> None:
         self.rank = rank
@@ -116,18 +122,21 @@ class Collective(ABC):
         """Reduces a tensor over all ranks, in place; integers (no bool) or floats."""
         self._run(Request("all_reduce_", (tensor,), op))
 
-    def weighted_mean_(self, tensors: Sequence[Tensor], weight: float) -> float:
+    def weighted_mean_(
+        self, tensors: Sequence[Tensor], weight: float, *, tally: float = 0.0
+    ) -> float:
         """Replaces floating-point tensors by their weighted mean over all ranks.
 
         Args:
             tensors: A list or tuple, of the same shapes and dtypes on every rank.
             weight: This rank's weight, finite and not negative. The values of a rank with
                 weight 0 are never used, NaN included; it takes the mean as the others do.
+            tally: Any number; the sum over the ranks is in :attr:`tally` afterwards.
 
         Returns:
             The sum of the weights. If it is 0 all tensors stay exactly as they were.
         """
-        return self._run(Request("weighted_mean_", tensors, None, weight))
+        return self._run(Request("weighted_mean_", tensors, None, weight, tally))
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
         """Copies rank ``src``'s tensor of any dtype to every rank, in place."""
@@ -205,6 +214,7 @@ class Collective(ABC):
                 meeting.over()
         if plan.fault is not None:
             raise ValueError(plan.fault)
+        self.tally = plan.tally
         return plan.total
 
     def _plan(self, requests: Sequence[Request]) -> Plan:
@@ -218,10 +228,12 @@ class Collective(ABC):
             return Plan(done=num_elements == 0, is_long=num_elements >= LONG)
         weights = [request.weight for request in requests]
         total = float(sum(weights))
+        tally = float(sum(request.tally for request in requests))
         if total == 0 or num_elements == 0:
-            return Plan(total=total)
+            return Plan(total=total, tally=tally)
         factors = tuple(weight / total for weight in weights)
-        return Plan(done=False, total=total, factors=factors, is_long=num_elements >= LONG)
+        is_long = num_elements >= LONG
+        return Plan(done=False, total=total, factors=factors, is_long=is_long, tally=tally)
 
     @abstractmethod
     def _placement_fault(self, tensor: Tensor) -> str | None:
@@ -260,7 +272,7 @@ def find_fault(
 def _own_fault(
     request: Request, world_size: int, placement_fault: Callable[[Tensor], str | None]
 ) -> str | None:
-    name, tensors, detail, weight = request
+    name, tensors, detail, weight, _ = request
     if not isinstance(tensors, (tuple, list)):
         return f"passed a {type(tensors).__name__}; pass a list of tensors"
     allowed = _allowed_dtypes(name, detail)

@@ -73,12 +73,13 @@ class ThreadCollective(Collective):
                 total=plan.total,
                 factors=plan.factors,
                 is_long=plan.is_long,
+                tally=plan.tally,
                 op=op,
                 shares=shares,
             )
         for steps in shares:
             self._carry_out(steps, op, plan.factors)
-        return Plan(total=plan.total)
+        return Plan(total=plan.total, tally=plan.tally)
 
     def _take_part(self, request: Request, plan: Plan) -> None:
         assert isinstance(plan, ThreadPlan)
@@ -120,7 +121,7 @@ def reduce_at_once(group: Group, rank: int, requests: Sequence[Request], plan: P
     op = detail if isinstance(detail, ReduceOp) else None
     for steps in _shares(requests, 1):
         carry_out(group, rank, steps, op, plan.factors)
-    return Plan(total=plan.total)
+    return Plan(total=plan.total, tally=plan.tally)
 
 
 def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) -> Tensor:
