@@ -67,9 +67,8 @@ class WeightSum:
         return self._whole if self._rest is None else list(self._sum(self._rest).parts)
 
     def _sum(self, rest: ExactSum) -> ExactSum:
-        whole = ExactSum(rest.parts)
-        whole.add(self._whole)
-        return whole
+        rounded = float(self._whole)
+        return ExactSum((*rest.parts, rounded, float(self._whole - int(rounded))))
 
 
 class ExactSum:

@@ -271,8 +271,14 @@ class Stepper:
         plain = num_samples / fraction  # the unit of micro-batches without a weight
         live: Tensor | bool
         first: Weight
-        if isinstance(weight, Tensor) and (self._is_prompt or weight.device != loss.device):
-            weight = weight.item()
+        if isinstance(weight, Tensor):
+            if self._is_prompt or weight.device.type != loss.device.type:
+                weight = weight.item()  # it lies on the CPU
+            elif weight.device != loss.device:
+                raise ValueError(
+                    f"train_fn returned a loss on {loss.device} with a weight on {weight.device}: "
+                    "return the weight on the loss's device, or as a number"
+                )
         if isinstance(weight, Tensor):
             # Judged when it is read; until then what is no weight counts as 0.
             told = weight.detach().to(torch.float64, copy=True).reshape(())

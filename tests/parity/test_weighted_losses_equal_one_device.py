@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.unit.graphing import capturable_on_cpu, posing
 from tests.unit.running import GLOO, SYNC, THREAD, WAIT_S, Trace, builder
+
+__all__ = ["capturable_on_cpu", "posing"]  # fixtures
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -71,9 +74,9 @@ def ignored_labels(model, inputs, labels):
 
 
 def class_weights(model, inputs, labels):
-    kept = labels[labels != IGNORED]
     loss = entropy(model, inputs, labels, weight=CLASS_WEIGHTS)
-    return loss, CLASS_WEIGHTS[kept].sum()
+    weights = torch.where(labels == IGNORED, 0.0, CLASS_WEIGHTS[labels.clamp(min=0)])
+    return loss, weights.sum()
 
 
 def sum_of_tokens(model, inputs, labels):
@@ -90,6 +93,14 @@ def sgd(params):
 
 def adamw(params):
     return torch.optim.AdamW(params, 0.01)
+
+
+def fused_sgd(params):
+    return torch.optim.SGD(params, 0.2, momentum=0.9, fused=True)
+
+
+def fused_adamw(params):
+    return torch.optim.AdamW(params, 0.01, fused=True)
 
 
 def one_device(steps, loss, optim, clip):
@@ -111,9 +122,9 @@ def one_device(steps, loss, optim, clip):
     return model, total / weight, num_empty
 
 
-def run(loss, optim, *, ranks, backend=THREAD, accumulate=1, ratios=None, clip=None, give=True):
+def run(loss, optim, *, ranks, backend=THREAD, accumulate=1, ratios=None, clip=None, graphs=False):
     """A run of one epoch, and the samples of each of its global steps."""
-    trace = Trace(lambda model, batch: loss(model, *batch[:2])[slice(None) if give else 0])
+    trace = Trace(lambda model, batch: loss(model, *batch[:2]))
     b = builder(
         model=lambda device: copy.deepcopy(START),
         optim=optim,
@@ -122,13 +133,12 @@ def run(loss, optim, *, ranks, backend=THREAD, accumulate=1, ratios=None, clip=N
         batch_size=3,
         ranks=ranks,
         way=(SYNC, backend),
-    ).accumulate(accumulate)
+    )
+    b.accumulate(accumulate).cuda_graphs(graphs)
     if clip is not None:
         b.max_grad_norm(clip)
     if ratios is not None:
         b.partition_ratios(ratios)
-    if not give:
-        b.on_non_finite("skip")
     state = b.run().join(WAIT_S)
     parts = {}
     for rank, indices in trace.of_epoch(0):
@@ -193,3 +203,20 @@ def test_weighted_losses_equal_one_device_with_unequal_shares(optim, accumulate)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_weighted_losses_equal_one_device_with_clipped_gradients(accumulate, ranks):
     assert_equal(ignored_labels, sgd, ranks=ranks, accumulate=accumulate, clip=0.05)
+
+
+# -- on a device, whose numbers the host does not read ---------------------------------------
+
+
+@losses
+@pytest.mark.parametrize("optim", [sgd, adamw, fused_sgd, fused_adamw])
+@accumulated
+def test_weighted_losses_on_a_device_equal_one_device(loss, optim, accumulate, posing):
+    assert_equal(loss, optim, ranks=1, accumulate=accumulate)
+
+
+@losses
+@accumulated
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_weighted_losses_of_ranks_on_devices_equal_one_device(loss, accumulate, ranks, posing):
+    assert_equal(loss, adamw, ranks=ranks, accumulate=accumulate)

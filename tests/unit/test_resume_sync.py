@@ -33,6 +33,7 @@ class Recipe:
     dropout: bool = False
     optim: type[torch.optim.Optimizer] = torch.optim.AdamW
     drop_last: bool = False
+    weighted: bool = False
 
     def model(self, device):
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU()]
@@ -53,7 +54,8 @@ class Recipe:
             if self.dropout:
                 noise = noise + random.random() * 0.1 + np.random.rand() * 0.1
             record_scalar("mean", x.mean())
-            return ((model(x + noise) - y) ** 2).mean()
+            loss = ((model(x + noise) - y) ** 2).mean()
+            return (loss, x.abs().sum() / 3) if self.weighted else loss
 
         b = builder(
             model=self.model,
@@ -112,6 +114,7 @@ RECIPES = {
     "fixed ratios": Recipe(ratios=(1.0, 2.0)),
     "max_steps": Recipe(max_steps=25),
     "one rank with dropout": Recipe(ranks=1, dropout=True),
+    "weights": Recipe(accumulate=2, weighted=True),
     "momentum, short batch dropped": Recipe(ranks=3, optim=torch.optim.RMSprop, drop_last=True),
 }
 

@@ -40,6 +40,7 @@ FORBIDDEN = {
 
 ALLOWED = {
     ("runtime/flat_math.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
+    ("runtime/step.py", "_weigh", "item"): "a weight of the CPU",
     ("runtime/reducer.py", "unpack", "tolist"): "flags of parameters that this rank has not used",
     (
         "runtime/cuda_device.py",
