@@ -10,7 +10,8 @@ class ApplyPolicy(Enum):
     """When the work of one replica reaches the others."""
 
     SYNC = "sync"
-    """Gradients are averaged, weighted by samples, before every optimizer step."""
+    """Gradients are averaged before every optimizer step, weighted by samples or by the weights
+    that come with the losses."""
     CADENCE = "cadence"
     """Parameters are averaged once the slowest rank has computed for ``anchor`` batches."""
     ASYNC = "async"

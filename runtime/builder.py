@@ -50,7 +50,7 @@ class TrainerBuilder:
             )
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
         check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
-        check_callable("train_fn", train_fn, "(model, batch) -> loss tensor")
+        check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
         self._config = TrainConfig(
             model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
         )
@@ -125,8 +125,8 @@ class TrainerBuilder:
 
         ``train_fn`` then runs as Python code in the first steps alone. It must do the same
         work on every batch and read nothing back from the device; what it takes from Python
-        (a loss weight, an epoch's number) stays as it was when it was captured, until
-        ``current_worker().forget_graphs()``. Batches of another shape, the short one at an
+        (a factor of a loss, a weight that is no tensor of the device, an epoch's number) stays
+        as it was when it was captured, until ``current_worker().forget_graphs()``. Batches of another shape, the short one at an
         epoch's end included, are trained eagerly, and so is a step that cannot be captured,
         with a warning that says why. Optimizers get ``capturable``; one without (plain
         ``SGD``) is captured for a constant learning rate: build it with ``fused=True`` where
@@ -218,7 +218,8 @@ class TrainerBuilder:
         return self._set(max_grad_norm=check_float("max_grad_norm", f, 0.0, above=True))
 
     def accumulate(self, n: int) -> TrainerBuilder:
-        """Micro-batches for each optimizer step (default 1)."""
+        """Micro-batches for each optimizer step (default 1), averaged by their samples, or by
+        the weights that ``train_fn`` gives with its losses."""
         return self._set(accumulate=check_int("accumulate", n, 1))
 
     def precision(self, name: str) -> TrainerBuilder:

@@ -78,7 +78,8 @@ def worker_context(worker: object) -> Iterator[None]:
 
 
 def record_scalar(name: str, value: float | torch.Tensor) -> None:
-    """Record a scalar for the current batch, averaged over the epoch by samples.
+    """Record a scalar for the current batch, averaged over the epoch by samples, or by the
+    weights that ``train_fn`` returns with its losses.
 
     Args:
         name: Key in ``EpochMetrics.scalars``.

@@ -82,6 +82,7 @@ class Stepper:
         self._units = 0.0  # of the step's micro-batches before the first that has a weight
         self._is_prompt = is_prompt
         self._weighs_late = False
+        self._is_scaled = False  # whether the step's losses were scaled for their weights
         self._mask: Mask | None = None
         self._model = model
         self._params = params.params
@@ -298,6 +299,7 @@ class Stepper:
             unit, units = plain, self._units
         else:
             unit, units = first, 0.0
+        self._is_scaled = fraction != 1.0
         scale = weight / unit
         self.window = WindowWeight(unit, units + scale)
         return live, scale.to(loss.dtype) if isinstance(scale, Tensor) else scale
@@ -353,7 +355,7 @@ class Stepper:
         """Make this rank's part of the reduction ready; without one, divide by the weights."""
         if self._reducer is not None:
             self._reducer.pack(num_samples, self._losses, self.window)
-        elif self.window is not None:
+        elif self.window is not None and self._is_scaled:
             self._divide(self.window.units)
 
     def _divide(self, units: Weight) -> None:

@@ -28,8 +28,21 @@ class Trainer:
             model_factory: ``f(device) -> nn.Module``, called once for each worker, one at
                 a time; every replica starts from rank 0's weights.
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
-            train_fn: ``f(model, batch) -> Tensor``, the batch's mean loss; called in the
-                worker's thread, on its device, under its compute stream.
+            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, or ``(loss,
+                weight)``; called in the worker's thread, on its device, under its compute
+                stream. See below.
+
+        A loss alone counts as the mean over the batch's samples. If it is a mean over anything
+        else, return ``(loss, weight)`` with what it is a mean over: the tokens that are not
+        ignored, ``(labels != -100).sum()``, or the sum of the class weights of the labels. The
+        weight is a number or a scalar tensor, from 0 up; a tensor on the device stays there.
+        Gradients of ranks and micro-batches, averages of parameters, ``avg_loss`` and recorded
+        scalars are then weighted by it, so that the numbers are those of one device; samples
+        are counted as ever. What has the weight 0 adds nothing, even if it is NaN, and where a
+        whole step has it the optimizer does not step. On CUDA that total is one number read in
+        each step, unless no ranks reduce gradients and the optimizer is ``fused=True`` (without
+        fp16), which leaves such a step out on the device. A weight that is no number from 0 up
+        ends the run with ``ValueError``; on CUDA when it is read, as losses are.
 
         Raises:
             TypeError: One of them cannot be called.
