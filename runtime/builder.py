@@ -126,11 +126,11 @@ class TrainerBuilder:
         ``train_fn`` then runs as Python code in the first steps alone. It must do the same
         work on every batch and read nothing back from the device; what it takes from Python
         (a factor of a loss, a weight that is no tensor of the device, an epoch's number) stays
-        as it was when it was captured, until ``current_worker().forget_graphs()``. Batches of another shape, the short one at an
-        epoch's end included, are trained eagerly, and so is a step that cannot be captured,
-        with a warning that says why. Optimizers get ``capturable``; one without (plain
-        ``SGD``) is captured for a constant learning rate: build it with ``fused=True`` where
-        a scheduler moves it. No effect on CPU devices."""
+        as it was when it was captured, until ``current_worker().forget_graphs()``. Batches of
+        another shape, the short one at an epoch's end included, are trained eagerly, and so is
+        a step that cannot be captured, with a warning that says why. Optimizers get
+        ``capturable``; one without (plain ``SGD``) is captured for a constant learning rate:
+        build it with ``fused=True`` where a scheduler moves it. No effect on CPU devices."""
         return self._set(cuda_graphs=check_flag("cuda_graphs", flag))
 
     # -- devices and averaging -------------------------------------------------

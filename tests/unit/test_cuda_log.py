@@ -79,6 +79,21 @@ def test_it_gives_what_the_log_of_a_cpu_gives(log):
     assert logs[0].harvest() == logs[1].harvest()
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_weights_of_the_device_travel_with_what_they_weigh(log, late):
+    logs = (log, ValueLog())
+    for step in range(1500):  # more than one buffer holds
+        for each in logs:
+            each.push_scalar("norm", tensor(3.0), 1)
+            each.weigh_scalars(each.num_scalars - 1, tensor(0.5 * step, torch.float64))
+            each.push_loss(tensor(float(step)), tensor(float(step % 7)) if step % 2 else 3)
+    if late:
+        log.harvest(wait=False)
+    given = log.harvest()
+    assert given == logs[1].harvest()
+    assert isinstance(given[1], int)
+
+
 def test_a_bad_loss_is_named_by_its_batch_however_late(fake, log):
     named = []
     log.on_bad_loss = named.append

@@ -90,6 +90,30 @@ def test_an_undone_round_waits_for_the_next_with_what_came_after():
     assert (protocol.batches, protocol.samples) == (7, 70)
 
 
+def test_weights_follow_what_was_trained_through_rounds():
+    protocol = training()
+    protocol.trained(5, 50, 0.1)
+    protocol.snapshot_taken(1)
+    protocol.trained(2, 20, 0.2)
+    assert protocol.weight == 0.1 + 0.2
+    assert protocol.updated(m.Update(round=1, average=None))
+    assert protocol.weight == 0.2  # exactly: what subtraction leaves of 0 would count
+    protocol.snapshot_taken(2)
+    assert protocol.updated(m.Update(round=2, average=None))
+    assert protocol.weight == 0
+    protocol.trained(1, 10, 0.5)
+    protocol.weigh(1.5)
+    message = m.SyncNow(round=3)
+    protocol.receive(message)
+    protocol.synced(message, ok=True)
+    assert protocol.weight == 0
+    protocol.trained(1, 10)
+    assert protocol.receive(m.Rollback(round=3)) is not None
+    assert protocol.weight == 12.0
+    assert protocol.forget_samples() == 20
+    assert protocol.weight == 0
+
+
 def test_a_round_that_was_not_taken_is_not_undone():
     protocol = training()
     protocol.trained(5, 50)
