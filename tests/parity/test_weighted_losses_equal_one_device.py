@@ -80,8 +80,11 @@ def class_weights(model, inputs, labels):
 
 
 def sum_of_tokens(model, inputs, labels):
-    count = int((labels != IGNORED).sum())
-    return entropy(model, inputs, labels, reduction="sum") / max(count, 1), count
+    is_counted = (labels != IGNORED).flatten()
+    count = int(is_counted.sum())
+    losses = entropy(model, inputs, labels.clamp(min=0), reduction="none")
+    # Of no tokens 0 / 0, whose gradients are NaN, too.
+    return (losses * is_counted).sum() / count, count
 
 
 LOSSES = [ignored_labels, class_weights, sum_of_tokens]

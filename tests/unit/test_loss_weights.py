@@ -69,9 +69,9 @@ def units(batch):
 
 
 class OneRound:
-    """A run whose ranks meet once: at its end."""
+    """A run whose ranks meet once: where its epoch closes, or at the end of ``max_steps``."""
 
-    def __init__(self, way, weight=lambda batch: torch.tensor(units(batch))):
+    def __init__(self, way, weight=lambda batch: torch.tensor(units(batch)), max_steps=None):
         def fit(model, batch):
             (x,) = batch
             lost = torch.nan if units(x) == 0 else 1.0
@@ -79,32 +79,42 @@ class OneRound:
 
         self.trace = Trace(fit)
         b = builder(train=self.trace, dataset=32, batch_size=2, ranks=2, way=way)
-        self.state = b.progressive_dispatch(False).anchor(100).run().join(WAIT_S)
+        b.progressive_dispatch(False).anchor(100).eval_fn(lambda model, _: {"w": float(model.w)})
+        if max_steps is not None:
+            b.max_steps(max_steps)
+        self.state = b.run().join(WAIT_S)
+
+    def check(self):
+        wanted = pytest.approx(self.by_hand(), rel=1e-12)
+        assert float(self.state.params["w"]) == wanted
+        for metrics in self.state.metrics:  # of an epoch that has closed
+            assert metrics.scalars["eval/w"] == wanted
 
     def by_hand(self):
         """The mean of the replicas, each the sum of its steps, weighted by their weights."""
         total, weights = 0.0, 0.0
         for rank in (0, 1):
             own = [torch.tensor(i) for r, i in self.trace.of_epoch(0) if r == rank]
-            assert len(own) == 8
             weight = sum(map(units, own))
             total += weight * sum(float(x.double().mean()) for x in own if units(x) > 0)
             weights += weight
         return total / weights
 
 
+ends = pytest.mark.parametrize("max_steps", [None, 9], ids=["closing", "stopped"])
+
+
 @averaged
+@ends
 @pytest.mark.parametrize("kind", [torch.tensor, float], ids=["tensor", "number"])
-def test_a_round_is_the_mean_by_the_sums_of_the_weights(way, kind):
-    run = OneRound(way, lambda batch: kind(units(batch)))
-    assert float(run.state.params["w"]) == pytest.approx(run.by_hand(), rel=1e-12)
-    assert run.state.metrics[0].num_samples == 32
+def test_a_round_is_the_mean_by_the_sums_of_the_weights(way, max_steps, kind):
+    OneRound(way, lambda batch: kind(units(batch)), max_steps).check()
 
 
 @averaged
-def test_a_round_on_devices_reads_weights_that_were_summed_there(way, posing):
-    run = OneRound(way)
-    assert float(run.state.params["w"]) == pytest.approx(run.by_hand(), rel=1e-12)
+@ends
+def test_a_round_on_devices_reads_weights_that_were_summed_there(way, max_steps, posing):
+    OneRound(way, max_steps=max_steps).check()
 
 
 @averaged
@@ -223,14 +233,18 @@ def test_nothing_of_a_device_is_read_where_the_optimizers_kernels_can_skip(optim
             stepper.finish(1)
 
 
-def test_low_precision_scales_a_weighted_loss_as_any_other():
+@both
+def test_low_precision_scales_a_weighted_loss_as_any_other(is_prompt):
     """Tokens by the thousand do not overflow where the plain mean does not."""
     model = nn.Linear(2, 1, bias=False)
-    stepper = make_stepper(model, torch.optim.SGD(model.parameters(), 1.0), precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    stepper = make_stepper(model, optimizer, precision="fp16", is_prompt=is_prompt)
     before = stepper._scaler.get_scale()
     stepper.begin()
     for _ in range(2):
-        stepper.micro_step(weighted(0.5, torch.tensor(4096)), None, 0.5, 1)
+        stepper.micro_step(
+            lambda m, b: (m(b).float().sum() / 2, torch.tensor(4096)), torch.ones(1, 2), 0.5
+        )
     stepper.finish(2)
     assert stepper._scaler.get_scale() == before
 
