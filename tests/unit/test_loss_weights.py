@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -69,20 +70,27 @@ def units(batch):
 
 
 class OneRound:
-    """A run whose ranks meet once: where its epoch closes, or at the end of ``max_steps``."""
+    """A run whose ranks meet once: where its epoch closes, or as they leave when it is stopped."""
 
-    def __init__(self, way, weight=lambda batch: torch.tensor(units(batch)), max_steps=None):
+    def __init__(self, way, weight=lambda batch: torch.tensor(units(batch)), stop_at=None):
+        handles, started = [], threading.Event()
+
         def fit(model, batch):
             (x,) = batch
+            worker = current_worker()
+            if worker.rank == 0 and worker.local_step == stop_at:
+                assert started.wait(WAIT_S)
+                handles[0].stop()
             lost = torch.nan if units(x) == 0 else 1.0
             return -model.w.sum() * x.double().mean() * lost, weight(x)
 
         self.trace = Trace(fit)
         b = builder(train=self.trace, dataset=32, batch_size=2, ranks=2, way=way)
         b.progressive_dispatch(False).anchor(100).eval_fn(lambda model, _: {"w": float(model.w)})
-        if max_steps is not None:
-            b.max_steps(max_steps)
-        self.state = b.run().join(WAIT_S)
+        handles.append(b.run())
+        started.set()
+        self.state = handles[0].join(WAIT_S)
+        assert self.state.stopped == (stop_at is not None)
 
     def check(self):
         wanted = pytest.approx(self.by_hand(), rel=1e-12)
@@ -101,20 +109,20 @@ class OneRound:
         return total / weights
 
 
-ends = pytest.mark.parametrize("max_steps", [None, 9], ids=["closing", "stopped"])
+ends = pytest.mark.parametrize("stop_at", [None, 4], ids=["closing", "stopped"])
 
 
 @averaged
 @ends
 @pytest.mark.parametrize("kind", [torch.tensor, float], ids=["tensor", "number"])
-def test_a_round_is_the_mean_by_the_sums_of_the_weights(way, max_steps, kind):
-    OneRound(way, lambda batch: kind(units(batch)), max_steps).check()
+def test_a_round_is_the_mean_by_the_sums_of_the_weights(way, stop_at, kind):
+    OneRound(way, lambda batch: kind(units(batch)), stop_at).check()
 
 
 @averaged
 @ends
-def test_a_round_on_devices_reads_weights_that_were_summed_there(way, max_steps, posing):
-    OneRound(way, max_steps=max_steps).check()
+def test_a_round_on_devices_reads_weights_that_were_summed_there(way, stop_at, posing):
+    OneRound(way, stop_at=stop_at).check()
 
 
 @averaged
