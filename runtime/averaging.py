@@ -239,7 +239,9 @@ class ReplicaAverager:
                 self._state.buffers.write_from(floats, others)
             # From here on what the round took away, so that it can be undone.
             for old, new in zip(self._before_buffers, (*floats, *others), strict=True):
-                if old.dtype is not torch.bool:
+                if old.dtype is torch.bool:
+                    old.logical_xor_(new)
+                else:
                     change(old, new, out=old)
             for old, flat in zip(self._before, params.flats, strict=True):
                 old.sub_(flat)
@@ -252,7 +254,7 @@ class ReplicaAverager:
     def undo_all_reduce(self) -> None:
         """Take back what the last :meth:`all_reduce` changed; keep what was trained since.
 
-        Exact up to rounding. Boolean buffers stay as they are.
+        Exact up to rounding. A flag that the averaging has turned is turned back.
         """
         assert self._before is not None, "an averaging comes before its undoing"
         with self._device.comm():
@@ -262,7 +264,9 @@ class ReplicaAverager:
                 floats, others = self._state.buffers.empty()
                 self._state.buffers.read_into(floats, others)
                 for live, change in zip((*floats, *others), self._before_buffers, strict=True):
-                    if live.dtype is not torch.bool:
+                    if live.dtype is torch.bool:
+                        live.logical_xor_(change)
+                    else:
                         live.add_(change)
                 self._state.buffers.write_from(floats, others)
         self.version -= 1

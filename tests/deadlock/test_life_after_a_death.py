@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from coordinator import messages as m
-from runtime import WorkerFailed
+from runtime import WorkerFailed, current_worker
+from runtime.averaging import ReplicaAverager
 from runtime.collective import AbortableBarrier
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.deadlock.test_averaging_meanwhile import HeldAverage
 from tests.deadlock.test_throttle_and_gate import a_rank_too_far_ahead
-from tests.unit.running import ASYNC, CADENCE, GLOO, LOCAL_WAYS, OVER_CPU, SYNC, THREAD
+from tests.unit.running import ASYNC, CADENCE, GLOO, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, builder
 from tests.unit.test_survival import BATCH, NUM_SAMPLES, effects, train_samples
 
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
@@ -57,6 +59,52 @@ def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, how, faults):
         if how == "fail_at":
             assert (state.failures[0].step, state.failures[0].epoch) == (step, 0)
             assert isinstance(state.failures[0].error, Planted)
+
+
+@pytest.mark.parametrize("backend", [THREAD, GLOO], ids=lambda b: b.name)
+@pytest.mark.parametrize("dying", range(RANKS))
+def test_a_round_in_which_a_rank_died_counts_nothing_of_it(backend, dying, monkeypatch):
+    """S8: the others have the average with what died, which is trained again: it goes out."""
+    real, undo = ReplicaAverager.all_reduce, ReplicaAverager.undo_all_reduce
+    own = [torch.zeros(NUM_SAMPLES, dtype=torch.float64) for _ in range(RANKS)]
+    checked: list[int] = []
+    all_have_it = threading.Barrier(RANKS, timeout=BOUND_S)
+
+    def train(model, batch):
+        own[current_worker().rank][batch[0]] += 1 / len(batch[0])
+        return train_samples(model, batch)
+
+    def dies_in_it(averager, *args, **settings):
+        result = real(averager, *args, **settings)
+        if averager.collective.world_size == RANKS:
+            all_have_it.wait()
+            if averager.collective.rank == dying:
+                raise Planted
+        return result
+
+    def undone(averager):
+        rank = int(threading.current_thread().name.removeprefix("gpu-worker-"))
+        w = averager._state.params.params[0]
+        assert not torch.allclose(w, own[rank])  # the round did take place here
+        undo(averager)
+        torch.testing.assert_close(w.detach(), own[rank])
+        checked.append(rank)
+
+    monkeypatch.setattr(ReplicaAverager, "all_reduce", dies_in_it)
+    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", undone)
+    b = builder(
+        model=effects,
+        train=train,
+        dataset=NUM_SAMPLES,
+        batch_size=BATCH,
+        ranks=RANKS,
+        way=(CADENCE, backend),
+    )
+    b.anchor(2).partition_ratios([1] * RANKS).on_worker_failure("continue")
+    with within(FAST_S):
+        state = b.run().join(BOUND_S)
+    check_books(state, [dying])
+    assert sorted(checked) == [rank for rank in range(RANKS) if rank != dying]
 
 
 @both

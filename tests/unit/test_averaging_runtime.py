@@ -123,11 +123,13 @@ def train_norm(model, batch):
 
 
 @every_way
-def test_buffers_are_averaged_and_integers_taken_from_the_most_samples(way):
-    """Rank 0 trains three of four batches: 3/4 of its buffer, and its integers."""
+@pytest.mark.parametrize("heaviest", [0, 1])
+def test_buffers_are_averaged_and_integers_taken_from_the_most_samples(way, heaviest):
+    """One rank trains three of four batches: 3/4 of its buffer, and its integers."""
     b = builder(model=norm, train=train_norm, dataset=8, batch_size=2, way=way)
-    state = b.partition_ratios([3, 1]).anchor(100).run().join(WAIT_S)
-    assert state.buffers["mean"].tolist() == [1.25] * 4
+    ratios = [1, 3] if heaviest else [3, 1]
+    state = b.partition_ratios(ratios).anchor(100).run().join(WAIT_S)
+    assert state.buffers["mean"].tolist() == [1.75 if heaviest else 1.25] * 4
     assert int(state.buffers["count"]) == 3
     assert state.buffers["flag"].tolist() == [True, True]
     assert state.params["frozen"].tolist() == [7.0] * 5
@@ -191,7 +193,8 @@ def average_over_cpu(replicas, weights):
     return result.divergences
 
 
-def average_over(kind, replicas, weights):
+def average_over(kind, replicas, weights, then=None):
+    """Average over a collective; ``then`` is called with each rank's averager after it."""
     collectives = create_collectives(len(replicas), kind, None, WAIT_S)
     found = {}
 
@@ -199,6 +202,8 @@ def average_over(kind, replicas, weights):
         averager = ReplicaAverager(replicas[i][1], CpuDevice(1), collectives[i])
         with torch.no_grad():
             found[i] = averager.all_reduce(weights[i])[0]
+            if then is not None:
+                then(i, averager)
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(replicas))]
     for thread in threads:
@@ -226,6 +231,52 @@ def test_every_transport_gives_the_same_average_and_divergence(kind):
     assert model.mean.tolist() == pytest.approx([1.25] * 4)
     assert int(model.count) == 10  # of rank 0, which has most samples
     assert model.tied is model.w
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+@pytest.mark.parametrize(
+    ("weights", "heaviest"), [([1, 2, 3], 2), ([1, 3, 2], 1), ([0, 2, 2], 1), ([0, 0, 1], 2)]
+)
+def test_integers_come_from_the_heaviest_rank_whichever_it_is(kind, weights, heaviest):
+    replicas = states([([0.0] * 3, 0.0, 0.0, count) for count in (10, 20, 30)])
+    for rank, (model, _) in enumerate(replicas):
+        model.flag.copy_(torch.tensor([rank == heaviest, rank != heaviest]))
+    average_over(kind, replicas, weights)
+    for model, _ in replicas:
+        assert int(model.count) == 10 * (heaviest + 1)
+        assert model.flag.tolist() == [True, False]
+
+
+# -- taking a round back -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+def test_an_undone_round_leaves_what_was_before_it_and_what_was_trained_since(kind):
+    replicas = states(VALUES[:2])
+    for rank, (model, _) in enumerate(replicas):
+        model.flag.copy_(torch.tensor([rank == 0, False]))
+    averaged = {}
+
+    def train_on_and_undo(rank, averager):
+        model = replicas[rank][0]
+        averaged[rank] = (model.w.tolist(), int(model.count), model.flag.tolist())
+        model.w.add_(0.5)
+        model.single.add_(0.25)
+        model.mean.add_(2.0)
+        model.count.add_(7)
+        model.flag[1] = True
+        averager.undo_all_reduce()
+        assert averager.version == 0
+
+    average_over(kind, replicas, WEIGHTS[:2], train_on_and_undo)
+    assert averaged[1] == (pytest.approx([1.25, 1.0, 2.25]), 10, [True, False])  # it took place
+    for rank, (model, _) in enumerate(replicas):
+        w, single, mean, count = VALUES[rank]
+        assert model.w.tolist() == pytest.approx([v + 0.5 for v in w])
+        assert model.single.tolist() == pytest.approx([single + 0.25] * 2)
+        assert model.mean.tolist() == pytest.approx([mean + 2.0] * 4)
+        assert int(model.count) == count + 7
+        assert model.flag.tolist() == [rank == 0, True]
 
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])

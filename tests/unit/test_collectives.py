@@ -838,3 +838,33 @@ def test_only_one_rank_times_out_and_the_rest_are_aborted():
 def test_a_barrier_for_nobody_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         AbortableBarrier(0)
+
+
+class LateTurnstile:
+    """A rank's lock whose timeout ends only once the meeting was completed."""
+
+    def __init__(self, lock, arrived, completed):
+        self._lock, self._arrived, self._completed = lock, arrived, completed
+        self.release = lock.release
+
+    def acquire(self, blocking=True, timeout=-1):
+        if not blocking:
+            return self._lock.acquire(blocking=False)
+        self._arrived.set()
+        assert self._completed.wait(TIMEOUT_S)
+        return False
+
+
+def test_a_meeting_that_completes_just_at_its_timeout_has_taken_place():
+    barrier = AbortableBarrier(2)
+    arrived, completed = threading.Event(), threading.Event()
+    barrier._turnstiles[0] = LateTurnstile(barrier._turnstiles[0], arrived, completed)
+    met = []
+    waits = threading.Thread(target=lambda: met.append(barrier.wait(0, 0.01)))
+    waits.start()
+    assert arrived.wait(TIMEOUT_S)
+    barrier.wait(1, TIMEOUT_S)
+    completed.set()
+    waits.join(TIMEOUT_S)
+    assert met == [None]
+    assert not barrier.aborted

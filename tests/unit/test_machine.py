@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from coordinator import messages as m
 from coordinator.commands import FINAL_ROUND, AbortCollective, Average, PublishEpoch, Send
@@ -200,6 +201,25 @@ def test_too_many_failed_rounds_in_a_row_end_the_run():
     assert run.to(m.Shutdown) == [m.Shutdown(snapshot=False)] * 2
 
 
+def test_late_rounds_with_a_good_one_between_them_do_not_add_up():
+    run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=2)
+    for _ in range(5):
+        run.now += 1.0
+        run.tell(m.Tick())  # this round is late
+        good = run.to(m.RequestParams)[-1].round
+        for rank in (0, 1):
+            run.snapshot(rank, good)
+        run.tell(m.Averaged(round=good, average=EMPTY, num_samples=2))
+        for rank in (0, 1):
+            run.tell(m.SyncAck(rank=rank, round=good))
+        for _ in range(2):
+            run.end_plan(0)
+            run.end_plan(1)
+    assert run.machine.outcome.failure is None
+    assert run.machine.statistics().num_failed_rounds == 5
+    assert run.machine.statistics().num_averagings == 5
+
+
 def test_an_average_that_could_not_be_computed_gives_the_round_up():
     run = at_a_round()
     run.snapshot(0, 1), run.snapshot(1, 1)
@@ -219,6 +239,26 @@ def finish_training(run, epoch=0):
     run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
     for rank in (0, 1):
         run.tell(m.SyncAck(rank=rank, round=round_id))
+
+
+@pytest.mark.parametrize("ahead", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_a_sync_run_ends_with_the_states_of_the_furthest_step_alone(ahead):
+    """After a death in a reduction some ranks have made a step that the others have not."""
+    run = Run(3, policy=ApplyPolicy.SYNC, backend=THREAD, num_samples=6)
+    run.tell(m.StopRequested())
+    payloads = [m.Payload(params=(torch.full((1,), float(r)),)) for r in range(3)]
+    for rank in range(3):
+        step = 2 if rank in ahead else 1
+        run.tell(
+            m.FinalSnapshot(rank=rank, payload=payloads[rank], num_samples=2 * step, step=step)
+        )
+        run.tell(m.Exiting(rank=rank))
+    if len(ahead) == 1:
+        assert run.machine.outcome.payload is payloads[ahead[0]]
+    else:
+        (job,) = run.jobs()
+        assert job.ranks == ahead
+        assert job.payloads == tuple(payloads[rank] for rank in ahead)
 
 
 def test_a_run_ends_with_the_average_of_the_last_snapshots():
