@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ENVIRONMENT as ONE_THREAD
-from machine import QUIET, MachineLoad, describe, restart_with
 from torch import Tensor, nn
 
+from benchmarks.harness.measure import ENVIRONMENT as ONE_THREAD
+from benchmarks.harness.measure import QUIET, MachineLoad, describe, restart_with
 from coordinator import host_memory
 from coordinator.averaging import Averager
 from coordinator.contents import Payload

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import MachineLoad, describe
 from torch import Tensor, nn
 
+from benchmarks.harness.measure import MachineLoad, describe
 from runtime import ApplyPolicy, Trainer, TrainerHandle, current_worker
 
 WIDTH, BATCH_SIZE = 1024, 16

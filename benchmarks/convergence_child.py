@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.convergence_data import Columns, Data
-from benchmarks.convergence_models import STUDIES, Study, scheduler
+from benchmarks.harness.studies import STUDIES, Study, scheduler
 from coordinator.dispatch import permutation
 from runtime import ApplyPolicy, AverageBackend, Trainer
 

@@ -31,7 +31,7 @@ from benchmarks.convergence_child import (
     warm_up,
 )
 from benchmarks.convergence_data import Data
-from benchmarks.convergence_models import Study
+from benchmarks.harness.studies import Study
 
 MEETING_S = 120.0
 END_S = 30.0

@@ -11,10 +11,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from ddp_rank import join_group, serve
-from loops import train_step
-from models import WORKLOADS, Batch, Workload
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.ddp_rank import join_group, serve
+from benchmarks.harness.loops import train_step
+from benchmarks.harness.models import WORKLOADS, Batch, Workload
 
 
 def run_epoch(

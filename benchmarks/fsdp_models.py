@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models import WORKLOADS as ALL
-from models import CharTransformer
+from benchmarks.harness.models import WORKLOADS as ALL
+from benchmarks.harness.models import CharTransformer
 
 WORKLOADS = {
     "small": replace(ALL["transformer"], name="small"),

@@ -11,11 +11,12 @@ import warnings
 from itertools import islice
 
 import torch.distributed as dist
-from ddp_rank import join_group, serve
-from fsdp_models import WORKLOADS
-from loops import batches, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from benchmarks.ddp_rank import join_group, serve
+from benchmarks.fsdp_models import WORKLOADS
+from benchmarks.harness.loops import batches, train_step
 
 
 def measure(name: str, num_steps: int, by_block: bool) -> float:

@@ -19,7 +19,7 @@ import sys
 import threading
 from typing import Any
 
-from benchmarks.gpu_section import run_section
+from benchmarks.gpu.bench import run_section
 
 
 class Answers:

@@ -10,7 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_models
+from benchmarks.gpu import models as gpu_models
+from benchmarks.gpu.bench import Bench, interleaved
+from benchmarks.gpu.models import GpuWorkload
 from benchmarks.gpu_loops import (
     LOADER_PROCESSES,
     bare_rate,
@@ -19,8 +21,6 @@ from benchmarks.gpu_loops import (
     runtime_rate,
     wait_for,
 )
-from benchmarks.gpu_models import GpuWorkload
-from benchmarks.gpu_section import Bench, interleaved
 
 LOADER = f"DataLoader(pin_memory=True, num_workers={LOADER_PROCESSES}), non-blocking copies"
 STREAMED, RESIDENT, BARE = "worker, streamed", "worker, resident(True)", "bare loop, data on device"

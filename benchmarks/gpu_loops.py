@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.gpu_models import GpuWorkload
-from benchmarks.gpu_section import Bench
-from benchmarks.models import Batch
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.models import GpuWorkload
+from benchmarks.harness.models import Batch
 from runtime import TrainedState, Trainer, TrainerBuilder, TrainerHandle, current_worker
 
 WARM_STEPS = 12

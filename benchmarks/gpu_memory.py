@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu.bench import Bench, tidy
 from benchmarks.gpu_loops import STALL_S, ended
-from benchmarks.gpu_section import Bench, tidy
 from runtime import Trainer, WorkerFailed
 
 GIB = 2**30

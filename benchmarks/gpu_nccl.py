@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu_section import Bench
+from benchmarks.gpu.bench import Bench
 from runtime import Collective, CollectiveAborted, create_collectives
 
 T = TypeVar("T")

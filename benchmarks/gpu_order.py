@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_section import Bench
+from benchmarks.gpu.bench import Bench
 from coordinator.averaging import Averager
 from coordinator.messages import Payload
 from runtime.averaging import ReplicaAverager

@@ -10,9 +10,11 @@ import torch
 import torch.cuda.nccl
 import torch.distributed
 
-from benchmarks import gpu_data, gpu_memory, gpu_nccl, gpu_order, gpu_speed, gpu_syncs
-from benchmarks.gpu_section import Section
-from benchmarks.machine import describe
+from benchmarks import gpu_data, gpu_memory, gpu_nccl, gpu_order
+from benchmarks.gpu import checks as gpu_syncs
+from benchmarks.gpu import sections as gpu_speed
+from benchmarks.gpu.bench import Section
+from benchmarks.harness.measure import describe
 
 SECTIONS = (
     Section(

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.bench import Section, run_section
 from benchmarks.gpu_report import Report, SectionResult
-from benchmarks.gpu_section import Section, run_section
 
 ROOT = Path(__file__).parents[1]
 RESERVE_S = 5.0

@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-from machine import ENVIRONMENT, restart_with
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.harness.measure import ENVIRONMENT, restart_with
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
 
 WIDTH, DEPTH = 1024, 10

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ENVIRONMENT, describe, restart_with
-from timeline import (
+
+from benchmarks.harness.measure import ENVIRONMENT, describe, restart_with
+from benchmarks.overhead import (
     WAYS,
     Rates,
     batches_for,
@@ -24,7 +25,6 @@ from timeline import (
     step_seconds,
     timed,
 )
-
 from runtime import Monitor, Timeline
 
 TARGET = 0.98

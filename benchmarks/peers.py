@@ -12,12 +12,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import peers_report as report
 import torch
-from machine import ENVIRONMENT, QUIET, add_retry, describe, restart_with
-from models import WORKLOADS
-from peers_measure import Options
-from peers_sections import SECTIONS
+
+from benchmarks import peers_report as report
+from benchmarks.harness.measure import ENVIRONMENT, QUIET, add_retry, describe, restart_with
+from benchmarks.harness.models import WORKLOADS
+from benchmarks.peers_measure import Options
+from benchmarks.speed import SECTIONS
 
 
 def parse_args() -> argparse.Namespace:

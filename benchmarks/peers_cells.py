@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from ddp_group import DdpGroup
-from loops import solo_rate, threads_rate
-from models import Batch, Workload
-from peers_measure import Cell
-from peers_runtime import Job, Outcome, train
-
+from benchmarks.harness.loops import solo_rate, threads_rate
+from benchmarks.harness.models import Batch, Workload
+from benchmarks.harness.processes import DdpGroup
+from benchmarks.peers_measure import Cell
+from benchmarks.peers_runtime import Job, Outcome, train
 from runtime import ApplyPolicy
 
 POLICIES = {p.name.lower(): p for p in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from machine import QUIET, undisturbed
+from benchmarks.harness.measure import QUIET, undisturbed
 
 
 @dataclass(frozen=True, kw_only=True)

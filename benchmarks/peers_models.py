@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from loops import solo_rate
-from models import WORKLOADS, Batch, Workload, classification_loss
 from torch import Tensor, nn
+
+from benchmarks.harness.loops import solo_rate
+from benchmarks.harness.models import WORKLOADS, Batch, Workload, classification_loss
 
 NUM_FEATURES = 16
 NUM_CLASSES = 10

@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from models import Batch, Workload
-from runtime_builder import runtime_builder
-
+from benchmarks.harness.models import Batch, Workload
+from benchmarks.runtime_builder import runtime_builder
 from runtime import ApplyPolicy, Statistics, Timeline, TrainerHandle
 from runtime.timeline import Kind
 

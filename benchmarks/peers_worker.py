@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
-from ddp_rank import join_group, serve
-from loops import batches, train_step
-from models import Batch, Workload
-from peers_models import workload_of
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.ddp_rank import join_group, serve
+from benchmarks.harness.loops import batches, train_step
+from benchmarks.harness.models import Batch, Workload
+from benchmarks.peers_models import workload_of
 
 PERIOD = 8
 """Local steps between two averagings."""

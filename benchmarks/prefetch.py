@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ENVIRONMENT, add_retry, describe, restart_with, undisturbed
-from models import WORKLOADS, Batch, Workload
 from torch import Tensor, nn
 
+from benchmarks.harness.measure import ENVIRONMENT, add_retry, describe, restart_with, undisturbed
+from benchmarks.harness.models import WORKLOADS, Batch, Workload
 from runtime import Trainer
 
 WANTED = 1.8

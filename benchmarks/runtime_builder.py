@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from itertools import count
 
 import torch
-from models import Batch, Workload
 from torch import Tensor, nn
 
+from benchmarks.harness.models import Batch, Workload
 from runtime import ApplyPolicy, Trainer, TrainerBuilder, current_worker
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loops import batches, train_step
-from machine import ENVIRONMENT, QUIET, MachineLoad, describe, restart_with
-from models import WORKLOADS, Batch, Workload
-from peers_report import table
-from peers_sections import step_seconds
 from torch import Tensor, nn
 
+from benchmarks.harness.loops import batches, train_step
+from benchmarks.harness.measure import ENVIRONMENT, QUIET, MachineLoad, describe, restart_with
+from benchmarks.harness.models import WORKLOADS, Batch, Workload
+from benchmarks.peers_report import table
+from benchmarks.speed import step_seconds
 from runtime import ApplyPolicy, Trainer, current_worker
 
 BLOCK_S = 0.1

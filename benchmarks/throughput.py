@@ -15,14 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
-from ddp_group import DdpGroup
-from loops import solo_rate, threads_rate
-from machine import ENVIRONMENT, QUIET, add_retry, describe, restart_with, undisturbed
-from models import WORKLOADS, Batch, Workload
-from runtime_builder import runtime_builder
 
+from benchmarks import report
+from benchmarks.harness.loops import solo_rate, threads_rate
+from benchmarks.harness.measure import (
+    ENVIRONMENT,
+    QUIET,
+    add_retry,
+    describe,
+    restart_with,
+    undisturbed,
+)
+from benchmarks.harness.models import WORKLOADS, Batch, Workload
+from benchmarks.harness.processes import DdpGroup
+from benchmarks.runtime_builder import runtime_builder
 from runtime import ApplyPolicy, AverageBackend
 
 SLOWDOWN = 3.0

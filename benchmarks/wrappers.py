@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("wrappers_setup.py", "wrappers_fsdp.py")
+SCRIPTS = ("wrappers_setup.py", "own_loops.py")
 
 
 def main() -> int:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_group import DdpGroup
-from loops import batches, train_step
-from machine import ENVIRONMENT, MachineLoad, describe, restart_with
-from models import WORKLOADS, Batch, Workload
 
+from benchmarks.harness.loops import batches, train_step
+from benchmarks.harness.measure import ENVIRONMENT, MachineLoad, describe, restart_with
+from benchmarks.harness.models import WORKLOADS, Batch, Workload
+from benchmarks.harness.processes import DdpGroup
 from runtime import Trainer
 
 NUM_WORKERS = 2

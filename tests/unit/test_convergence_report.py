@@ -9,12 +9,12 @@ import math
 import pytest
 import torch
 
-from benchmarks import convergence
+from benchmarks import quality as convergence
 from benchmarks.convergence_child import MODES
 from benchmarks.convergence_data import DataMissing, digits, synthetic_text
-from benchmarks.convergence_models import STUDIES, lr_factor
 from benchmarks.convergence_report import compare, false_alarms, judge, spread
 from benchmarks.convergence_tables import markdown
+from benchmarks.harness.studies import STUDIES, lr_factor
 
 
 def results(losses, **more):

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import drift
 from benchmarks.convergence_child import make_model, train_loop
-from benchmarks.convergence_models import STUDIES
+from benchmarks.harness.studies import STUDIES
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ import time
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.bench import Bench, Section, SystemFailed, interleaved, run_section
 from benchmarks.gpu_report import Report, Row, SectionResult, section_table, summary
-from benchmarks.gpu_section import Bench, Section, SystemFailed, interleaved, run_section
 from benchmarks.gpu_supervisor import GRACE_S, RESERVE_S, Supervisor, budgets, run_here
 
 # What the process of the sections runs in the tests below. It starts without PyTorch.
 TABLE = """
 import os, threading
-from benchmarks.gpu_section import Section
+from benchmarks.gpu.bench import Section
 
 def facts():
     return {"gpu": "Test GPU 9000"}

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from benchmarks import machine
-from benchmarks.machine import QUIET
+from benchmarks.harness import measure as machine
+from benchmarks.harness.measure import QUIET
 
 BUSY = 2 * QUIET
 

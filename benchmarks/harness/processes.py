@@ -26,8 +26,10 @@ class DdpGroup:
     def __init__(self, world_size: int, script: str = "ddp_worker.py") -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="ddp-")
         store = Path(self._dir.name, "store")
-        worker = Path(__file__).with_name(script)
+        worker = Path(__file__).parents[1] / script
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(paths)
         self._processes = [
             subprocess.Popen(
                 [sys.executable, str(worker), str(rank), str(world_size), str(store)],

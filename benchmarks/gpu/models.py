@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import (
+from benchmarks.harness.models import (
     Batch,
     CharTransformer,
     Workload,

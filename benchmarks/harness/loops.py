@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 
 import torch
-from models import Batch, Workload
 from torch import nn
+
+from benchmarks.harness.models import Batch, Workload
 
 WAIT_S = 120.0
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu_report import Report, SectionResult, section_table, summary
 
 TABLE = "benchmarks.gpu_sections"
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).parents[1] / "results"
 NO_CUDA = (
     "benchmarks.gpu needs a CUDA device, and PyTorch sees none here. To walk its code paths on "
     "the CPU with tiny sizes: python -m benchmarks.gpu --dry-run"

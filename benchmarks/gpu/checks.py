@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.gpu.bench import Bench, tidy
 from benchmarks.gpu_loops import STALL_S, ended
-from benchmarks.gpu_section import Bench, tidy
 from runtime import (
     ApplyPolicy,
     AverageBackend,

@@ -16,13 +16,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from ddp_group import DdpGroup
-from fsdp_models import WORKLOADS
-from loops import batches, solo_rate
-from machine import ENVIRONMENT, MachineLoad, restart_with
-from models import Workload
-from storage_meter import StorageMeter
 
+from benchmarks.fsdp_models import WORKLOADS
+from benchmarks.harness.loops import batches, solo_rate
+from benchmarks.harness.measure import ENVIRONMENT, MachineLoad, restart_with
+from benchmarks.harness.models import Workload
+from benchmarks.harness.processes import DdpGroup
+from benchmarks.storage_meter import StorageMeter
 from runtime import FSDP, Collective, ShardingStrategy, create_collectives
 from runtime.fsdp import reachable_bytes
 

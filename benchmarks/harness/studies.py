@@ -25,7 +25,7 @@ from benchmarks.convergence_data import (
     synthetic_text,
     text,
 )
-from benchmarks.models import CharTransformer
+from benchmarks.harness.models import CharTransformer
 
 WARM_UP = 0.05
 """Part of the training in which the learning rate rises to its value."""

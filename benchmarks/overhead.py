@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ENVIRONMENT, MachineLoad, describe, restart_with
 from torch import Tensor, nn
 
+from benchmarks.harness.measure import ENVIRONMENT, MachineLoad, describe, restart_with
 from runtime import (
     ApplyPolicy,
     AverageBackend,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, cast
 
-from benchmarks import gpu_models
+from benchmarks.gpu import models as gpu_models
+from benchmarks.gpu.bench import Bench, interleaved
+from benchmarks.gpu.models import GpuWorkload
 from benchmarks.gpu_loops import (
     bare_rate,
     crowd_rate,
@@ -13,8 +15,6 @@ from benchmarks.gpu_loops import (
     graph_rate,
     runtime_rate,
 )
-from benchmarks.gpu_models import GpuWorkload
-from benchmarks.gpu_section import Bench, interleaved
 from runtime import ApplyPolicy, TrainerBuilder
 
 ROUNDS = 3

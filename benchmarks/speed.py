@@ -9,15 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import peers_report as report
-from ddp_group import DdpGroup
-from loops import solo_rate
-from models import WORKLOADS, Workload
-from peers_cells import POLICIES, Cells
-from peers_measure import Cell, Measured, Options, interleaved
-from peers_models import busy, dense, sparse, tiny
-from peers_runtime import Outcome, median
-
+from benchmarks import peers_report as report
+from benchmarks.harness.loops import solo_rate
+from benchmarks.harness.models import WORKLOADS, Workload
+from benchmarks.harness.processes import DdpGroup
+from benchmarks.peers_cells import POLICIES, Cells
+from benchmarks.peers_measure import Cell, Measured, Options, interleaved
+from benchmarks.peers_models import busy, dense, sparse, tiny
+from benchmarks.peers_runtime import Outcome, median
 from runtime import ApplyPolicy
 
 WORLDS = (1, 2, 4, 6, 8)

@@ -1,6 +1,6 @@
 """Held-out quality of averaged training against solo training and PyTorch's DDP.
 
-Usage: ``python -m benchmarks.convergence --data FOLDER --out FILE [--minutes 90]``, as often as
+Usage: ``python -m benchmarks.quality --data FOLDER --out FILE [--minutes 90]``, as often as
 it takes, then ``--report TABLE.md`` with the same ``--out``. What is measured and how stands
 in ``benchmarks/README.md``.
 """
@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.convergence_child import AVERAGED, MODES, SOLO
 from benchmarks.convergence_data import DataMissing, check_folder, default_folder
-from benchmarks.convergence_models import STUDIES
 from benchmarks.convergence_report import judge
 from benchmarks.convergence_tables import markdown
-from benchmarks.machine import ENVIRONMENT, QUIET, MachineLoad, describe
+from benchmarks.harness.measure import ENVIRONMENT, QUIET, MachineLoad, describe
+from benchmarks.harness.studies import STUDIES
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_S = 900.0

@@ -1,0 +1,1 @@
+"""Everything that must be shown on a GPU: ``python -m benchmarks.gpu``."""
