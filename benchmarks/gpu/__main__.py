@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report import Report, SectionResult, section_table, summary
+from benchmarks.gpu.bench import Report, SectionResult, section_table, summary
 
-TABLE = "benchmarks.gpu_sections"
+TABLE = "benchmarks.gpu.sections"
 RESULTS = Path(__file__).parents[1] / "results"
 NO_CUDA = (
     "benchmarks.gpu needs a CUDA device, and PyTorch sees none here. To walk its code paths on "
@@ -25,7 +25,7 @@ NO_CUDA = (
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    from benchmarks.gpu_sections import SECTIONS
+    from benchmarks.gpu.sections import SECTIONS
 
     names = [section.name for section in SECTIONS]
     parser = argparse.ArgumentParser(
@@ -78,8 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     import torch
 
-    from benchmarks.gpu_sections import SECTIONS
-    from benchmarks.gpu_supervisor import Supervisor, run_here
+    from benchmarks.gpu.bench import Supervisor, run_here
+    from benchmarks.gpu.sections import SECTIONS
 
     if not args.dry_run and not torch.cuda.is_available():
         print(NO_CUDA, file=sys.stderr)

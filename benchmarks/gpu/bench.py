@@ -1,18 +1,257 @@
-"""What a section of the GPU benchmark is made with: rows, rounds, a budget, a guard."""
+"""What the GPU benchmark is made with: sections and their figures, and the process they run in.
+
+A section that hangs is ended together with its process, and one that fails may leave the
+device in a state that spoils those behind it: then the process is ended and another one started.
+Whatever happens there, all results so far are kept, and the run ends in time.
+
+No PyTorch is imported in here before a section is.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import importlib
+import json
 import logging
+import math
+import os
+import queue
+import re
+import select
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.gpu_report import Row, plain
+# -- figures and the report --------------------------------------------------------------
+
+
+BAD = ("failed", "timed out", "died", "not run")
+"""States of a section that did not come to its end."""
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it: numbers that are not finite become ``None``."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A figure and its target.
+
+    Attributes:
+        name: What was measured or checked.
+        figure: The number; ``None``: it could not be measured.
+        unit: Of the figure; a ratio has none, ``"yes"`` makes it a check that is 0 or 1.
+        target: The bound; ``None``: the figure is only told.
+        at_most: Whether ``target`` bounds the figure from above.
+    """
+
+    name: str
+    figure: float | None
+    unit: str = ""
+    target: float | None = None
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; ``None`` without one."""
+        if self.target is None:
+            return None
+        if self.figure is None:
+            return False
+        return self.figure <= self.target if self.at_most else self.figure >= self.target
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the file."""
+        return {
+            "name": self.name,
+            "figure": self.figure,
+            "unit": self.unit,
+            "target": self.target,
+            "at_most": self.at_most,
+            "met": self.met,
+        }
+
+
+@dataclass(kw_only=True)
+class SectionResult:
+    """What came of one section.
+
+    Attributes:
+        name: As given to ``--sections``.
+        title: In words.
+        status: ``"not run"``, ``"running"``, ``"done"``, ``"skipped"``, ``"failed"``,
+            ``"timed out"`` or ``"died"``.
+        reason: Why it did not come to its end.
+        seconds: How long it took.
+        budget_s: How long it was given.
+        rows: Figures, in order.
+        raw: Every measurement behind them, by system and unit.
+        notes: Remarks, and what the packages logged as warnings.
+        traceback: Of the error that ended it, or the stacks of a section that hung.
+    """
+
+    name: str
+    title: str
+    status: str = "not run"
+    reason: str = ""
+    seconds: float = 0.0
+    budget_s: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    traceback: str = ""
+
+    def apply(self, message: Mapping[str, Any]) -> bool:
+        """Take a message of the section in; whether it was the last one."""
+        match message["type"]:
+            case "row":
+                self.rows.append(Row(**message["row"]))
+            case "raw":
+                self.raw[message["name"]] = message["values"]
+            case "note":
+                self.notes.append(message["text"])
+            case "end":
+                self.status, self.reason = message["status"], message["reason"]
+                self.traceback = message["traceback"]
+                self.seconds = message["seconds"]
+                return True
+        return False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the file."""
+        return {**vars(self), "rows": [row.as_dict() for row in self.rows]}
+
+
+@dataclass(kw_only=True)
+class Report:
+    """All results of a run.
+
+    Attributes:
+        date: Of the run, as ``YYYY-MM-DD``.
+        dry: Whether only the code paths were walked, on the CPU with tiny sizes.
+        minutes: What the run was given.
+        facts: The machine.
+        sections: In order.
+        seconds: How long the run took so far.
+    """
+
+    date: str
+    dry: bool
+    minutes: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    sections: list[SectionResult] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every section came to its end or was skipped."""
+        return not any(section.status in (*BAD, "running") for section in self.sections)
+
+    @property
+    def met(self) -> bool:
+        """Whether every target is met."""
+        return not any(row.met is False for section in self.sections for row in section.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the file."""
+        return {**vars(self), "sections": [section.as_dict() for section in self.sections]}
+
+    def file_name(self) -> str:
+        """``<gpu>-<date>.json``."""
+        gpu = "cpu-dry" if self.dry else str(self.facts.get("gpu", "unknown-gpu"))
+        slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+        return f"{slug}-{self.date}.json"
+
+    def write(self, folder: Path) -> Path:
+        """Write the file, whole or not at all; overwrites that of the same day."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / self.file_name()
+        text = json.dumps(plain(self.as_dict()), indent=2, allow_nan=False)
+        partial = path.with_suffix(".partial")
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        return path
+
+
+def number(value: float | None, unit: str) -> str:
+    """A figure in words."""
+    if value is None:
+        return "-"
+    if unit == "yes":
+        return "yes" if value else "NO"
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{text} {unit}".strip()
+
+
+def _bound(row: Row) -> str:
+    if row.target is None:
+        return ""
+    if row.unit == "yes":
+        return "yes"
+    return f"{'<=' if row.at_most else '>='} {number(row.target, row.unit)}"
+
+
+_VERDICTS = {None: "", True: "met", False: "MISSED"}
+
+
+def section_table(section: SectionResult) -> str:
+    """One section, as Markdown: its figures, then the medians behind them."""
+    head = f"## {section.name}: {section.title} ({section.seconds:.0f} s)"
+    lines = [head, ""]
+    if section.rows:
+        lines += ["| what | figure | target | |", "| --- | ---: | ---: | --- |"]
+        for row in section.rows:
+            figure, verdict = number(row.figure, row.unit), _VERDICTS[row.met]
+            lines.append(f"| {row.name} | {figure} | {_bound(row)} | {verdict} |")
+        lines.append("")
+    for name, values in section.raw.items():
+        kept = [v for v in values if v is not None] if isinstance(values, list) else []
+        if kept and all(isinstance(v, int | float) for v in kept):
+            median = statistics.median(kept)
+            lines.append(f"- {name}: median {number(median, '')} of {len(kept)}")
+    lines += [f"- {note}" for note in section.notes]
+    if section.status != "done":
+        lines.append(f"- **{section.status}**: {section.reason}")
+    return "\n".join(lines).rstrip()
+
+
+def summary(report: Report) -> str:
+    """The machine, every target with its verdict, and what did not come to its end."""
+    facts = ", ".join(f"{key} {value}" for key, value in report.facts.items())
+    lines = [f"machine: {facts or 'unknown'}", ""]
+    lines += ["| section | what | figure | target | |", "| --- | --- | ---: | ---: | --- |"]
+    for section in report.sections:
+        for row in section.rows:
+            if row.target is not None:
+                cells = (row.name, number(row.figure, row.unit), _bound(row), _VERDICTS[row.met])
+                lines.append(f"| {section.name} | " + " | ".join(cells) + " |")
+        if section.status != "done":
+            lines.append(f"| {section.name} | {section.status}: {section.reason} | | | |")
+    kind = "a dry run: figures mean nothing, " if report.dry else ""
+    lines += ["", f"{kind}{report.seconds:.0f} s in all"]
+    return "\n".join(lines)
+
+
+# -- a section ---------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], object]
@@ -30,7 +269,7 @@ class Bench:
         dry: Walk the code paths on the CPU with tiny sizes.
         seconds: Budget of the section. It is not broken off here when that is spent; it
             makes fewer rounds.
-        emit: Takes messages for :meth:`benchmarks.gpu_report.SectionResult.apply`.
+        emit: Takes messages for :meth:`SectionResult.apply`.
     """
 
     def __init__(self, *, dry: bool, seconds: float, emit: Emit) -> None:
@@ -66,7 +305,7 @@ class Bench:
         target: float | None = None,
         at_most: bool = False,
     ) -> None:
-        """Tell a figure; see :class:`benchmarks.gpu_report.Row`. A dry run judges checks alone."""
+        """Tell a figure; see :class:`Row`. A dry run judges checks alone."""
         wanted = None if self.dry and unit != "yes" else target
         row = Row(name=name, figure=plain(figure), unit=unit, target=wanted, at_most=at_most)
         self._emit({"type": "row", "row": vars(row)})
@@ -227,3 +466,299 @@ def interleaved(
             bench.raw(f"{name}, {unit}", rates.values.get(name, []))
         longest_s = max(longest_s, time.monotonic() - begin)
     return rates
+
+
+# -- the process of the sections, from outside -------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+RESERVE_S = 5.0
+"""Kept back of the whole time, to write and print the results."""
+GRACE_S = 10.0
+"""What a section may overrun its budget by before it is ended, on top of half of it."""
+LEAST_S = 3.0
+"""A section that would get less is not run."""
+START_S = 120.0
+STACKS_S = 2.0
+TAIL_BYTES = 20_000
+SERVE = "from benchmarks.gpu.bench import serve; serve()"
+_POLL_S = 0.25
+
+
+class Trouble(Exception):
+    """The process is of no use any more.
+
+    Args:
+        status: What to call it.
+        reason: Why.
+        stacks: Where its threads were, and what it wrote to stderr last.
+    """
+
+    def __init__(self, status: str, reason: str, stacks: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.stacks = stacks
+
+
+def budgets(sections: Sequence[Section], left_s: float) -> tuple[float, float]:
+    """What the first of these gets: its budget, and when it is ended.
+
+    The time left is shared out in proportion to what each takes by plan, of which none gets
+    more than half as much again.
+    """
+    planned_s = sum(section.seconds for section in sections)
+    share_s = left_s * sections[0].seconds / planned_s
+    budget_s = min(share_s, 1.5 * sections[0].seconds)
+    return budget_s, min(1.5 * budget_s + GRACE_S, left_s)
+
+
+class Child:
+    """The process, which runs :func:`serve`. It must be closed in the end.
+
+    Args:
+        table: Name of the module with the sections.
+        until: Monotonic time by which it must be ready.
+
+    Attributes:
+        facts: What it told of the machine.
+
+    Raises:
+        Trouble: It did not get ready.
+    """
+
+    def __init__(self, table: str, until: float) -> None:
+        self._errors, path = tempfile.mkstemp()
+        os.unlink(path)
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
+        self._open = [self._errors, self._commands, self._answers]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, table, str(commands), str(answers)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                stderr=self._errors,
+                pass_fds=(commands, answers),
+                env={**os.environ, "PYTHONPATH": path},
+                process_group=0,  # its loader processes end with it
+            )
+        finally:
+            os.close(commands)
+            os.close(answers)
+        self._rest = b""
+        self.facts: dict[str, Any] = {}
+        try:
+            for message in self.messages(until):
+                self.facts = message["facts"]
+                break
+        except BaseException:
+            self.close()
+            raise
+
+    def order(self, section: str, seconds: float) -> None:
+        """Have it run a section; if it has ended, :meth:`messages` tells."""
+        line = json.dumps({"section": section, "seconds": seconds}) + "\n"
+        with suppress(BrokenPipeError):
+            os.write(self._commands, line.encode())
+
+    def messages(self, until: float) -> Iterator[dict[str, Any]]:
+        """What it tells, as it comes.
+
+        Raises:
+            Trouble: ``until`` has passed, or the process has ended.
+        """
+        begin = time.monotonic()
+        while True:
+            while b"\n" in self._rest:
+                line, _, self._rest = self._rest.partition(b"\n")
+                yield json.loads(line)
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                waited_s = time.monotonic() - begin
+                raise Trouble("timed out", f"no end after {waited_s:.0f} s", self.stacks())
+            readable, _, _ = select.select([self._answers], [], [], min(left_s, _POLL_S))
+            # Asked before the last look: what it wrote until then is there.
+            ended = self._process.poll() is not None
+            if not readable:
+                readable, _, _ = select.select([self._answers], [], [], 0.0)
+            block = os.read(self._answers, 65536) if readable else b""
+            if not block and ended:
+                code = self._process.returncode
+                raise Trouble("died", f"its process ended with {code}", self._tail())
+            self._rest += block
+
+    def stacks(self) -> str:
+        """Where its threads are, and what it wrote to stderr last."""
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGUSR1)
+        end = time.monotonic() + STACKS_S
+        size = -1
+        while time.monotonic() < end and size != self._size():
+            size = self._size()
+            time.sleep(STACKS_S / 10)
+        return self._tail()
+
+    def _size(self) -> int:
+        return os.fstat(self._errors).st_size
+
+    def _tail(self) -> str:
+        # Without a seek, which would move the place where the process writes.
+        start = max(0, self._size() - TAIL_BYTES)
+        return os.pread(self._errors, TAIL_BYTES, start).decode(errors="replace")
+
+    def close(self) -> None:
+        """End it and all that it has started. Idempotent."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # in the driver's hands
+                self._process.wait(STACKS_S)
+        while self._open:
+            os.close(self._open.pop())
+
+
+class Supervisor:
+    """Runs all sections and keeps what came of them.
+
+    Args:
+        sections: What to run, in order.
+        report: Gets the results.
+        table: Name of the module that holds the sections.
+        deadline: Monotonic time by which all is over.
+        changed: Called when there is something new, with the section it is about, if that
+            is over.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        report: Report,
+        *,
+        table: str,
+        deadline: float,
+        changed: Callable[[SectionResult | None], None],
+    ) -> None:
+        self._sections = list(sections)
+        self._report = report
+        self._table = table
+        self._deadline = deadline
+        self._changed = changed
+        self._child: Child | None = None
+        self._results = [SectionResult(name=s.name, title=s.title) for s in sections]
+        report.sections.extend(self._results)
+
+    def run(self) -> None:
+        """Run all sections; returns at the deadline at the latest, but for seconds."""
+        try:
+            for index, result in enumerate(self._results):
+                try:
+                    self._run(index, result)
+                except Trouble as trouble:
+                    result.status, result.reason = trouble.status, str(trouble)
+                    result.traceback = trouble.stacks
+                if result.status != "done":
+                    self._drop()
+                self._changed(result)
+        finally:
+            self._drop()
+
+    def _left_s(self) -> float:
+        return self._deadline - RESERVE_S - time.monotonic()
+
+    def _run(self, index: int, result: SectionResult) -> None:
+        begin = time.monotonic()
+        if self._child is None and self._left_s() >= LEAST_S:
+            self._child = Child(self._table, begin + min(START_S, self._left_s()))
+            self._report.facts.update(self._child.facts)
+        result.budget_s, limit_s = budgets(self._sections[index:], self._left_s())
+        if self._child is None or result.budget_s < LEAST_S:
+            result.reason = "no time was left"
+            return
+        result.status = "running"
+        begin = time.monotonic()
+        try:
+            self._child.order(result.name, result.budget_s)
+            for message in self._child.messages(begin + limit_s):
+                if result.apply(message):
+                    return
+                self._changed(None)
+        finally:
+            result.seconds = time.monotonic() - begin
+
+    def _drop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+def run_here(
+    sections: Sequence[Section], report: Report, *, seconds: float, changed: Callable[..., None]
+) -> None:
+    """A dry run: all sections in this process, with nothing to protect them from each other."""
+    deadline = time.monotonic() + seconds
+    for section in sections:
+        result = SectionResult(name=section.name, title=section.title)
+        report.sections.append(result)
+        left_s = deadline - time.monotonic()
+        result.budget_s = min(section.seconds, left_s)
+        if left_s <= 0:
+            result.reason = "no time was left"
+        else:
+            run_section(section, dry=True, seconds=result.budget_s, emit=result.apply)
+        changed(result)
+
+
+# -- ... and from inside -----------------------------------------------------------------
+
+
+class Answers:
+    """Writes messages to the parent. For one thread at a time."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def put(self, message: dict[str, Any]) -> None:
+        """Write one line, whole."""
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            while line:
+                line = line[os.write(self._pipe, line) :]
+
+
+def read_commands(pipe: int, commands: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Take commands from the parent until it closes the pipe or dies, then end the process.
+
+    Reads the bare pipe: a process forked meanwhile inherits no lock of a buffered file.
+    """
+    rest = b""
+    while block := os.read(pipe, 65536):
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            commands.put(json.loads(line))
+    os._exit(0)
+
+
+def serve() -> None:
+    """Run sections on command until the parent ends the process.
+
+    Its arguments are ``TABLE COMMANDS ANSWERS``: a module with ``SECTIONS`` and ``facts()``, and
+    two pipes. Every line is a JSON object.
+    """
+    table, command_pipe, answer_pipe = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    # The stacks of all threads, when the parent has waited long enough.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    answers = Answers(answer_pipe)
+    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    reader = threading.Thread(
+        target=read_commands, args=(command_pipe, commands), name="commands", daemon=True
+    )
+    reader.start()
+    module = importlib.import_module(table)
+    sections = {section.name: section for section in module.SECTIONS}
+    answers.put({"type": "ready", "facts": module.facts()})
+    while True:
+        command = commands.get()
+        section = sections[command["section"]]
+        run_section(section, dry=False, seconds=command["seconds"], emit=answers.put)

@@ -1,21 +1,29 @@
-"""No wait for the device in the step loop, as far as PyTorch can tell."""
+"""What must hold on a GPU: no wait in the step loop, streams in order, memory, NCCL."""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu.bench import Bench, tidy
-from benchmarks.gpu_loops import STALL_S, ended
+from benchmarks.gpu.models import STALL_S, ended
+from coordinator.averaging import Averager
+from coordinator.messages import Payload
 from runtime import (
     ApplyPolicy,
     AverageBackend,
+    Collective,
+    CollectiveAborted,
     GpuWorker,
     Trainer,
     UserFunctions,
@@ -25,8 +33,15 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime.device import DeviceContext, open_device
+from runtime.averaging import ReplicaAverager
+from runtime.cuda_api import CudaApi
+from runtime.cuda_device import CudaDevice
+from runtime.device import Arrival, DeviceContext, open_device
+from runtime.flat import FlatState
 from runtime.intra_op import IntraOpThreads
+
+# -- no wait for the device in the step loop, as far as PyTorch can tell -----------------
+
 
 BATCH, WIDTH, NUM_CLASSES = 64, 64, 10
 NEVER = 100_000
@@ -234,3 +249,420 @@ def step_loop(bench: Bench) -> None:
     if not bench.dry:
         _, _, error = watched_run(bench, sync, 1, train_fn=waits)
         bench.check("control: a step that reads its loss is noticed", "synchroniz" in error)
+
+
+# -- the order of streams: delays before every write and copy, and exact averages after --
+
+
+T = TypeVar("T")
+NUM_ROUNDS = 1000
+SIZE = 1 << 16
+DELAY_CYCLES = 100_000  # some 50 microseconds
+LONG_DELAY_CYCLES = 2_000_000  # some millisecond
+CHECK_EVERY = 50
+
+
+class DelayedApi(CudaApi):
+    """Holds the current stream up before every copy."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        torch.cuda._sleep(DELAY_CYCLES)  # type: ignore[no-untyped-call]
+        super().copy(target, source)
+
+
+class UnorderedApi(DelayedApi):
+    """The fault itself: no stream waits for another."""
+
+    def wait_event(self, event: Any, stream: Any = None) -> None:
+        """Order nothing."""
+
+
+class Counter(nn.Module):
+    """Numbers and a buffer that every step adds to, late."""
+
+    seen: Tensor
+
+    def __init__(self, delay_cycles: int) -> None:
+        super().__init__()
+        self._delay_cycles = delay_cycles
+        self.w = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(7, dtype=torch.float64))
+
+    @torch.no_grad()
+    def step(self, amount: int) -> None:
+        if self.w.is_cuda:
+            torch.cuda._sleep(self._delay_cycles)  # type: ignore[no-untyped-call]
+        self.w.add_(amount)
+        self.seen.add_(amount)
+
+
+class Replica:
+    """A replica in a thread of its own, and the number that it must hold. A context manager.
+
+    Args:
+        bench: Says where, and how long to wait.
+        rank: Its steps add ``rank + 1``.
+        api: Speaks to CUDA.
+        delay_cycles: How late a step writes.
+    """
+
+    def __init__(self, bench: Bench, rank: int, api: CudaApi, delay_cycles: int) -> None:
+        self._bench = bench
+        self._rank, self.expected, self.base = rank, 0.0, 0.0
+        self._delay_cycles = delay_cycles
+        self._context: DeviceContext = open_device(bench.device, 1)
+        if bench.device.type == "cuda":
+            self._context = CudaDevice(bench.device, api=api)
+        self._active = self._context.activate()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}")
+
+    def __enter__(self) -> Replica:
+        self.run(self._build)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.run(lambda: self._active.__exit__(None, None, None))
+        finally:
+            self._pool.shutdown(wait=False)
+
+    def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Do work in the rank's thread."""
+        return self._pool.submit(work, *args).result(self._bench.patience_s())
+
+    def _build(self) -> None:
+        self._active.__enter__()
+        self._model = Counter(self._delay_cycles).to(self._bench.device)
+        self._averager = ReplicaAverager(FlatState(self._model), self._context, None)
+
+    def train(self, num_steps: int) -> None:
+        """Give steps to the device."""
+        for _ in range(num_steps):
+            self._model.step(self._rank + 1)
+            self.expected += self._rank + 1
+
+    def snapshot(self) -> Payload:
+        """A snapshot; a step is made while its copy is on its way."""
+        payload, arrival, _ = self._averager.start_snapshot()
+        self.base = self.expected
+        self.train(1)
+        if arrival is not None:
+            arrival.wait()
+        return payload
+
+    def take(self, average: Payload, value: float) -> Arrival | None:
+        """Take an average between two steps."""
+        self.train(1)
+        arrival = self._averager.take(average)
+        self.expected += value - self.base
+        self.train(1)
+        return arrival
+
+    def is_exact(self) -> bool:
+        """Whether the replica holds what it must. Waits for the device."""
+        tensors = (self._model.w, self._model.seen)
+        return all(bool((tensor == self.expected).all()) for tensor in tensors)
+
+
+def rounds_until_wrong(
+    bench: Bench, api: CudaApi, delay_cycles: int, num_rounds: int
+) -> tuple[int, bool]:
+    """Averagings made by two ranks, and whether all were exact; stops at the first that is not."""
+    averager = Averager()
+    exact = True
+    done = 0
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(Replica(bench, rank, api, delay_cycles)) for rank in range(2)]
+        while done < num_rounds and exact and (done < 2 or bench.left_s() > 2.0):
+            for rank in ranks:
+                rank.run(rank.train, 1 + done % 2)
+            payloads = [rank.run(rank.snapshot) for rank in ranks]
+            for rank, payload in zip(ranks, payloads, strict=True):
+                exact = exact and bool((payload.params[0] == rank.base).all())
+            average = averager.average(payloads, (1, 1)).average
+            assert average is not None
+            value = (ranks[0].base + ranks[1].base) / 2
+            arrivals = [rank.run(rank.take, average, value) for rank in ranks]
+            done += 1
+            if done % CHECK_EVERY == 0 or done == num_rounds:
+                exact = exact and all(rank.run(rank.is_exact) for rank in ranks)
+            for rank, arrival in zip(ranks, arrivals, strict=True):
+                if arrival is not None:
+                    rank.run(arrival.wait)
+    return done, exact
+
+
+def averagings(bench: Bench) -> None:
+    """Two workers on one device; every number is small enough to be exact."""
+    wanted = bench.pick(NUM_ROUNDS, 4)
+    IntraOpThreads.acquire()
+    try:
+        done, exact = rounds_until_wrong(bench, DelayedApi(), DELAY_CYCLES, wanted)
+        bench.row("averagings of two workers on one device", done, target=wanted)
+        bench.check("all averagings exact", exact)
+        if not bench.dry:
+            _, exact = rounds_until_wrong(bench, UnorderedApi(), LONG_DELAY_CYCLES, 20)
+            bench.check("control: without the waits between streams they are not", not exact)
+    finally:
+        IntraOpThreads.release()
+
+
+# -- memory within its budget, and what follows where it is not enough -------------------
+
+
+GIB = 2**30
+BUDGETS_GIB = (2, 8, 32)
+SHARES = 32
+"""A batch is this part of the budget."""
+ACTIVATIONS = 18
+"""Activations of a batch's size that a step keeps: with the rest, three quarters of the budget."""
+ROW = 4096
+NUM_BATCHES, NUM_EPOCHS = 36, 2
+OUT_OF_MEMORY_S = 30.0
+
+
+class Keeper(nn.Module):
+    """Keeps a known number of activations of its input's size, and weights of that size.
+
+    Args:
+        batch_bytes: The size.
+    """
+
+    def __init__(self, batch_bytes: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(batch_bytes // (4 * ROW), ROW))
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(ROW)) for _ in range(ACTIVATIONS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table[0]
+        for gain in self.gains:
+            x = torch.tanh(x * gain)  # of which only the result is kept for backward
+        return x
+
+
+class Depths(logging.Handler):
+    """Notes what the prefetcher tells of its depth."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None) -> None:
+    """Train a :class:`Keeper` within a part of the device's memory, streamed."""
+    rows = batch_bytes // (4 * ROW)
+    # One row many times over: a data set larger than the budget that takes no memory.
+    x = torch.randn(1, ROW).expand(rows * NUM_BATCHES, -1)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        out: Tensor = model(batch[0])
+        return out.square().mean()
+
+    handle = (
+        Trainer.builder(
+            lambda device: Keeper(batch_bytes).to(device),
+            lambda params: torch.optim.SGD(params, 1e-6, fused=True),
+            train_fn or loss,
+        )
+        .dataset((x,))
+        .batch_size(rows)
+        .num_epochs(NUM_EPOCHS)
+        .devices([bench.device])
+        .vram_fraction(fraction)
+        .resident(False)
+        .stall_timeout(STALL_S)
+        .progress(False)
+        .run()
+    )
+    state = ended(bench, handle)
+    assert [m.num_samples for m in state.metrics] == [len(x)] * NUM_EPOCHS
+
+
+def budgets(bench: Bench) -> None:
+    """The peak of what is reserved, the model included, under budgets from small to large."""
+    total = torch.cuda.get_device_properties(bench.device).total_memory
+    logger, depths = logging.getLogger("runtime.prefetch"), Depths()
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(depths)
+    try:
+        for gib in BUDGETS_GIB:
+            _one_budget(bench, gib, total, depths)
+    finally:
+        logger.removeHandler(depths)
+        logger.setLevel(level)
+    _out_of_memory(bench, total)
+
+
+def _one_budget(bench: Bench, gib: int, total: int, depths: Depths) -> None:
+    name = f"peak of reserved memory / budget of {gib} GiB"
+    if gib * GIB > total:
+        bench.note(f"{gib} GiB: the device has {total / GIB:.0f} GiB")
+        return
+    tidy()  # resets the peak, too
+    before = torch.cuda.memory_reserved(bench.device)
+    depths.told.clear()
+    begin = time.monotonic()
+    try:
+        train(bench, gib * GIB / total, gib * GIB // SHARES)
+    except Exception:
+        bench.row(name, None, target=1.0, at_most=True)
+        raise
+    peak = torch.cuda.max_memory_reserved(bench.device)
+    bench.row(name, peak / (gib * GIB), target=1.0, at_most=True)
+    allocated = torch.cuda.max_memory_allocated(bench.device)
+    bench.raw(f"{gib} GiB: peak bytes reserved", [peak])
+    bench.raw(f"{gib} GiB: peak bytes allocated", [allocated])
+    retries = torch.cuda.memory_stats(bench.device).get("num_alloc_retries", 0)
+    told = depths.told[-1] if depths.told else "no depth was told"
+    bench.note(
+        f"{gib} GiB: {told}; {before:,} bytes reserved before; {retries} allocation retries "
+        "in the process so far; "
+        f"{time.monotonic() - begin:.1f} s"
+    )
+
+
+def _out_of_memory(bench: Bench, total: int) -> None:
+    """A step that asks for too much, after some that did not."""
+    steps = 0
+
+    def greedy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        nonlocal steps
+        steps += 1
+        out: Tensor = model(batch[0])
+        loss = out.square().mean()
+        if steps == 10:
+            loss = loss + torch.zeros(2 * GIB, device=batch[0].device).sum()
+        return loss
+
+    tidy()
+    begin = time.monotonic()
+    text = ""
+    try:
+        train(bench, GIB / total, GIB // SHARES, greedy)
+    except WorkerFailed as error:
+        text = f"{error}; {error.__cause__}"
+    elapsed_s = time.monotonic() - begin
+    bench.note(f"out of memory in step {steps}: {text[:300] or 'no error came'}")
+    bench.check("out of memory: the error names the budget", "budget of 1.00 GiB" in text)
+    bench.row(
+        "out of memory: start to error", elapsed_s, unit="s", target=OUT_OF_MEMORY_S, at_most=True
+    )
+
+
+# -- NCCL with one rank: born, used, ended, born again, aborted, and born a third time ---
+
+
+MIB = 2**20
+BUSY_CYCLES = 4_000_000_000  # some 2 seconds
+ABORT_S, LIMIT_S = 10.0, 60.0
+
+
+class LoneRank:
+    """A lone rank, used in a thread and a stream of its own. A context manager."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._device = bench.device
+        self._patience_s = bench.patience_s()
+        begin = time.perf_counter()
+        (self.end,) = create_collectives(1, "nccl", [self._device], LIMIT_S)
+        self.birth_s = time.perf_counter() - begin
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nccl-rank")
+
+    def __enter__(self) -> LoneRank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, work: Callable[[Collective], T]) -> Any:
+        """Begin work in the rank's thread; a future."""
+
+        def run() -> T:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                result = work(self.end)
+                self._stream.synchronize()
+                return result
+
+        return self._pool.submit(run)
+
+    def run(self, work: Callable[[Collective], T]) -> T:
+        """Do work in the rank's thread."""
+        result: T = self.start(work).result(self._patience_s)
+        return result
+
+    def close(self) -> float:
+        """Leave the group; seconds that took."""
+        begin = time.perf_counter()
+        self.end.close()
+        self._pool.shutdown(wait=False)
+        return time.perf_counter() - begin
+
+
+def all_reduces(num_bytes: int, count: int) -> Callable[[Collective], float]:
+    """Work that reduces a tensor so often; seconds for each, or NaN if the sum is wrong."""
+
+    def work(end: Collective) -> float:
+        tensor = torch.arange(num_bytes // 4, dtype=torch.float32, device="cuda")
+        expected = tensor.clone()
+        begin = time.perf_counter()
+        for _ in range(count):
+            end.all_reduce_(tensor)
+        elapsed_s = time.perf_counter() - begin
+        return elapsed_s / count if torch.equal(tensor, expected) else float("nan")
+
+    return work
+
+
+def aborted_behind_a_kernel(bench: Bench, rank: LoneRank) -> float:
+    """Seconds from the abort of an all-reduce that waits on the device to the rank's error.
+
+    Raises:
+        AssertionError: No error came, or another one.
+    """
+
+    def late(end: Collective) -> None:
+        tensor = torch.ones(MIB, device="cuda")
+        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        end.all_reduce_(tensor)
+
+    future = rank.start(late)
+    time.sleep(0.3)  # until it waits
+    begin = time.perf_counter()
+    rank.end.abort()
+    error = future.exception(bench.patience_s())
+    elapsed_s = time.perf_counter() - begin
+    assert isinstance(error, CollectiveAborted), f"the rank got {error!r}"
+    return elapsed_s
+
+
+def world_of_one(bench: Bench) -> None:
+    """Three incarnations, with the times of their parts."""
+    small, large = all_reduces(4096, 50), all_reduces(256 * MIB, 5)
+    exact = True
+    births, ends = [], []
+    for index in range(3):
+        with LoneRank(bench) as rank:
+            births.append(rank.birth_s)
+            first_s = rank.run(all_reduces(4096, 1))
+            per_small_s, per_large_s = rank.run(small), rank.run(large)
+            exact = exact and not any(s != s for s in (first_s, per_small_s, per_large_s))
+            bench.note(
+                f"incarnation {index}: first all-reduce {1e3 * first_s:.1f} ms, of 4 KiB "
+                f"{1e6 * per_small_s:.0f} us, of 256 MiB {1e3 * per_large_s:.2f} ms"
+            )
+            if index == 1:
+                abort_s = aborted_behind_a_kernel(bench, rank)
+                bench.row(
+                    "abort to the rank's error", abort_s, unit="s", target=ABORT_S, at_most=True
+                )
+            ends.append(rank.close())
+    bench.raw("construction, s", births)
+    bench.raw("shutdown, s", ends)
+    bench.row("construction", max(births), unit="s", target=LIMIT_S, at_most=True)
+    bench.row("shutdown, once after an abort", max(ends), unit="s", target=LIMIT_S, at_most=True)
+    bench.check("sums are exact in every incarnation", exact)

@@ -1,21 +1,43 @@
-"""The worker's loop against loops written by hand, CUDA graphs, and two workers on one GPU."""
+"""The sections of the GPU benchmark: its speeds, the table of all, and the machine's facts."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from benchmarks.gpu import models as gpu_models
-from benchmarks.gpu.bench import Bench, interleaved
-from benchmarks.gpu.models import GpuWorkload
-from benchmarks.gpu_loops import (
+import torch
+import torch.cuda.nccl
+import torch.distributed
+from torch import Tensor
+
+from benchmarks.gpu import checks
+from benchmarks.gpu.bench import Bench, Section, interleaved
+from benchmarks.gpu.models import (
+    LOADER_PROCESSES,
+    GpuWorkload,
     bare_rate,
+    conv,
+    copy_bound,
     crowd_rate,
     epochs_for,
     graph_rate,
+    loader_rate,
+    resnet50,
     runtime_rate,
+    small_mlp,
+    transformer,
+    wait_for,
 )
+from benchmarks.harness.measure import describe
 from runtime import ApplyPolicy, TrainerBuilder
+
+# -- the worker's loop against loops by hand, CUDA graphs, and two workers on one GPU ----
+
 
 ROUNDS = 3
 WORKER, BARE, SYNC = "worker", "bare loop", "worker, SYNC"
@@ -40,12 +62,12 @@ def with_graphs(builder: TrainerBuilder) -> TrainerBuilder:
 
 def conv_loop(bench: Bench) -> None:
     """One worker over resident data against a bare loop over tensors on the device."""
-    _compare(bench, gpu_models.conv(dry=bench.dry))
+    _compare(bench, conv(dry=bench.dry))
 
 
 def transformer_loop(bench: Bench) -> None:
     """The same with a transformer."""
-    _compare(bench, gpu_models.transformer(dry=bench.dry))
+    _compare(bench, transformer(dry=bench.dry))
 
 
 def _compare(bench: Bench, workload: GpuWorkload) -> None:
@@ -72,7 +94,7 @@ def _compare(bench: Bench, workload: GpuWorkload) -> None:
 
 def graphs(bench: Bench) -> None:
     """A launch-bound MLP: the whole step as one graph against the eager worker."""
-    workload = gpu_models.small_mlp(dry=bench.dry)
+    workload = small_mlp(dry=bench.dry)
     data = workload.make_data(bench.pick(800, 8) * workload.batch_size)
     columns = [column.to(bench.device) for column in data]
     seconds = bench.pick(2.0, 0.02)
@@ -102,7 +124,7 @@ def graphs(bench: Bench) -> None:
 
 def crowd(bench: Bench) -> None:
     """Two workers on one GPU against one, under CADENCE over the CPU; only told."""
-    for workload in (gpu_models.conv(dry=bench.dry), gpu_models.small_mlp(dry=bench.dry)):
+    for workload in (conv(dry=bench.dry), small_mlp(dry=bench.dry)):
         num_batches = bench.pick({"conv": 40, "mlp": 600}[workload.name], 12)
         data = workload.make_data(num_batches * workload.batch_size)
         num_epochs = bench.pick(5, 2)
@@ -112,3 +134,268 @@ def crowd(bench: Bench) -> None:
         rates = interleaved(bench, systems, rounds=bench.pick(2, 1), unit="samples/s")
         bench.row(f"{workload.name}: 2 workers / 1 worker", rates.ratio(two, one))
         rates.require([one, two])
+
+
+# -- how fast batches come to the device: streamed, resident, by DataLoader --------------
+
+
+LOADER = f"DataLoader(pin_memory=True, num_workers={LOADER_PROCESSES}), non-blocking copies"
+STREAMED, RESIDENT, BARE_THERE = (
+    "worker, streamed",
+    "worker, resident(True)",
+    "bare loop, data on device",
+)
+Systems = dict[str, Callable[[], float]]
+PINNED_BUFFERS = 4
+
+
+def require_shared_memory(num_bytes: int) -> None:
+    """Raise if the processes of a ``DataLoader`` have no room for batches under way.
+
+    Raises:
+        RuntimeError: With both figures.
+    """
+    needed = 2 * LOADER_PROCESSES * num_bytes
+    stat = os.statvfs("/dev/shm")
+    there = stat.f_bavail * stat.f_frsize
+    if needed > there:
+        raise RuntimeError(f"/dev/shm has {there:,} bytes, the loader's batches take {needed:,}")
+
+
+def loader(
+    bench: Bench, workload: GpuWorkload, data: Sequence[Tensor], device: torch.device, steps: int
+) -> float:
+    """The rate of a ``DataLoader``, where it can run."""
+    if not bench.dry:
+        require_shared_memory(workload.batch_size * workload.sample_bytes)
+    return loader_rate(workload, data, device, steps)
+
+
+def streaming(bench: Bench) -> None:
+    """A ResNet in bf16: data on the host against data that lies on the device."""
+    workload, device = resnet50(dry=bench.dry), bench.device
+    num_batches = bench.pick(36, 6)
+    data = workload.make_data(num_batches * workload.batch_size)
+    seconds = bench.pick(2.5, 0.02)
+    columns = [column.to(device) for column in data]
+    probe = bare_rate(workload, columns, device, bench.pick(20, 2))
+    del columns
+    epoch_s = len(data[0]) / probe
+    num_epochs = epochs_for(bench, seconds, epoch_s)
+    steps = round(seconds / epoch_s * num_batches) + 1
+    bench.note(f"{workload.what}: {1e3 * epoch_s / num_batches:.1f} ms a step")
+
+    def run(resident: bool) -> float:
+        return runtime_rate(
+            bench, workload, data, num_epochs=num_epochs, configure=lambda b: b.resident(resident)
+        )
+
+    def bare() -> float:
+        return bare_rate(workload, [column.to(device) for column in data], device, steps)
+
+    systems: Systems = {
+        RESIDENT: partial(run, True),
+        STREAMED: partial(run, False),
+        LOADER: partial(loader, bench, workload, data, device, steps),
+        BARE_THERE: bare,
+    }
+    rates = interleaved(bench, systems, rounds=bench.pick(ROUNDS, 1), unit="samples/s")
+    bench.row("worker streamed / resident", rates.ratio(STREAMED, RESIDENT), target=0.97)
+    bench.row("worker streamed / bare loop, data on device", rates.ratio(STREAMED, BARE_THERE))
+    bench.row("DataLoader / bare loop, data on device", rates.ratio(LOADER, BARE_THERE))
+    bench.row("worker streamed / DataLoader", rates.ratio(STREAMED, LOADER))
+    rates.require([STREAMED, RESIDENT])
+
+
+# -- the copy limit -----------------------------------------------------------------------
+
+
+def copy_limit(num_bytes: int, device: torch.device, seconds: float) -> float:
+    """Bytes/s from pinned memory to the device, in copies of that size, one after another."""
+    pin = device.type == "cuda"
+    hosts = [
+        torch.ones(num_bytes // 4, dtype=torch.float32, pin_memory=pin)
+        for _ in range(PINNED_BUFFERS)
+    ]
+    targets = [torch.empty_like(host, device=device) for host in hosts]
+
+    def copy(count: int) -> float:
+        wait_for(device)
+        begin = time.perf_counter()
+        for index in range(count):
+            slot = index % PINNED_BUFFERS
+            targets[slot].copy_(hosts[slot], non_blocking=True)
+        wait_for(device)
+        return time.perf_counter() - begin
+
+    copy(2 * PINNED_BUFFERS)
+    once_s = copy(2 * PINNED_BUFFERS) / (2 * PINNED_BUFFERS)
+    count = max(2 * PINNED_BUFFERS, round(seconds / once_s))
+    return count * num_bytes / copy(count)
+
+
+def gather_limit(data: Sequence[Tensor], batch_size: int, pin: bool, seconds: float) -> float:
+    """Bytes/s of gathering random rows of the data set into pinned memory, in one thread."""
+    rows = data[0]
+    out = [torch.empty(batch_size, *rows.shape[1:], pin_memory=pin) for _ in range(PINNED_BUFFERS)]
+    order = torch.randperm(len(rows))
+    batches = torch.split(order[: len(rows) - len(rows) % batch_size], batch_size)
+    for slot in out:
+        torch.index_select(rows, 0, batches[0], out=slot)
+    count, begin = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - begin) < seconds or count < 2:
+        torch.index_select(rows, 0, batches[count % len(batches)], out=out[count % PINNED_BUFFERS])
+        count += 1
+    return count * out[0].nbytes / elapsed_s
+
+
+def copying(bench: Bench) -> None:
+    """A model too small to hide the copy: the prefetcher against the machine's copy limit."""
+    workload, device = copy_bound(dry=bench.dry), bench.device
+    data = workload.make_data(bench.pick(96, 8) * workload.batch_size)
+    batch_bytes = workload.batch_size * workload.sample_bytes
+    seconds = bench.pick(1.2, 0.02)
+    pin = device.type == "cuda"
+
+    def streamed(num_epochs: int) -> float:
+        rate = runtime_rate(
+            bench, workload, data, num_epochs=num_epochs, configure=lambda b: b.resident(False)
+        )
+        return rate * workload.sample_bytes
+
+    def by_loader(steps: int) -> float:
+        return loader(bench, workload, data, device, steps) * workload.sample_bytes
+
+    limit, gather, prefetcher = "pinned copy limit", "gather into pinned memory", STREAMED
+    bytes_per_s = copy_limit(batch_bytes, device, bench.pick(0.2, 0.01))
+    epoch_s = len(data[0]) * workload.sample_bytes / bytes_per_s
+    systems: Systems = {
+        limit: partial(copy_limit, batch_bytes, device, bench.pick(0.5, 0.01)),
+        gather: partial(gather_limit, data, workload.batch_size, pin, bench.pick(0.5, 0.01)),
+        prefetcher: partial(streamed, epochs_for(bench, seconds, epoch_s)),
+        LOADER: partial(by_loader, bench.pick(48, 4)),
+    }
+    rates = interleaved(bench, systems, rounds=bench.pick(ROUNDS, 1), unit="bytes/s")
+    bench.row("prefetcher / pinned copy limit", rates.ratio(prefetcher, limit), target=0.9)
+    bench.row("DataLoader / pinned copy limit", rates.ratio(LOADER, limit))
+    bench.row("prefetcher / DataLoader", rates.ratio(prefetcher, LOADER))
+    bench.row("gather into pinned memory / copy limit", rates.ratio(gather, limit))
+    median = rates.median(limit)
+    bench.row("pinned copy limit", None if median is None else median / 1e9, unit="GB/s")
+    rates.require([limit, prefetcher])
+
+
+# -- the table ---------------------------------------------------------------------------
+
+
+SECTIONS = (
+    Section(
+        name="syncs",
+        title="no wait for the device in the step loop",
+        seconds=25,
+        run=checks.step_loop,
+    ),
+    Section(
+        name="order",
+        title="exact averages under delay kernels",
+        seconds=25,
+        run=checks.averagings,
+    ),
+    Section(
+        name="streaming",
+        title="a ResNet in bf16: streamed against resident data",
+        seconds=85,
+        run=streaming,
+    ),
+    Section(
+        name="copying",
+        title="a model too small to hide the copy",
+        seconds=50,
+        run=copying,
+    ),
+    Section(
+        name="conv-loop",
+        title="the worker's loop against a bare one: convolutions",
+        seconds=50,
+        run=conv_loop,
+    ),
+    Section(
+        name="transformer-loop",
+        title="the worker's loop against a bare one: transformer",
+        seconds=45,
+        run=transformer_loop,
+    ),
+    Section(
+        name="graphs",
+        title="CUDA graphs against the eager loop, launch-bound",
+        seconds=45,
+        run=graphs,
+        needs_cuda=True,
+    ),
+    Section(
+        name="memory",
+        title="reserved memory within its budget, and out of memory",
+        seconds=45,
+        run=checks.budgets,
+        needs_cuda=True,
+    ),
+    Section(
+        name="nccl",
+        title="NCCL with one rank",
+        seconds=20,
+        run=checks.world_of_one,
+        needs_cuda=True,
+    ),
+    Section(
+        name="crowd",
+        title="two workers on one GPU against one",
+        seconds=35,
+        run=crowd,
+    ),
+)
+
+
+def driver_version() -> str:
+    """Of the NVIDIA driver, as ``nvidia-smi`` tells it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown"
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return run.stdout.strip().split("\n")[0]
+
+
+def nccl_version() -> str:
+    """Of the NCCL in this build of PyTorch."""
+    if not torch.distributed.is_nccl_available():
+        return "none"
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
+
+
+def shared_memory_gib() -> float | None:
+    """Size of ``/dev/shm``, where the processes of a ``DataLoader`` put their batches."""
+    try:
+        return round(shutil.disk_usage("/dev/shm").total / 2**30, 1)
+    except OSError:
+        return None
+
+
+def facts() -> dict[str, Any]:
+    """What a reader of the results must know of the machine. Wakes the device."""
+    machine = {key: value for key, value in describe().items() if key != "environment"}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_gib": round(properties.total_memory / 2**30, 1),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "nccl": nccl_version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "threads": torch.get_num_threads(),
+        "shm_gib": shared_memory_gib(),
+        **machine,
+    }

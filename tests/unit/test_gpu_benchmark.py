@@ -10,9 +10,23 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu.bench import Bench, Section, SystemFailed, interleaved, run_section
-from benchmarks.gpu_report import Report, Row, SectionResult, section_table, summary
-from benchmarks.gpu_supervisor import GRACE_S, RESERVE_S, Supervisor, budgets, run_here
+from benchmarks.gpu.bench import (
+    GRACE_S,
+    RESERVE_S,
+    Bench,
+    Report,
+    Row,
+    Section,
+    SectionResult,
+    Supervisor,
+    SystemFailed,
+    budgets,
+    interleaved,
+    run_here,
+    run_section,
+    section_table,
+    summary,
+)
 
 # What the process of the sections runs in the tests below. It starts without PyTorch.
 TABLE = """
@@ -271,8 +285,8 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.gpu_supervisor.GRACE_S", 0.5)
-    monkeypatch.setattr("benchmarks.gpu_supervisor.LEAST_S", 0.5)
+    monkeypatch.setattr("benchmarks.gpu.bench.GRACE_S", 0.5)
+    monkeypatch.setattr("benchmarks.gpu.bench.LEAST_S", 0.5)
     return Runs(tmp_path, monkeypatch)
 
 
