@@ -23,7 +23,7 @@ from benchmarks.harness.measure import ENVIRONMENT as ONE_THREAD
 from benchmarks.harness.measure import QUIET, MachineLoad, describe, restart_with
 from coordinator import host_memory
 from coordinator.averaging import Averager
-from coordinator.contents import Payload
+from coordinator.messages import Payload
 from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
 from runtime.finite import all_finite
 from runtime.flat_math import add_progress, copy_measured

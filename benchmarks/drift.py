@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from benchmarks.convergence_child import WORLD_SIZE, make_model, run_solo
 from benchmarks.convergence_data import Data, DataMissing, check_folder, default_folder
 from benchmarks.convergence_report import compare
-from benchmarks.harness.measure import describe
+from benchmarks.harness.measure import describe, table
 from benchmarks.harness.studies import STUDIES, Study, scheduler
-from benchmarks.peers_report import table
 from coordinator.dispatch import permutation
 
 

@@ -1,77 +1,334 @@
-"""What recording a timeline costs: throughput with it over throughput without, 1 ms steps."""
+"""What the runtime adds to a step, what recording and being watched cost, what prefetch gives.
+
+Usage: ``python benchmarks/overhead.py step|prefetch|timeline|monitor|parts [--json FILE] ...``.
+What is measured and how stands in ``benchmarks/README.md``.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.measure import ENVIRONMENT, MachineLoad, describe, restart_with
-from runtime import (
-    ApplyPolicy,
-    AverageBackend,
-    Timeline,
-    Trainer,
-    TrainerBuilder,
-    TrainerHandle,
-)
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-TARGET = 0.99
+from benchmarks.harness.cells import WAYS, Job, read_clock, runtime_builder, thread_clocks, train
+from benchmarks.harness.measure import (
+    Cell,
+    Check,
+    MachineLoad,
+    add_retry,
+    begin,
+    disturbed_line,
+    interleaved,
+    median,
+    median_interval,
+    parser_of,
+    save,
+    table,
+)
+from benchmarks.harness.models import (
+    WORKLOADS,
+    Batch,
+    Workload,
+    batches,
+    classification_loss,
+    step_seconds,
+    tiny,
+    train_step,
+)
+from runtime import ApplyPolicy, Monitor, Timeline, TrainerBuilder, TrainerHandle, current_worker
+
+JOIN_S = 600.0
+
+
+# -- step: blocks of a bare loop and of the worker's own steps in turn --------------------
+
+BLOCK_S = 0.1
+"""Length of a block: longer than what a scheduler's turn takes, shorter than a machine's moods."""
+NEVER = 10**6
+"""Batches between two rounds, so that none is made."""
+SKIPPED = 3
+"""Pairs at the start, in which the caches and the allocator warm up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A block of the worker's steps and the bare block that follows it in the same thread.
+
+    Attributes:
+        wall_s: Seconds a step, the worker's and the bare one.
+        cpu_s: The same of the thread's CPU time.
+    """
+
+    wall_s: tuple[float, float]
+    cpu_s: tuple[float, float]
+
+
+@dataclass
+class Turns(threading.local):
+    """One thread's bare loop, and where its block began. Each worker's thread has its own."""
+
+    num_steps: int = 0
+    begun: tuple[float, float] | None = None
+    bare: tuple[nn.Module, torch.optim.Optimizer, Iterator[Batch]] | None = None
+    pairs: list[Pair] = field(default_factory=list)
+
+
+def clocks() -> tuple[float, float]:
+    """Wall time, and CPU time of the calling thread."""
+    return time.perf_counter(), time.thread_time()
+
+
+def step_pairs(workload: Workload, num_workers: int, seconds: float) -> list[Pair]:
+    """Trains under ``CADENCE`` without a round; after each block a worker runs a bare one."""
+    step_s = step_seconds(workload)
+    length = max(10, round(BLOCK_S / step_s))
+    # Half of the time goes to the bare blocks.
+    wanted = round(seconds / 2 / step_s) * num_workers
+    num_batches = min(wanted, workload.max_batches)
+    data = workload.make_data(num_batches * workload.batch_size)
+    turns = Turns()
+    found: dict[int, list[Pair]] = {}
+
+    def bare_block() -> tuple[float, float]:
+        if turns.bare is None:
+            model = workload.make_model()
+            order = batches(data, workload.batch_size, seed=current_worker().rank)
+            turns.bare = model, workload.make_optimizer(model.parameters()), order
+        model, optimizer, order = turns.bare
+        train_step(workload, model, optimizer, next(order))  # finds the caches as the others do
+        start = clocks()
+        for _ in range(length):
+            train_step(workload, model, optimizer, next(order))
+        end = clocks()
+        return (end[0] - start[0]) / length, (end[1] - start[1]) / length
+
+    def train_fn(model: nn.Module, batch: Batch) -> Tensor:
+        if turns.num_steps % length == 0:
+            now = clocks()
+            bare = bare_block()
+            if turns.begun is not None:
+                own = [(b - a) / length for a, b in zip(turns.begun, now, strict=True)]
+                turns.pairs.append(Pair(wall_s=(own[0], bare[0]), cpu_s=(own[1], bare[1])))
+                found[current_worker().rank] = turns.pairs
+            turns.begun = clocks()
+        turns.num_steps += 1
+        return workload.loss(model, batch)
+
+    builder = runtime_builder(
+        workload,
+        data,
+        [0] * num_workers,
+        num_epochs=math.ceil(wanted / num_batches),
+        policy=ApplyPolicy.CADENCE,
+        train_fn=train_fn,
+    )
+    builder.anchor(NEVER).max_anchor(NEVER).run().join(JOIN_S)
+    return [pair for rank in sorted(found) for pair in found[rank][SKIPPED:]]
+
+
+def summarize(model: str, num_workers: int, pairs: list[Pair]) -> dict[str, Any]:
+    """Medians over the pairs, in seconds."""
+    added = [own - bare for own, bare in (p.wall_s for p in pairs)]
+    return {
+        "model": model,
+        "workers": num_workers,
+        "pairs": len(pairs),
+        "bare_s": statistics.median(p.wall_s[1] for p in pairs),
+        "added_s": statistics.median(added),
+        "quartiles_s": statistics.quantiles(added, n=4)[::2],
+        "added_cpu_s": statistics.median(p.cpu_s[0] - p.cpu_s[1] for p in pairs),
+        "share": statistics.median(p.wall_s[1] / p.wall_s[0] for p in pairs),
+    }
+
+
+def step_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    head = ["model", "workers", "bare step, us", "a worker adds, us", "quartiles"]
+    head += ["of it CPU time", "bare / worker's step", "pairs"]
+    cells = [
+        [
+            *(r["model"], str(r["workers"]), f"{r['bare_s'] * 1e6:.0f}"),
+            f"{r['added_s'] * 1e6:.0f}",
+            " to ".join(f"{quartile * 1e6:.0f}" for quartile in r["quartiles_s"]),
+            *(f"{r['added_cpu_s'] * 1e6:.0f}", f"{r['share']:.3f}", str(r["pairs"])),
+        ]
+        for r in rows
+    ]
+    return table(head, cells)
+
+
+def step(args: argparse.Namespace) -> None:
+    """What a worker adds to a step."""
+    if min(args.workers) < 1 or args.seconds < 20 * BLOCK_S:
+        sys.exit(f"--workers must be at least 1 and --seconds at least {20 * BLOCK_S:g}")
+    result = begin()
+    rows: list[dict[str, Any]] = []
+    for model in args.models:
+        for num_workers in args.workers:
+            load = MachineLoad()
+            pairs = step_pairs(WORKLOADS[model], num_workers, args.seconds)
+            rows.append(summarize(model, num_workers, pairs) | {"used_by_others": load.others()})
+    print(step_table(rows), end="\n\n")
+    print(f"Other processes used up to {max(r['used_by_others'] for r in rows):.0%} of the cores.")
+    save(args.json, {**result, "rows": rows})
+
+
+# -- prefetch: a data set that takes as long as the training step -------------------------
+
+PREFETCH_WANTED = 1.8
+PREFETCH_EPOCHS = 5
+DEPTHS = {"prefetch(0)": 0, "prefetch(1)": 1, "default, by measure": None}
+SYNCHRONOUS, _, BY_MEASURE = DEPTHS
+
+
+class SlowData:
+    """Gathers batches from tensors, each after a pause outside the interpreter lock."""
+
+    def __init__(self, data: Batch, pause_s: float) -> None:
+        self._data = data
+        self._pause_s = pause_s
+
+    def __len__(self) -> int:
+        return len(self._data[0])
+
+    def get_batch(self, indices: Tensor) -> Batch:
+        if self._pause_s:
+            time.sleep(self._pause_s)
+        return self._data[0].index_select(0, indices), self._data[1].index_select(0, indices)
+
+
+def loading_rate(
+    workload: Workload, data: Batch, pause_s: float, depth: int | None, num_epochs: int
+) -> float:
+    """Samples/s of one worker from the close of epoch 0 to the return of ``join()``."""
+    policy = ApplyPolicy.CADENCE
+    slow = SlowData(data, pause_s)
+    builder = runtime_builder(workload, slow, [0], num_epochs=num_epochs, policy=policy)
+    if depth is not None:
+        builder.prefetch(depth)
+    handle = builder.run()
+    assert handle.next_metrics(JOIN_S) is not None
+    start = time.perf_counter()
+    state = handle.join(JOIN_S)
+    elapsed_s = time.perf_counter() - start
+    return sum(m.num_samples for m in state.metrics[1:]) / elapsed_s
+
+
+def measure_prefetch(
+    workload: Workload, repeat: int, seconds: float, num_retries: int
+) -> tuple[dict[str, Any], list[bool]]:
+    """Every depth in turn; the pause is measured anew in each repetition, to stay a step long."""
+    probe = workload.make_data(24 * workload.batch_size)
+    steps_s: list[float] = []
+    jobs: list[tuple[Batch, float]] = []
+
+    def prepare() -> None:
+        # A step as it is in the runtime, loading left out but for the gather.
+        rates = [loading_rate(workload, probe, 0.0, 0, 3) for _ in range(3)]
+        steps_s.append(workload.batch_size / max(rates))
+        num_batches = max(8, round(seconds / 4 / (2 * steps_s[-1])))
+        jobs.append((workload.make_data(num_batches * workload.batch_size), steps_s[-1]))
+
+    def cell(title: str) -> Cell:
+        def run(_: float) -> float:
+            return loading_rate(workload, *jobs[-1], DEPTHS[title], PREFETCH_EPOCHS)
+
+        return Cell(key=title, guess=1.0, run=run)
+
+    found = interleaved([cell(title) for title in DEPTHS], repeat, num_retries, prepare)
+    ratios = {title: found.ratios(title, SYNCHRONOUS) for title in DEPTHS}
+    record = {**found.record(), "steps_s": steps_s, "ratios": ratios}
+    return record, found.disturbed()
+
+
+def prefetch(args: argparse.Namespace) -> None:
+    """What loading ahead gives."""
+    result: dict[str, Any] = {**begin(), "models": {}}
+    for name in args.models:
+        record, disturbed = measure_prefetch(WORKLOADS[name], args.repeat, args.seconds, args.retry)
+        result["models"][name] = record
+        step_ms = median(record["steps_s"]) * 1e3
+        print(f"## {WORKLOADS[name].what}: {step_ms:.2f} ms a step, as to load\n")
+        rows = [
+            [title, f"{rate:,.0f}", f"{median(record['ratios'][title]):.2f}"]
+            for title, rate in record["median_rates"].items()
+        ]
+        print(table(["prefetch", "samples/s", "/ synchronous"], rows), end="\n\n")
+        ratio = median(record["ratios"][BY_MEASURE])
+        print(Check(what="default / synchronous", measured=ratio, wanted=PREFETCH_WANTED))
+        print(disturbed_line(disturbed), end="\n\n")
+    save(args.json, result)
+
+
+# -- timeline and monitor: pairs of runs without and with, on steps of a millisecond ------
+
+TIMELINE_TARGET, MONITOR_TARGET = 0.99, 0.98
 STEP_S = 0.001
-BATCH_SIZE = 16
 NUM_FEATURES = 128
-JOIN_S = 120.0
 ANCHOR = 40
 """The same for both, so that no run averages more often than the other; about what steps of a
 millisecond come to by themselves."""
-WAYS = {
-    "one": (1, ApplyPolicy.CADENCE, AverageBackend.AUTO),
-    "sync": (2, ApplyPolicy.SYNC, AverageBackend.AUTO),
-    "cadence": (2, ApplyPolicy.CADENCE, AverageBackend.CPU),
-    "cadence_thread": (2, ApplyPolicy.CADENCE, AverageBackend.THREAD),
-    "async": (2, ApplyPolicy.ASYNC, AverageBackend.CPU),
-}
 Rates = tuple[float, float]
 """Batches for each second by the clock, and for each second of the process's CPU time."""
+SETTINGS = {"both": "monitor and timeline", "plain": "monitor"}
+VIEWER = """
+import sys, urllib.request
+stream = urllib.request.urlopen(sys.argv[1] + "events", timeout=60)
+print("open", flush=True)
+try:
+    while stream.readline():
+        pass
+except OSError:
+    pass
+"""
 
 
-def make_model(width: int) -> nn.Module:
-    torch.set_num_threads(1)
-    return nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, 10))
+def of_width(width: int) -> Workload:
+    """A network of one hidden layer."""
+
+    def make_data(num_samples: int) -> Batch:
+        return torch.randn(num_samples, NUM_FEATURES), torch.randint(10, (num_samples,))
+
+    return Workload(
+        name=f"width {width}",
+        what=f"MLP {NUM_FEATURES}-{width}-10, batch 16, SGD",
+        batch_size=16,
+        sample_bytes=4 * NUM_FEATURES,
+        make_model=lambda: nn.Sequential(
+            nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, 10)
+        ),
+        make_optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        loss=classification_loss,
+        make_data=make_data,
+    )
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def make_optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-3)
-
-
-def make_data(num_batches: int) -> tuple[Tensor, Tensor]:
-    samples = num_batches * BATCH_SIZE
-    return torch.randn(samples, NUM_FEATURES), torch.randint(10, (samples,))
-
-
-def step_seconds(width: int) -> float:
+def shortest_step(workload: Workload) -> float:
     """The time of a bare step, the shortest of some."""
-    model = make_model(width)
-    optimizer = make_optimizer(model.parameters())
-    batch = make_data(1)
+    model = workload.make_model()
+    optimizer = workload.make_optimizer(model.parameters())
+    batch = workload.make_data(workload.batch_size)
     times = []
     for _ in range(30):
         start = time.perf_counter()
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(workload, model, optimizer, batch)
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -79,7 +336,7 @@ def step_seconds(width: int) -> float:
 def fitting_width() -> int:
     """The width of a model whose bare step takes a millisecond."""
     width = 256
-    while step_seconds(width) < STEP_S and width < 1 << 16:
+    while shortest_step(of_width(width)) < STEP_S and width < 1 << 16:
         width = math.ceil(width * 1.25)
     return width
 
@@ -87,18 +344,18 @@ def fitting_width() -> int:
 def builder_of(way: str, width: int, num_batches: int) -> TrainerBuilder:
     """The run that is measured: three epochs, the first of which warms up."""
     num_workers, policy, backend = WAYS[way]
+    workload = of_width(width)
     return (
-        Trainer.builder(lambda device: make_model(width).to(device), make_optimizer, loss_of)
-        .dataset(make_data(num_batches))
-        .batch_size(BATCH_SIZE)
-        .num_epochs(3)
-        .devices(["cpu"] * num_workers)
-        .policy(policy)
-        .backend(backend)
+        runtime_builder(
+            workload,
+            workload.make_data(num_batches * workload.batch_size),
+            [0] * num_workers,
+            num_epochs=3,
+            policy=policy,
+            backend=backend,
+        )
         .anchor(ANCHOR)
         .max_anchor(ANCHOR)
-        .tune_allocator(False)
-        .progress(False)
     )
 
 
@@ -118,25 +375,48 @@ def timed(handle: TrainerHandle) -> Rates:
     return trained / elapsed_s, trained / cpu_s
 
 
-def measure(way: str, width: int, num_batches: int, timeline: Timeline | None) -> Rates:
-    """See :func:`timed`; with a timeline or without."""
+def recorded_rates(way: str, width: int, num_batches: int, judged: bool) -> Rates:
+    """With a timeline, or without."""
     builder = builder_of(way, width, num_batches)
-    if timeline is not None:
-        builder.timeline(timeline)
+    if judged:
+        builder.timeline(Timeline())
     return timed(builder.run())
 
 
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """The median with its interval of 95 %, from the order of the values alone.
+@contextmanager
+def viewer(url: str) -> Iterator[None]:
+    """A page that reads all that is sent, in a process of its own, as a browser is one."""
+    process = subprocess.Popen([sys.executable, "-c", VIEWER, url], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"open\n", "the page could not be opened"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
 
-    Fewer than six values have no such interval: then it is all of them.
+
+def watched_rates(way: str, setting: str, width: int, num_batches: int, judged: bool) -> Rates:
+    """With a monitor and an open page, or without; the page's own CPU time is left out.
+
+    Args:
+        way: Of :data:`WAYS`.
+        setting: Of :data:`SETTINGS`; whether the watched run has a timeline as well.
+        width: Of the model.
+        num_batches: In an epoch.
+        judged: Whether it is watched.
     """
-    ordered, count = sorted(values), len(values)
-    low, outside = 0, 2 / 2**count
-    while outside + 2 * math.comb(count, low + 1) / 2**count <= 0.05:
-        low += 1
-        outside += 2 * math.comb(count, low) / 2**count
-    return statistics.median(ordered), ordered[low], ordered[count - 1 - low]
+    builder = builder_of(way, width, num_batches)
+    if judged and setting == "both":
+        builder.timeline(Timeline())
+    with ExitStack() as stack:
+        if not judged:
+            return timed(builder.run())
+        monitor = stack.enter_context(Monitor())
+        stack.enter_context(viewer(monitor.url))
+        handle = builder.run()
+        handle.attach(monitor)
+        return timed(handle)
 
 
 def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]:
@@ -158,55 +438,238 @@ def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]
     }
 
 
-def batches_for(seconds: float) -> int:
-    """Batches of an epoch, for a run of about so long."""
-    return max(50, int(seconds / 2 / STEP_S))
+def judge_pairs(
+    args: argparse.Namespace,
+    cases: Mapping[tuple[str, ...], Callable[[int, int, bool], Rates]],
+    target: float,
+) -> None:
+    """Measure all cases and print a row for each, as it is there.
 
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--pairs", type=int, default=25, help="pairs of runs for each way")
-    parser.add_argument("--seconds", type=float, help="length of one run, about (2.0)")
-    parser.add_argument("--quick", action="store_true", help="15 short pairs")
-    parser.add_argument("--json", type=Path, help="write all results to this file")
-    args = parser.parse_args()
-    if args.pairs < 1:
-        parser.error("--pairs must be at least 1")
-    if args.quick:
-        args.pairs = min(args.pairs, 15)
-    if args.seconds is None:
-        args.seconds = 0.4 if args.quick else 2.0
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    restart_with(ENVIRONMENT)
-    torch.set_num_threads(1)
+    Args:
+        args: Has ``pairs``, ``seconds`` and ``json``.
+        cases: By their texts in the table, what gives the rates of a width and of so many
+            batches in an epoch, without and with what is judged.
+        target: Bound of the median.
+    """
+    result = begin()
     width = fitting_width()
-    print(f"step of {step_seconds(width) * 1e3:.2f} ms, {args.pairs} interleaved pairs\n")
-    print("| way | with over without | 95 % interval | target | by CPU time | 95 % interval |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    result: dict[str, Any] = {"machine": describe(), "width": width, "ways": {}}
-    for way in args.ways:
-
-        def measured(recorded: bool, way: str = way) -> Rates:
-            timeline = Timeline() if recorded else None
-            return measure(way, width, batches_for(args.seconds), timeline)
-
-        found = result["ways"][way] = compare(measured, args.pairs)
-        (median, low, high), (cpu, cpu_low, cpu_high) = found["wall"], found["cpu"]
-        verdict = "met" if median >= TARGET else "missed"
+    num_batches = max(50, int(args.seconds / 2 / STEP_S))
+    result |= {"width": width, "ways": {}}
+    step_ms = shortest_step(of_width(width)) * 1e3
+    print(f"step of {step_ms:.2f} ms, {args.pairs} interleaved pairs\n")
+    texts = ["way", "watched with"][: len(next(iter(cases)))]
+    print("| " + " | ".join(texts), end="")
+    print(" | with over without | 95 % interval | target | by CPU time | 95 % interval |")
+    print("| --- " * (len(texts) + 5) + "|")
+    for names, measured in cases.items():
+        found = compare(partial(measured, width, num_batches), args.pairs)
+        result["ways"]["/".join(names)] = found
+        (wall, low, high), (cpu, cpu_low, cpu_high) = found["wall"], found["cpu"]
+        verdict = Check(what="", measured=wall, wanted=target).verdict
         print(
-            f"| {way} | {median:.4f} | {low:.4f} to {high:.4f} | {TARGET} {verdict} "
+            "| " + " | ".join(names),
+            f"| {wall:.4f} | {low:.4f} to {high:.4f} | {target} {verdict} "
             f"| {cpu:.4f} | {cpu_low:.4f} to {cpu_high:.4f} |",
             flush=True,
         )
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=2) + "\n")
+        save(args.json, result)
     busy = statistics.mean(x for found in result["ways"].values() for x in found["others"])
-    print(f"\nOther processes used {busy:.0%} of the cores meanwhile.")
+    print(f"\nOther processes used {busy:.0%} of the cores meanwhile, an open page's among them.")
+
+
+def timeline(args: argparse.Namespace) -> None:
+    """What recording a timeline costs."""
+    judge_pairs(args, {(way,): partial(recorded_rates, way) for way in args.ways}, TIMELINE_TARGET)
+
+
+def monitor(args: argparse.Namespace) -> None:
+    """What watching a run costs: a monitor and a page over neither."""
+    cases = {
+        (way, SETTINGS[setting]): partial(watched_rates, way, setting)
+        for way in args.ways
+        for setting in args.settings
+    }
+    judge_pairs(args, cases, MONITOR_TARGET)
+
+
+# -- parts: what a timeline adds to a step, to a message, and what a reading takes --------
+
+PARTS_TARGET_NS = 10_000
+"""A hundredth of a step of a millisecond."""
+PARTS_ROUNDS = 3
+PARTS_EPOCHS = 3
+BLOCK = 50
+"""Steps between two looks at the clock."""
+READING_S = 0.1
+POLL_THREAD = "timeline-poll"
+
+
+class Blocks:
+    """Notes a worker's CPU time every some steps.
+
+    Attributes:
+        marks: CPU time of each rank's thread, in seconds.
+    """
+
+    def __init__(self, workload: Workload, num_workers: int) -> None:
+        self._workload = workload
+        self._counts = [0] * num_workers
+        self.marks: list[list[float]] = [[] for _ in range(num_workers)]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The workload's."""
+        rank = current_worker().rank
+        self._counts[rank] += 1
+        if self._counts[rank] % BLOCK == 0:
+            self.marks[rank].append(time.thread_time())
+        return self._workload.loss(model, batch)
+
+    def steps_s(self) -> list[float]:
+        """Mean time of a step in each block."""
+        return [(b - a) / BLOCK for marks in self.marks for a, b in pairwise(marks)]
+
+
+def added_ns(policy: ApplyPolicy, num_workers: int, num_steps: int) -> tuple[float, float]:
+    """CPU time that a timeline adds to a worker's step and to the coordinator's for a batch.
+
+    Of runs with it and without in turn, blocks of steps that are less disturbed than nine in
+    ten, and the least disturbed run.
+    """
+    steps_s: dict[bool, list[float]] = {False: [], True: []}
+    messages_s: dict[bool, list[float]] = {False: [], True: []}
+    num_batches = num_workers * max(2 * BLOCK, num_steps // PARTS_EPOCHS)
+    for index in range(PARTS_ROUNDS):
+        for recorded in (False, True) if index % 2 == 0 else (True, False):
+            blocks = Blocks(tiny(), num_workers)
+            workload = replace(tiny(), loss=blocks.loss)
+            outcome = train(
+                Job(
+                    workload=workload,
+                    data=workload.make_data(num_batches * workload.batch_size),
+                    num_workers=num_workers,
+                    policy=policy,
+                    num_epochs=PARTS_EPOCHS,
+                    recorded=recorded,
+                )
+            )
+            steps_s[recorded] += blocks.steps_s()
+            messages_s[recorded].append(outcome.coordinator_s)
+    low = {recorded: statistics.quantiles(found, n=10)[0] for recorded, found in steps_s.items()}
+    step_s = low[True] - low[False]
+    return step_s * 1e9, (min(messages_s[True]) - min(messages_s[False])) * 1e9
+
+
+def readings_us(num_readings: int) -> list[float]:
+    """CPU time of readings of the machine as they come, a tenth of a second apart."""
+    workload, counts = tiny(), [0]
+    rest_s = 0.01
+    handle = (
+        runtime_builder(
+            workload,
+            workload.make_data(10**5),
+            counts,
+            num_epochs=10**6,
+            policy=ApplyPolicy.CADENCE,
+            pauses_s=(rest_s,),
+        )
+        .timeline(Timeline(poll_s=READING_S))
+        .run()
+    )
+    seen: list[float] = []
+    try:
+        deadline = time.monotonic() + 10 * READING_S * (num_readings + 2)
+        while len(seen) < num_readings + 2 and time.monotonic() < deadline:
+            clock = thread_clocks().get(POLL_THREAD)
+            now = math.nan if clock is None else read_clock(clock)
+            if not math.isnan(now) and (not seen or now > seen[-1]):
+                seen.append(now)
+            time.sleep(rest_s)
+    finally:
+        handle.stop()
+        handle.join(JOIN_S)
+    # What the thread's start takes is in the first one.
+    return [(later - earlier) * 1e6 for earlier, later in pairwise(seen[1:])]
+
+
+def parts(args: argparse.Namespace) -> None:
+    """What a timeline's parts cost on their own."""
+    begin()
+    step_ns, message_ns = added_ns(ApplyPolicy.CADENCE, 1, args.count)
+    collective_ns, _ = added_ns(ApplyPolicy.SYNC, 2, args.count)
+    readings = readings_us(args.readings)
+    rows = [
+        ["a step", f"{step_ns:.0f} ns"],
+        ["a step with its collective", f"{collective_ns:.0f} ns"],
+        ["a batch, in the coordinator's thread", f"{message_ns:.0f} ns"],
+        ["a reading of the machine, median", f"{median(readings):.0f} us"],
+        ["... and the longest", f"{max(readings):.0f} us"],
+    ]
+    print(table(["part", "cost"], rows), end="\n\n")
+    what = "a step with its collective, ns"
+    print(Check(what=what, measured=collective_ns, wanted=PARTS_TARGET_NS, at_most=True))
+
+
+# -- the command line --------------------------------------------------------------------
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "step": step,
+    "prefetch": prefetch,
+    "timeline": timeline,
+    "monitor": monitor,
+    "parts": parts,
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    subparsers = parser.add_subparsers(dest="section", required=True)
+    adds = {}
+    for name, run in SECTIONS.items():
+        parent = parser_of(run.__doc__)
+        sub = subparsers.add_parser(
+            name, parents=[parent], add_help=False, description=parent.description
+        )
+        adds[name] = sub.add_argument
+    add = adds["step"]
+    add("--models", nargs="+", choices=WORKLOADS, default=["mlp", "lenet"])
+    add("--workers", nargs="+", type=int, default=[1, 2])
+    add("--seconds", type=float, default=40.0, help="about, for each row")
+    add = adds["prefetch"]
+    add("--models", nargs="+", choices=WORKLOADS, default=["lenet"])
+    add("--repeat", type=int, default=3, help="repetitions of each cell")
+    add("--seconds", type=float, default=2.0, help="length of a synchronous run")
+    add_retry(subparsers.choices["prefetch"])
+    for name, num_pairs, seconds in (("timeline", 25, 2.0), ("monitor", 15, 4.0)):
+        add = adds[name]
+        add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+        add("--pairs", type=int, default=num_pairs, help=f"pairs of runs for each ({num_pairs})")
+        add("--seconds", type=float, help=f"length of one run, about ({seconds:g})")
+        add("--quick", action="store_true", help="at most 15 pairs of short runs")
+        subparsers.choices[name].set_defaults(usual_s=seconds)
+    adds["monitor"](
+        "--settings",
+        nargs="+",
+        choices=SETTINGS,
+        default=list(SETTINGS),
+        help="with a timeline as well, or with the monitor alone",
+    )
+    add = adds["parts"]
+    add("--count", type=int, default=5_000, help="steps of a worker in a run")
+    add("--readings", type=int, default=20)
+    args = parser.parse_args(argv)
+    if min(getattr(args, name, 1) for name in ("repeat", "pairs")) < 1:
+        parser.error("--repeat and --pairs must be at least 1")
+    if args.section in ("timeline", "monitor"):
+        if args.quick:
+            args.pairs = min(args.pairs, 15)
+        if args.seconds is None:
+            args.seconds = args.usual_s / (5 if args.quick else 1)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    SECTIONS[args.section](args)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,181 @@
-"""FSDP against PyTorch's ``fully_shard``: samples/s with 2 ranks, and memory for each rank.
+"""Own training loops against PyTorch's own: ``Trainer.setup``, and ``FSDP`` with its memory.
 
-Usage: ``python benchmarks/wrappers_fsdp.py [--models small middle wide] [--repeat 5]``.
+Usage: ``python benchmarks/own_loops.py setup|fsdp [--models lenet transformer] [--json FILE] ...``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.fsdp_models import WORKLOADS
-from benchmarks.harness.loops import batches, solo_rate
-from benchmarks.harness.measure import ENVIRONMENT, MachineLoad, restart_with
-from benchmarks.harness.models import Workload
-from benchmarks.harness.processes import DdpGroup
-from benchmarks.storage_meter import StorageMeter
-from runtime import FSDP, Collective, ShardingStrategy, create_collectives
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.harness.cells import Cells
+from benchmarks.harness.measure import (
+    Cell,
+    Check,
+    Measured,
+    begin,
+    disturbed_line,
+    interleaved,
+    parser_of,
+    save,
+    table,
+)
+from benchmarks.harness.models import (
+    TRANSFORMERS,
+    WORKLOADS,
+    Batch,
+    Workload,
+    batches,
+    solo_rate,
+    step_seconds,
+)
+from benchmarks.harness.processes import GlooGroup
+from runtime import FSDP, Collective, ShardingStrategy, Trainer, create_collectives
 from runtime.fsdp import reachable_bytes
 
 WORLD_SIZE = 2
 WAIT_S = 180.0
 TARGET = 1.0
-MIN_STEP_S = 0.005
+"""Of the rate of PyTorch's own, for steps of one worker's batch from this length on:"""
+LONG_STEP_S = 5e-3
+
+
+def judged(what: str, ratio: float, step_s: float) -> str:
+    """The ratio to PyTorch's own and its verdict, if there is one at this length of a step."""
+    if step_s < LONG_STEP_S:
+        return f"{what}: {ratio:.2f}, no target under {LONG_STEP_S * 1e3:g} ms a step"
+    return str(Check(what=what, measured=ratio, wanted=TARGET))
+
+
+def report(
+    workload: Workload, step_s: float, found: Measured, titles: dict[str, str], base: float
+) -> None:
+    """Print the medians of one workload, and their ratios to PyTorch's."""
+    print(f"## {workload.what}: {step_s * 1e3:.2f} ms a bare step\n")
+    rows = [
+        [title, f"{rate:,.0f}", f"{rate / base:.2f}"]
+        for title, rate in ((titles[key], rate) for key, rate in found.medians().items())
+    ]
+    print(table(["system", "samples/s", "/ PyTorch's own"], rows), end="\n\n")
+    print(disturbed_line(found.disturbed()), end="\n\n", flush=True)
+
+
+# -- Trainer.setup -----------------------------------------------------------------------
+
+SETUP_TITLES = {
+    "setup": "Trainer.setup, 2 CPU replicas",
+    "ddp": "DistributedDataParallel, 2 Gloo processes",
+    "cores": "one process, all cores, the global batch",
+    "solo": "bare loop, 1 thread",
+    "one": "Trainer.setup, 1 device, 1 thread",
+}
+
+
+def timed(step: Callable[[], None], seconds: float) -> float:
+    """Steps a second, after a fifth of the time to warm up."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds / 5:
+        step()
+    num_steps, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        step()
+        num_steps += 1
+    return num_steps / elapsed
+
+
+def setup_rate(workload: Workload, data: Batch, num_devices: int, seconds: float) -> float:
+    """Samples/s of a loop over ``Trainer.setup``."""
+    size = num_devices * workload.batch_size
+    source = batches(data, size, 0)
+    with Trainer.setup(
+        workload.make_model(), workload.make_optimizer, ["cpu"] * num_devices
+    ) as model:
+
+        def step() -> None:
+            workload.loss(model, next(source)).backward()
+            model.step()
+
+        return size * timed(step, seconds)
+
+
+def setup(args: argparse.Namespace) -> None:
+    """``Trainer.setup`` against DDP and against one process, and on one device a bare loop."""
+    result: dict[str, Any] = {**begin(), "repeat": args.repeat, "seconds": args.seconds}
+    result["models"] = {}
+    with GlooGroup(WORLD_SIZE) as group:
+        for name in args.models:
+            workload = WORKLOADS[name]
+            step_s = step_seconds(workload)
+            cells = Cells(workload, step_s, args.seconds, group)
+            num_batches = WORLD_SIZE * max(4, int(args.seconds / 3 / step_s))
+            data = workload.make_data(workload.batch_size * min(num_batches, workload.max_batches))
+
+            def wrapped(
+                key: str, num_devices: int, w: Workload = workload, d: Batch = data
+            ) -> Cell:
+                def run(_: float) -> float:
+                    return setup_rate(w, d, num_devices, args.seconds)
+
+                return Cell(key=key, guess=1.0, run=run)
+
+            def cores(_: float, w: Workload = workload, d: Batch = data) -> float:
+                return solo_rate(
+                    w,
+                    d,
+                    warmup_s=args.seconds / 5,
+                    measure_s=args.seconds,
+                    num_threads=os.cpu_count() or 1,
+                    batch_size=WORLD_SIZE * w.batch_size,
+                )
+
+            wanted = [
+                wrapped("setup", WORLD_SIZE),
+                cells.peer("ddp", "ddp", (0.0,) * WORLD_SIZE),
+                Cell(key="cores", guess=1.0, run=cores),
+                cells.solo("solo"),
+                wrapped("one", 1),
+            ]
+            found = interleaved(wanted, args.repeat)
+            rates = found.medians()
+            report(workload, step_s, found, SETUP_TITLES, rates["ddp"])
+            ratios = {
+                "setup_over_ddp": rates["setup"] / rates["ddp"],
+                "setup_over_cores": rates["setup"] / rates["cores"],
+                "one_device_over_bare": rates["one"] / rates["solo"],
+            }
+            print(judged("Trainer.setup / DDP", ratios["setup_over_ddp"], step_s))
+            print(f"Trainer.setup / one process, all cores: {ratios['setup_over_cores']:.2f}")
+            print(f"one device / bare loop: {ratios['one_device_over_bare']:.3f}\n", flush=True)
+            result["models"][name] = {"step_s": step_s, **found.record(), **ratios}
+            save(args.json, result)
+
+
+# -- FSDP --------------------------------------------------------------------------------
+
 MEMORY_TARGET = 0.05
-TITLES = {
-    "bare": "bare loop, 1 thread",
+FSDP_TITLES = {
+    "solo": "bare loop, 1 thread",
     "fsdp": "FSDP FULL_SHARD, 2 threads",
     "prefetch": "the same with prefetch_forward_params",
-    "torch": "fully_shard(model), 2 Gloo processes",
-    "torch_blocks": "fully_shard(block) for each block and the model, 2 Gloo processes",
+    "sharded": "fully_shard(model), 2 Gloo processes",
+    "sharded_blocks": "fully_shard(block) for each block and the model, 2 Gloo processes",
 }
 NODES = {ShardingStrategy.HYBRID_SHARD: 2}
 
@@ -121,55 +260,57 @@ def memory_of(
     return held, peak, activations
 
 
-def throughput(names: list[str], num_repeats: int, seconds: float) -> None:
-    """Measure all systems in turn, every other time in reverse order, and print ratios."""
-    with DdpGroup(WORLD_SIZE, "fsdp_worker.py") as processes:
-        for name in names:
-            workload = WORKLOADS[name]
-            data = workload.make_data(64 * workload.batch_size)
-            step_s = workload.batch_size / solo_rate(
-                workload, data, warmup_s=0.2, measure_s=seconds
-            )
-            num_steps = max(5, int(seconds / step_s / 2))
-            systems: dict[str, Callable[[], float]] = {
-                "bare": lambda w=workload, d=data: solo_rate(w, d, warmup_s=0.2, measure_s=seconds),
-                "fsdp": lambda w=workload, n=num_steps: threads_rate(w, n, prefetches=False),
-                "prefetch": lambda w=workload, n=num_steps: threads_rate(w, n, prefetches=True),
-                "torch": lambda k=name, n=num_steps: processes.ask(
-                    name=k, num_steps=n, by_block=False
-                )["rate"],
-                "torch_blocks": lambda k=name, n=num_steps: processes.ask(
-                    name=k, num_steps=n, by_block=True
-                )["rate"],
-            }
-            load = MachineLoad()
-            rates: dict[str, list[float]] = defaultdict(list)
-            for index in range(num_repeats):
-                for key in systems if index % 2 == 0 else reversed(systems):
-                    rates[key].append(systems[key]())
-            report_rates(workload, step_s, rates, load.others())
+class StorageMeter(TorchDispatchMode):
+    """Follows what operators of the thread that is inside it give, forward and backward.
+
+    Temporaries within a kernel are not seen, nor is what existed before.
+
+    Attributes:
+        now_bytes: What is alive.
+        peak_bytes: The most that was alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # A view that this thread makes of another's tensor is no memory of its own.
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._see(storage)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._alive or not num_bytes:
+            return
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now_bytes -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.now_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
-def report_rates(
-    workload: Workload, step_s: float, rates: dict[str, list[float]], others: float
-) -> None:
-    medians = {key: statistics.median(runs) for key, runs in rates.items()}
-    best = max(medians["torch"], medians["torch_blocks"])
-    print(f"## {workload.what}: {step_s * 1e3:.1f} ms a bare step\n")
-    print("| system | samples/s | / the better of PyTorch's |\n| --- | ---: | ---: |")
-    for key, title in TITLES.items():
-        print(f"| {title} | {medians[key]:,.0f} | {medians[key] / best:.2f} |")
-    ratio = medians["fsdp"] / best
-    verdict = "met" if ratio >= TARGET else "MISSED"
-    if step_s < MIN_STEP_S:
-        verdict = "no target under 5 ms"
-    print(f"\nFSDP / PyTorch: at least {TARGET:.2f}, measured {ratio:.2f}: {verdict}.")
-    print(f"Other processes used {others:.0%} of the cores meanwhile.\n", flush=True)
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def memory(name: str) -> None:
     """Print what a rank holds under every strategy, in units of the model's size."""
-    workload = WORKLOADS[name]
+    workload = TRANSFORMERS[name]
     unit = reachable_bytes(workload.make_model())
     replicated = memory_of(workload, ShardingStrategy.NO_SHARD, 1)[0]
     print(f"## Memory of a rank, in models of {unit / 2**20:.1f} MiB: {workload.what}\n")
@@ -189,16 +330,64 @@ def memory(name: str) -> None:
     print(f"\nActivations are {activations / unit:.2f} models of the peak.\n", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    args = parser.parse_args()
-    restart_with(ENVIRONMENT)
-    torch.set_num_threads(1)
-    throughput(args.models, args.repeat, args.seconds)
+def fsdp(args: argparse.Namespace) -> None:
+    """``FSDP`` against ``fully_shard``, and what a rank holds under every strategy."""
+    result: dict[str, Any] = {**begin(), "repeat": args.repeat, "seconds": args.seconds}
+    result["models"] = {}
+    no_pauses = (0.0,) * WORLD_SIZE
+    with GlooGroup(WORLD_SIZE) as group:
+        for name in args.models:
+            workload = TRANSFORMERS[name]
+            step_s = step_seconds(workload)
+            cells = Cells(workload, step_s, args.seconds, group)
+            num_steps = max(5, int(args.seconds / step_s / 2))
+
+            def threads(key: str, w: Workload = workload, n: int = num_steps) -> Cell:
+                def run(_: float) -> float:
+                    return threads_rate(w, n, prefetches=key == "prefetch")
+
+                return Cell(key=key, guess=1.0, run=run)
+
+            wanted = [cells.solo("solo"), threads("fsdp"), threads("prefetch")]
+            wanted += [cells.peer(key, key, no_pauses) for key in ("sharded", "sharded_blocks")]
+            found = interleaved(wanted, args.repeat)
+            rates = found.medians()
+            best = max(rates["sharded"], rates["sharded_blocks"])
+            report(workload, step_s, found, FSDP_TITLES, best)
+            print(
+                judged("FSDP / the better of PyTorch's", rates["fsdp"] / best, step_s), end="\n\n"
+            )
+            result["models"][name] = {"step_s": step_s, **found.record()}
+            save(args.json, result)
     memory(args.models[-1])
+
+
+# -- the command line --------------------------------------------------------------------
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    subparsers = parser.add_subparsers(dest="section", required=True)
+    cases = (("setup", setup, WORKLOADS, 2.0), ("fsdp", fsdp, TRANSFORMERS, 1.0))
+    for name, run, models, seconds in cases:
+        parent = parser_of(run.__doc__)
+        sub = subparsers.add_parser(
+            name, parents=[parent], add_help=False, description=parent.description
+        )
+        sub.set_defaults(run=run)
+        add = sub.add_argument
+        add("--models", nargs="+", choices=models, default=list(models))
+        add("--repeat", type=int, default=5, help="repetitions of each cell")
+        add("--seconds", type=float, default=seconds, help=f"of a measurement ({seconds:g})")
+    args = parser.parse_args(argv)
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    args.run(args)
 
 
 if __name__ == "__main__":

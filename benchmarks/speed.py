@@ -1,22 +1,59 @@
-"""The sections of the peers benchmark."""
+"""Throughput: against what people would use instead, against another checkout, and as things grow.
+
+Usage: ``python benchmarks/speed.py [--sections peers world] [--quick] [--json FILE]``, or
+``python benchmarks/speed.py --against WORKTREE [--pairs 10] [--json FILE]``.
+What is measured and how stands in ``benchmarks/README.md``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
+import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from benchmarks import peers_report as report
-from benchmarks.harness.loops import solo_rate
-from benchmarks.harness.models import WORKLOADS, Workload
-from benchmarks.harness.processes import DdpGroup
-from benchmarks.peers_cells import POLICIES, Cells
-from benchmarks.peers_measure import Cell, Measured, Options, interleaved
-from benchmarks.peers_models import busy, dense, sparse, tiny
-from benchmarks.peers_runtime import Outcome, median
+import torch
+
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.harness import ROOT
+from benchmarks.harness.cells import POLICIES, WAY_TITLES, WAYS, Cells, Outcome
+from benchmarks.harness.measure import (
+    Cell,
+    Check,
+    Measured,
+    add_retry,
+    begin,
+    checks_table,
+    disturbed_line,
+    interleaved,
+    median,
+    median_interval,
+    milliseconds,
+    parser_of,
+    save,
+    table,
+)
+from benchmarks.harness.models import (
+    WORKLOADS,
+    busy,
+    dense,
+    solo_rate,
+    sparse,
+    step_seconds,
+    tiny,
+    workload_of,
+)
+from benchmarks.harness.processes import Child, GlooGroup, serve
 from runtime import ApplyPolicy
 
 WORLDS = (1, 2, 4, 6, 8)
@@ -33,6 +70,323 @@ MIN_STEPS = 40
 """Of each worker in a measurement, however long they take."""
 
 
+# == tables and targets: pure functions of the rates ======================================
+
+Rates = Mapping[str, float]
+
+OURS = ("sync", "cadence", "async")
+PEERS = ("ddp", "local_sgd", "averager")
+TITLES = {
+    "threads": "2 bare threads",
+    "one": "runtime, 1 worker",
+    "sync": "runtime, SYNC",
+    "sync_pinned": "runtime, SYNC, each worker on a core of its own",
+    "cadence": "runtime, CADENCE",
+    "cadence_thread": "runtime, CADENCE over THREAD",
+    "async": "runtime, ASYNC",
+    "ddp": "DistributedDataParallel",
+    "local_sgd": "Accelerate LocalSGD, 8 steps",
+    "averager": "PeriodicModelAverager, 8 steps",
+}
+EFFICIENCY = 0.95
+"""Wanted share of two bare threads, and of the sum of the solo rates of sleeping workers."""
+MIN_STEP_S = 0.0009
+"""From "1 ms steps" on the share is wanted; a calibrated step may come out a little shorter."""
+MAX_COORDINATOR = 0.02
+"""Of a core at 1,000 batches/s in all."""
+
+
+def cell(system: str, at: float) -> str:
+    """Key of a system's measurement at a slow-down, a world size, a size or a step time."""
+    return f"{system}@{at:g}"
+
+
+# -- peers ------------------------------------------------------------------------------
+
+
+def sum_of_solos(rates: Rates, slowdown: float) -> float:
+    """Rate of both ranks if each had the machine for itself."""
+    return rates[cell("solo", 1)] + rates[cell("solo", slowdown)]
+
+
+def best_peer(rates: Rates, slowdown: float) -> tuple[str, float] | None:
+    """The fastest of the peers that were measured, and its rate."""
+    found = [(p, rates[cell(p, slowdown)]) for p in PEERS if cell(p, slowdown) in rates]
+    return max(found, key=lambda pair: pair[1], default=None)
+
+
+def against_peers(rates: Rates, system: str, slowdown: float) -> str:
+    """The ratio to the fastest peer, and whether the system is at least as fast."""
+    best = best_peer(rates, slowdown)
+    if best is None:
+        return "no peer"
+    ratio = rates[cell(system, slowdown)] / best[1]
+    return f"{ratio:.2f} {'yes' if ratio >= 1 else f'NO ({best[0]})'}"
+
+
+def peers_table(rates: Rates, slowdowns: Sequence[float]) -> str:
+    """All systems at all slow-downs of rank 1."""
+    head = ("rank 1 slowed", "system", "samples/s", "/ sum of solos", "/ 2 bare threads")
+    rows = []
+    for slowdown in slowdowns:
+        total = sum_of_solos(rates, slowdown)
+        threads = rates[cell("threads", slowdown)]
+        rows.append([f"{slowdown:g}", "sum of solo rates", f"{total:,.0f}", "1.00", "", ""])
+        for system, title in TITLES.items():
+            rate = rates.get(cell(system, slowdown))
+            if rate is None:
+                continue
+            verdict = against_peers(rates, system, slowdown) if system in OURS else ""
+            shares = [f"{rate / total:.2f}", f"{rate / threads:.2f}"]
+            rows.append([f"{slowdown:g}", title, f"{rate:,.0f}", *shares, verdict])
+    return table((*head, "/ fastest peer"), rows, num_texts=2)
+
+
+def peers_checks(
+    model: str, step_s: float, rates: Rates, slowdowns: Sequence[float]
+) -> list[Check]:
+    """The targets for one model."""
+    checks = []
+    for slowdown in slowdowns:
+        where = f"{model}, rank 1 slowed {slowdown:g} times"
+        if step_s >= MIN_STEP_S:
+            share = rates[cell("cadence", slowdown)] / rates[cell("threads", slowdown)]
+            what = f"{where}: CADENCE / 2 bare threads"
+            checks.append(Check(what=what, measured=share, wanted=EFFICIENCY))
+        best = best_peer(rates, slowdown)
+        if best is not None:
+            for system in OURS:
+                ratio = rates[cell(system, slowdown)] / best[1]
+                what = f"{where}: {system.upper()} / fastest peer ({best[0]})"
+                checks.append(Check(what=what, measured=ratio, wanted=1.0))
+    return checks
+
+
+def ddp_checks(model: str, rates: Rates, slowdowns: Sequence[float]) -> list[Check]:
+    """The targets against ``DistributedDataParallel``, and one worker's against a bare loop.
+
+    Against DDP they differ for the MLP, whose step is short.
+    """
+    small, checks = model == "mlp", []
+
+    def add(what: str, over: str, under: str, wanted: float) -> None:
+        if over in rates and under in rates:
+            ratio = rates[over] / rates[under]
+            checks.append(Check(what=f"{model}{what}", measured=ratio, wanted=wanted))
+
+    for s in slowdowns:
+        if s == 1.0:
+            add(": 1 worker / bare loop", cell("one", s), cell("solo", s), 0.97)
+            wanted = 2.0 if small else 1.3
+            add(": CADENCE / DDP", cell("cadence", s), cell("ddp", s), wanted)
+            add(": SYNC / DDP", cell("sync", s), cell("ddp", s), 2.0 if small else 1.2)
+        elif s >= 3.0:
+            where = f", rank 1 slowed {s:g} times"
+            add(f"{where}: CADENCE / DDP", cell("cadence", s), cell("ddp", s), 1.8)
+            what = f"{where}: CADENCE / the sum of both speeds"
+            add(what, cell("cadence", s), cell("threads", s), 1 / 1.1)
+    return checks
+
+
+# -- efficiency -------------------------------------------------------------------------
+
+
+def efficiency_table(ratios: Mapping[float, Sequence[float]]) -> str:
+    """The ratios of neighbours in time at each slow-down of rank 1."""
+    rows = [
+        [f"{slowdown:g}", f"{statistics.median(found):.3f}", *_ends(found), f"{len(found)}"]
+        for slowdown, found in ratios.items()
+    ]
+    return table(("rank 1 slowed", "CADENCE / 2 bare threads", "least", "most", "pairs"), rows, 0)
+
+
+def _ends(found: Sequence[float]) -> list[str]:
+    return [f"{end(found):.3f}" for end in (min, max)]
+
+
+def efficiency_checks(
+    model: str, step_s: float, ratios: Mapping[float, Sequence[float]]
+) -> list[Check]:
+    """The targets for one model, by the medians."""
+    if step_s < MIN_STEP_S:
+        return []
+    return [
+        Check(
+            what=f"{model}, rank 1 slowed {slowdown:g} times: CADENCE / 2 bare threads, pairwise",
+            measured=statistics.median(found),
+            wanted=EFFICIENCY,
+        )
+        for slowdown, found in ratios.items()
+    ]
+
+
+# -- world ------------------------------------------------------------------------------
+
+
+def world_shares(rates: Rates, sizes: Sequence[int]) -> dict[str, float]:
+    """Share of the sum of the solo rates, for each policy and world size."""
+    solo = rates["solo"]
+    return {cell(s, n): rates[cell(s, n)] / (n * solo) for n in sizes for s in OURS}
+
+
+def world_table(rates: Rates, sizes: Sequence[int]) -> str:
+    """Shares by world size."""
+    shares = world_shares(rates, sizes)
+    rows = [[f"{n}", *(f"{shares[cell(s, n)]:.3f}" for s in OURS)] for n in sizes]
+    return table(("workers", *(s.upper() for s in OURS)), rows, num_texts=0)
+
+
+def world_checks(rates: Rates, sizes: Sequence[int], step_ms: float) -> list[Check]:
+    """The target for the largest world."""
+    shares, largest = world_shares(rates, sizes), max(sizes)
+    return [
+        Check(
+            what=f"{largest} workers asleep {step_ms:g} ms a step: {s.upper()} / sum of solo rates",
+            measured=shares[cell(s, largest)],
+            wanted=EFFICIENCY,
+        )
+        for s in OURS
+    ]
+
+
+# -- model ------------------------------------------------------------------------------
+
+
+def rounds_table(rates: Rates, rounds: Mapping[str, Mapping[str, float]]) -> str:
+    """What averaging costs by the size of the model.
+
+    Args:
+        rates: Samples/s of the bare loop and of the policies at each size.
+        rounds: For each key of a policy, ``num_params``, ``round_s``, ``average_s``,
+            ``pause_s``, ``averagings`` and ``anchor``.
+    """
+    head = ("parameters", "policy", "round, ms", "its arithmetic, ms", "pause of a worker, ms")
+    rows = []
+    for key, numbers in rounds.items():
+        system, num_params = key.partition("@")[0], numbers["num_params"]
+        share = rates[key] / (2 * rates[cell("solo", num_params)])
+        times = [milliseconds(numbers[name]) for name in ("round_s", "average_s", "pause_s")]
+        counts = [f"{numbers['averagings']:.0f}", f"{numbers['anchor']:.0f}", f"{share:.3f}"]
+        rows.append([f"{num_params:.0e}", system.upper(), *times, *counts])
+    more = ("averagings", "anchor at the end", "/ sum of solos")
+    return table((*head, *more), rows, num_texts=2)
+
+
+def lockstep_table(rates: Rates, sizes: Sequence[int], batch_size: int) -> str:
+    """Time of a step of two ranks that reduce all gradients, beside bare threads."""
+    systems = [s for s in ("threads", "sync", "ddp") if cell(s, sizes[0]) in rates]
+    rows = []
+    for size in sizes:
+        steps = {s: 2 * batch_size / rates[cell(s, size)] for s in systems}
+        more = [milliseconds(max(0.0, steps[s] - steps["threads"])) for s in systems[1:]]
+        rows.append([f"{size:.0e}", *(milliseconds(steps[s]) for s in systems), *more])
+    names = {"threads": "2 bare threads", "sync": "SYNC", "ddp": "DDP"}
+    head = ["parameters", *(f"{names[s]}: step, ms" for s in systems)]
+    return table([*head, *(f"{names[s]}: more, ms" for s in systems[1:])], rows)
+
+
+# -- step -------------------------------------------------------------------------------
+
+
+def step_table(rates: Rates, steps: Sequence[tuple[str, float]], batch_size: int) -> str:
+    """What remains of the bare rates as the step shrinks.
+
+    Args:
+        rates: Samples/s at ``SYSTEM@STEP_MS/KIND`` (see :func:`step_cell`).
+        steps: Kind of each step (asleep or busy) and its wanted time, in seconds.
+        batch_size: Samples in a step.
+    """
+    rows = []
+    for kind, step_s in steps:
+        solo, threads, one, cadence = (
+            rates[step_cell(s, kind, step_s)] for s in ("solo", "threads", "one", "cadence")
+        )
+        shares = [one / solo, cadence / threads, cadence / (2 * solo)]
+        measured = milliseconds(batch_size / solo)
+        rows.append([kind, f"{step_s * 1e3:g}", measured, *(f"{share:.3f}" for share in shares)])
+    head = ("step is", "wanted, ms", "bare step, ms", "1 worker / bare loop")
+    return table((*head, "CADENCE / 2 bare threads", "CADENCE / sum of solos"), rows)
+
+
+def step_cell(system: str, kind: str, step_s: float) -> str:
+    """Key of a measurement at a step's kind and time."""
+    return f"{system}@{step_s * 1e3:g}/{kind}"
+
+
+def step_checks(rates: Rates, steps: Sequence[tuple[str, float]]) -> list[Check]:
+    """Efficiency of two workers at steps of 1 ms and more."""
+    checks = []
+    for kind, step_s in steps:
+        if step_s >= MIN_STEP_S:
+            cadence, threads = (rates[step_cell(s, kind, step_s)] for s in ("cadence", "threads"))
+            what = f"{step_s * 1e3:g} ms {kind}: CADENCE / 2 bare threads"
+            checks.append(Check(what=what, measured=cadence / threads, wanted=EFFICIENCY))
+    return checks
+
+
+# -- coordinator ------------------------------------------------------------------------
+
+
+def coordinator_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The coordinator thread's own CPU time."""
+    head = ("workers", "step, ms", "policy", "batches/s", "µs a batch", "% of a core")
+    lines = [
+        [
+            f"{row['workers']}",
+            f"{row['step_s'] * 1e3:g}",
+            row["system"].upper(),
+            f"{row['batches_per_s']:,.0f}",
+            f"{row['cpu_s'] * 1e6:.1f}",
+            f"{row['cpu_s'] * row['batches_per_s']:.2%}",
+            f"{row['cpu_s'] * 1000:.2%}",
+        ]
+        for row in rows
+    ]
+    return table((*head, "at 1,000 batches/s"), lines, num_texts=3)
+
+
+def coordinator_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """At most so much of a core."""
+    return [
+        Check(
+            what=f"coordinator's CPU time at 1,000 batches/s, {row['workers']} workers, "
+            f"{row['system'].upper()}",
+            measured=row["cpu_s"] * 1000,
+            wanted=MAX_COORDINATOR,
+            at_most=True,
+        )
+        for row in rows
+    ]
+
+
+# == the sections ========================================================================
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a section measures.
+
+    Attributes:
+        seconds: Length of one measurement.
+        repeat: Repetitions of each cell.
+        num_retries: How often a disturbed measurement is repeated.
+        quick: Whether the section measures fewer cells.
+        models: Workloads of the sections ``peers`` and ``efficiency``.
+        slowdowns: How often rank 1's step takes a bare one's there.
+    """
+
+    seconds: float
+    repeat: int
+    num_retries: int
+    quick: bool
+    models: tuple[str, ...]
+    slowdowns: tuple[float, ...]
+
+    def interleaved(self, cells: Sequence[Cell]) -> Measured:
+        """Measure these in turn."""
+        return interleaved(cells, self.repeat, self.num_retries)
+
+
 @dataclass
 class Section:
     """What a section gives.
@@ -46,7 +400,7 @@ class Section:
 
     markdown: list[str] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
-    checks: list[report.Check] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     disturbed: list[bool] = field(default_factory=list)
 
     def add(self, measured: Measured, cells: Cells | None = None) -> dict[str, Any]:
@@ -63,34 +417,28 @@ def missing_peers() -> dict[str, str]:
     return {}
 
 
-def step_seconds(workload: Workload) -> float:
-    """Time of a bare loop's step, the fastest of five runs."""
-    data = workload.make_data(40 * workload.batch_size)
-    runs = [solo_rate(workload, data, warmup_s=0.1, measure_s=0.3) for _ in range(5)]
-    return workload.batch_size / max(runs)
-
-
 def peers(options: Options) -> Section:
     """The runtime against its peers, with rank 1 as fast as rank 0 and slowed."""
     section = Section()
     missing = missing_peers()
     slowdowns = options.slowdowns
     for name, why in missing.items():
-        section.markdown.append(f"{report.TITLES[name]} is left out: {why}.")
+        section.markdown.append(f"{TITLES[name]} is left out: {why}.")
     section.record["left_out"] = missing
-    with DdpGroup(2, "peers_worker.py") as group:
+    with GlooGroup(2) as group:
         for model in options.models:
             workload = WORKLOADS[model]
             step_s = step_seconds(workload)
             cells = Cells(workload, step_s, options.seconds, group)
             wanted = [c for s in slowdowns for c in _peer_cells(cells, step_s, s, missing)]
             if 1.0 not in slowdowns:  # rank 0's part of the sum
-                wanted.append(cells.solo(report.cell("solo", 1.0)))
-            measured = interleaved(wanted, options)
+                wanted.append(cells.solo(cell("solo", 1.0)))
+            measured = options.interleaved(wanted)
             rates = measured.medians()
             title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
-            section.markdown += [title, report.peers_table(rates, slowdowns)]
-            section.checks += report.peers_checks(model, step_s, rates, slowdowns)
+            section.markdown += [title, peers_table(rates, slowdowns)]
+            section.checks += peers_checks(model, step_s, rates, slowdowns)
+            section.checks += ddp_checks(model, rates, slowdowns)
             section.record[model] = {"step_s": step_s, **section.add(measured, cells)}
     return section
 
@@ -99,15 +447,18 @@ def _peer_cells(
     cells: Cells, step_s: float, slowdown: float, missing: Mapping[str, str]
 ) -> list[Cell]:
     pauses = (0.0, (slowdown - 1.0) * step_s)
-    found = [cells.solo(report.cell("solo", slowdown), pauses[1])]
-    found.append(cells.threads(report.cell("threads", slowdown), pauses))
+    found = [cells.solo(cell("solo", slowdown), pauses[1])]
+    found.append(cells.threads(cell("threads", slowdown), pauses))
     for name, policy in POLICIES.items():
-        found.append(cells.runtime(report.cell(name, slowdown), policy, pauses))
+        found.append(cells.runtime(cell(name, slowdown), policy, pauses))
+    found.append(cells.way(cell("cadence_thread", slowdown), "cadence_thread", slowdown))
+    if slowdown == 1.0:
+        found.append(cells.way(cell("one", slowdown), "one"))
     if hasattr(os, "sched_setaffinity"):
-        key = report.cell("sync_pinned", slowdown)
+        key = cell("sync_pinned", slowdown)
         found.append(cells.runtime(key, POLICIES["sync"], pauses, pinned=True))
-    available = [name for name in report.PEERS if name not in missing]
-    found += [cells.peer(report.cell(name, slowdown), name, pauses) for name in available]
+    available = [name for name in PEERS if name not in missing]
+    found += [cells.peer(cell(name, slowdown), name, pauses) for name in available]
     return found
 
 
@@ -121,15 +472,15 @@ def efficiency(options: Options) -> Section:
         ratios: dict[float, list[float]] = {}
         for slowdown in options.slowdowns:
             pauses = (0.0, (slowdown - 1.0) * step_s)
-            threads, cadence = (report.cell(name, slowdown) for name in ("threads", "cadence"))
+            threads, cadence = (cell(name, slowdown) for name in ("threads", "cadence"))
             pair = [cells.threads(threads, pauses)]
             pair.append(cells.runtime(cadence, POLICIES["cadence"], pauses))
-            measured = interleaved(pair, options)
+            measured = options.interleaved(pair)
             ratios[slowdown] = measured.ratios(cadence, threads)
             section.record.setdefault(model, {})[f"{slowdown:g}"] = section.add(measured)
         title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
-        section.markdown += [title, report.efficiency_table(ratios)]
-        section.checks += report.efficiency_checks(model, step_s, ratios)
+        section.markdown += [title, efficiency_table(ratios)]
+        section.checks += efficiency_checks(model, step_s, ratios)
         section.record[model] |= {"step_s": step_s, "details": cells.details()}
     return section
 
@@ -142,11 +493,11 @@ def world(options: Options) -> Section:
     for size in sizes:
         for name, policy in POLICIES.items():
             pauses = (WORLD_STEP_S,) * size
-            wanted.append(cells.runtime(report.cell(name, size), policy, pauses))
-    measured = interleaved(wanted, options)
+            wanted.append(cells.runtime(cell(name, size), policy, pauses))
+    measured = options.interleaved(wanted)
     rates = measured.medians()
-    section.markdown.append(report.world_table(rates, sizes))
-    section.checks += report.world_checks(rates, sizes, WORLD_STEP_S * 1e3)
+    section.markdown.append(world_table(rates, sizes))
+    section.checks += world_checks(rates, sizes, WORLD_STEP_S * 1e3)
     section.record = section.add(measured, cells)
     return section
 
@@ -160,22 +511,22 @@ def model(options: Options) -> Section:
     pauses = (MODEL_STEP_S, MODEL_STEP_S)
     for size in sizes:
         cells = Cells(sparse(size), 0.0, seconds)
-        wanted = [cells.solo(report.cell("solo", size), MODEL_STEP_S)]
+        wanted = [cells.solo(cell("solo", size), MODEL_STEP_S)]
         for name in ("cadence", "async"):
-            key = report.cell(name, size)
+            key = cell(name, size)
             wanted.append(cells.runtime(key, POLICIES[name], pauses, recorded=True, steady=True))
-        measured = interleaved(wanted, options)
+        measured = options.interleaved(wanted)
         rates |= measured.medians()
         for key, outcomes in cells.outcomes.items():
             rounds[key] = {"num_params": size, **_round_numbers(outcomes)}
         section.record[f"{size}"] = section.add(measured, cells)
-    section.markdown += ["### Averaging", report.rounds_table(rates, rounds)]
+    section.markdown += ["### Averaging", rounds_table(rates, rounds)]
     section.record["rounds"] = rounds
-    with DdpGroup(2, "peers_worker.py") as group:
+    with GlooGroup(2) as group:
         lockstep, records = _lockstep(section, sizes, options, group)
     section.record["lockstep"] = records
     batch_size = tiny().batch_size
-    section.markdown += ["### Lockstep", report.lockstep_table(lockstep, sizes, batch_size)]
+    section.markdown += ["### Lockstep", lockstep_table(lockstep, sizes, batch_size)]
     return section
 
 
@@ -192,7 +543,7 @@ def _round_numbers(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def _lockstep(
-    section: Section, sizes: Sequence[int], options: Options, group: DdpGroup
+    section: Section, sizes: Sequence[int], options: Options, group: GlooGroup
 ) -> tuple[dict[str, float], dict[str, Any]]:
     rates: dict[str, float] = {}
     records: dict[str, Any] = {}
@@ -202,11 +553,11 @@ def _lockstep(
         data = workload.make_data(workload.batch_size * 8)
         rate = solo_rate(workload, data, warmup_s=0.1, measure_s=0.2)
         cells = Cells(workload, workload.batch_size / rate, options.seconds, group)
-        wanted = [cells.threads(report.cell("threads", size), pauses)]
-        key = report.cell("sync", size)
+        wanted = [cells.threads(cell("threads", size), pauses)]
+        key = cell("sync", size)
         wanted.append(cells.runtime(key, ApplyPolicy.SYNC, pauses, steady=True))
-        wanted.append(cells.peer(report.cell("ddp", size), "ddp", pauses))
-        measured = interleaved(wanted, options)
+        wanted.append(cells.peer(cell("ddp", size), "ddp", pauses))
+        measured = options.interleaved(wanted)
         rates |= measured.medians()
         records[f"{size}"] = section.add(measured, cells)
     return rates, records
@@ -226,16 +577,16 @@ def step(options: Options) -> Section:
         cells = Cells(workload, bare_s, max(options.seconds, MIN_STEPS * step_s))
         cadence = ApplyPolicy.CADENCE
         wanted = [
-            cells.solo(report.step_cell("solo", kind, step_s), pause_s),
-            cells.threads(report.step_cell("threads", kind, step_s), (pause_s,) * 2),
-            cells.runtime(report.step_cell("one", kind, step_s), cadence, (pause_s,)),
-            cells.runtime(report.step_cell("cadence", kind, step_s), cadence, (pause_s,) * 2),
+            cells.solo(step_cell("solo", kind, step_s), pause_s),
+            cells.threads(step_cell("threads", kind, step_s), (pause_s,) * 2),
+            cells.runtime(step_cell("one", kind, step_s), cadence, (pause_s,)),
+            cells.runtime(step_cell("cadence", kind, step_s), cadence, (pause_s,) * 2),
         ]
-        measured = interleaved(wanted, options)
+        measured = options.interleaved(wanted)
         rates |= measured.medians()
         section.record[f"{kind} {step_s * 1e3:g} ms"] = section.add(measured, cells)
-    section.markdown.append(report.step_table(rates, steps, tiny().batch_size))
-    section.checks += report.step_checks(rates, steps)
+    section.markdown.append(step_table(rates, steps, tiny().batch_size))
+    section.checks += step_checks(rates, steps)
     return section
 
 
@@ -246,7 +597,7 @@ def coordinator(options: Options) -> Section:
         cells = Cells(tiny(), 0.0, LONGER * options.seconds)
         pauses = (step_s,) * num_workers
         wanted = [cells.runtime(name, policy, pauses) for name, policy in POLICIES.items()]
-        measured = interleaved(wanted, options)
+        measured = options.interleaved(wanted)
         for name, outcomes in cells.outcomes.items():
             rows.append(
                 {
@@ -259,8 +610,8 @@ def coordinator(options: Options) -> Section:
             )
         section.record[f"{num_workers} workers"] = section.add(measured, cells)
     section.record["rows"] = rows
-    section.markdown.append(report.coordinator_table(rows))
-    section.checks += report.coordinator_checks(rows)
+    section.markdown.append(coordinator_table(rows))
+    section.checks += coordinator_checks(rows)
     return section
 
 
@@ -272,3 +623,298 @@ SECTIONS: dict[str, tuple[str, Callable[[Options], Section]]] = {
     "step": ("Shorter steps", step),
     "coordinator": ("The coordinator's thread", coordinator),
 }
+
+
+# == against another checkout =============================================================
+
+AGAINST_WANTED = 0.98
+OVERHEAD_WANTED = 1.0
+OVERHEAD_S = 4.0
+"""Of one measurement of the step overhead."""
+TREES = ("after", "before")
+"""This checkout, and the other one."""
+BOOT = """
+import sys
+root = sys.argv[1]
+sys.path.insert(0, root)
+import benchmarks.harness  # these benchmarks, whatever the other checkout has
+sys.path.remove(root)
+from benchmarks.speed import serve_tree
+serve_tree()
+"""
+
+
+@contextmanager
+def tree_child(name: str, tree: Path) -> Iterator[Child]:
+    """A process of these benchmarks over the packages of a checkout.
+
+    Raises:
+        RuntimeError: It has imported other ones.
+    """
+    env = {**os.environ, "PYTHONPATH": str(tree)}
+    # -P: else the current folder would be searched before PYTHONPATH.
+    with Child(f"the process over {tree}", ["-P", "-c", BOOT, str(ROOT)], env) as child:
+        found = child.answer()
+        for package, folder in found.items():
+            if Path(folder).parent != tree:
+                raise RuntimeError(f"{package} of {name!r} is from {folder}, not from {tree}")
+        yield child
+
+
+def serve_tree() -> None:
+    """Measure on request, over the packages that this process finds."""
+    torch.set_num_threads(1)
+    made: dict[tuple[str, float], Cells] = {}
+
+    def work(
+        what: str, model: str, way: str, step_s: float, seconds: float, slowdown: float, rate: float
+    ) -> float:
+        """Samples/s, or the time of a step of a worker over that of a bare step."""
+        workload = workload_of(model)
+        if what == "overhead":
+            from benchmarks import overhead
+
+            pairs = overhead.step_pairs(workload, WAYS[way][0], seconds)
+            return statistics.median(p.wall_s[0] / p.wall_s[1] for p in pairs)
+        cells = made.setdefault((model, seconds), Cells(workload, step_s, seconds))
+        return cells.way("", way, slowdown).run(rate)
+
+    packages = [importlib.import_module(name) for name in ("runtime", "coordinator")]
+    serve(work, {p.__name__: str(Path(p.__file__ or "").resolve().parent) for p in packages})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """One thing that is measured over both checkouts.
+
+    Attributes:
+        title: For the table.
+        model: The workload's name.
+        guess: First guess of the rate; later the fastest of either checkout sizes a run.
+        request: What the processes are asked, but for the rate.
+    """
+
+    title: str
+    model: str
+    guess: float
+    request: dict[str, Any]
+
+    @property
+    def is_overhead(self) -> bool:
+        """Whether it is a step's time over a bare one's, of which less is better."""
+        return self.request["what"] == "overhead"
+
+
+def contests(args: argparse.Namespace) -> list[Contest]:
+    """What the arguments ask for: rates, then steps against bare ones."""
+    found = []
+    for model in args.models:
+        workload = workload_of(model)
+        step_s = step_seconds(workload)
+        cells = Cells(workload, step_s, args.seconds)
+        common = {"model": model, "step_s": step_s}
+        for slowdown in args.slowdowns:
+            for way in args.ways:
+                if slowdown != 1.0 and WAYS[way][0] == 1:
+                    continue
+                slowed = f", rank 1 slowed {slowdown:g} times" if slowdown != 1.0 else ""
+                guess = cells.way("", way, slowdown).guess
+                more = {"way": way, "seconds": args.seconds, "slowdown": slowdown}
+                request = {"what": "rate", **common, **more}
+                title = f"{WAY_TITLES[way]}{slowed}"
+                found.append(Contest(title=title, model=model, guess=guess, request=request))
+        if args.no_overhead:
+            continue
+        for way, title in (("one", "1 worker"), ("cadence", "2 workers")):
+            more = {"way": way, "seconds": args.overhead_seconds, "slowdown": 1.0}
+            request = {"what": "overhead", **common, **more}
+            title = f"step / bare step, {title}"
+            found.append(Contest(title=title, model=model, guess=0.0, request=request))
+    return found
+
+
+def run_contests(
+    wanted: Sequence[Contest], trees: Mapping[str, Path], num_pairs: int, num_retries: int
+) -> list[Measured]:
+    """Measure all over both checkouts, one right after the other, in new processes each round.
+
+    Every other round is in reverse order, and so is every other pair.
+    """
+    found = [Measured() for _ in wanted]
+    for index in range(num_pairs):
+        with (
+            tree_child("after", trees["after"]) as after,
+            tree_child("before", trees["before"]) as before,
+        ):
+            children = {"after": after, "before": before}
+            order = list(enumerate(wanted))
+            for position, contest in order if index % 2 == 0 else reversed(order):
+                measured = found[position]
+                rate = max((r for runs in measured.rates.values() for r in runs), default=0.0)
+
+                def ask(child: Child, contest: Contest = contest, rate: float = rate) -> float:
+                    return child.ask(**contest.request, rate=rate or contest.guess)
+
+                cells = [
+                    Cell(key=tree, guess=0.0, run=lambda _, c=children[tree]: ask(c))
+                    for tree in (TREES if (index + position) % 2 == 0 else TREES[::-1])
+                ]
+                pair = interleaved(cells, 1, num_retries)
+                for tree in TREES:
+                    measured.rates[tree] += pair.rates[tree]
+                    measured.loads[tree] += pair.loads[tree]
+    return found
+
+
+def contest_check(contest: Contest, ratios: Sequence[float]) -> Check:
+    """The target for the median of the ratios of neighbours in time.
+
+    A rate shall be 0.98 of the other's at least. A step against a bare one shall not be longer,
+    which it is if the whole interval of the median lies above 1.
+    """
+    middle, low, _ = median_interval(ratios)
+    what = f"{contest.model}, {contest.title}: after / before"
+    if contest.is_overhead:
+        what += ", low end of the interval"
+        return Check(what=what, measured=low, wanted=OVERHEAD_WANTED, at_most=True)
+    return Check(what=what, measured=middle, wanted=AGAINST_WANTED)
+
+
+def contest_table(wanted: Sequence[Contest], found: Sequence[Measured]) -> str:
+    """A row for each: ratios alone."""
+    rows = []
+    for contest, measured in zip(wanted, found, strict=True):
+        ratios = measured.ratios(*TREES)
+        middle, low, high = median_interval(ratios)
+        check = contest_check(contest, ratios)
+        bound = f"{'<=' if check.at_most else '>='} {check.wanted:g}"
+        shares = [f"{median(measured.rates[tree]):.3f}" for tree in TREES]
+        rows.append(
+            [
+                *(contest.model, contest.title, f"{middle:.3f}", f"{low:.3f} to {high:.3f}"),
+                *(f"{len(ratios)}", bound, check.verdict),
+                *(shares if contest.is_overhead else ("", "")),
+            ]
+        )
+    head = ["model", "what", "after / before", "95 % interval", "pairs", "wanted", ""]
+    return table([*head, "after", "before"], rows, num_texts=2)
+
+
+def against(args: argparse.Namespace, result: dict[str, Any]) -> int:
+    """This checkout against another one; 0 if every target is met, 1 if not."""
+    trees = {"after": ROOT, "before": args.against.resolve()}
+    for package in ("runtime", "coordinator"):
+        if not (trees["before"] / package / "__init__.py").is_file():
+            sys.exit(
+                f"{trees['before']} has no package {package!r}: give a worktree of the project"
+            )
+    print(f"{args.pairs} interleaved pairs of about {args.seconds:g} s; after: this checkout\n")
+    wanted = contests(args)
+    found = run_contests(wanted, trees, args.pairs, args.retry)
+    print(contest_table(wanted, found), end="\n\n")
+    print(disturbed_line([one for measured in found for one in measured.disturbed()]))
+    checks = [
+        contest_check(contest, measured.ratios(*TREES))
+        for contest, measured in zip(wanted, found, strict=True)
+    ]
+    rows = [
+        {**contest.request, **measured.record(), "ratios": measured.ratios(*TREES)}
+        for contest, measured in zip(wanted, found, strict=True)
+    ]
+    result |= {"rows": rows, "targets": [check.record() for check in checks]}
+    save(args.json, result)
+    return 0 if all(check.met for check in checks) else 1
+
+
+# == the command line =====================================================================
+
+
+def sections(args: argparse.Namespace, result: dict[str, Any]) -> int:
+    """Measure the sections that were asked for."""
+    options = Options(
+        seconds=args.seconds,
+        repeat=args.repeat,
+        num_retries=args.retry,
+        quick=args.quick,
+        models=tuple(args.models),
+        slowdowns=tuple(args.slowdowns),
+    )
+    result |= {"repeat": args.repeat, "seconds": args.seconds, "sections": {}}
+    print(f"medians of {args.repeat} interleaved runs of about {args.seconds:g} s each\n")
+    checks: list[Check] = []
+    disturbed: list[bool] = []
+    for name in args.sections:
+        title, measure = SECTIONS[name]
+        section = measure(options)
+        print(f"## {title}\n")
+        print("\n\n".join(section.markdown), end="\n\n", flush=True)
+        checks += section.checks
+        disturbed += section.disturbed
+        targets = [check.record() for check in section.checks]
+        result["sections"][name] = {**section.record, "targets": targets}
+        save(args.json, result)
+    if checks:
+        print("## Targets\n")
+        print(checks_table(checks), end="\n\n")
+    print(disturbed_line(disturbed))
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    add("--models", nargs="+", choices=WORKLOADS, help="of 'peers' and 'efficiency' (mlp lenet)")
+    add(
+        "--slowdowns",
+        nargs="+",
+        type=float,
+        help="how often rank 1's step takes a bare one's there (1 2 3 5; --against: 1)",
+    )
+    add("--repeat", type=int, default=3, help="repetitions of each cell")
+    add("--seconds", type=float, help="length of one measurement (1.5; --against: 1)")
+    add("--quick", action="store_true", help="few cells, each once and short")
+    add_retry(parser)
+    other = parser.add_argument_group("against another checkout").add_argument
+    other("--against", type=Path, metavar="WORKTREE", help="measure both, side by side")
+    other("--pairs", type=int, default=10, help="pairs of each measurement (10)")
+    other("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="policies and transports")
+    other("--no-overhead", action="store_true", help="the throughput alone")
+    other(
+        "--overhead-seconds",
+        type=float,
+        default=OVERHEAD_S,
+        help=f"length of one measurement of the step overhead ({OVERHEAD_S:g})",
+    )
+    args = parser.parse_args(argv)
+    compared = args.against is not None
+    if args.quick:
+        args.repeat, args.pairs = 1, min(args.pairs, 3)
+        args.overhead_seconds = min(args.overhead_seconds, 2.0)
+    if args.models is None:
+        args.models = list(WORKLOADS) if compared else ["mlp", "lenet"]
+    if args.seconds is None:
+        args.seconds = 0.3 if args.quick else 1.0 if compared else 1.5
+    if args.slowdowns is None:
+        args.slowdowns = [1.0, 3.0] if args.quick else [1.0, 2.0, 3.0, 5.0]
+        args.slowdowns = [1.0] if compared else args.slowdowns
+    if min(args.repeat, args.pairs) < 1:
+        parser.error("--repeat and --pairs must be at least 1")
+    if min(args.slowdowns) < 1:
+        parser.error("--slowdowns must be at least 1")
+    if not (math.isfinite(args.seconds) and args.seconds > 0 and args.overhead_seconds >= 2):
+        parser.error("--seconds must be above 0, --overhead-seconds at least 2")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 if this checkout is slower than the other one."""
+    args = parse_args(argv)
+    result = begin()
+    cores = result["machine"]["cores"]
+    print(f"torch {torch.__version__}, {cores} cores, 1 intra-op thread everywhere;")
+    return sections(args, result) if args.against is None else against(args, result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,18 +1,27 @@
-"""The machine that a benchmark runs on: its settings, and who else uses it."""
+"""Measuring: the machine, cells in turn, medians and intervals, bounds, tables."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import math
 import os
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+# -- the machine and who else uses it ----------------------------------------------------
+
 
 # The same for every system and process: glibc reads them only at start-up.
 ENVIRONMENT = {
@@ -70,6 +79,26 @@ class MachineLoad:
         return time.perf_counter(), busy, own
 
 
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A parser that is described by the first line of a text, with ``--json FILE``."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    return parser
+
+
+def save(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write what there is, if a file was asked for. A run that is cut short keeps that."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def begin(environment: Mapping[str, str] = ENVIRONMENT) -> dict[str, Any]:
+    """Restart with an environment, use one intra-op thread; the head of a record."""
+    restart_with(environment)
+    torch.set_num_threads(1)
+    return {"machine": {**describe(), "environment": dict(environment)}}
+
+
 def add_retry(parser: argparse.ArgumentParser) -> None:
     """Add ``--retry N``, which :func:`undisturbed` takes."""
     parser.add_argument(
@@ -99,3 +128,203 @@ def undisturbed(num_retries: int, measure_once: Callable[[], float]) -> tuple[fl
         if attempts[-1][0] <= QUIET:
             break
     return min(attempts)
+
+
+# -- cells in turn -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One thing to measure.
+
+    Attributes:
+        key: Its name.
+        guess: First guess of its rate, which only sizes the first repetition.
+        run: Given the expected rate, measures and gives the rate, in samples/s.
+    """
+
+    key: str
+    guess: float
+    run: Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all repetitions gave.
+
+    Attributes:
+        rates: Samples/s of every repetition, for each cell.
+        loads: Share of the cores that other processes used meanwhile, likewise.
+    """
+
+    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    loads: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def medians(self) -> dict[str, float]:
+        """The median of each cell's undisturbed repetitions.
+
+        Of all repetitions, unless every cell has an undisturbed one: ratios of both kinds
+        would say nothing.
+        """
+        quiet = {
+            key: [rate for rate, load in zip(runs, self.loads[key], strict=True) if load <= QUIET]
+            for key, runs in self.rates.items()
+        }
+        used = quiet if all(quiet.values()) else self.rates
+        return {key: statistics.median(runs) for key, runs in used.items()}
+
+    def ratios(self, key: str, base: str) -> list[float]:
+        """One cell over another in each repetition, where they were measured in turn.
+
+        Of the pairs that nobody disturbed, if there are any.
+        """
+        pairs = [
+            (rate / other, max(loads) <= QUIET)
+            for rate, other, *loads in zip(
+                *(self.rates[key], self.rates[base], self.loads[key], self.loads[base]),
+                strict=True,
+            )
+        ]
+        return [ratio for ratio, quiet in pairs if quiet] or [ratio for ratio, _ in pairs]
+
+    def disturbed(self) -> list[bool]:
+        """For each measurement, whether others used too much of the machine."""
+        return [load > QUIET for runs in self.loads.values() for load in runs]
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return {
+            "median_rates": self.medians(),
+            "rates": dict(self.rates),
+            "used_by_others": dict(self.loads),
+        }
+
+
+def interleaved(
+    cells: Sequence[Cell],
+    repeat: int,
+    num_retries: int = 0,
+    prepare: Callable[[], object] | None = None,
+) -> Measured:
+    """Measure every cell once, then again; every other repetition in reverse order.
+
+    Args:
+        cells: What to measure.
+        repeat: Repetitions.
+        num_retries: How often a disturbed measurement is repeated.
+        prepare: Called at the start of each repetition.
+    """
+    found = Measured()
+    for index in range(repeat):
+        if prepare is not None:
+            prepare()
+        for cell in cells if index % 2 == 0 else reversed(cells):
+            _measure(cell, found, num_retries)
+    return found
+
+
+def _measure(cell: Cell, found: Measured, num_retries: int) -> None:
+    """Measure one cell."""
+    runs = found.rates[cell.key]
+    # The fastest: after a disturbed repetition the next one would be too short.
+    expected = max(runs, default=cell.guess)
+    others, rate = undisturbed(num_retries, lambda: cell.run(expected))
+    found.loads[cell.key].append(others)
+    runs.append(rate)
+
+
+# -- numbers and bounds ------------------------------------------------------------------
+
+
+def median(values: Sequence[float]) -> float:
+    """The median, ``nan`` of nothing."""
+    return statistics.median(values) if values else math.nan
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median with its interval of 95 %, from the order of the values alone.
+
+    Fewer than six values have no such interval: then it is all of them.
+    """
+    ordered, count = sorted(values), len(values)
+    low, outside = 0, 2 / 2**count
+    while outside + 2 * math.comb(count, low + 1) / 2**count <= 0.05:
+        low += 1
+        outside += 2 * math.comb(count, low) / 2**count
+    return statistics.median(ordered), ordered[low], ordered[count - 1 - low]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A measured number and its bound.
+
+    Attributes:
+        what: The sentence in the report.
+        measured: The number.
+        wanted: The bound.
+        at_most: Whether ``wanted`` bounds it from above.
+    """
+
+    what: str
+    measured: float
+    wanted: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether it is kept; a number that is missing, ``nan``, keeps none."""
+        if self.at_most:
+            return self.measured <= self.wanted
+        return self.measured >= self.wanted
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        return "met" if self.met else "MISSED"
+
+    def __str__(self) -> str:
+        """The whole in a sentence."""
+        bound = f"at {'most' if self.at_most else 'least'} {self.wanted:g}"
+        return f"{self.what}: {self.measured:.3f}, wanted {bound}: {self.verdict}"
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return {**asdict(self), "met": self.met}
+
+
+# -- tables ------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1) -> str:
+    """A Markdown table; all columns but the first ``num_texts`` hold numbers."""
+    rule = ["---"] * num_texts + ["---:"] * (len(head) - num_texts)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def checks_table(checks: Sequence[Check]) -> str:
+    """All targets."""
+    rows = [
+        [
+            check.what,
+            f"at {'most' if check.at_most else 'least'} {check.wanted:.2f}",
+            f"{check.measured:.3f}",
+            check.verdict,
+        ]
+        for check in checks
+    ]
+    return table(("target", "wanted", "measured", ""), rows)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A time for a table; nothing for one that is missing."""
+    if seconds is None or math.isnan(seconds):
+        return ""
+    return f"{seconds * 1e3:,.{3 if seconds < 0.001 else 2 if seconds < 0.1 else 0}f}"
+
+
+def disturbed_line(disturbed: Sequence[bool]) -> str:
+    """How many measurements others spoiled."""
+    return (
+        f"Other processes used over {QUIET:.0%} of the cores in {sum(disturbed)} of "
+        f"{len(disturbed)} measurements."
+    )

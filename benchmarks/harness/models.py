@@ -1,13 +1,19 @@
-"""The three workloads of the benchmarks: a model, its optimizer and synthetic data."""
+"""What the speed benchmarks train: models, optimizers, synthetic data, and bare loops over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+# -- the workloads of all ----------------------------------------------------------------
+
 
 Batch = tuple[Tensor, Tensor]
 BYTES_PER_DATA_SET = 512 * 2**20
@@ -177,3 +183,285 @@ WORKLOADS = {
         ),
     )
 }
+
+
+TRANSFORMERS = {
+    "small": replace(WORKLOADS["transformer"], name="small"),
+    "middle": replace(
+        WORKLOADS["transformer"],
+        name="middle",
+        what="character transformer 4x192, length 64, batch 8, AdamW fused",
+        make_model=lambda: CharTransformer(width=192, depth=4),
+    ),
+    "wide": replace(
+        WORKLOADS["transformer"],
+        name="wide",
+        what="character transformer 4x384, length 64, batch 8, AdamW fused",
+        make_model=lambda: CharTransformer(width=384, depth=4),
+    ),
+}
+"""Transformers of three sizes, for what is sharded."""
+
+
+# -- loops without any runtime -----------------------------------------------------------
+
+
+WAIT_S = 120.0
+
+
+def batches(data: Batch, batch_size: int, seed: int) -> Iterator[Batch]:
+    """Batches gathered from in-memory tensors, epoch after epoch, each in a new order."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(data[0]), generator=generator)
+        for indices in order.split(batch_size):
+            yield data[0].index_select(0, indices), data[1].index_select(0, indices)
+
+
+def train_step(
+    workload: Workload,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    pause_s: float = 0.0,
+) -> None:
+    """One step; a slowed rank pauses before its backward, as it does in every system.
+
+    Args:
+        workload: What is trained.
+        model: The model.
+        optimizer: Its optimizer.
+        batch: Of any size.
+        pause_s: Sleep for a whole batch; a smaller one sleeps in proportion, as it computes.
+    """
+    optimizer.zero_grad()
+    loss = workload.loss(model, batch)
+    if pause_s:
+        time.sleep(pause_s * len(batch[0]) / workload.batch_size)
+    loss.backward()
+    optimizer.step()
+
+
+def solo_rate(
+    workload: Workload,
+    data: Batch,
+    *,
+    warmup_s: float,
+    measure_s: float,
+    seed: int = 0,
+    pause_s: float = 0.0,
+    num_threads: int = 1,
+    batch_size: int | None = None,
+) -> float:
+    """Samples/s of a bare loop in the calling thread, from step boundary to step boundary.
+
+    Args:
+        workload: What is trained.
+        data: The data set.
+        warmup_s: Seconds before the clock starts.
+        measure_s: Seconds that are timed.
+        seed: Of the order of the samples.
+        pause_s: Sleep within a step of the workload's batch size.
+        num_threads: Intra-op threads; there is one again afterwards.
+        batch_size: Samples a step, if not as the workload says.
+    """
+    torch.set_num_threads(num_threads)
+    model = workload.make_model()
+    optimizer = workload.make_optimizer(model.parameters())
+    start: float | None = None
+    num_samples = 0
+    begin = now = time.perf_counter()
+    for batch in batches(data, batch_size or workload.batch_size, seed):
+        train_step(workload, model, optimizer, batch, pause_s)
+        now = time.perf_counter()
+        if start is not None:
+            num_samples += len(batch[0])
+            if now - start >= measure_s:
+                break
+        elif now - begin >= warmup_s:
+            start = now
+    assert start is not None
+    torch.set_num_threads(1)
+    return num_samples / (now - start)
+
+
+def step_seconds(workload: Workload) -> float:
+    """Time of a bare loop's step, the fastest of five runs."""
+    data = workload.make_data(40 * workload.batch_size)
+    runs = [solo_rate(workload, data, warmup_s=0.1, measure_s=0.3) for _ in range(5)]
+    return workload.batch_size / max(runs)
+
+
+def threads_rate(
+    workload: Workload,
+    data: Batch,
+    *,
+    num_threads: int,
+    warmup_s: float,
+    measure_s: float,
+    pauses_s: tuple[float, ...] = (),
+) -> float:
+    """Sum of the samples/s of bare loops that run at the same time and share only the data."""
+    rates = [0.0] * num_threads
+    together = threading.Barrier(num_threads)
+
+    def run(index: int) -> None:
+        together.wait(WAIT_S)
+        rates[index] = solo_rate(
+            workload,
+            data,
+            warmup_s=warmup_s,
+            measure_s=measure_s,
+            seed=index,
+            pause_s=pauses_s[index] if pauses_s else 0.0,
+        )
+
+    threads = [
+        threading.Thread(target=run, args=(i,), name=f"bare-{i}", daemon=True)
+        for i in range(num_threads)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    if not all(rates):
+        raise RuntimeError("a bare training thread did not finish")
+    return sum(rates)
+
+
+# -- workloads that are asleep, busy or large --------------------------------------------
+
+
+NUM_FEATURES = 16
+NUM_CLASSES = 10
+BATCH_SIZE = 8
+INNER = 128
+"""Width of the busy step's matrices; their length sets its time."""
+
+
+def _tiny_data(num_samples: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_samples, NUM_FEATURES, generator=generator)
+    return x, torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
+
+
+def _plain_sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, fused=True)
+
+
+def _workload(
+    name: str,
+    what: str,
+    make_model: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Batch], Tensor] = classification_loss,
+) -> Workload:
+    return Workload(
+        name=name,
+        what=what,
+        batch_size=BATCH_SIZE,
+        sample_bytes=4 * NUM_FEATURES,
+        make_model=make_model,
+        make_optimizer=_plain_sgd,
+        loss=loss,
+        make_data=_tiny_data,
+    )
+
+
+def tiny() -> Workload:
+    """A step of almost nothing: its time is that of the sleep that is added."""
+    return _workload("tiny", "linear 16-10", lambda: nn.Linear(NUM_FEATURES, NUM_CLASSES))
+
+
+class Busy(nn.Module):
+    """A linear layer, and a product of matrices that keeps a core busy without the GIL."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        # Plain tensors, no buffers: buffers would be averaged.
+        self.left = torch.randn(num_rows, INNER)
+        self.right = torch.randn(INNER, INNER)
+        self.product = torch.empty(num_rows, INNER)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.left):
+            with torch.no_grad():
+                torch.mm(self.left, self.right, out=self.product)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _busy_of(num_rows: int) -> Workload:
+    return _workload(f"busy:{num_rows}", "linear 16-10 and a product", lambda: Busy(num_rows))
+
+
+def busy(step_s: float) -> Workload:
+    """A step that takes ``step_s`` in a bare loop, or as little as a step can."""
+    data = _tiny_data(100 * BATCH_SIZE)
+    num_rows = 0
+    for _ in range(3):  # the time of a row is not quite the same at all lengths
+        trial = _busy_of(num_rows)
+        rate = max(solo_rate(trial, data, warmup_s=0.03, measure_s=0.1) for _ in range(3))
+        missing_s = step_s - BATCH_SIZE / rate
+        num_rows = max(0, num_rows + round(missing_s / _row_seconds(max(num_rows, 256))))
+    return _busy_of(num_rows)
+
+
+def _row_seconds(num_rows: int) -> float:
+    model = Busy(num_rows)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.mm(model.left, model.right, out=model.product)
+        times.append(time.perf_counter() - start)
+    return min(times) / num_rows
+
+
+class Large(nn.Module):
+    """A linear layer, and ``num_params`` parameters more."""
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.body = nn.Parameter(torch.zeros(num_params))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _dense_loss(model: nn.Module, batch: Batch) -> Tensor:
+    module: Any = getattr(model, "module", model)  # of DistributedDataParallel
+    body: Tensor = module.body
+    return classification_loss(model, batch) + body[:16].sum()
+
+
+def sparse(num_params: int) -> Workload:
+    """All parameters are averaged, but only the linear layer has a gradient.
+
+    So the step takes the same time at every size, and what grows is the averaging alone.
+    """
+    what = f"{num_params:,} parameters, few with a gradient"
+    return _workload(f"sparse:{num_params}", what, lambda: Large(num_params))
+
+
+def dense(num_params: int) -> Workload:
+    """All parameters have a gradient, zero for most: one pass to make it, one in SGD."""
+    what = f"{num_params:,} parameters, all with a gradient"
+    return _workload(f"dense:{num_params}", what, lambda: Large(num_params), _dense_loss)
+
+
+def workload_of(name: str) -> Workload:
+    """The workload of a name, in any process."""
+    kind, _, number = name.partition(":")
+    match kind:
+        case "tiny":
+            return tiny()
+        case "busy":
+            return _busy_of(int(number))
+        case "sparse":
+            return sparse(int(number))
+        case "dense":
+            return dense(int(number))
+        case _:
+            return (WORKLOADS | TRANSFORMERS)[name]

@@ -1,13 +1,17 @@
-"""The peers benchmark: its ratios, verdicts and tables."""
+"""The speed benchmark: its ratios, verdicts and tables, and a run against another checkout."""
 
 from __future__ import annotations
 
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 
-from benchmarks import peers_report as report
-from benchmarks.peers_report import Check, cell, step_cell
+from benchmarks import speed as report
+from benchmarks.harness import measure
+from benchmarks.harness.measure import Check
+from benchmarks.speed import cell, step_cell
 
 
 def rates_at(slowdown, **systems):
@@ -47,7 +51,7 @@ def test_a_bound_is_kept_on_its_side_and_by_no_missing_number(measured, at_most,
     check = Check(what="x", measured=measured, wanted=0.95, at_most=at_most)
     assert check.met is met
     assert check.record()["met"] is met
-    assert ("| met |" in report.checks_table([check])) is met
+    assert ("| met |" in measure.checks_table([check])) is met
 
 
 # -- peers ------------------------------------------------------------------------------
@@ -89,6 +93,21 @@ def test_efficiency_is_wanted_from_steps_of_a_millisecond_on():
     assert all(c.met for c in shares)
     assert short == [c for c in long if c not in shares]
     assert [c.met for c in short] == [False, True, True, False, True, True]
+
+
+def test_ddp_is_to_be_beaten_by_more_where_the_step_is_short_and_a_rank_is_slowed():
+    rates = {**FAIR, cell("one", 1): 96.0}
+    mlp = report.ddp_checks("mlp", rates, [1.0, 2.0, 3.0])
+    assert [(c.measured, c.wanted, c.met) for c in mlp] == [
+        (0.96, 0.97, False),
+        (171 / 160, 2.0, False),
+        (150 / 160, 2.0, False),
+        (117 / 55, 1.8, True),
+        (117 / 120, 1 / 1.1, True),
+    ]
+    assert [c.wanted for c in report.ddp_checks("lenet", rates, [1.0])] == [0.97, 1.3, 1.2]
+    alone = {key: rate for key, rate in rates.items() if not key.startswith("ddp")}
+    assert len(report.ddp_checks("mlp", alone, [1.0, 3.0])) == 2
 
 
 def test_efficiency_is_judged_by_the_median_of_the_pairs():
@@ -152,7 +171,100 @@ def test_lockstep_steps_are_of_both_ranks_and_show_what_is_more_than_bare():
 
 
 def test_a_missing_time_is_left_blank():
-    assert report.milliseconds(math.nan) == ""
-    assert report.milliseconds(0.0001234) == "0.123"
-    assert report.milliseconds(0.0123) == "12.30"
-    assert report.milliseconds(1.5) == "1,500"
+    assert measure.milliseconds(math.nan) == ""
+    assert measure.milliseconds(0.0001234) == "0.123"
+    assert measure.milliseconds(0.0123) == "12.30"
+    assert measure.milliseconds(1.5) == "1,500"
+
+
+# -- against another checkout -----------------------------------------------------------
+
+
+def contest(what="rate"):
+    request = {"what": what, "way": "cadence"}
+    return report.Contest(title="CADENCE", model="mlp", guess=1.0, request=request)
+
+
+@pytest.mark.parametrize(
+    ("what", "ratios", "met"),
+    [
+        ("rate", [0.97, 0.98, 1.5], True),
+        ("rate", [0.90, 0.979, 1.5], False),
+        ("overhead", [0.99, 1.02, 1.03], True),  # the interval has 1
+        ("overhead", [1.001, 1.02, 1.03], False),
+        ("overhead", [0.9, 0.91, 0.92], True),
+    ],
+)
+def test_a_rate_has_a_bound_and_a_step_may_not_be_longer_for_sure(what, ratios, met):
+    assert report.contest_check(contest(what), ratios).met is met
+
+
+def test_the_table_shows_ratios_and_no_rates():
+    found = measure.Measured()
+    found.rates.update({"after": [4000.0, 2000.0], "before": [2000.0, 2000.0]})
+    found.loads.update({"after": [0.0, 0.0], "before": [0.0, 0.0]})
+    text = report.contest_table([contest()], [found])
+    assert row_of(text, "CADENCE")[2:7] == ["1.500", "1.000 to 2.000", "2", ">= 0.98", "met"]
+    assert "000.0" not in text.replace("1.000 to 2.000", "")
+
+
+@pytest.fixture
+def slow_checkout(tmp_path):
+    """Another layout of the project, in which each step sleeps."""
+    root = Path(__file__).parents[3]
+    tree = tmp_path / "before"
+    for package in ("runtime", "coordinator"):
+        shutil.copytree(root / package, tree / package)
+    init = tree / "runtime" / "__init__.py"
+    init.write_text(init.read_text() + SLOW)
+    return tree
+
+
+SLOW = """
+
+def _slow(builder):
+    import time
+    plain = builder
+
+    def make(model_factory, optim_factory, train_fn):
+        def slow(*args):
+            time.sleep(0.02)
+            return train_fn(*args)
+        return plain(model_factory, optim_factory, slow)
+
+    return staticmethod(make)
+
+Trainer.builder = _slow(Trainer.builder)
+"""
+
+
+def test_a_slower_checkout_loses_against_this_one(slow_checkout):
+    root = Path(__file__).parents[3]
+    wanted = [
+        report.Contest(
+            title="1 worker",
+            model="mlp",
+            guess=200.0,
+            request={
+                **{"what": "rate", "model": "mlp", "step_s": 0.002, "way": "one"},
+                **{"seconds": 0.05, "slowdown": 1.0},
+            },
+        )
+    ]
+    (measured,) = report.run_contests(wanted, {"after": root, "before": slow_checkout}, 1, 0)
+    (ratio,) = measured.ratios("after", "before")
+    assert ratio > 2.0
+
+
+def test_a_folder_without_the_packages_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="no package 'runtime'"):
+        report.against(report.parse_args(["--against", str(tmp_path)]), {})
+
+
+def test_a_process_that_finds_other_packages_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    with (
+        pytest.raises(RuntimeError, match=r"runtime of 'before' is from .*, not from"),
+        report.tree_child("before", tmp_path / "elsewhere"),
+    ):
+        pass

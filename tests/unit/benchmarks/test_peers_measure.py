@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 
 import pytest
 
@@ -12,13 +10,6 @@ from benchmarks.harness import measure as machine
 from benchmarks.harness.measure import QUIET
 
 BUSY = 2 * QUIET
-
-
-@pytest.fixture
-def measuring(monkeypatch):
-    """``peers_measure``, which finds its neighbours as in a script's folder."""
-    monkeypatch.setitem(sys.modules, "machine", machine)
-    return importlib.import_module("benchmarks.peers_measure")
 
 
 @pytest.fixture
@@ -65,8 +56,8 @@ def test_without_a_word_nothing_is_repeated():
 # -- repetitions ------------------------------------------------------------------------
 
 
-def test_medians_are_of_the_undisturbed_repetitions(measuring):
-    found = measuring.Measured()
+def test_medians_are_of_the_undisturbed_repetitions():
+    found = machine.Measured()
     found.rates.update({"a": [9.0, 1.0, 2.0, 4.0], "b": [7.0, 8.0]})
     found.loads.update({"a": [BUSY, 0.0, QUIET, 0.01], "b": [0.0, BUSY]})
     assert found.medians() == {"a": 2.0, "b": 7.0}
@@ -74,16 +65,16 @@ def test_medians_are_of_the_undisturbed_repetitions(measuring):
     assert found.record()["median_rates"] == found.medians()
 
 
-def test_medians_are_of_all_repetitions_if_one_cell_was_never_undisturbed(measuring):
+def test_medians_are_of_all_repetitions_if_one_cell_was_never_undisturbed():
     """A ratio of an undisturbed rate and a disturbed one would say nothing."""
-    found = measuring.Measured()
+    found = machine.Measured()
     found.rates.update({"a": [9.0, 1.0, 2.0], "b": [7.0, 8.0]})
     found.loads.update({"a": [BUSY, 0.0, 0.0], "b": [BUSY, BUSY]})
     assert found.medians() == {"a": 2.0, "b": 7.5}
 
 
-def test_ratios_are_of_one_repetition_each_and_of_undisturbed_pairs(measuring):
-    found = measuring.Measured()
+def test_ratios_are_of_one_repetition_each_and_of_undisturbed_pairs():
+    found = machine.Measured()
     found.rates.update({"a": [9.0, 4.0, 6.0], "b": [3.0, 8.0, 6.0]})
     found.loads.update({"a": [BUSY, 0.0, 0.0], "b": [0.0, 0.0, QUIET]})
     assert found.ratios("a", "b") == [0.5, 1.0]
@@ -91,7 +82,7 @@ def test_ratios_are_of_one_repetition_each_and_of_undisturbed_pairs(measuring):
     assert found.ratios("a", "b") == [3.0, 0.5, 1.0]
 
 
-def test_every_cell_is_measured_in_turn_and_sized_by_its_fastest_repetition(measuring, others):
+def test_every_cell_is_measured_in_turn_and_sized_by_its_fastest_repetition(others):
     asked, rates = [], {"a": [5.0, 3.0, 4.0, 2.0], "b": [7.0, 6.0, 9.0]}
 
     def cell(key):
@@ -99,15 +90,19 @@ def test_every_cell_is_measured_in_turn_and_sized_by_its_fastest_repetition(meas
             asked.append((key, expected))
             return rates[key].pop(0)
 
-        return measuring.Cell(key=key, guess=1.0, run=run)
+        return machine.Cell(key=key, guess=1.0, run=run)
 
     others += [BUSY, 0.01, 0.02, 0.03, 0.04, 0.0, 0.0]
-    options = measuring.Options(
-        seconds=1.0, repeat=3, num_retries=1, quick=False, models=(), slowdowns=()
-    )
-    found = measuring.interleaved([cell("a"), cell("b")], options)
+    found = machine.interleaved([cell("a"), cell("b")], 3, num_retries=1)
     # The first measurement of a is disturbed and made again; then b, b a, a b.
     first = [("a", 1.0), ("a", 1.0), ("b", 1.0)]
     assert asked == [*first, ("b", 7.0), ("a", 3.0), ("a", 4.0), ("b", 7.0)]
     assert found.rates == {"a": [3.0, 4.0, 2.0], "b": [7.0, 6.0, 9.0]}
     assert found.loads == {"a": [0.01, 0.04, 0.0], "b": [0.02, 0.03, 0.0]}
+
+
+def test_the_interval_of_a_median_is_made_of_the_values_order():
+    values = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert machine.median_interval(values) == (3.0, 1.0, 5.0)  # of five there is none
+    ten = [float(i) for i in range(10)]
+    assert machine.median_interval(ten) == (4.5, 1.0, 8.0)  # outside with a chance of 2.1 %

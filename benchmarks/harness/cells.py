@@ -1,0 +1,432 @@
+"""The runtime as the speed benchmarks run it, and cells of it, of bare loops and of peers.
+
+Uses what ``runtime`` exports and no more, so that it runs over another checkout's as well.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.measure import Cell
+from benchmarks.harness.models import Batch, Workload, solo_rate, threads_rate
+from benchmarks.harness.processes import GlooGroup
+from runtime import (
+    ApplyPolicy,
+    AverageBackend,
+    Statistics,
+    Timeline,
+    Trainer,
+    TrainerBuilder,
+    TrainerHandle,
+    current_worker,
+)
+
+POLICIES = {p.name.lower(): p for p in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC)}
+WAYS = {
+    "one": (1, ApplyPolicy.CADENCE, AverageBackend.AUTO),
+    "sync": (2, ApplyPolicy.SYNC, AverageBackend.AUTO),
+    "cadence": (2, ApplyPolicy.CADENCE, AverageBackend.CPU),
+    "cadence_thread": (2, ApplyPolicy.CADENCE, AverageBackend.THREAD),
+    "async": (2, ApplyPolicy.ASYNC, AverageBackend.CPU),
+    "async_thread": (2, ApplyPolicy.ASYNC, AverageBackend.THREAD),
+}
+"""Workers, policy and backend, by name; lockstep on CPUs is over ``THREAD``."""
+WAY_TITLES = {
+    "one": "1 worker",
+    "sync": "SYNC over THREAD",
+    "cadence": "CADENCE over CPU",
+    "cadence_thread": "CADENCE over THREAD",
+    "async": "ASYNC over CPU",
+    "async_thread": "ASYNC over THREAD",
+}
+
+
+# -- a run under the conditions of the bare loops ----------------------------------------
+
+
+def runtime_builder(
+    workload: Workload,
+    data: Any,
+    counts: list[int],
+    *,
+    num_epochs: int,
+    policy: ApplyPolicy,
+    pauses_s: Sequence[float] = (),
+    backend: AverageBackend = AverageBackend.AUTO,
+    pinned: bool = False,
+    train_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
+) -> TrainerBuilder:
+    """CPU workers with one intra-op thread each; all that is not named has the defaults.
+
+    Args:
+        workload: Model, optimizer and loss.
+        data: The data set, tensors or what gathers batches.
+        counts: Batches that each rank has trained, which its worker counts up; as many
+            zeros as there shall be workers.
+        num_epochs: Epochs.
+        policy: The policy.
+        pauses_s: Sleep of each rank within a step of a whole batch, in seconds; a smaller
+            batch sleeps in proportion. Empty: none.
+        backend: How replicas are averaged.
+        pinned: Whether each worker's thread is kept on a core of its own (Linux).
+        train_fn: What is done in a step, instead of the workload's loss, the pause and the
+            count.
+    """
+    ranks = count()
+
+    def step(model: nn.Module, batch: Batch) -> Tensor:
+        loss = workload.loss(model, batch)
+        rank = current_worker().rank
+        if pauses_s and pauses_s[rank]:
+            time.sleep(pauses_s[rank] * len(batch[0]) / workload.batch_size)
+        counts[rank] += 1
+        return loss
+
+    def make_model(device: torch.device) -> nn.Module:
+        # Called in the worker's own thread, rank 0 first.
+        torch.set_num_threads(1)
+        if pinned:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[next(ranks) % len(cores)]})
+        return workload.make_model().to(device)
+
+    return (
+        Trainer.builder(make_model, workload.make_optimizer, train_fn or step)
+        .dataset(data)
+        .batch_size(workload.batch_size)
+        .num_epochs(num_epochs)
+        .devices(["cpu"] * len(counts))
+        .policy(policy)
+        .backend(backend)
+        .tune_allocator(False)
+        .progress(False)
+    )
+
+
+# -- one run, and what is read off it ----------------------------------------------------
+
+
+JOIN_S = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the runtime is to train.
+
+    Attributes:
+        workload: Model, optimizer and loss.
+        data: The data set; its length is that of an epoch.
+        num_workers: CPU workers.
+        policy: The policy.
+        backend: How replicas are averaged; all else has the defaults.
+        num_epochs: Epochs, the first of which warms up; at least 3.
+        pauses_s: Sleep of each rank within a step; empty: none.
+        recorded: Whether a timeline tells of the rounds.
+        pinned: Whether each worker's thread is kept on a core of its own.
+    """
+
+    workload: Workload
+    data: Batch
+    num_workers: int
+    policy: ApplyPolicy
+    num_epochs: int
+    pauses_s: tuple[float, ...] = ()
+    backend: AverageBackend = AverageBackend.AUTO
+    recorded: bool = False
+    pinned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run took.
+
+    Attributes:
+        rate: Samples/s from the close of epoch 0 to the return of ``join()``.
+        steady_rate: The same to the close of the last epoch.
+        tail_s: What lies between the two ends.
+        averagings: Rounds in the steady part; under SYNC the global steps.
+        pause_s: Time that such a round cost the rank that it cost most; ``nan`` without one.
+        round_s: Whole time of each round, from the requests to the last acknowledgement.
+        average_s: Time of each averaging's arithmetic, in its own thread.
+        coordinator_s: CPU time of the coordinator's thread for a batch; averages are
+            computed in another thread and are not in it.
+        batches_per_s: Batches/s of all ranks, while that was measured.
+        details: For the record.
+    """
+
+    rate: float
+    steady_rate: float
+    tail_s: float
+    averagings: int
+    pause_s: float
+    coordinator_s: float
+    batches_per_s: float
+    round_s: tuple[float, ...] = ()
+    average_s: tuple[float, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Moment:
+    """The state of a run at one time."""
+
+    def __init__(self, handle: TrainerHandle, counts: list[int], clocks: Mapping[str, int]) -> None:
+        self.time = time.perf_counter()
+        self.num_batches = sum(counts)
+        self.stats: Statistics = handle.statistics()
+        self.cpu_s = {name: read_clock(clock) for name, clock in clocks.items()}
+
+    def cpu_since(self, earlier: Moment, prefix: str) -> float:
+        """CPU time of the threads whose names begin so; ``nan`` if there are none."""
+        found = [s - earlier.cpu_s[name] for name, s in self.cpu_s.items() if prefix in name]
+        return sum(found) if found else math.nan
+
+    def pauses(self, earlier: Moment) -> list[float]:
+        """What averaging cost each rank since ``earlier``, in seconds."""
+        pairs = zip(self.stats.ranks, earlier.stats.ranks, strict=True)
+        return [now.sync_s - then.sync_s for now, then in pairs]
+
+
+def train(job: Job) -> Outcome:
+    """Train, with one intra-op thread for each worker."""
+    counts = [0] * job.num_workers
+    timeline = Timeline(poll_s=1.0) if job.recorded else None
+    builder = runtime_builder(
+        job.workload,
+        job.data,
+        counts,
+        num_epochs=job.num_epochs,
+        policy=job.policy,
+        pauses_s=job.pauses_s,
+        backend=job.backend,
+        pinned=job.pinned,
+    )
+    if timeline is not None:
+        builder.timeline(timeline)
+    handle = builder.run()
+    clocks = thread_clocks()
+    moments: list[Moment] = []
+    for _ in range(job.num_epochs):
+        handle.next_metrics(JOIN_S)
+        # The threads may be gone once the last epoch has closed.
+        last = len(moments) == job.num_epochs - 1
+        moments.append(Moment(handle, counts, {} if last else clocks))
+    state = handle.join(JOIN_S)
+    end = time.perf_counter()
+    outcome = _outcome(job, moments, sum(counts), end, timeline)
+    shares = [round(share, 3) for share in state.metrics[-1].per_rank_batch_share]
+    outcome.details.update(backend=handle.backend.name, shares=shares)
+    return outcome
+
+
+def _outcome(
+    job: Job, moments: list[Moment], trained: int, end: float, timeline: Timeline | None
+) -> Outcome:
+    first, inner, last = moments[0], moments[-2], moments[-1]
+    rounds = last.stats.num_averagings - first.stats.num_averagings
+    batch_size, num_batches = job.workload.batch_size, inner.num_batches - first.num_batches
+    steady = (last.num_batches - first.num_batches) / (last.time - first.time)
+    round_s, average_s = _rounds(timeline) if timeline is not None else ((), ())
+    tail_s = end - last.time
+    return Outcome(
+        rate=(trained - first.num_batches) * batch_size / (end - first.time),
+        steady_rate=steady * batch_size,
+        tail_s=tail_s,
+        averagings=rounds,
+        pause_s=max(last.pauses(first)) / rounds if rounds else float("nan"),
+        coordinator_s=inner.cpu_since(first, "coordinator") / num_batches,
+        batches_per_s=num_batches / (inner.time - first.time),
+        round_s=round_s,
+        average_s=average_s,
+        details={"averagings": rounds, "tail_s": tail_s, "anchor": last.stats.anchor},
+    )
+
+
+def _rounds(timeline: Timeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Times of whole rounds, and of their arithmetic; the first round warms memory."""
+    events = [e for e in timeline.events() if e.rank is None]
+    whole = [e.duration_s for e in events if e.kind.value == "averaging"]
+    phases = [e for e in events if e.kind.value == "phase" and e.args.get("phase") == "computed"]
+    return tuple(whole[1:]), tuple(e.duration_s for e in phases[1:])
+
+
+def thread_clocks() -> dict[str, int]:
+    """The CPU clock of every thread of this process, by its name."""
+    return {
+        thread.name: time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.ident is not None
+    }
+
+
+def read_clock(clock: int) -> float:
+    """A thread's CPU time, ``nan`` once it has ended."""
+    try:
+        return time.clock_gettime(clock)
+    except OSError:
+        return math.nan
+
+
+# -- cells: the same training in each system, sized by its expected rate -----------------
+
+
+NUM_EPOCHS = 5
+"""Of which the first warms up."""
+MIN_BATCHES = 12
+"""Of each rank in an epoch: at least one averaging by default."""
+LOCKSTEP = 0.8
+FREE = 0.85
+"""First guesses of a system's share of what its ranks could reach."""
+
+
+class Cells:
+    """Makes the cells of one workload.
+
+    Args:
+        workload: What is trained.
+        step_s: Time of its bare step, without pauses.
+        seconds: Length of one measurement.
+        group: The peers' processes, if there are any.
+
+    Attributes:
+        outcomes: What the runtime's runs gave, by key.
+    """
+
+    def __init__(
+        self, workload: Workload, step_s: float, seconds: float, group: GlooGroup | None = None
+    ) -> None:
+        self._workload = workload
+        self._step_s = step_s
+        self._seconds = seconds
+        self._group = group
+        self._data: Batch | None = None
+        self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
+
+    def solo(self, key: str, pause_s: float = 0.0) -> Cell:
+        """A bare loop in the calling thread."""
+
+        def run(expected: float) -> float:
+            return solo_rate(
+                self._workload,
+                self._at_most(self._batches(expected)),
+                warmup_s=self._seconds / 5,
+                measure_s=self._seconds,
+                pause_s=pause_s,
+            )
+
+        return Cell(key=key, guess=self._rate(pause_s), run=run)
+
+    def threads(self, key: str, pauses_s: tuple[float, ...]) -> Cell:
+        """Bare loops side by side; the sum of their rates."""
+
+        def run(expected: float) -> float:
+            return threads_rate(
+                self._workload,
+                self._at_most(self._batches(expected)),
+                num_threads=len(pauses_s),
+                warmup_s=self._seconds / 5,
+                measure_s=self._seconds,
+                pauses_s=pauses_s,
+            )
+
+        return Cell(key=key, guess=sum(map(self._rate, pauses_s)), run=run)
+
+    def runtime(
+        self,
+        key: str,
+        policy: ApplyPolicy,
+        pauses_s: tuple[float, ...],
+        *,
+        backend: AverageBackend = AverageBackend.AUTO,
+        recorded: bool = False,
+        steady: bool = False,
+        pinned: bool = False,
+    ) -> Cell:
+        """The runtime with as many workers as there are pauses.
+
+        Args:
+            key: The cell's.
+            policy: The policy.
+            pauses_s: Sleep of each rank within a step.
+            backend: How replicas are averaged.
+            recorded: Whether a timeline tells of the rounds.
+            steady: Whether the rate leaves out what follows the last epoch.
+            pinned: Whether each worker's thread is kept on a core of its own.
+        """
+        num_workers = len(pauses_s)
+
+        def run(expected: float) -> float:
+            wanted = max(self._batches(expected) // (NUM_EPOCHS - 1), MIN_BATCHES * num_workers)
+            job = Job(
+                workload=self._workload,
+                data=self._at_most(num_workers * max(1, wanted // num_workers)),
+                num_workers=num_workers,
+                policy=policy,
+                num_epochs=NUM_EPOCHS,
+                pauses_s=pauses_s,
+                backend=backend,
+                recorded=recorded,
+                pinned=pinned,
+            )
+            outcome = train(job)
+            self.outcomes[key].append(outcome)
+            return outcome.steady_rate if steady else outcome.rate
+
+        return Cell(key=key, guess=self._expect(policy is ApplyPolicy.SYNC, pauses_s), run=run)
+
+    def peer(self, key: str, system: str, pauses_s: tuple[float, ...]) -> Cell:
+        """One of the peers, in as many processes as there are pauses."""
+        group = self._group
+        assert group is not None
+        batch_size = self._workload.batch_size
+
+        def run(expected: float) -> float:
+            num_steps = max(MIN_BATCHES, self._batches(expected) // len(pauses_s))
+            rate: float = group.ask(
+                system=system,
+                name=self._workload.name,
+                num_samples=batch_size * min(num_steps, self._workload.max_batches),
+                num_warmup=max(2, num_steps // 5),
+                num_steps=num_steps,
+                pauses_s=list(pauses_s),
+            )
+            return rate
+
+        return Cell(key=key, guess=self._expect(True, pauses_s), run=run)
+
+    def way(self, key: str, name: str, slowdown: float = 1.0) -> Cell:
+        """One of :data:`WAYS`, the step of rank 1 so many times as long."""
+        num_workers, policy, backend = WAYS[name]
+        pauses = (0.0, (slowdown - 1.0) * self._step_s)[:num_workers]
+        return self.runtime(key, policy, pauses, backend=backend)
+
+    def details(self) -> dict[str, list[dict[str, Any]]]:
+        """Of every repetition of the runtime's cells, for the record."""
+        return {key: [o.details for o in found] for key, found in self.outcomes.items()}
+
+    def _rate(self, pause_s: float) -> float:
+        return self._workload.batch_size / (self._step_s + pause_s)
+
+    def _expect(self, lockstep: bool, pauses_s: tuple[float, ...]) -> float:
+        rates = [self._rate(pause_s) for pause_s in pauses_s]
+        return LOCKSTEP * len(rates) * min(rates) if lockstep else FREE * sum(rates)
+
+    def _batches(self, rate: float) -> int:
+        return max(1, round(rate * self._seconds / self._workload.batch_size))
+
+    def _at_most(self, num_batches: int) -> Batch:
+        """A data set of that many batches, or as many as may be held."""
+        num_samples = self._workload.batch_size * min(num_batches, self._workload.max_batches)
+        if self._data is None or len(self._data[0]) < num_samples:
+            self._data = self._workload.make_data(num_samples)
+        return self._data[0][:num_samples], self._data[1][:num_samples]

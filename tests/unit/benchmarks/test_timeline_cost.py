@@ -1,0 +1,51 @@
+"""The benchmark of a timeline's parts runs, and notices what is added to a step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import overhead
+from coordinator import ApplyPolicy
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_restart(monkeypatch):
+    monkeypatch.setattr(overhead, "begin", lambda: torch.set_num_threads(1))
+
+
+def test_every_part_has_a_cost(capsys):
+    overhead.main(["parts", "--count", "300", "--readings", "1"])
+    printed = capsys.readouterr().out
+    costs = [line.split("|")[2].split() for line in printed.splitlines() if line.endswith("s |")]
+    assert [unit for _, unit in costs] == ["ns", "ns", "ns", "us", "us"]
+    assert all(float(cost) > 0 for cost, _ in costs[3:])  # the others are small differences
+
+
+def test_what_recording_adds_to_a_step_is_seen(monkeypatch):
+    plain = overhead.train
+
+    def slowed(job):
+        loss = job.workload.loss
+
+        def burning(model, batch):
+            end = time.thread_time() + 0.001
+            while time.thread_time() < end:
+                pass
+            return loss(model, batch)
+
+        return plain(replace(job, workload=replace(job.workload, loss=burning)))
+
+    monkeypatch.setattr(overhead, "train", lambda job: slowed(job) if job.recorded else plain(job))
+    step_ns, _ = overhead.added_ns(ApplyPolicy.CADENCE, 1, 300)
+    assert 0.9e6 < step_ns < 2e6
