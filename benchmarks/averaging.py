@@ -7,9 +7,9 @@ What is measured and how stands in ``benchmarks/README.md``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,8 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from benchmarks.harness.measure import ENVIRONMENT as ONE_THREAD
-from benchmarks.harness.measure import QUIET, MachineLoad, describe, restart_with
+from benchmarks.harness.measure import (
+    QUIET,
+    Check,
+    MachineLoad,
+    begin,
+    milliseconds,
+    parser_of,
+    save,
+    table,
+)
 from coordinator import host_memory
 from coordinator.averaging import Averager
 from coordinator.messages import Payload
@@ -211,16 +223,16 @@ def measure_round(num_parameters: int) -> dict[str, Any]:
     }
 
 
-def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def judge(rows: Sequence[dict[str, Any]]) -> list[Check]:
     """The target for each number of threads, at the size that it speaks of, if measured."""
     return [
-        {
-            "what": f"2 ranks, float32, {row['parameters']:.0e} parameters, {row['threads']} "
+        Check(
+            what=f"2 ranks, float32, {row['parameters']:.0e} parameters, {row['threads']} "
             "threads: arithmetic / reading both and writing one",
-            "wanted": TARGET,
-            "ratio": row["ratio"],
-            "met": row["ratio"] <= TARGET,
-        }
+            measured=row["ratio"],
+            wanted=TARGET,
+            at_most=True,
+        )
         for row in rows
         if (row["ranks"], row["dtype"], row["way"]) == (2, "float32", OURS)
         and row["parameters"] == TARGET_PARAMETERS
@@ -228,45 +240,39 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arithmetic_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| parameters | threads | dtype | ranks | way | ms | memory alone: ms | ratio |",
-        "| ---: | ---: | --- | ---: | --- | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {r['parameters']:.0e} | {r['threads']} | {r['dtype']} | {r['ranks']} | {r['way']} "
-        f"| {r['seconds'] * 1e3:.2f} | {r['memory_s'] * 1e3:.2f} | {r['ratio']:.2f} |"
+    cells = [
+        [
+            *(f"{r['parameters']:.0e}", f"{r['threads']}", r["dtype"], f"{r['ranks']}", r["way"]),
+            *(f"{r['seconds'] * 1e3:.2f}", f"{r['memory_s'] * 1e3:.2f}", f"{r['ratio']:.2f}"),
+        ]
         for r in rows
     ]
-    return "\n".join(lines)
+    head = ["parameters", "threads", "dtype", "ranks", "way", "ms", "memory alone: ms", "ratio"]
+    return table(head, cells, num_texts=5)
 
 
 def round_table(rounds: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| parameters | rounds | round: ms | of it arithmetic | rank 0: snapshot + update "
-        "| rank 1: snapshot + update |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    head = ["parameters", "rounds", "round: ms", "of it arithmetic"]
+    head += [f"rank {rank}: snapshot + update" for rank in (0, 1)]
+    cells = []
     for r in rounds:
-        cells = [r["round_s"], r["arithmetic_s"]]
-        shown = [_ms(cell) for cell in cells]
-        shown += [f"{_ms(p['snapshot'])} + {_ms(p['update'])}" for p in r["pauses_s"]]
-        lines.append(f"| {r['parameters']:.0e} | {r['rounds']} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+        shown = [milliseconds(r["round_s"]), milliseconds(r["arithmetic_s"])]
+        shown += [
+            f"{milliseconds(pause['snapshot'])} + {milliseconds(pause['update'])}"
+            for pause in r["pauses_s"]
+        ]
+        cells.append([f"{r['parameters']:.0e}", f"{r['rounds']}", *shown])
+    return table(head, cells)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--parameters", nargs="+", type=float, default=[1e6, 1e7, 1e8])
     cores = os.cpu_count() or 1
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, cores}))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--repeat", type=int, default=7, help="turns of all ways")
     parser.add_argument("--no-round", action="store_true", help="the arithmetic alone")
-    parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args()
     if args.repeat < 1 or min(args.parameters) < 1 or min(args.threads) < 1:
         parser.error("--repeat, --parameters and --threads must be at least 1")
@@ -275,10 +281,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    restart_with(ENVIRONMENT)
+    result: dict[str, Any] = {**begin(ENVIRONMENT), "repeat": args.repeat, "arithmetic": []}
     sizes = [int(number) for number in args.parameters]
-    machine = {**describe(), "environment": ENVIRONMENT}
-    result: dict[str, Any] = {"machine": machine, "repeat": args.repeat, "arithmetic": []}
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, medians of {args.repeat} turns\n")
     for size in sizes:
         for threads in args.threads:
@@ -289,16 +293,13 @@ def main() -> None:
     if result["rounds"]:
         print("Whole rounds, 2 workers, CADENCE over the CPU path:\n")
         print(round_table(result["rounds"]), end="\n\n")
-    result["targets"] = judge(result["arithmetic"])
-    for row in result["targets"]:
-        verdict = "met" if row["met"] else "MISSED"
-        print(f"{row['what']}: {row['ratio']:.2f}, at most {row['wanted']:.2f}: {verdict}")
-    if not result["targets"]:
-        print(f"No verdict: the target speaks of {TARGET_PARAMETERS:.0e} parameters in float32.")
+    checks = judge(result["arithmetic"])
+    print(
+        "\n".join(map(str, checks)) or f"No verdict: it is on {TARGET_PARAMETERS:.0e} parameters."
+    )
     shares = [row["used_by_others"] for row in (*result["arithmetic"], *result["rounds"])]
     print(f"Other processes used up to {max(shares):.0%} of the cores; quiet is {QUIET:.0%}.")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    save(args.json, {**result, "targets": [check.record() for check in checks]})
 
 
 if __name__ == "__main__":

@@ -1,29 +1,43 @@
-"""What checkpoints cost: the pause of training, and throughput.
+"""Checkpoints: what they cost a run, and what is left of a run that is killed again and again.
 
-Usage: ``python benchmarks/checkpoint.py [--quick] [--repeat 3] [--json FILE]``.
-What is measured and how stands in ``benchmarks/README.md``.
+Usage: ``python benchmarks/checkpoint.py cost [--quick] [--repeat 3] [--json FILE]`` and
+``python benchmarks/checkpoint.py kills [--count 100] [--policy sync] [--seed 0] [--json FILE]``.
+What is measured and checked and how stands in ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import logging
+import os
+import random
 import resource
+import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.harness.measure import MachineLoad, describe
-from runtime import ApplyPolicy, Trainer, TrainerHandle, current_worker
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of, save
+from runtime import ApplyPolicy, CheckpointError, Trainer, TrainerHandle, current_worker
+from runtime.checkpoint.reader import Loaded, load_newest
 
 WIDTH, BATCH_SIZE = 1024, 16
 PAUSE_WANTED, THROUGHPUT_WANTED = 2.0, 0.97
@@ -287,22 +301,6 @@ def throughput(system: str, num_bytes: int, epoch_s: float, repeat: int) -> dict
     }
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--mb", type=int, help="size of a rank's state (400)")
-    parser.add_argument("--repeat", type=int, help="repetitions (3)")
-    parser.add_argument("--seconds", type=float, help=f"length of an epoch ({EPOCH_S:g})")
-    parser.add_argument("--quick", action="store_true", help="a small state and short epochs")
-    parser.add_argument("--json", type=Path, help="write all results to this file")
-    args = parser.parse_args()
-    quick = args.quick
-    args.mb = args.mb or (40 if quick else 400)
-    args.repeat = args.repeat or (1 if quick else 3)
-    args.seconds = args.seconds or (1.0 if quick else EPOCH_S)
-    return args
-
-
 def report_pauses(found: list[Pause]) -> Iterator[str]:
     """The pauses in fresh and in warm memory."""
     for name, chosen in (
@@ -322,8 +320,8 @@ def report_pauses(found: list[Pause]) -> Iterator[str]:
         )
 
 
-def main() -> None:
-    args = parse_args()
+def cost(args: argparse.Namespace) -> int:
+    """What checkpoints cost: the pause of training, and throughput."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": describe(), "mb": args.mb, "systems": {}}
     size = state_bytes(make_model(args.mb * MB))
@@ -331,25 +329,349 @@ def main() -> None:
     for system in args.systems:
         load = MachineLoad()
         found = pauses(system, args.mb * MB, args.repeat)
-        cost = throughput(system, args.mb * MB, args.seconds, args.repeat)
-        at_a_minute = EPOCH_S / (EPOCH_S + max(0.0, cost["cost_s"]))
-        met = "met" if at_a_minute >= THROUGHPUT_WANTED else "MISSED"
+        epochs = throughput(system, args.mb * MB, args.seconds, args.repeat)
+        at_a_minute = EPOCH_S / (EPOCH_S + max(0.0, epochs["cost_s"]))
+        what = f"{system}: throughput with a checkpoint in every epoch of a minute / with none"
+        check = Check(what=what, measured=at_a_minute, wanted=THROUGHPUT_WANTED)
         print(f"## {system}")
         print("\n".join(report_pauses(found)))
         print(
-            f"  throughput with a checkpoint every epoch / with none: {cost['ratio']:.3f}; a "
-            f"checkpoint costs {cost['cost_s']:.2f} s, so {at_a_minute:.3f} with epochs of a "
-            f"minute, wanted at least {THROUGHPUT_WANTED}: {met}"
+            f"  throughput with a checkpoint every epoch / with none: {epochs['ratio']:.3f}; a "
+            f"checkpoint costs {epochs['cost_s']:.2f} s\n  {check}"
         )
         print(f"  others used {load.others():.0%} of the cores\n", flush=True)
         results["systems"][system] = {
             "pauses": [asdict(p) for p in found],
-            "throughput": cost,
+            "throughput": epochs,
             "used_by_others": load.others(),
         }
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=2) + "\n")
+        save(args.json, results)
+    return 0
+
+
+# -- kills: lives that end by SIGKILL ----------------------------------------------------
+
+
+POLICIES = [policy.value for policy in ApplyPolicy]
+NUM_SAMPLES, SMALL_BATCH, UNITS = 480, 4, 256
+LONGER = 1.3
+"""What lives are lengthened by after one that got nowhere, as on a busy machine."""
+LEFTOVER = ".unfinished-*"
+
+
+class Noted(logging.Handler):
+    """Appends the name of each checkpoint to a file once it is on the disk."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(logging.INFO)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg.startswith("checkpoint %s written"):
+            with open(self._file, "a") as file:
+                file.write(f"{Path(str(record.args[0])).name}\n")  # type: ignore[index]
+
+
+def make_small(device: torch.device) -> nn.Module:
+    torch.set_num_threads(1)
+    return nn.Sequential(
+        nn.Linear(16, UNITS),
+        nn.BatchNorm1d(UNITS),
+        nn.ReLU(),
+        nn.Linear(UNITS, 4),
+    ).to(device)
+
+
+def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train(directory: Path | None, policy: str, num_epochs: int, result: Path) -> None:
+    """One life: begin or go on, to the end if it is let."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_SAMPLES, 16, generator=generator)
+    y = torch.randint(4, (NUM_SAMPLES,), generator=generator)
+    builder = (
+        Trainer.builder(make_small, lambda params: torch.optim.AdamW(params, 1e-3), class_loss)
+        .dataset((x, y))
+        .batch_size(SMALL_BATCH)
+        .num_epochs(num_epochs)
+        .devices(["cpu", "cpu"])
+        .policy(ApplyPolicy(policy))
+        .seed(7)
+        .progress(False)
+    )
+    if directory is not None:
+        builder.checkpoint_dir(directory, keep=3).resume(directory, missing_ok=True)
+    handle = builder.run()
+    if directory is not None:
+        save_now_and_then(handle, directory)
+    state = handle.join(JOIN_S)
+    assert not state.stopped
+    assert not state.checkpoint_errors
+    state.save(result.with_suffix(".safetensors"))
+    epochs = [
+        {"epoch": m.epoch, "loss": m.avg_loss.hex(), "num_samples": m.num_samples}
+        for m in state.metrics
+    ]
+    result.write_text(json.dumps(epochs))
+
+
+def save_now_and_then(handle: TrainerHandle, directory: Path) -> None:
+    """Also write checkpoints in the middle of epochs, until the run is over."""
+    moments = random.Random(os.getpid())
+    while handle.state is None:
+        time.sleep(moments.uniform(0.0, 0.1))
+        try:
+            handle.save(directory)
+        except CheckpointError:  # it is over
+            return
+
+
+def warm_up() -> None:
+    """Make PyTorch import now what it imports with the first step: each life would do so anew.
+
+    No matrix is multiplied: the libraries for that are not made for a fork after their use.
+    """
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter], 1e-3).step()
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Run this in a child process, which has no threads yet; gives its id."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        faulthandler.enable()
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pid
+
+
+@dataclass
+class Record:
+    """What the kills have shown.
+
+    Attributes:
+        num_kills: Processes killed.
+        num_while_writing: Kills that left an unfinished checkpoint behind.
+        num_mid_epoch: Kills after which the middle of an epoch was gone on from.
+        num_before_first: Kills before there was any checkpoint.
+        lost_s: For each kill, the age of the checkpoint that was gone on from.
+        num_finished: Lives that came to their end before the kill.
+        faults: What should not have happened.
+    """
+
+    num_kills: int = 0
+    num_while_writing: int = 0
+    num_mid_epoch: int = 0
+    num_before_first: int = 0
+    num_finished: int = 0
+    lost_s: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+class Killer:
+    """Lets a run live again and again, and ends each life at a random moment.
+
+    Args:
+        place: A directory of its own.
+        policy: The run's policy.
+        count: How many kills.
+        seed: Decides the moments.
+        longest_s: The longest life, at first.
+    """
+
+    def __init__(self, place: Path, policy: str, count: int, seed: int, longest_s: float) -> None:
+        self.record = Record()
+        self._checkpoints = place / "checkpoints"
+        self._written = place / "written"
+        self._result = place / "result.json"
+        self._policy = policy
+        self._count = count
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+        self._step = 0
+
+    def _life(self, num_epochs: int) -> int:
+        def work() -> None:
+            logger = logging.getLogger("runtime.checkpoint")
+            logger.setLevel(logging.INFO)
+            logger.addHandler(Noted(self._written))
+            train(self._checkpoints, self._policy, num_epochs, self._result)
+
+        return forked(work)
+
+    def run(self) -> int:
+        """Kill ``count`` times, then let it finish; gives the epochs that it trained."""
+        many = 1_000_000  # more than it can train; raised and lowered between lives
+        while self.record.num_kills < self._count:
+            pid = self._life(many)
+            self._wait_for_moment(pid)
+            os.kill(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+            if status != signal.SIGKILL:
+                self.record.faults.append(f"a life ended by itself with status {status}")
+                self.record.num_finished += 1
+                if self.record.num_finished > 3:
+                    return 0
+                continue
+            self._after_kill(time.time())
+        loaded = self._newest()
+        num_epochs = (0 if loaded is None else loaded.data.epoch) + 2
+        if os.waitpid(self._life(num_epochs), 0)[1] != 0:
+            self.record.faults.append("the last life did not end well")
+        return num_epochs
+
+    def _wait_for_moment(self, pid: int) -> None:
+        """Sleep for a random time; in every other life then until a checkpoint is begun."""
+        time.sleep(self._random.uniform(0.02, self._longest_s))
+        if self._random.random() < 0.5:
+            return
+        deadline = time.monotonic() + self._longest_s
+        while time.monotonic() < deadline and not any(self._checkpoints.glob(LEFTOVER)):
+            time.sleep(0.0005)
+        time.sleep(self._random.uniform(0.0, 0.01))
+
+    def _newest(self) -> Loaded | None:
+        return load_newest(self._checkpoints, missing_ok=True)
+
+    def _after_kill(self, killed_at: float) -> None:
+        """The newest checkpoint is whole, is the last one that was written or a later one,
+        and no older than the one before."""
+        record = self.record
+        record.num_kills += 1
+        record.num_while_writing += any(self._checkpoints.glob(LEFTOVER))
+        loaded = self._newest()
+        if loaded is None:
+            record.num_before_first += 1
+            self._longest_s *= LONGER
+            if self._written.exists():
+                record.faults.append("no checkpoint is left of those that were written")
+            return
+        if loaded.refused:
+            record.faults.append(f"refused: {loaded.refused}")
+        told = self._written.read_text().split() if self._written.exists() else []
+        if told and serial(loaded.name) < serial(told[-1]):
+            record.faults.append(f"{loaded.name} is taken, {told[-1]} was written")
+        if loaded.data.global_step < self._step:
+            record.faults.append(f"step {self._step} was reached before {loaded.name}")
+        if loaded.data.global_step == self._step:
+            self._longest_s *= LONGER
+        self._step = loaded.data.global_step
+        record.num_mid_epoch += self._step % (NUM_SAMPLES // SMALL_BATCH) != 0
+        record.lost_s.append(killed_at - loaded.path.stat().st_mtime)
+
+    def compare(self, num_epochs: int, straight: Path) -> None:
+        """The last life's result against a run that nobody disturbed."""
+        if not self._result.exists():
+            self.record.faults.append("there is no result")
+            return
+        found = json.loads(self._result.read_text())
+        counted = [(e["epoch"], e["num_samples"]) for e in found]
+        if counted != [(epoch, NUM_SAMPLES) for epoch in range(num_epochs)]:
+            self.record.faults.append("not every epoch has trained every sample once")
+        if self._policy != ApplyPolicy.SYNC.value:
+            return
+        pid = forked(lambda: train(None, self._policy, num_epochs, straight))
+        if os.waitpid(pid, 0)[1] != 0:
+            self.record.faults.append("the undisturbed run did not end well")
+            return
+        wanted = json.loads(straight.read_text())
+        if found != wanted:
+            first = next(a["epoch"] for a, b in zip(found, wanted, strict=True) if a != b)
+            self.record.faults.append(f"the loss of epoch {first} is another")
+        theirs = load_file(straight.with_suffix(".safetensors"))
+        for name, tensor in load_file(self._result.with_suffix(".safetensors")).items():
+            if not torch.equal(tensor, theirs[name]):
+                self.record.faults.append(f"{name} is another than undisturbed")
+
+
+def serial(name: str) -> int:
+    """The number at the end of a checkpoint's name."""
+    return int(name.rsplit("-", 1)[1])
+
+
+def summary(record: Record, policy: str, num_epochs: int) -> str:
+    """One line."""
+    lost = sorted(record.lost_s) or [0.0]
+    same = ", same parameters and losses as undisturbed" if policy == "sync" else ""
+    verdict = f"OK{same}" if not record.faults else f"FAULTS: {record.faults}"
+    return (
+        f"{policy}: {record.num_kills} kills over {num_epochs} epochs, "
+        f"{record.num_while_writing} while a checkpoint was written, "
+        f"{record.num_before_first} before the first, {record.num_mid_epoch} went on within an "
+        f"epoch; time since the checkpoint gone on from: "
+        f"median {lost[len(lost) // 2]:.2f} s, at most {lost[-1]:.2f} s; {verdict}"
+    )
+
+
+def kills(args: argparse.Namespace) -> int:
+    """Kill a run with SIGKILL at random moments, go on each time, and compare; 1 for a fault."""
+    torch.set_num_threads(1)  # no threads, which a fork would lose
+    warm_up()
+    place = Path(tempfile.mkdtemp(prefix="kill-resume-"))
+    try:
+        killer = Killer(place, args.policy, args.count, args.seed, args.longest)
+        num_epochs = killer.run()
+        killer.compare(num_epochs, place / "straight.json")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    record = killer.record
+    print(summary(record, args.policy, num_epochs))
+    result: dict[str, Any] = {"policy": args.policy, "epochs": num_epochs, "seed": args.seed}
+    save(args.json, {**result, **vars(record)})
+    return int(bool(record.faults))
+
+
+# -- the command line --------------------------------------------------------------------
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    subparsers = parser.add_subparsers(dest="section", required=True)
+    adds = {}
+    for name, run in (("cost", cost), ("kills", kills)):
+        parent = parser_of(run.__doc__)
+        sub = subparsers.add_parser(
+            name, parents=[parent], add_help=False, description=parent.description
+        )
+        sub.set_defaults(run=run)
+        adds[name] = sub.add_argument
+    add = adds["cost"]
+    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    add("--mb", type=int, help="size of a rank's state (400)")
+    add("--repeat", type=int, help="repetitions (3)")
+    add("--seconds", type=float, help=f"length of an epoch ({EPOCH_S:g})")
+    add("--quick", action="store_true", help="a small state and short epochs")
+    add = adds["kills"]
+    add("--count", type=int, default=100, help="kills")
+    add("--policy", choices=POLICIES, default="sync")
+    add("--seed", type=int, default=0, help="of the moments")
+    add("--longest", type=float, default=1.0, help="longest life in seconds")
+    args = parser.parse_args(argv)
+    if args.section == "cost":
+        args.mb = args.mb or (40 if args.quick else 400)
+        args.repeat = args.repeat or (1 if args.quick else 3)
+        args.seconds = args.seconds or (1.0 if args.quick else EPOCH_S)
+    elif args.count < 1:
+        parser.error("--count must be at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 if a killed run has shown a fault."""
+    args = parse_args(argv)
+    code: int = args.run(args)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,9 @@
 """Held-out quality of averaged training against solo training and PyTorch's DDP.
 
-Usage: ``python -m benchmarks.quality --data FOLDER --out FILE [--minutes 90]``, as often as
-it takes, then ``--report TABLE.md`` with the same ``--out``. What is measured and how stands
-in ``benchmarks/README.md``.
+Usage: ``python -m benchmarks.quality --data FOLDER --out FILE [--minutes 90]``, as often as it
+takes, then ``--report TABLE.md`` with the same ``--out``; or
+``python -m benchmarks.quality drift --data FOLDER [--every 2 3 6] [--json FILE]``.
+What is measured and how stands in ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -10,28 +11,55 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import multiprocessing
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence_child import AVERAGED, MODES, SOLO
-from benchmarks.convergence_data import DataMissing, check_folder, default_folder
-from benchmarks.convergence_report import judge
-from benchmarks.convergence_tables import markdown
-from benchmarks.harness.measure import ENVIRONMENT, QUIET, MachineLoad, describe
-from benchmarks.harness.studies import STUDIES
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import environment
+from benchmarks.harness.measure import (
+    ENVIRONMENT,
+    QUIET,
+    MachineLoad,
+    describe,
+    parser_of,
+    save,
+    table,
+)
+from benchmarks.harness.processes import GlooGroup
+from benchmarks.harness.studies import (
+    STUDIES,
+    Columns,
+    Data,
+    DataMissing,
+    Study,
+    check_folder,
+    default_folder,
+    scheduler,
+)
+from coordinator.dispatch import permutation
+from runtime import ApplyPolicy, AverageBackend, Trainer
+
 RUN_S = 900.0
 """A run that takes longer is killed."""
+CHILD = "from benchmarks.quality import child; child()"
 NUMBERS = {"lr": float, "num_epochs": int, "batch_size": int, "part": float}
 """What ``--override`` may change in a study."""
 SETTINGS = {
@@ -48,6 +76,475 @@ SETTINGS = {
 """Settings of the trainer's builder that ``--set`` may give the averaged modes."""
 RECOMMENDED = ["lr_scale_ratio=0.2"]
 """What they have otherwise, as the README recommends with Adam and its like."""
+
+
+# -- one training run, in a process of its own -------------------------------------------
+
+
+WORLD_SIZE = 2
+SOLO = {"solo-small": 1, "solo-global": WORLD_SIZE}
+"""Modes of one process, with the size of their batch in batches of a worker."""
+RUNTIME = {
+    "sync": (ApplyPolicy.SYNC, AverageBackend.AUTO),
+    "cpu-cadence": (ApplyPolicy.CADENCE, AverageBackend.CPU),
+    "cpu-async": (ApplyPolicy.ASYNC, AverageBackend.CPU),
+    "collective-cadence": (ApplyPolicy.CADENCE, AverageBackend.THREAD),
+    "collective-async": (ApplyPolicy.ASYNC, AverageBackend.THREAD),
+}
+AVERAGED = tuple(mode for mode, (policy, _) in RUNTIME.items() if policy is not ApplyPolicy.SYNC)
+"""Modes whose replicas are averaged from time to time."""
+MODES = (*SOLO, "ddp", *RUNTIME)
+
+
+def study_of(spec: Mapping[str, Any]) -> Study:
+    """The study that a spec names, with the spec's numbers in it."""
+    return replace(STUDIES[spec["model"]], **spec["overrides"])
+
+
+def make_model(study: Study, num_symbols: int, seed: int) -> nn.Module:
+    """The model with the initial weights of a seed, the same in all modes."""
+    torch.manual_seed(seed)
+    return study.make_model(num_symbols)
+
+
+def fingerprint(model: nn.Module) -> float:
+    """A number that two models share if they have the same weights."""
+    flat = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    return float(flat @ torch.linspace(1, 2, len(flat), dtype=torch.float64))
+
+
+def warm_up(study: Study, data: Data) -> None:
+    """A step on a model of its own: PyTorch imports and prepares much at the first one."""
+    model = make_model(study, data.num_symbols, 0)
+    optimizer = study.make_optimizer(model.parameters(), study.lr)
+    loss = study.loss(model, tuple(c[: study.batch_size] for c in data.train))
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def train_loop(
+    study: Study, model: nn.Module, data: Data, seed: int, batch_size: int, rank: int, size: int
+) -> float:
+    """The loop of the modes without the runtime: ``size`` processes take equal parts.
+
+    Returns:
+        Seconds spent in steps, the gathering of the batch excluded.
+    """
+    optimizer = study.make_optimizer(model.parameters(), study.lr)
+    whole = batch_size * size
+    lr = scheduler(optimizer, study.num_epochs * (data.num_samples // whole))
+    stepping_s = 0.0
+    for epoch in range(study.num_epochs):
+        order = torch.from_numpy(permutation(data.num_samples, epoch, seed))
+        for indices in torch.split(order, whole):
+            mine = indices[rank * batch_size : (rank + 1) * batch_size]
+            batch = tuple(c.index_select(0, mine) for c in data.train)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = study.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            lr.step()
+            stepping_s += time.perf_counter() - start
+    return stepping_s
+
+
+def run_solo(study: Study, data: Data, spec: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """One process, at the batch of a worker or at the global one."""
+    model = make_model(study, data.num_symbols, spec["seed"])
+    initial = fingerprint(model)
+    batch_size = study.batch_size * SOLO[spec["mode"]]
+    start = time.perf_counter()
+    stepping_s = train_loop(study, model, data, spec["seed"], batch_size, 0, 1)
+    train_s = time.perf_counter() - start
+    return model, {
+        "initial": initial,
+        "train_s": train_s,
+        "idle_share": max(0.0, 1 - stepping_s / train_s),
+        "num_averagings": 0,
+    }
+
+
+def run_runtime(
+    study: Study, data: Data, spec: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Two CPU workers under one of the runtime's policies, defaults but for ``settings``."""
+    policy, backend = RUNTIME[spec["mode"]]
+    num_positions = study.num_epochs * (data.num_samples // study.batch_size)
+    initial: list[float] = []
+
+    def factory(device: torch.device) -> nn.Module:
+        torch.set_num_threads(1)
+        model = make_model(study, data.num_symbols, spec["seed"]).to(device)
+        initial.append(fingerprint(model))
+        return model
+
+    def train_fn(model: nn.Module, batch: Columns) -> torch.Tensor:
+        return study.loss(model, batch)
+
+    builder = (
+        Trainer.builder(factory, lambda params: study.make_optimizer(params, study.lr), train_fn)
+        .dataset(data.train)
+        .batch_size(study.batch_size)
+        .num_epochs(study.num_epochs)
+        .devices(["cpu"] * WORLD_SIZE)
+        .policy(policy)
+        .backend(backend)
+        .seed(spec["seed"])
+        .scheduler(lambda optimizer: scheduler(optimizer, num_positions))
+        .tune_allocator(False)
+        .progress(False)
+    )
+    for name, value in spec["settings"].items():
+        getattr(builder, name)(value)
+    start = time.perf_counter()
+    handle = builder.run()
+    state = handle.join(RUN_S)
+    train_s = time.perf_counter() - start
+    statistics = handle.statistics()
+    busy_s = sum(r.compute_s for r in statistics.ranks) / WORLD_SIZE
+    model = study.make_model(data.num_symbols)
+    model.load_state_dict(state.state_dict())
+    return model, {
+        "initial": initial[0],
+        "train_s": train_s,
+        "idle_share": max(0.0, 1 - busy_s / train_s),
+        "num_averagings": statistics.num_averagings,
+        "anchor": statistics.anchor,
+        "num_samples": sum(r.num_samples for r in statistics.ranks),
+        "rank_samples": [r.num_samples for r in statistics.ranks],
+        "sync_s": [round(r.sync_s, 4) for r in statistics.ranks],
+        "train_losses": [round(m.avg_loss, 5) for m in state.metrics],
+    }
+
+
+def train_rank(study: Study, data: Data, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A rank's half of each global batch under DDP, timed from barrier to barrier."""
+    model = make_model(study, data.num_symbols, seed)
+    initial = fingerprint(model)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    dist.barrier()
+    start, busy = time.perf_counter(), time.thread_time()
+    train_loop(study, wrapped, data, seed, study.batch_size, dist.get_rank(), WORLD_SIZE)
+    busy_s = torch.tensor(time.thread_time() - busy)
+    dist.barrier()
+    train_s = time.perf_counter() - start
+    dist.all_reduce(busy_s)
+    return model, {
+        "initial": initial,
+        "train_s": train_s,
+        "idle_share": max(0.0, 1 - float(busy_s) / WORLD_SIZE / train_s),
+        "num_averagings": study.num_epochs * (data.num_samples // (WORLD_SIZE * study.batch_size)),
+    }
+
+
+def run(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Train as the spec says, then evaluate; the result that goes into the record."""
+    torch.set_num_threads(1)
+    study = study_of(spec)
+    data = study.load(Path(spec["data"]) if spec["data"] else None)
+    warm_up(study, data)
+    if spec["mode"] in SOLO:
+        model, facts = run_solo(study, data, spec)
+    elif spec["mode"] in RUNTIME:
+        model, facts = run_runtime(study, data, spec)
+    else:
+        model, facts = train_rank(study, data, spec["seed"])
+    facts.setdefault("num_samples", study.num_epochs * data.num_samples)
+    return {**facts, **study.evaluate(model, data.held_out)}
+
+
+def child() -> None:
+    """Make the run that the argument tells as JSON; the last line that is printed is its result.
+
+    The argument has ``model``, ``mode``, ``seed``, ``data`` (a folder, or null for the tiny
+    stand-in), ``overrides`` of the study's numbers and ``settings`` of the trainer's builder.
+    """
+    spec = json.loads(sys.argv[1])
+    if spec["mode"] == "ddp":
+        with GlooGroup(WORLD_SIZE, "benchmarks.quality:run_rank") as group:
+            result = group.ask(RUN_S, spec=spec)
+    else:
+        result = run(spec)
+    print(json.dumps(result), flush=True)
+
+
+def run_rank(*, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in a rank of DDP; that of rank 0 goes into the record."""
+    return run(spec)
+
+
+# -- verdicts: paired seeds, two standard errors -----------------------------------------
+
+
+LIMIT_SE = 2.0
+"""Standard errors by which a mode may be worse on average before it counts as worse."""
+HIGHER_IS_BETTER = {"loss": False, "accuracy": True}
+"""The measures, and which way is up."""
+BASELINES = {"global": "solo-global", "small": "solo-small"}
+
+Result = Mapping[str, Any]
+Runs = Mapping[str, Mapping[int, Result]]
+"""Results of one model: for each mode, by seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Mean and standard deviation of a number over the seeds; ``sd`` is ``None`` for one."""
+
+    mean: float
+    sd: float | None
+    num_seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A mode less its baseline, over the seeds that both have.
+
+    Attributes:
+        mean: Mean of the paired differences, in the measure's own unit.
+        se: Their standard deviation over the square root of their number; ``None`` for one.
+        num_pairs: Seeds that both have.
+        verdict: ``"worse"`` or ``"better"`` beyond two standard errors, else ``"no worse"``;
+            ``"too few seeds"`` for one.
+    """
+
+    mean: float
+    se: float | None
+    num_pairs: int
+    verdict: str
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Mean and sample standard deviation; needs one value at least."""
+    numbers = list(values)
+    sd = None
+    if len(numbers) > 1:
+        sd = statistics.stdev(numbers) if all(map(math.isfinite, numbers)) else math.nan
+    return Spread(mean=statistics.fmean(numbers), sd=sd, num_seeds=len(numbers))
+
+
+def compare(
+    mode: Mapping[int, float], baseline: Mapping[int, float], *, higher_is_better: bool
+) -> Difference | None:
+    """Judge a mode against a baseline by the seeds that both have; ``None`` without any."""
+    pairs = [mode[seed] - baseline[seed] for seed in sorted(mode.keys() & baseline.keys())]
+    if not pairs:
+        return None
+    found = spread(pairs)
+    if found.sd is None:
+        return Difference(mean=found.mean, se=None, num_pairs=1, verdict="too few seeds")
+    se = found.sd / math.sqrt(len(pairs))
+    loss = -found.mean if higher_is_better else found.mean
+    verdict = "no worse"
+    # A loss that is not a number is worse than any number.
+    if math.isnan(loss) or loss > LIMIT_SE * se:
+        verdict = "worse"
+    elif -loss > LIMIT_SE * se:
+        verdict = "better"
+    return Difference(mean=found.mean, se=se, num_pairs=len(pairs), verdict=verdict)
+
+
+def false_alarms(num_pairs: int) -> float:
+    """Chance that a mode as good as its baseline is judged worse: a tail of Student's t."""
+    degrees = num_pairs - 1
+    if degrees < 1:
+        return 0.0
+    scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
+    num_steps = 200
+    width = LIMIT_SE / num_steps
+    area = 0.0
+    for i in range(num_steps + 1):  # Simpson's rule from 0 to the limit
+        weight = 1 if i in (0, num_steps) else 4 if i % 2 else 2
+        area += weight * math.pow(1 + (i * width) ** 2 / degrees, -(degrees + 1) / 2)
+    return 0.5 - scale * area * width / 3
+
+
+def judge_mode(runs: Runs, mode: str) -> dict[str, Any]:
+    """Everything that the tables say of one mode of one model."""
+    mine = runs[mode]
+    first = next(iter(mine.values()))
+    row: dict[str, Any] = {"mode": mode, "seeds": sorted(mine)}
+    for name in ("train_s", "num_averagings", "idle_share", "num_samples"):
+        row[name] = asdict(spread(result[name] for result in mine.values()))
+    row["measures"] = {
+        measure: _judge_measure(runs, mode, measure)
+        for measure in HIGHER_IS_BETTER
+        if measure in first
+    }
+    return row
+
+
+def _judge_measure(runs: Runs, mode: str, measure: str) -> dict[str, Any]:
+    values = {seed: result[measure] for seed, result in runs[mode].items()}
+    found: dict[str, Any] = asdict(spread(values.values()))
+    for against, baseline in BASELINES.items():
+        if baseline == mode or baseline not in runs:
+            continue
+        difference = compare(
+            values,
+            {seed: result[measure] for seed, result in runs[baseline].items()},
+            higher_is_better=HIGHER_IS_BETTER[measure],
+        )
+        if difference is not None:
+            found[f"against_{against}"] = asdict(difference)
+    return found
+
+
+def unpaired(runs: Runs) -> list[str]:
+    """Sentences on seeds whose runs did not start from the same weights or differ in samples.
+
+    Empty if the pairs are pairs.
+    """
+    faults = []
+    for seed in sorted({seed for by_seed in runs.values() for seed in by_seed}):
+        for what in ("initial", "num_samples"):
+            found = {mode: by_seed[seed][what] for mode, by_seed in runs.items() if seed in by_seed}
+            if len(set(found.values())) > 1:
+                faults.append(f"seed {seed}: {what} differs between modes: {found}")
+    return faults
+
+
+def judge(results: Mapping[str, Runs], modes: Sequence[str]) -> dict[str, Any]:
+    """All models and modes that have results, as plain dicts and lists for JSON."""
+    models = {
+        model: {
+            "rows": [judge_mode(runs, mode) for mode in modes if runs.get(mode)],
+            "faults": unpaired(runs),
+        }
+        for model, runs in results.items()
+    }
+    return {"models": models, **tally(models)}
+
+
+def tally(models: Mapping[str, Any]) -> dict[str, Any]:
+    """How many cells were judged against the global batch, and which are worse, by loss."""
+    judged = [
+        (model, row["mode"], row["measures"]["loss"]["against_global"])
+        for model, found in models.items()
+        for row in found["rows"]
+        if row["mode"] not in BASELINES.values() and "against_global" in row["measures"]["loss"]
+    ]
+    judged = [cell for cell in judged if cell[2]["se"] is not None]
+    return {
+        "num_judged": len(judged),
+        "worse": [f"{model} {mode}" for model, mode, cell in judged if cell["verdict"] == "worse"],
+        "expected_false_alarms": sum(false_alarms(cell["num_pairs"]) for _, _, cell in judged),
+    }
+
+
+# -- the judged results as Markdown ------------------------------------------------------
+
+
+HEAD = (
+    "| mode | held-out loss | accuracy | time (s) | averagings | idle | "
+    "loss less solo at the global batch | | loss less solo at the small batch |",
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+)
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}"
+
+
+def _spread(found: Mapping[str, Any], digits: int) -> str:
+    text = _number(found["mean"], digits)
+    return text if found["sd"] is None else f"{text} ± {_number(found['sd'], digits)}"
+
+
+def _difference(found: Mapping[str, Any] | None, digits: int) -> str:
+    if found is None:
+        return ""
+    text = f"{found['mean']:+.{digits}f}"
+    return text if found["se"] is None else f"{text} ± {_number(found['se'], digits)}"
+
+
+def _accuracy(row: Mapping[str, Any]) -> str:
+    found = row["measures"].get("accuracy")
+    if found is None:
+        return ""
+    percent = {key: found[key] and found[key] * 100 for key in ("mean", "sd")}
+    text = f"{_spread(percent, 2)} %"
+    against = found.get("against_global")
+    return f"{text} (worse)" if against and against["verdict"] == "worse" else text
+
+
+def _row(row: Mapping[str, Any], digits: int) -> str:
+    loss = row["measures"]["loss"]
+    against = loss.get("against_global")
+    verdict = "" if against is None else against["verdict"]
+    cells = [
+        row["mode"],
+        _spread(loss, digits),
+        _accuracy(row),
+        _spread(row["train_s"], 1),
+        f"{row['num_averagings']['mean']:.0f}",
+        f"{row['idle_share']['mean']:.0%}",
+        _difference(against, digits),
+        "**worse**" if verdict == "worse" else verdict,
+        _difference(loss.get("against_small"), digits),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def model_table(found: Mapping[str, Any]) -> str:
+    """The modes of one model."""
+    smallest = min((row["measures"]["loss"]["mean"] for row in found["rows"]), default=1.0)
+    digits = 6 if smallest < 0.005 else 5 if smallest < 0.05 else 4
+    return "\n".join([*HEAD, *(_row(row, digits) for row in found["rows"])])
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The whole report.
+
+    Args:
+        report: What ``judge`` gave, with ``machine``, ``settings`` and each model's
+            ``definition`` and ``missing`` added.
+    """
+    machine = report["machine"]
+    lines = [
+        "# Held-out quality of averaged training",
+        "",
+        f"{machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, "
+        f"torch {machine['torch']}; two CPU workers, one intra-op thread each. Mean ± standard "
+        "deviation over the seeds; differences are paired by seed, mean ± standard error, and "
+        "count as worse beyond two of them. " + _settings(report["settings"]),
+        "",
+    ]
+    for name, found in report["models"].items():
+        lines += [f"## {name}", "", f"{found['definition']}.", "", model_table(found), ""]
+        lines += [f"- {fault}" for fault in found["faults"]]
+        if found["missing"]:
+            lines.append(f"- Not there yet: {', '.join(found['missing'])}.")
+        if lines[-1]:
+            lines.append("")
+    lines += ["## Verdict", "", _verdict(report), ""]
+    return "\n".join(lines)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    if not settings:
+        return "Averaged modes run with the defaults of the builder."
+    named = ", ".join(f"`{name}({value})`" for name, value in settings.items())
+    return f"Averaged modes run with the defaults of the builder but for {named}."
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    num_judged, worse = report["num_judged"], report["worse"]
+    if not num_judged:
+        return "No mode has two seeds yet that solo has as well."
+    which = f": {', '.join(worse)}" if worse else ""
+    disturbed = report["num_disturbed"]
+    return (
+        f"{len(worse)} of {num_judged} cells are worse than solo at an equal global batch{which}. "
+        f"Of cells that are no worse in truth, {report['expected_false_alarms']:.1f} would be "
+        f"judged worse by chance.\n\nOther processes used over {report['quiet']:.0%} of the cores "
+        f"in {disturbed} of {report['num_runs']} runs, whose times say little."
+    )
+
+
+# -- runs and their record ---------------------------------------------------------------
+
 
 Line = dict[str, Any]
 
@@ -119,13 +616,11 @@ def find(record: Sequence[Line], job: Job) -> Line | None:
 
 def run_together(jobs: Sequence[Job]) -> list[Line | None]:
     """Make runs at the same time, each in a process of its own; ``None`` for one that failed."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
-    module = "benchmarks.convergence_child"
+    env = environment(**ENVIRONMENT)
     load = MachineLoad()
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(job.spec)],
+            [sys.executable, "-c", CHILD, json.dumps(job.spec)],
             stdout=subprocess.PIPE,
             env=env,
             text=True,
@@ -216,6 +711,193 @@ def write_report(args: argparse.Namespace) -> None:
     args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
+# -- drift: seldom and late averages, apart from what a machine's timing adds ------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training; ``every`` 0 is one device at the global batch.
+
+    Attributes:
+        model: Name of a study.
+        seed: Of the weights and of the order of the samples.
+        every: Steps between two averagings.
+        late: Whether a replica makes a step before it takes an average, 0 or 1.
+        lr_scale: Factor on the study's learning rate.
+        folder: Of the data; ``None``: the tiny stand-in.
+    """
+
+    model: str
+    seed: int
+    every: int = 0
+    late: int = 0
+    lr_scale: float = 1.0
+    folder: str | None = None
+
+
+def averaged_state(model: nn.Module) -> list[Tensor]:
+    """What is averaged of a replica: parameters and floating-point buffers."""
+    buffers = [b for b in model.buffers() if b.is_floating_point()]
+    return [*(p.data for p in model.parameters()), *buffers]
+
+
+@torch.no_grad()
+def mean_of(models: Sequence[nn.Module]) -> list[Tensor]:
+    """The mean of the replicas' states; a new one."""
+    states = [averaged_state(model) for model in models]
+    return [torch.stack(parts).mean(0) for parts in zip(*states, strict=True)]
+
+
+@torch.no_grad()
+def move(models: Sequence[nn.Module], deltas: Sequence[Sequence[Tensor]]) -> None:
+    """Add to each replica what an average brings it."""
+    for model, delta in zip(models, deltas, strict=True):
+        for tensor, change in zip(averaged_state(model), delta, strict=True):
+            tensor.add_(change)
+
+
+def deltas_of(models: Sequence[nn.Module]) -> list[list[Tensor]]:
+    """The mean less the state of each replica."""
+    mean = mean_of(models)
+    return [[m - t for m, t in zip(mean, averaged_state(r), strict=True)] for r in models]
+
+
+def train_replicas(study: Study, data: Data, case: Case) -> nn.Module:
+    """Train ``WORLD_SIZE`` replicas in turn; returns one that has their mean."""
+    models = [make_model(study, data.num_symbols, case.seed) for _ in range(WORLD_SIZE)]
+    rate = study.lr * case.lr_scale
+    optimizers = [study.make_optimizer(model.parameters(), rate) for model in models]
+    num_steps = study.num_epochs * (data.num_samples // (study.batch_size * WORLD_SIZE))
+    schedules = [scheduler(optimizer, num_steps) for optimizer in optimizers]
+    since = 0
+    under_way: list[list[Tensor]] | None = None
+    for epoch in range(study.num_epochs):
+        order = torch.from_numpy(permutation(data.num_samples, epoch, case.seed))
+        for indices in torch.split(order, study.batch_size * WORLD_SIZE):
+            parts = torch.split(indices, study.batch_size)
+            for model, optimizer, schedule, part in zip(
+                models, optimizers, schedules, parts, strict=True
+            ):
+                batch = tuple(c.index_select(0, part) for c in data.train)
+                optimizer.zero_grad()
+                study.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+            since += 1
+            if under_way is not None:
+                move(models, under_way)
+                under_way = None
+            if since == case.every:
+                since = 0
+                if case.late:
+                    under_way = deltas_of(models)
+                else:
+                    move(models, deltas_of(models))
+    move(models, deltas_of(models))
+    return models[0]
+
+
+def train_case(case: Case) -> dict[str, Any]:
+    """The case and its held-out loss."""
+    study = STUDIES[case.model]
+    data = study.load(Path(case.folder) if case.folder else None)
+    if case.every:
+        model = train_replicas(study, data, case)
+    else:
+        model, _ = run_solo(study, data, {"mode": "solo-global", "seed": case.seed})
+    return asdict(case) | study.evaluate(model, data.held_out)
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Every training that is asked for."""
+    folder = None if args.data is None else str(args.data)
+    cases: list[Case] = []
+    for seed in range(args.seeds):
+        common: dict[str, Any] = {"model": args.model, "seed": seed, "folder": folder}
+        cases.append(Case(**common))
+        cases += [
+            Case(**common, every=every, late=late, lr_scale=scale)
+            for scale in args.lr_scales
+            for late in args.late
+            for every in args.every
+        ]
+    return cases
+
+
+def summarize_drift(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each way to average, what part of solo's loss it adds, paired by seed."""
+    solo = {row["seed"]: row["loss"] for row in rows if not row["every"]}
+    ways: dict[tuple[int, int, float], dict[int, float]] = {}
+    for row in rows:
+        if row["every"]:
+            way = row["every"], row["late"], row["lr_scale"]
+            ways.setdefault(way, {})[row["seed"]] = row["loss"] / solo[row["seed"]]
+    found: list[dict[str, Any]] = []
+    for (every, late, scale), parts in sorted(ways.items()):
+        difference = compare(parts, dict.fromkeys(solo, 1.0), higher_is_better=False)
+        assert difference is not None, "every seed has its solo training"
+        found.append({"every": every, "late": late, "lr_scale": scale, **asdict(difference)})
+    return found
+
+
+def drift_table(summary: Sequence[dict[str, Any]]) -> str:
+    """The summary as a table."""
+    head = ["averaged every", "taken late by", "learning rate"]
+    head += ["held-out loss above solo's", "", "seeds"]
+    rows = [
+        [
+            *(str(s["every"]), str(s["late"]), f"{s['lr_scale']:g} times"),
+            f"{s['mean']:+.2%}" + ("" if s["se"] is None else f" ± {s['se']:.2%}"),
+            *(s["verdict"], str(s["num_pairs"])),
+        ]
+        for s in summary
+    ]
+    return table(head, rows, num_texts=0)
+
+
+def parse_drift(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(drift.__doc__)
+    parser.add_argument("--data", type=Path, default=default_folder(), help="the data's folder")
+    parser.add_argument("--tiny", action="store_true", help="the tiny stand-in instead of data")
+    parser.add_argument("--model", choices=STUDIES, default="gpt")
+    parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 3, 6])
+    parser.add_argument("--late", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--lr-scales", nargs="+", type=float, default=[1.2])
+    parser.add_argument("--seeds", type=int, default=7)
+    args = parser.parse_args(arguments)
+    if min(args.every) < 1 or args.seeds < 1 or not all(0 <= n <= 1 for n in args.late):
+        parser.error("--every and --seeds must be at least 1, --late 0 or 1")
+    if args.tiny:
+        args.data = None
+    return args
+
+
+def drift(arguments: Sequence[str] | None = None) -> None:
+    """What averaging seldom or late costs in quality, apart from timing: replicas in one thread."""
+    args = parse_drift(arguments)
+    try:
+        if args.data is not None:
+            check_folder(args.data)
+    except DataMissing as error:
+        raise SystemExit(str(error)) from None
+    cores = os.cpu_count() or 1
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(cores, spawned, torch.set_num_threads, (1,)) as pool:
+        rows = list(pool.map(train_case, cases_of(args)))
+    for row in rows:
+        del row["folder"]
+    summary = summarize_drift(rows)
+    print(
+        f"{STUDIES[args.model].definition()}; two replicas in one thread\n\n{drift_table(summary)}"
+    )
+    machine = describe()
+    del machine["environment"]  # nothing is timed: it runs in the caller's
+    save(args.json, {"machine": machine, "rows": rows, "summary": summary})
+
+
+# -- the command line --------------------------------------------------------------------
+
+
 def _assignments(
     parser: argparse.ArgumentParser, given: Sequence[str], types: Mapping[str, type]
 ) -> Line:
@@ -266,7 +948,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 if a run failed."""
-    args = parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["drift"]:
+        drift(given[1:])
+        return 0
+    args = parse_args(given)
     if args.report:
         write_report(args)
         print(f"{args.report} and {args.report.with_suffix('.json')} written")

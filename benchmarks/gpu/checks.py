@@ -441,14 +441,15 @@ class Keeper(nn.Module):
 
 
 class Depths(logging.Handler):
-    """Notes what the prefetcher tells of its depth."""
+    """Notes what the prefetcher tells of its depth, to a logger of its package."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.told: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
+        if record.name.endswith("prefetch"):
+            self.told.append(record.getMessage())
 
 
 def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None) -> None:
@@ -484,7 +485,7 @@ def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None)
 def budgets(bench: Bench) -> None:
     """The peak of what is reserved, the model included, under budgets from small to large."""
     total = torch.cuda.get_device_properties(bench.device).total_memory
-    logger, depths = logging.getLogger("runtime.prefetch"), Depths()
+    logger, depths = logging.getLogger("runtime"), Depths()
     level = logger.level
     logger.setLevel(logging.DEBUG)
     logger.addHandler(depths)

@@ -19,7 +19,7 @@ def test_every_life_after_a_kill_goes_on_from_a_whole_checkpoint(tmp_path, polic
     result = tmp_path / "result.json"
     done = subprocess.run(
         [
-            *(sys.executable, "benchmarks/kill_resume.py", "--count", str(count)),
+            *(sys.executable, "benchmarks/checkpoint.py", "kills", "--count", str(count)),
             *("--policy", policy, "--longest", "0.3", "--json", str(result)),
         ],
         cwd=ROOT,

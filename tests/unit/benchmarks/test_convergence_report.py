@@ -1,4 +1,4 @@
-"""The convergence benchmark: its verdicts, its record, and a tiny run of two modes."""
+"""The quality benchmark: its verdicts, its record, and a tiny run of two modes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import math
 import pytest
 import torch
 
-from benchmarks import quality as convergence
-from benchmarks.convergence_child import MODES
-from benchmarks.convergence_data import DataMissing, digits, synthetic_text
-from benchmarks.convergence_report import compare, false_alarms, judge, spread
-from benchmarks.convergence_tables import markdown
-from benchmarks.harness.studies import STUDIES, lr_factor
+from benchmarks import quality
+from benchmarks.harness.studies import STUDIES, DataMissing, digits, lr_factor, synthetic_text
+from benchmarks.quality import MODES, compare, false_alarms, judge, markdown, spread
 
 
 def results(losses, **more):
@@ -147,7 +144,7 @@ def test_runs_that_did_not_start_alike_are_named():
 
 def test_without_data_the_message_names_the_files_and_the_remedy(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        convergence.main(["--data", str(tmp_path), "--out", str(tmp_path / "record")])
+        quality.main(["--data", str(tmp_path), "--out", str(tmp_path / "record")])
     assert ended.value.code == 2
     message = capsys.readouterr().err
     assert "tinyshakespeare.txt" in message
@@ -211,40 +208,42 @@ def test_every_study_learns_from_a_step_and_is_evaluated(name):
 # -- runs ----------------------------------------------------------------------------------
 
 
-def test_two_modes_run_in_processes_and_a_second_call_skips_what_is_there(tmp_path, capsys):
+def test_modes_run_in_processes_and_a_second_call_skips_what_is_there(tmp_path, capsys):
     record = tmp_path / "record.jsonl"
     args = ["--synthetic", "--out", str(record), "--models", "logistic", "--seeds", "1"]
-    args += ["--modes", "solo-global", "cpu-cadence", "--override", "num_epochs=2"]
-    assert convergence.main(args) == 0
-    lines = convergence.read_record(record)
-    assert [line["mode"] for line in lines] == ["solo-global", "cpu-cadence"]
-    assert lines[0]["initial"] == lines[1]["initial"]
-    assert lines[0]["num_samples"] == lines[1]["num_samples"] == 768
-    assert lines[1]["num_averagings"] > 0
+    args += ["--modes", "solo-global", "ddp", "cpu-cadence", "--override", "num_epochs=2"]
+    assert quality.main(args) == 0
+    lines = quality.read_record(record)
+    assert [line["mode"] for line in lines] == ["solo-global", "ddp", "cpu-cadence"]
+    assert len({line["initial"] for line in lines}) == 1
+    assert {line["num_samples"] for line in lines} == {768}
+    assert [line["num_averagings"] for line in lines[:2]] == [0, 12]
+    assert lines[2]["num_averagings"] > 0
+    assert lines[1]["loss"] == pytest.approx(lines[0]["loss"], rel=1e-4)  # the mean gradient's
     with record.open("a") as file:
         file.write('{"torn')
-    assert convergence.main(args) == 0
-    assert convergence.read_record(record) == lines
+    assert quality.main(args) == 0
+    assert quality.read_record(record) == lines
 
     # Another setting is another run of the averaged mode alone.
     table = tmp_path / "table.md"
-    convergence.main([*args, "--report", str(table), "--set", "anchor=3"])
+    quality.main([*args, "--report", str(table), "--set", "anchor=3"])
     report = json.loads(table.with_suffix(".json").read_text())
     assert report["models"]["logistic"]["missing"] == ["cpu-cadence seed 0"]
-    convergence.main([*args, "--report", str(table)])
+    quality.main([*args, "--report", str(table)])
     assert "| cpu-cadence |" in table.read_text()
     report = json.loads(table.with_suffix(".json").read_text())
     assert report["models"]["logistic"]["faults"] == report["models"]["logistic"]["missing"] == []
 
 
 def test_a_record_is_made_in_sittings_and_by_pairs_of_seeds(tmp_path):
-    args = convergence.parse_args(
+    args = quality.parse_args(
         [
             *("--synthetic", "--out", str(tmp_path / "r"), "--models", "mlp", "--seeds", "3"),
             *("--modes", "solo-small", "cpu-async", "--pair-solo", "--set", "anchor=2"),
         ]
     )
-    batches = [[job.name for job in jobs] for jobs in convergence.batches_of_jobs(args)]
+    batches = [[job.name for job in jobs] for jobs in quality.batches_of_jobs(args)]
     assert batches == [
         ["mlp solo-small seed 0", "mlp solo-small seed 1"],
         ["mlp cpu-async seed 0"],
@@ -253,9 +252,9 @@ def test_a_record_is_made_in_sittings_and_by_pairs_of_seeds(tmp_path):
         ["mlp cpu-async seed 2"],
     ]
     args.pair_solo = False
-    assert all(len(jobs) == 1 for jobs in convergence.batches_of_jobs(args))
+    assert all(len(jobs) == 1 for jobs in quality.batches_of_jobs(args))
     settings = [
-        convergence.make_job(args, "mlp", mode, 0).spec["settings"]
+        quality.make_job(args, "mlp", mode, 0).spec["settings"]
         for mode in ("solo-small", "ddp", "sync", "cpu-async")
     ]
     assert settings == [{}, {}, {}, {"anchor": 2}], "what is averaged in each step needs none"
@@ -271,11 +270,11 @@ def test_a_record_is_made_in_sittings_and_by_pairs_of_seeds(tmp_path):
     ids=["recommended", "the builders", "others"],
 )
 def test_averaged_modes_run_with_what_is_recommended_or_given(given, settings, tmp_path):
-    args = convergence.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *given])
+    args = quality.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *given])
     assert args.settings == settings
 
 
 @pytest.mark.parametrize("bad", [["--set", "anker=2"], ["--set", "anchor=x"], ["--seeds", "0"]])
 def test_bad_arguments_are_refused(bad, tmp_path):
     with pytest.raises(SystemExit):
-        convergence.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *bad])
+        quality.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *bad])

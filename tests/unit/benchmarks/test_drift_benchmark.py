@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import drift
-from benchmarks.convergence_child import make_model, train_loop
+from benchmarks import quality
 from benchmarks.harness.studies import STUDIES
+from benchmarks.quality import make_model, train_loop
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def plain(monkeypatch):
 
 
 def loss(**settings) -> float:
-    return drift.train(drift.Case(model="logistic", seed=3, **settings))["loss"]
+    return quality.train_case(quality.Case(model="logistic", seed=3, **settings))["loss"]
 
 
 def test_replicas_averaged_after_every_step_of_sgd_are_one_device(plain):
@@ -52,11 +52,11 @@ def test_an_average_that_is_late_keeps_what_was_trained_meanwhile(plain):
 def test_what_is_judged_is_the_mean(plain):
     study = replace(STUDIES["logistic"], num_epochs=1)
     data = study.load(None).first(0.0)
-    assert data.num_samples == study.batch_size * drift.WORLD_SIZE  # one step
+    assert data.num_samples == study.batch_size * quality.WORLD_SIZE  # one step
     solo = make_model(study, data.num_symbols, 3)
     train_loop(study, solo, data, 3, data.num_samples, 0, 1)
-    case = drift.Case(model="logistic", seed=3, every=10)
-    replica = drift.train_replicas(study, data, case)
+    case = quality.Case(model="logistic", seed=3, every=10)
+    replica = quality.train_replicas(study, data, case)
     for mine, theirs in zip(replica.parameters(), solo.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -65,7 +65,7 @@ def test_buffers_are_averaged_too():
     model = torch.nn.BatchNorm1d(2)
     other = torch.nn.BatchNorm1d(2)
     other.running_mean += 2.0
-    drift.move([model, other], drift.deltas_of([model, other]))
+    quality.move([model, other], quality.deltas_of([model, other]))
     for norm in (model, other):
         assert norm.running_mean.tolist() == [1.0, 1.0]
         assert norm.num_batches_tracked == 0
@@ -76,29 +76,29 @@ def test_losses_are_paired_by_seed():
         {"every": every, "late": 0, "lr_scale": 1.2, "seed": seed, "loss": value}
         for every, seed, value in [(0, 0, 1.0), (0, 1, 2.0), (2, 0, 1.1), (2, 1, 2.4)]
     ]
-    (found,) = drift.summarize(rows)
+    (found,) = quality.summarize_drift(rows)
     assert (found["every"], found["num_pairs"], found["verdict"]) == (2, 2, "worse")
     assert found["mean"] == pytest.approx(0.15)
     assert found["se"] == pytest.approx(0.05)
-    assert "| 2 | 0 | 1.2 times | +15.00% ± 5.00% | worse | 2 |" in drift.markdown([found])
+    assert "| 2 | 0 | 1.2 times | +15.00% ± 5.00% | worse | 2 |" in quality.drift_table([found])
 
 
 @pytest.mark.parametrize("wrong", [["--every", "0"], ["--late", "2"], ["--seeds", "0"]])
 def test_settings_out_of_range_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
-        drift.parse_args(wrong)
+        quality.parse_drift(wrong)
     assert "at least 1" in capsys.readouterr().err
 
 
 def test_missing_data_names_the_remedy(tmp_path):
     with pytest.raises(SystemExit, match="--data"):
-        drift.main(["--data", str(tmp_path)])
+        quality.drift(["--data", str(tmp_path)])
 
 
 def test_the_whole_command_writes_its_record(tmp_path, capsys):
     target = tmp_path / "drift.json"
     settings = "--tiny --model logistic --every 2 --late 0 --seeds 2"
-    drift.main([*settings.split(), "--json", str(target)])
+    quality.main(["drift", *settings.split(), "--json", str(target)])
     record = json.loads(target.read_text())
     assert len(record["rows"]) == 4
     assert record["summary"][0]["num_pairs"] == 2
