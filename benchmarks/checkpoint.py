@@ -35,7 +35,7 @@ from torch import Tensor, nn
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of, save
+from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of_sections, save
 from runtime import ApplyPolicy, CheckpointError, Trainer, TrainerHandle, current_worker
 from runtime.checkpoint.reader import Loaded, load_newest
 
@@ -635,23 +635,14 @@ def kills(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subparsers = parser.add_subparsers(dest="section", required=True)
-    adds = {}
-    for name, run in (("cost", cost), ("kills", kills)):
-        parent = parser_of(run.__doc__)
-        sub = subparsers.add_parser(
-            name, parents=[parent], add_help=False, description=parent.description
-        )
-        sub.set_defaults(run=run)
-        adds[name] = sub.add_argument
-    add = adds["cost"]
+    parser, commands = parser_of_sections(__doc__, {"cost": cost, "kills": kills})
+    add = commands["cost"].add_argument
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     add("--mb", type=int, help="size of a rank's state (400)")
     add("--repeat", type=int, help="repetitions (3)")
     add("--seconds", type=float, help=f"length of an epoch ({EPOCH_S:g})")
     add("--quick", action="store_true", help="a small state and short epochs")
-    add = adds["kills"]
+    add = commands["kills"].add_argument
     add("--count", type=int, default=100, help="kills")
     add("--policy", choices=POLICIES, default="sync")
     add("--seed", type=int, default=0, help="of the moments")

@@ -38,7 +38,7 @@ from benchmarks.harness.measure import (
     interleaved,
     median,
     median_interval,
-    parser_of,
+    parser_of_sections,
     save,
     table,
 )
@@ -484,7 +484,7 @@ def timeline(args: argparse.Namespace) -> None:
 
 def monitor(args: argparse.Namespace) -> None:
     """What watching a run costs: a monitor and a page over neither."""
-    cases = {
+    cases: dict[tuple[str, ...], Callable[[int, int, bool], Rates]] = {
         (way, SETTINGS[setting]): partial(watched_rates, way, setting)
         for way in args.ways
         for setting in args.settings
@@ -621,15 +621,8 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subparsers = parser.add_subparsers(dest="section", required=True)
-    adds = {}
-    for name, run in SECTIONS.items():
-        parent = parser_of(run.__doc__)
-        sub = subparsers.add_parser(
-            name, parents=[parent], add_help=False, description=parent.description
-        )
-        adds[name] = sub.add_argument
+    parser, commands = parser_of_sections(__doc__, SECTIONS)
+    adds = {name: command.add_argument for name, command in commands.items()}
     add = adds["step"]
     add("--models", nargs="+", choices=WORKLOADS, default=["mlp", "lenet"])
     add("--workers", nargs="+", type=int, default=[1, 2])
@@ -638,14 +631,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--models", nargs="+", choices=WORKLOADS, default=["lenet"])
     add("--repeat", type=int, default=3, help="repetitions of each cell")
     add("--seconds", type=float, default=2.0, help="length of a synchronous run")
-    add_retry(subparsers.choices["prefetch"])
+    add_retry(commands["prefetch"])
     for name, num_pairs, seconds in (("timeline", 25, 2.0), ("monitor", 15, 4.0)):
         add = adds[name]
         add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
         add("--pairs", type=int, default=num_pairs, help=f"pairs of runs for each ({num_pairs})")
         add("--seconds", type=float, help=f"length of one run, about ({seconds:g})")
         add("--quick", action="store_true", help="at most 15 pairs of short runs")
-        subparsers.choices[name].set_defaults(usual_s=seconds)
+        commands[name].set_defaults(usual_s=seconds)
     adds["monitor"](
         "--settings",
         nargs="+",
@@ -669,7 +662,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    SECTIONS[args.section](args)
+    args.run(args)
 
 
 if __name__ == "__main__":

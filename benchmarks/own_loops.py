@@ -33,7 +33,7 @@ from benchmarks.harness.measure import (
     begin,
     disturbed_line,
     interleaved,
-    parser_of,
+    parser_of_sections,
     save,
     table,
 )
@@ -366,16 +366,9 @@ def fsdp(args: argparse.Namespace) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subparsers = parser.add_subparsers(dest="section", required=True)
-    cases = (("setup", setup, WORKLOADS, 2.0), ("fsdp", fsdp, TRANSFORMERS, 1.0))
-    for name, run, models, seconds in cases:
-        parent = parser_of(run.__doc__)
-        sub = subparsers.add_parser(
-            name, parents=[parent], add_help=False, description=parent.description
-        )
-        sub.set_defaults(run=run)
-        add = sub.add_argument
+    parser, commands = parser_of_sections(__doc__, {"setup": setup, "fsdp": fsdp})
+    for name, models, seconds in (("setup", WORKLOADS, 2.0), ("fsdp", TRANSFORMERS, 1.0)):
+        add = commands[name].add_argument
         add("--models", nargs="+", choices=models, default=list(models))
         add("--repeat", type=int, default=5, help="repetitions of each cell")
         add("--seconds", type=float, default=seconds, help=f"of a measurement ({seconds:g})")

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -733,6 +734,12 @@ def contests(args: argparse.Namespace) -> list[Contest]:
     return found
 
 
+def ask(child: Child, request: Mapping[str, Any], _: float) -> float:
+    """A process's answer."""
+    measured: float = child.ask(**request)
+    return measured
+
+
 def run_contests(
     wanted: Sequence[Contest], trees: Mapping[str, Path], num_pairs: int, num_retries: int
 ) -> list[Measured]:
@@ -752,11 +759,9 @@ def run_contests(
                 measured = found[position]
                 rate = max((r for runs in measured.rates.values() for r in runs), default=0.0)
 
-                def ask(child: Child, contest: Contest = contest, rate: float = rate) -> float:
-                    return child.ask(**contest.request, rate=rate or contest.guess)
-
+                request = {**contest.request, "rate": rate or contest.guess}
                 cells = [
-                    Cell(key=tree, guess=0.0, run=lambda _, c=children[tree]: ask(c))
+                    Cell(key=tree, guess=0.0, run=partial(ask, children[tree], request))
                     for tree in (TREES if (index + position) % 2 == 0 else TREES[::-1])
                 ]
                 pair = interleaved(cells, 1, num_retries)

@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.harness import environment
+
 # -- figures and the report --------------------------------------------------------------
 
 
@@ -471,7 +473,6 @@ def interleaved(
 # -- the process of the sections, from outside -------------------------------------------
 
 
-ROOT = Path(__file__).parents[2]
 RESERVE_S = 5.0
 """Kept back of the whole time, to write and print the results."""
 GRACE_S = 10.0
@@ -532,7 +533,6 @@ class Child:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         self._open = [self._errors, self._commands, self._answers]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SERVE, table, str(commands), str(answers)],
@@ -540,7 +540,7 @@ class Child:
                 stdout=2,
                 stderr=self._errors,
                 pass_fds=(commands, answers),
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment(),
                 process_group=0,  # its loader processes end with it
             )
         finally:

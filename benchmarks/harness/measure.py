@@ -86,6 +86,25 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def parser_of_sections(
+    text: str | None, sections: Mapping[str, Callable[..., object]]
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """A parser with a command for each section, and those of the commands.
+
+    The function of the command is in ``run``, its name in ``section``.
+    """
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="section", required=True)
+    found = {}
+    for name, run in sections.items():
+        parent = parser_of(run.__doc__)
+        found[name] = commands.add_parser(
+            name, parents=[parent], add_help=False, description=parent.description
+        )
+        found[name].set_defaults(run=run)
+    return parser, found
+
+
 def save(path: Path | None, result: Mapping[str, Any]) -> None:
     """Write what there is, if a file was asked for. A run that is cut short keeps that."""
     if path is not None:

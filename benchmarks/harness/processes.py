@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,9 @@ class Child:
     def put(self, request: dict[str, Any]) -> None:
         """Send a request. If the process has ended, :meth:`answer` says so."""
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            return
 
     def answer(self, timeout_s: float = MEASURE_S) -> Any:
         """The next answer; the first one says that the process is ready.
@@ -95,7 +93,8 @@ class Child:
     def end_input(self) -> None:
         """Tell it that no request follows."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):  # what a dead process did not take
+                self._process.stdin.close()
 
     def close(self) -> None:
         """End the process: by closing its input, then by force. Idempotent."""
