@@ -48,7 +48,6 @@ from benchmarks.harness.models import (
 )
 from benchmarks.harness.processes import GlooGroup
 from runtime import FSDP, Collective, ShardingStrategy, Trainer, create_collectives
-from runtime.fsdp import reachable_bytes
 
 WORLD_SIZE = 2
 WAIT_S = 180.0
@@ -230,6 +229,7 @@ def memory_of(
     workload: Workload, strategy: ShardingStrategy, world_size: int
 ) -> tuple[int, int, int]:
     """Bytes of rank 0: outside of steps, all that it ever held, and activations among it."""
+    from runtime.fsdp import reachable_bytes
 
     def work(end: Collective) -> tuple[int, int]:
         data = workload.make_data(workload.batch_size)
@@ -310,6 +310,8 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 def memory(name: str) -> None:
     """Print what a rank holds under every strategy, in units of the model's size."""
+    from runtime.fsdp import reachable_bytes  # no name of the package itself
+
     workload = TRANSFORMERS[name]
     unit = reachable_bytes(workload.make_model())
     replicated = memory_of(workload, ShardingStrategy.NO_SHARD, 1)[0]

@@ -672,6 +672,12 @@ def serve_tree() -> None:
     ) -> float:
         """Samples/s, or the time of a step of a worker over that of a bare step."""
         workload = workload_of(model)
+        if what == "setup":
+            from benchmarks import own_loops
+
+            num_batches = min(max(24, int(seconds / step_s)), workload.max_batches)
+            data = workload.make_data(num_batches * workload.batch_size)
+            return own_loops.setup_rate(workload, data, WAYS[way][0], seconds)
         if what == "overhead":
             from benchmarks import overhead
 
@@ -724,6 +730,9 @@ def contests(args: argparse.Namespace) -> list[Contest]:
                 request = {"what": "rate", **common, **more}
                 title = f"{WAY_TITLES[way]}{slowed}"
                 found.append(Contest(title=title, model=model, guess=guess, request=request))
+        more = {"way": "sync", "seconds": args.seconds, "slowdown": 1.0}
+        request = {"what": "setup", **common, **more}
+        found.append(Contest(title="Trainer.setup", model=model, guess=0.0, request=request))
         if args.no_overhead:
             continue
         for way, title in (("one", "1 worker"), ("cadence", "2 workers")):
@@ -749,6 +758,7 @@ def run_contests(
     """
     found = [Measured() for _ in wanted]
     for index in range(num_pairs):
+        print(f"round {index + 1} of {num_pairs}", file=sys.stderr, flush=True)
         with (
             tree_child("after", trees["after"]) as after,
             tree_child("before", trees["before"]) as before,
