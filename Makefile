@@ -1,6 +1,7 @@
 # make demo   train on scikit-learn's digits, then with every policy and backend
 # make test   run the tests
 # make lint   ruff and mypy
+# make docs   build docs/ with the API reference into site/
 # make clean  remove the virtual environment and all caches
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test browser lint format clean
+.PHONY: demo test browser lint format docs clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
@@ -32,8 +33,12 @@ format: $(VENV)/.stamp-test
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
+docs: $(VENV)/.stamp-docs
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs site
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is touched last, so that an interrupted step is done again.
@@ -50,3 +55,8 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing the package, its tests and its examples into $(VENV)"
 	$(INSTALL) -e '.[test,examples]'
 	@touch $(VENV)/.stamp-examples $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing the package and the documentation generator into $(VENV)"
+	$(INSTALL) -e '.[docs]'
+	@touch $@

@@ -83,7 +83,7 @@ class ElChe:
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """Batches of each rank between two averagings: at least 1, 0 for a dead rank."""
+        """Batches of each rank between two averagings, at least 1; 0 for a dead rank."""
         return self._now().batch_counts
 
     @property

@@ -220,7 +220,7 @@ class DataParallelCoordinator:
         that fails in the middle of the averaging breaks the group, and this object, for good.
 
         Args:
-            samples: As for :func:`~runtime.shards.shard_samples`. Tensors in columns are
+            samples: As for :func:`~runtime.shard_samples`. Tensors in columns are
                 moved to each replica's device; lists of samples are handed over as they
                 are. With fewer samples than replicas some have none, and take the step all
                 the same. Work on the caller's current streams is waited for.

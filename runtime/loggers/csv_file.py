@@ -23,7 +23,7 @@ _OF_RANK = re.compile(r"rank\d+/")
 class CsvLogger:
     """Writes one row an epoch into a CSV file, for ``metrics_fn``.
 
-    Columns: :data:`FIRST_COLUMNS` (``time`` is when the row was written, in UTC), three for
+    Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
     each rank (``rank0/num_samples``, ``rank0/throughput``, ``rank0/batch_share``), and one for
     each scalar under its own name. A scalar that appears later gets a new column at the end,
     for which the file is written anew as a whole; rows without it have an empty cell. A name

@@ -49,7 +49,7 @@ class Monitor:
     Every method may be called from any thread.
 
     Args:
-        port: Where to listen; 0 picks one that is free, which :attr:`port` then tells.
+        port: Where to listen; 0 picks one that is free, which the attribute ``port`` then tells.
         host: Address or name of this machine to listen on.
         allowed_hosts: Names and addresses, without port, under which the page may be opened
             beside those; ``"*"`` allows all.

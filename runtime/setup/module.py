@@ -200,7 +200,7 @@ class ReplicatedModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model itself: the one that was passed, or the factory's first. Rank 0."""
+        """The model of rank 0, which is the one that was passed or the factory's first."""
         return self._engine.models[0]
 
     @property

@@ -23,9 +23,9 @@ class Cause(IntEnum):
     SYNC = 4
     """Waiting for the other ranks to join a collective."""
     PARKED = 5
-    """Throttled: too far ahead of the others."""
+    """Throttled, because it is too far ahead of the others."""
     IDLE = 6
-    """No plan: nothing is left to train for now."""
+    """No plan, because nothing is left to train for now."""
     AVERAGING = 7
     """Copying parameters and exchanging them or gradients."""
     CALLBACKS = 8

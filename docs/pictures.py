@@ -1,0 +1,121 @@
+"""Make the pictures of the README: ``python docs/pictures.py [speed] [timeline]``.
+
+``speed`` draws ``images/speed.svg`` from the record of ``benchmarks/peers.py``; the same record
+gives the same file. ``timeline`` trains ``examples/profile_timeline.py`` for some seconds and
+takes ``images/timeline.png`` of its page with a headless Chromium, which ``.ci/browser`` installs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+RECORD = ROOT / "benchmarks" / "results" / "peers-2-cores-2026-11-22.json"
+SPEED, TIMELINE = DOCS / "images" / "speed.svg", DOCS / "images" / "timeline.png"
+
+MODELS = {"mlp": "MLP", "lenet": "LeNet"}
+SYSTEMS = {
+    "ddp": ("DistributedDataParallel", "#b9c0ca"),
+    "averager": ("PeriodicModelAverager", "#8a7fd0"),
+    "sync": ("gpuworker, SYNC", "#e6a11c"),
+    "cadence": ("gpuworker, CADENCE", "#3a9d76"),
+}
+DEVICES = {1: "equal", 2: "one 2x slower", 3: "one 3x slower", 5: "one 5x slower"}
+
+BAR, GAP, PLOT_HEIGHT = 19, 20, 170
+TOP, LEFT, PANEL_GAP = 58, 34, 40
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+PAGE_WIDTH, PAGE_HEIGHT = 1280, 656
+
+
+def speed_svg(record: Path = RECORD) -> str:
+    """Samples/s of each system as a multiple of DDP's on the same devices, as SVG."""
+    peers = json.loads(record.read_text(encoding="utf-8"))["sections"]["peers"]
+    ratios = {
+        (model, slow, system): peers[model]["median_rates"][f"{system}@{slow}"]
+        / peers[model]["median_rates"][f"ddp@{slow}"]
+        for model in MODELS
+        for slow in DEVICES
+        for system in SYSTEMS
+    }
+    top = max(ratios.values()) * 1.05
+    group = BAR * len(SYSTEMS)
+    panel = len(DEVICES) * (group + GAP)
+    width = LEFT + len(MODELS) * (panel + PANEL_GAP)
+    bottom = TOP + PLOT_HEIGHT
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 70}" '
+        f'viewBox="0 0 {width} {bottom + 70}" font-family="sans-serif" font-size="12" '
+        'fill="#1d2530">',
+        "<title>Samples a second as a multiple of DistributedDataParallel's</title>",
+        f'<rect width="{width}" height="{bottom + 70}" fill="#ffffff"/>',
+        text(LEFT, 20, "Samples/s of 2 CPU workers, as a multiple of DDP on the same devices", 15),
+    ]
+    for column, (model, name) in enumerate(MODELS.items()):
+        left = LEFT + column * (panel + PANEL_GAP)
+        step_ms = peers[model]["step_s"] * 1e3
+        lines.append(text(left, 44, f"{name}, {step_ms:.1f} ms a step", 13))
+        for value in range(int(top) + 1):
+            y = bottom - PLOT_HEIGHT * value / top
+            lines.append(f'<path d="M{left} {y:.1f}h{panel}" stroke="#e3e7ec"/>')
+            lines.append(text(left - 6, y + 4, str(value), 11, "end"))
+        for place, (slow, label) in enumerate(DEVICES.items()):
+            x = left + place * (group + GAP) + GAP / 2
+            for system, (title, color) in SYSTEMS.items():
+                ratio = ratios[model, slow, system]
+                height = PLOT_HEIGHT * ratio / top
+                end = bottom - height
+                lines.append(
+                    f'<rect x="{x:.1f}" y="{end:.1f}" width="{BAR - 2}" height="{height:.1f}" '
+                    f'fill="{color}"><title>{title}: {ratio:.2f}</title></rect>'
+                )
+                lines.append(text(x + BAR / 2 - 1, end - 3, f"{ratio:.1f}", 9, "middle"))
+                x += BAR
+            lines.append(text(x - group / 2, bottom + 17, label, 11, "middle"))
+    x = LEFT
+    for title, color in SYSTEMS.values():
+        lines.append(f'<rect x="{x}" y="{bottom + 42}" width="11" height="11" fill="{color}"/>')
+        lines.append(text(x + 16, bottom + 52, title, 12))
+        x += 40 + 7 * len(title)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def text(x: float, y: float, content: str, size: int, anchor: str = "start") -> str:
+    """A line of text."""
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {place}>{content}</text>"
+
+
+def take_timeline() -> None:
+    """Train for some seconds on unequal workers and take a picture of the timeline's page."""
+    browser = next(filter(None, map(shutil.which, NAMES)), None)
+    if browser is None:
+        sys.exit("there is no Chromium to take the picture with: run .ci/browser")
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "run"
+        example = [sys.executable, str(ROOT / "examples" / "profile_timeline.py")]
+        settings = ["--epochs", "12", "--samples", "40000", "--slow", "3", "--out", str(page)]
+        subprocess.run([*example, *settings], check=True)
+        camera = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        size = [f"--window-size={PAGE_WIDTH},{PAGE_HEIGHT}", f"--screenshot={TIMELINE}"]
+        subprocess.run([browser, *camera, *size, f"file://{page}.html"], check=True)
+
+
+def main() -> None:
+    wanted = set(sys.argv[1:]) or {"speed", "timeline"}
+    if unknown := wanted - {"speed", "timeline"}:
+        sys.exit(f"there is no picture {', '.join(sorted(unknown))}; pass speed, timeline or both")
+    if "speed" in wanted:
+        SPEED.write_text(speed_svg(), encoding="utf-8")
+    if "timeline" in wanted:
+        take_timeline()
+
+
+if __name__ == "__main__":
+    main()
