@@ -22,6 +22,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+NAMED = re.compile(r"`((?:benchmarks|coordinator|examples|runtime|tests)/[\w/]+(?:\.py)?)/?[` ]")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ def test_blocks_that_are_not_run_are_counted(path):
 def test_links_lead_to_files(path):
     targets = LINK.findall(path.read_text(encoding="utf-8"))
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_files_that_a_page_names_exist(path):
+    named = NAMED.findall(path.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_the_reference_has_every_public_name_once():
