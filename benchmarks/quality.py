@@ -75,7 +75,7 @@ SETTINGS = {
 }
 """Settings of the trainer's builder that ``--set`` may give the averaged modes."""
 RECOMMENDED = ["lr_scale_ratio=0.2"]
-"""What they have otherwise, as the README recommends with Adam and its like."""
+"""What they have otherwise, as docs/policies.md recommends with Adam and its like."""
 
 
 # -- one training run, in a process of its own -------------------------------------------

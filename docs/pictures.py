@@ -1,6 +1,6 @@
 """Make the pictures of the README: ``python docs/pictures.py [speed] [timeline]``.
 
-``speed`` draws ``images/speed.svg`` from the record of ``benchmarks/peers.py``; the same record
+``speed`` draws ``images/speed.svg`` from the record of ``benchmarks/speed.py``; the same record
 gives the same file. ``timeline`` trains ``examples/profile_timeline.py`` for some seconds and
 takes ``images/timeline.png`` of its page with a headless Chromium, which ``.ci/browser`` installs.
 """
