@@ -35,10 +35,10 @@ from benchmarks.harness.measure import (
 )
 from coordinator import host_memory
 from coordinator.averaging import Averager
-from coordinator.messages import Payload
+from coordinator.contents import Payload
 from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
-from runtime.finite import all_finite
-from runtime.flat_math import add_progress, copy_measured
+from runtime.replica.flat_math import add_progress, copy_measured
+from runtime.replica.non_finite import all_finite
 
 TARGET = 1.5
 """Bound of the arithmetic over the time of reading both and writing one, at 2 ranks in float32."""

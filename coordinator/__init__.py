@@ -6,8 +6,8 @@ from coordinator.convergence import ConvergenceGuard, Verdict
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics, RankMetrics
 from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.ranks import RankStatistics, Statistics
 from coordinator.service import Service
-from coordinator.world import RankStatistics, Statistics
 
 __all__ = [
     "ApplyPolicy",

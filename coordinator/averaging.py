@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coordinator import host_memory
-from coordinator.messages import Payload
+from coordinator.contents import Payload
 from coordinator.mixing import Mix
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.contents import Payload
 from coordinator.errors import RunStalled
-from coordinator.messages import Payload, ToWorker
 from coordinator.metrics import EpochMetrics
+from coordinator.requests import ToWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from coordinator import messages as m
+from coordinator.checkpoint import Saving
 from coordinator.commands import FINAL_ROUND, AbortCollective, Average
-from coordinator.core import Core
 from coordinator.epochs import Epochs
+from coordinator.failures import Recovery, Survival
 from coordinator.outcome import Failure, Phase
+from coordinator.ranks import RankState
 from coordinator.round_keeper import RoundKeeper
-from coordinator.saving import Saving
-from coordinator.survival import Recovery, Survival
-from coordinator.world import RankState
+from coordinator.state import Core
 
 
 class Ending:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from coordinator import messages as m
 from coordinator.commands import PublishEpoch
-from coordinator.core import Core
 from coordinator.ledger import Epoch, LockstepPlan
-from coordinator.world import Rank
+from coordinator.ranks import Rank
+from coordinator.state import Core
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from coordinator.cadence import ElChe
 from coordinator.config import CoordinatorConfig
-from coordinator.messages import Allowance
+from coordinator.contents import Allowance
 from coordinator.policy import ApplyPolicy
 from coordinator.pool import ChunkPool
-from coordinator.world import Rank
+from coordinator.ranks import Rank
 
 _OVERRUN = 4
 """Times its count after which a rank waits no more for one that does not get on."""

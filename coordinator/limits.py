@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from coordinator import messages as m
-from coordinator.core import Core
 from coordinator.outcome import Phase
 from coordinator.round_keeper import RoundKeeper
 from coordinator.rounds import RoundState
+from coordinator.state import Core
 
 
 class Limits:

@@ -12,22 +12,22 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 from coordinator import messages as m
+from coordinator.checkpoint import Saving
 from coordinator.commands import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.config import CoordinatorConfig
-from coordinator.core import Core
 from coordinator.ending import Ending
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
+from coordinator.failures import Recovery, Survival
 from coordinator.limits import Limits
 from coordinator.outcome import Failure, Outcome, Phase
 from coordinator.policy import AverageBackend
 from coordinator.progress_watch import ProgressWatch
+from coordinator.ranks import RankState, Statistics
 from coordinator.round_keeper import RoundKeeper
 from coordinator.rounds import RoundState
 from coordinator.run_state import restore_run
-from coordinator.saving import Saving
-from coordinator.survival import Recovery, Survival
-from coordinator.world import RankState, Statistics
+from coordinator.state import Core
 
 
 class Coordinator:

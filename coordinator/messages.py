@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.contents import (
-    Allowance,
-    EpochPlan,
-    Payload,
-    Tally,
-)
+from coordinator.contents import Allowance, EpochPlan, Payload, Tally
 from coordinator.reports import (
     BatchReport,
     Captured,

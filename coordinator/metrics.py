@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.contents import Tally
 from coordinator.exact_sum import ExactSum, WeightSum
-from coordinator.messages import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from coordinator.messages import Payload
+from coordinator.contents import Payload
 from coordinator.metrics import EpochMetrics
 
 

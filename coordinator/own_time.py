@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator import messages as m
-from coordinator.core import Core
+from coordinator.state import Core
 
 _OF_ROUNDS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
 

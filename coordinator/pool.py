@@ -13,12 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from coordinator.dispatch import (
-    BatchSet,
-    count_batches,
-    cut,
-    split_by_ratio,
-)
+from coordinator.dispatch import BatchSet, count_batches, cut, split_by_ratio
 from coordinator.ledger import Epoch, Ledger
 from coordinator.metrics import EpochTally
 

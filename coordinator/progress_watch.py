@@ -9,11 +9,11 @@ from typing import Any
 
 from coordinator import messages as m
 from coordinator.commands import ReportStall
-from coordinator.core import Core
 from coordinator.ending import Ending
 from coordinator.errors import RunStalled
 from coordinator.outcome import Failure, Phase
 from coordinator.round_keeper import RoundKeeper
+from coordinator.state import Core
 
 
 class ProgressWatch:

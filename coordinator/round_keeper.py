@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from coordinator import messages as m
 from coordinator.averaging import usable_weights
+from coordinator.checkpoint import Saving
 from coordinator.commands import AbortCollective, Average
 from coordinator.convergence import Verdict
-from coordinator.core import Core
 from coordinator.ledger import Epoch
 from coordinator.outcome import Phase
 from coordinator.own_time import OwnTime
 from coordinator.policy import AverageBackend
+from coordinator.ranks import RankState
 from coordinator.rounds import Round, RoundState
-from coordinator.saving import Saving
-from coordinator.world import RankState
+from coordinator.state import Core
 
 _NONE = (None, None)
 

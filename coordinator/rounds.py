@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.ledger import Epoch
-from coordinator.messages import Event, ParamSnapshot, SyncAck
+from coordinator.messages import Event
+from coordinator.reports import ParamSnapshot, SyncAck
 
 
 class RoundState(Enum):

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.core import Core
 from coordinator.dispatch import BatchSet, compress
 from coordinator.ledger import Epoch
 from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
-from coordinator.world import RankState
+from coordinator.ranks import RankState
+from coordinator.state import Core
 
 _TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
 

@@ -32,8 +32,8 @@ from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
 from coordinator.outcome import Failure
+from coordinator.ranks import Statistics
 from coordinator.stall_report import MessageLog, stall_report
-from coordinator.world import Statistics
 
 logger = logging.getLogger(__name__)
 

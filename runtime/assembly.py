@@ -12,9 +12,9 @@ from coordinator.dispatch import count_batches
 from coordinator.policy import ApplyPolicy, AverageBackend
 from coordinator.reports import LONGEST_REPORT_S
 from runtime.config import TrainConfig
-from runtime.errors import CheckpointError, NonFiniteError, ReplicaMismatch
-from runtime.worker import GpuWorker
-from runtime.worker_types import UserFunctions, WorkerConfig
+from runtime.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch
+from runtime.worker.config import UserFunctions, WorkerConfig
+from runtime.worker.worker import GpuWorker
 
 REPORTS_PER_S = 20
 """Reports that all ranks together send at the most because time has passed; two ranks one

@@ -24,14 +24,14 @@ from runtime.config import (
     check_int,
     check_path,
 )
-from runtime.finite import ON_NON_FINITE
 from runtime.handle import TrainerHandle
-from runtime.replica import ModelFactory, OptimFactory, ParamGroups
+from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
+from runtime.replica.non_finite import ON_NON_FINITE
+from runtime.replica.schedule import SchedulerFactory
+from runtime.replica.step import TrainFn
 from runtime.run import start_run
-from runtime.schedule import SchedulerFactory
-from runtime.step import TrainFn
 from runtime.timeline import Timeline
-from runtime.worker_types import EvalFn
+from runtime.worker.config import EvalFn
 
 
 class TrainerBuilder:

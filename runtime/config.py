@@ -16,11 +16,11 @@ from torch import nn
 from coordinator.dispatch import count_batches
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import ApplyPolicy, AverageBackend
-from runtime.replica import ModelFactory, OptimFactory, ParamGroups
-from runtime.schedule import SchedulerFactory
-from runtime.step import TrainFn
+from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
+from runtime.replica.schedule import SchedulerFactory
+from runtime.replica.step import TrainFn
 from runtime.timeline import Timeline
-from runtime.worker_types import EvalFn
+from runtime.worker.config import EvalFn
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ON_WORKER_FAILURE = ("raise", "continue")

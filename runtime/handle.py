@@ -15,13 +15,13 @@ import torch
 
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import AverageBackend
-from coordinator.world import Statistics
+from coordinator.ranks import Statistics
 from runtime.checkpoint.writer import save_once
 from runtime.config import check_float, check_path
-from runtime.interrupts import INTERRUPTS, Period
+from runtime.core.signals import INTERRUPTS, Period
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.watched import End, watched_run
-from runtime.state import TrainedState
+from runtime.results import TrainedState
 
 if TYPE_CHECKING:
     from runtime.run import Run

@@ -11,8 +11,8 @@ import torch
 import torch.distributed
 
 from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
-from runtime.intra_op import num_cores
-from runtime.summary import device_summary
+from runtime.core.threads import num_cores
+from runtime.device.summary import device_summary
 
 
 def machine_report(devices: Sequence[torch.device] | None = None) -> str:

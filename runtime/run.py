@@ -19,34 +19,34 @@ from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
 from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.ranks import Statistics
 from coordinator.service import Service
-from coordinator.world import Statistics
-from runtime import allocator
-from runtime.agreement import StopAgreement
 from runtime.assembly import coordinator_config, failed, user_functions, worker_config
 from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
-from runtime.data import DatasetAdapter, EpochIndex, adapt_dataset
-from runtime.data_path import DataPath
-from runtime.device import open_device
-from runtime.errors import CollectiveAborted, error_of
-from runtime.graph_fallback import Fallbacks
-from runtime.groups import Groups
+from runtime.core.errors import CollectiveAborted, error_of
+from runtime.core.signals import INTERRUPTS
+from runtime.core.threads import IntraOpThreads
+from runtime.core.vector_math import resolve_vector_math
+from runtime.data.dataset import DatasetAdapter, EpochIndex, adapt_dataset
+from runtime.data.path import DataPath
+from runtime.device import allocator
+from runtime.device.base import open_device
+from runtime.device.summary import device_summary
 from runtime.handle import TrainerHandle
-from runtime.interrupts import INTERRUPTS
-from runtime.intra_op import IntraOpThreads
-from runtime.peers import Peers
 from runtime.progress import MetricsThread
-from runtime.replica import BuildOrder
-from runtime.resume import ResumePoint
+from runtime.replica.build import BuildOrder
+from runtime.replica.graph_fallback import Fallbacks
+from runtime.results import TrainedState, assemble
 from runtime.saving import Saves
-from runtime.state import TrainedState, assemble
-from runtime.summary import device_summary
-from runtime.timeline.recording import Recording
-from runtime.vector_math import resolve_vector_math
-from runtime.worker import GpuWorker
-from runtime.worker_types import WorkerEndpoints
+from runtime.worker.agreement import StopAgreement
+from runtime.worker.config import WorkerEndpoints
+from runtime.worker.group import Groups
+from runtime.worker.peers import Peers
+from runtime.worker.recording import Recording
+from runtime.worker.worker import GpuWorker
 
 logger = logging.getLogger(__name__)
 

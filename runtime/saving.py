@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from coordinator.commands import SaveCheckpoint, SaveFailed
-from coordinator.messages import Payload
+from coordinator.contents import Payload
 from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.resume import compatible
 from runtime.checkpoint.store import entries
 from runtime.checkpoint.writer import CheckpointWriter
 from runtime.config import TrainConfig
-from runtime.errors import CheckpointError
-from runtime.flat import FlatState
-from runtime.module_state import named_weights
-from runtime.resume import compatible
+from runtime.core.errors import CheckpointError
+from runtime.replica.flat import FlatState
+from runtime.replica.state import named_weights
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from runtime.builder import TrainerBuilder
-from runtime.replica import ModelFactory, OptimFactory
-from runtime.setup.build import set_up
-from runtime.setup.config import DdpConfig
-from runtime.setup.module import ReplicatedModule
-from runtime.step import TrainFn
+from runtime.loop.build import set_up
+from runtime.loop.config import DdpConfig
+from runtime.loop.module import ReplicatedModule
+from runtime.replica.build import ModelFactory, OptimFactory
+from runtime.replica.step import TrainFn
 
 
 class Trainer:

@@ -30,11 +30,11 @@ SIMULATION = ["tests/simulation"]
 RUNS = ["tests/deadlock", "tests/unit/test_survival.py", "tests/unit/test_exactly_once.py"]
 TARGETS: dict[str, list[str]] = {
     "coordinator": ["tests/unit/test_{stem}.py", "tests/unit/test_machine.py", *SIMULATION],
-    "runtime/protocol.py": ["tests/unit/test_protocol.py", *SIMULATION, *RUNS],
-    "runtime/answers.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
-    "runtime/averaging.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
-    "runtime/lockstep.py": [*SIMULATION, *RUNS],
-    "runtime/reporter.py": ["tests/unit/test_worker.py", *SIMULATION, *RUNS],
+    "runtime/worker/protocol.py": ["tests/unit/test_protocol.py", *SIMULATION, *RUNS],
+    "runtime/worker/rounds.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
+    "runtime/replica/averaging.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
+    "runtime/worker/lockstep.py": [*SIMULATION, *RUNS],
+    "runtime/worker/reporter.py": ["tests/unit/test_worker.py", *SIMULATION, *RUNS],
     "runtime/checkpoint": [
         "tests/unit/test_checkpoint_{stem}.py",
         "tests/unit/test_checkpoint_reader.py",

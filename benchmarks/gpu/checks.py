@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks.gpu.bench import Bench, tidy
 from benchmarks.gpu.models import STALL_S, ended
 from coordinator.averaging import Averager
-from coordinator.messages import Payload
+from coordinator.contents import Payload
 from runtime import (
     ApplyPolicy,
     AverageBackend,
@@ -33,12 +33,12 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime.averaging import ReplicaAverager
-from runtime.cuda_api import CudaApi
-from runtime.cuda_device import CudaDevice
-from runtime.device import Arrival, DeviceContext, open_device
-from runtime.flat import FlatState
-from runtime.intra_op import IntraOpThreads
+from runtime.core.threads import IntraOpThreads
+from runtime.device.base import Arrival, DeviceContext, open_device
+from runtime.device.cuda import CudaDevice
+from runtime.device.cuda_api import CudaApi
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
 
 # -- no wait for the device in the step loop, as far as PyTorch can tell -----------------
 

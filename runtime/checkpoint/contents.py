@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runtime.errors import CheckpointError
+from runtime.core.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

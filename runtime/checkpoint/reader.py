@@ -15,16 +15,9 @@ from torch import Tensor
 
 from runtime.checkpoint.contents import CheckpointData
 from runtime.checkpoint.files import read_regular
-from runtime.checkpoint.manifest import (
-    MANIFEST,
-    MAX_BYTES,
-    STATE,
-    WEIGHTS,
-    Manifest,
-    rank_file,
-)
+from runtime.checkpoint.format import MANIFEST, MAX_BYTES, STATE, WEIGHTS, Manifest, rank_file
 from runtime.checkpoint.store import entries, is_name
-from runtime.errors import CheckpointError
+from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -28,15 +28,8 @@ from runtime.checkpoint.files import (
     write_pickle,
     write_weights,
 )
-from runtime.checkpoint.manifest import (
-    MANIFEST,
-    MAX_BYTES,
-    STATE,
-    WEIGHTS,
-    Manifest,
-    rank_file,
-)
-from runtime.errors import CheckpointError
+from runtime.checkpoint.format import MANIFEST, MAX_BYTES, STATE, WEIGHTS, Manifest, rank_file
+from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from runtime.checkpoint.contents import CheckpointData
 from runtime.checkpoint.store import remove_old, write_checkpoint
-from runtime.errors import CheckpointError, without_frames
-from runtime.living import Living
+from runtime.core.errors import CheckpointError, without_frames
+from runtime.core.living import Living
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from runtime.collective.process_group import ProcessGroupCollective, create_proc
 from runtime.collective.staged import StagedThreadCollective
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import ThreadCollective
-from runtime.vector_math import resolve_vector_math
+from runtime.core.vector_math import resolve_vector_math
 
 __all__ = [
     "AbortableBarrier",

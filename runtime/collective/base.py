@@ -15,7 +15,7 @@ from runtime.collective.barrier import Rendezvous
 from runtime.collective.noted import Meeting
 
 if TYPE_CHECKING:
-    from runtime.timeline.lane import Lane
+    from runtime.timeline.recorder import Lane
 
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
@@ -95,8 +95,8 @@ class Collective(ABC):
 
     Arguments are judged when all ranks have met: if one rank's are wrong or do not fit
     the others', *every* rank raises ``ValueError``, nothing was written, and the group
-    stays usable. :class:`~runtime.errors.CollectiveAborted`,
-    :class:`~runtime.errors.CollectiveTimeout` and any other exception leave the tensors
+    stays usable. :class:`~runtime.core.errors.CollectiveAborted`,
+    :class:`~runtime.core.errors.CollectiveTimeout` and any other exception leave the tensors
     written to with undefined values, and the group aborted for good; nobody writes to
     them any more when the exception comes out.
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from runtime import cuda_api
 from runtime.collective.base import Group, Plan, Request
 from runtime.collective.communicators import Communicators
 from runtime.collective.process_group import ProcessGroupCollective, connect_ranks
 from runtime.collective.thread import reduce_at_once
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.device import cuda_api
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.timeline.causes import AVERAGING, SYNC
 
 if TYPE_CHECKING:
-    from runtime.timeline.lane import Lane
+    from runtime.timeline.recorder import Lane
 
 
 class Meeting:

@@ -13,7 +13,7 @@ import torch.distributed
 from torch import Tensor
 
 from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

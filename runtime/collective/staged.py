@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from runtime import cuda_api
 from runtime.collective.base import Group, Request
 from runtime.collective.thread import ThreadCollective
-from runtime.cuda_api import Event
+from runtime.device import cuda_api
+from runtime.device.cuda_api import Event
 
 _ALIGNMENT_BYTES = 64
 

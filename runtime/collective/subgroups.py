@@ -17,7 +17,7 @@ from runtime.collective.nccl import NcclCollective
 from runtime.collective.process_group import ProcessGroupCollective
 from runtime.collective.staged import StagedThreadCollective
 from runtime.collective.thread import ThreadCollective
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 
 # Any: the type stubs leave out most of the names below.
 _c10d: Any = torch.distributed

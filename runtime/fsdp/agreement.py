@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.collective import Collective, ReduceOp
-from runtime.errors import ReplicaMismatch
+from runtime.core.errors import ReplicaMismatch
 
 
 def check_same(lines: Sequence[str], collective: Collective) -> None:

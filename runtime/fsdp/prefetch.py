@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from runtime import cuda_api
+from runtime.device import cuda_api
 
 
 class Prefetch:

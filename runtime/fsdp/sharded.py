@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from runtime import cuda_api
 from runtime.collective import Collective
-from runtime.fsdp.exchange import gather_into, gathered_slots, reduce_gradients
+from runtime.device import cuda_api
 from runtime.fsdp.found import Found
+from runtime.fsdp.gradients import gather_into, gathered_slots, reduce_gradients
 from runtime.fsdp.layout import Layout, Slot, make_layouts
 from runtime.fsdp.prefetch import Prefetch
 from runtime.fsdp.strategy import ShardGroups

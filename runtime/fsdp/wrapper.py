@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from runtime.collective import Collective, split
-from runtime.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.fsdp.agreement import check_same
 from runtime.fsdp.calls import calls_of
-from runtime.fsdp.closing import OwnedGroups
 from runtime.fsdp.found import Found, describe, find_parameters
+from runtime.fsdp.lifecycle import OwnedGroups
 from runtime.fsdp.replicated import ReplicatedParameters
 from runtime.fsdp.sharded import ShardedParameters
 from runtime.fsdp.stale import STALE

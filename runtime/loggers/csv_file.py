@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from coordinator.metrics import EpochMetrics
 from runtime.config import check_path
-from runtime.loggers.columns import EPOCH_FIELDS, Names, epoch_values, rank_values
+from runtime.loggers.base import EPOCH_FIELDS, Names, epoch_values, rank_values
 from runtime.timeline.text import table_cell
 from runtime.timeline.timeline import write_text
 

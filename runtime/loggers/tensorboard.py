@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from coordinator.metrics import EpochMetrics
 from runtime.config import check_directory, check_path
-from runtime.extras import need
-from runtime.loggers.columns import Names, epoch_values, rank_values
+from runtime.core.checks import need
+from runtime.loggers.base import Names, epoch_values, rank_values
 from runtime.timeline.text import one_line
 
 if TYPE_CHECKING:

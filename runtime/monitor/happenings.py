@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from coordinator.metrics import EpochMetrics
-from coordinator.world import Statistics
+from coordinator.ranks import Statistics
 from runtime.monitor.feed import Json
 from runtime.monitor.watched import End, WatchedRun
 from runtime.timeline.events import Event, Kind

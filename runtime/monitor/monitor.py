@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from runtime.config import check_float, check_int
-from runtime.extras import need
+from runtime.core.checks import need
 from runtime.monitor import page
 from runtime.monitor.feed import Feed
 from runtime.monitor.hosts import allowed_names, is_loopback, listen, url_of

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from coordinator.metrics import EpochMetrics
-from coordinator.world import Statistics
-from runtime.cuda_memory import MEMORY
+from coordinator.ranks import Statistics
+from runtime.device.memory import MEMORY
 from runtime.monitor.feed import Json
 from runtime.monitor.happenings import Happenings
 from runtime.monitor.machine_load import MachineLoad

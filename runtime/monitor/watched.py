@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coordinator.metrics import EpochMetrics
-from coordinator.world import Statistics
+from coordinator.ranks import Statistics
 from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 

@@ -17,11 +17,11 @@ from coordinator.commands import (
     SaveFailed,
     Send,
 )
-from coordinator.core import Core
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
 from coordinator.reports import LONGEST_REPORT_S
 from coordinator.rounds import Round, RoundState
+from coordinator.state import Core
 from runtime.timeline.curves import Bins, Curve, Row
 from runtime.timeline.events import ARGS, Event, Kind
 from runtime.timeline.ring import Ring

@@ -8,8 +8,8 @@ import json
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from runtime.timeline.document import document
 from runtime.timeline.events import STRETCHES, Kind
+from runtime.timeline.export import document
 
 if TYPE_CHECKING:
     from runtime.timeline.timeline import Timeline

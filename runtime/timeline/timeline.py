@@ -16,10 +16,10 @@ from coordinator.machine import Coordinator
 from runtime.timeline.causes import Cause
 from runtime.timeline.coordinator_lane import CoordinatorLane, EpochRecord
 from runtime.timeline.curves import Row
-from runtime.timeline.document import json_text
 from runtime.timeline.events import Event, IdleGap, Kind
-from runtime.timeline.lane import Lane
+from runtime.timeline.export import json_text
 from runtime.timeline.page import html_text
+from runtime.timeline.recorder import Lane
 from runtime.timeline.resources import ResourcePoller
 from runtime.timeline.summary import RankSummary, RunFacts, TimelineSummary, idle_seconds, share
 from runtime.timeline.table import csv_text

@@ -18,7 +18,7 @@ import pytest
 from coordinator import messages as m
 from coordinator.machine import Coordinator
 from runtime import current_worker
-from runtime.batches import batch_generator
+from runtime.data.batches import batch_generator
 from tests.unit.running import builder, count_up, counter, numbers, plain_sgd
 
 BOUND_S = 12.0

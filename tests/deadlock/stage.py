@@ -17,10 +17,10 @@ from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
 from coordinator.service import Service
 from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
-from runtime.data import EpochIndex, adapt_dataset
-from runtime.loader import InlineLoader
-from runtime.replica import BuildOrder
-from runtime.worker_types import WorkerEndpoints
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import InlineLoader
+from runtime.replica.build import BuildOrder
+from runtime.worker.config import WorkerEndpoints
 from tests.deadlock.faults import BOUND_S
 from tests.unit.running import CADENCE, CPU, OVER_CPU, count_up, counter, numbers, plain_sgd
 from tests.unit.test_worker import Alone

@@ -14,7 +14,7 @@ from coordinator import messages as m
 from coordinator import service
 from coordinator.averaging import Averager
 from runtime import current_worker
-from runtime.flat import FlatState
+from runtime.replica.flat import FlatState
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.stage import running
 from tests.simulation.harness import Simulation

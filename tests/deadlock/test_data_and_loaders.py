@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from coordinator import messages as m
 from runtime import WorkerFailed
-from runtime.loader import ThreadLoader
+from runtime.data.loader import ThreadLoader
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.unit.loading import ALL, PLANS, Consumer, Noisy, assert_is_plan

@@ -9,8 +9,8 @@ import pytest
 from coordinator import messages as m
 from coordinator.rounds import RoundState
 from runtime import create_collectives
-from runtime.protocol import WorkerState
-from runtime.replica import BuildOrder
+from runtime.replica.build import BuildOrder
+from runtime.worker.protocol import WorkerState
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.stage import Stage, running
 from tests.deadlock.tap import Sent, within

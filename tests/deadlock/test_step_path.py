@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime import record_scalar
-from runtime.step import Stepper
+from runtime.replica.step import Stepper
 from tests.deadlock.faults import BOUND_S
 from tests.unit.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
 from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative

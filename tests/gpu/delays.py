@@ -6,10 +6,10 @@ import random
 
 import torch
 
-from runtime.cuda_api import CudaApi
-from runtime.cuda_device import CudaDevice
-from runtime.device import CpuDevice
-from runtime.flat import FlatState
+from runtime.device.base import CpuDevice
+from runtime.device.cuda import CudaDevice
+from runtime.device.cuda_api import CudaApi
+from runtime.replica.flat import FlatState
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.messages import EpochPlan
-from runtime.budget import DeviceBudget
-from runtime.copying import CpuCopies
-from runtime.cuda_copies import CudaCopies
-from runtime.data import EpochIndex, adapt_dataset
-from runtime.prefetch import PrefetchLoader, SlotStage
-from runtime.resident import ResidentData
-from runtime.stage import Pace
+from coordinator.contents import EpochPlan
+from runtime.data.budget import DeviceBudget
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.prefetch import PrefetchLoader, SlotStage
+from runtime.data.resident import ResidentData
+from runtime.data.stage import Pace
+from runtime.device.copying import CpuCopies
+from runtime.device.cuda_copies import CudaCopies
 from tests.gpu.delays import context_of, delay
 
 N, SIZE, WIDTH = 1000, 8, 4096

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from coordinator.averaging import Averager
-from runtime.averaging import ReplicaAverager
 from runtime.collective import create_collectives
+from runtime.replica.averaging import ReplicaAverager
 from tests.gpu.delays import DelayedState, Delays, context_of
 
 SIZE = 1 << 16

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker, record_scalar
-from runtime.graphs import GraphedSteps
+from runtime.replica.graphs import GraphedSteps
 from tests.gpu.no_sync import allow_waits, forbid_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]

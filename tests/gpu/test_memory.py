@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import Trainer
-from runtime.cuda_memory import CAPS, MEMORY
+from runtime.device.memory import CAPS, MEMORY
 from tests.gpu import runs
 from tests.gpu.delays import GPU
 from tests.gpu.loading import WIDTH, Rows

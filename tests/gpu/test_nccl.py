@@ -11,7 +11,7 @@ import torch.distributed
 
 from runtime import ApplyPolicy, AverageBackend, Trainer
 from runtime.collective import ReduceOp, create_collectives
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import (
-    ApplyPolicy,
-    AverageBackend,
-    GpuWorker,
-    Trainer,
-    UserFunctions,
-    WorkerConfig,
-)
-from runtime.cuda_device import MAX_RUN_AHEAD, CudaDevice
+from runtime import ApplyPolicy, AverageBackend, GpuWorker, Trainer, UserFunctions, WorkerConfig
+from runtime.device.cuda import MAX_RUN_AHEAD, CudaDevice
 from tests.gpu import replicas
 from tests.gpu.delays import GPU, LONG, DelayedApi, Delays
 from tests.gpu.no_sync import no_sync

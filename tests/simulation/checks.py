@@ -11,8 +11,8 @@ from coordinator.dispatch import count_batches
 from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.outcome import Failure
 from coordinator.policy import ApplyPolicy
-from coordinator.world import RankState
-from runtime.errors import CollectiveTimeout
+from coordinator.ranks import RankState
+from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.saves import BEFORE, SaveChecks
 

@@ -29,9 +29,9 @@ from coordinator.commands import (
 from coordinator.inbox import HELD_S, Inbox
 from coordinator.machine import Coordinator
 from coordinator.policy import AverageBackend
-from runtime.agreement import StopAgreement
-from runtime.errors import CollectiveAborted, CollectiveTimeout
-from runtime.worker_types import WAKE
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.worker.agreement import StopAgreement
+from runtime.worker.config import WAKE
 from tests.simulation.checks import Checks
 from tests.simulation.effects import SamplesOf, Traced, Violation, average, replica
 from tests.simulation.saves import Origin

@@ -1,6 +1,6 @@
 """A worker whose tensors are faked: the protocol, the reports and the loop are not.
 
-It follows :class:`runtime.worker.GpuWorker` message for message, as a generator: what
+It follows :class:`runtime.worker.worker.GpuWorker` message for message, as a generator: what
 blocks there is yielded here. A ``float`` is time that passes, :data:`GET` waits for a
 message, :class:`Join` enters a collective.
 """
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from coordinator import messages as m
 from coordinator.policy import ApplyPolicy
-from runtime.errors import CollectiveAborted, CollectiveTimeout
-from runtime.lockstep import Lockstep
-from runtime.protocol import WorkerProtocol
-from runtime.reporter import Reporter
-from runtime.windows import Windows
-from runtime.worker_types import WAKE, Wake, WorkerConfig
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.worker.config import WAKE, Wake, WorkerConfig
+from runtime.worker.lockstep import Lockstep
+from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.reporter import Reporter
+from runtime.worker.windows import Windows
 from tests.simulation.effects import Batch, Traced, Violation, replica, squares_of
 
 if TYPE_CHECKING:

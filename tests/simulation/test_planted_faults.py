@@ -7,7 +7,7 @@ from coordinator.gate import Gate
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool
 from coordinator.rounds import Round
-from runtime.protocol import WorkerProtocol
+from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly
 from tests.simulation.harness import Simulation
 

@@ -9,14 +9,14 @@ import pytest
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.epochs import Epochs
+from coordinator.failures import Survival
 from coordinator.ledger import Ledger
 from coordinator.machine import Coordinator
 from coordinator.policy import ApplyPolicy, AverageBackend
 from coordinator.pool import ChunkPool
 from coordinator.round_keeper import RoundKeeper
-from coordinator.survival import Survival
-from runtime.lockstep import Lockstep
-from runtime.protocol import WorkerProtocol
+from runtime.worker.lockstep import Lockstep
+from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found
 from tests.simulation.harness import Simulation, SimulationFailed
 from tests.simulation.schedule import Death, Pace, Schedule

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator import checkpoint as saving
 from coordinator import messages as m
-from coordinator import run_state, saving
+from coordinator import run_state
+from coordinator.checkpoint import Saving
 from coordinator.policy import ApplyPolicy
 from coordinator.pool import ChunkPool
 from coordinator.run_state import Note
-from coordinator.saving import Saving
-from runtime.lockstep import Lockstep
+from runtime.worker.lockstep import Lockstep
 from tests.simulation.finding import assert_is_found
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
 from tests.simulation.saves import Origin

@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 import torch
 
-from runtime import cuda_api
-from runtime.cuda_api import CudaApi
+from runtime.device import cuda_api
+from runtime.device.cuda_api import CudaApi
 from tests.unit.tape import Tape
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-from runtime.budget import MemoryReading, padded_bytes
-from runtime.copying import CopyDevice
+from runtime.data.budget import MemoryReading, padded_bytes
+from runtime.device.copying import CopyDevice
 
 COMPUTE, COPY = "compute", "copy"
 GIB = 2**30

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime import FSDP, Collective, ShardingStrategy, create_collectives
-from runtime.errors import CollectiveAborted
+from runtime.core.errors import CollectiveAborted
 
 WAIT_S = 30.0
 SEEDING = threading.Lock()

@@ -11,10 +11,10 @@ from torch import nn
 
 from runtime import record_scalar
 from runtime import run as run_module
-from runtime.capture_gate import CaptureGate
-from runtime.cuda_device import CudaDevice
-from runtime.data_path import DataPath
-from runtime.device import CpuDevice
+from runtime.data.path import DataPath
+from runtime.device.base import CpuDevice
+from runtime.device.capture_gate import CaptureGate
+from runtime.device.cuda import CudaDevice
 from tests.unit.fake_cuda import GPU, FakeCuda
 from tests.unit.running import CADENCE, OVER_CPU, WAIT_S, builder
 

@@ -8,12 +8,12 @@ import threading
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.messages import EpochPlan
-from runtime.batches import batch_generator
-from runtime.context import current_worker
-from runtime.data import EpochIndex, adapt_dataset
-from runtime.loader import InlineLoader
-from runtime.loader_process import ProcessLoader
+from coordinator.contents import EpochPlan
+from runtime.core.context import current_worker
+from runtime.data.batches import batch_generator
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import InlineLoader
+from runtime.data.process_loader import ProcessLoader
 
 N, SIZE, SEED = 23, 4, 5
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ import threading
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.messages import EpochPlan
-from runtime.budget import DeviceBudget
-from runtime.data import EpochIndex, adapt_dataset
-from runtime.prefetch import PrefetchLoader, SlotStage
-from runtime.resident import ResidentData
-from runtime.stage import Pace
+from coordinator.contents import EpochPlan
+from runtime.data.budget import DeviceBudget
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.prefetch import PrefetchLoader, SlotStage
+from runtime.data.resident import ResidentData
+from runtime.data.stage import Pace
 from tests.unit.fake_streams import DelayedCopies
 from tests.unit.loading import INDEX, SEED, SIZE, Consumer, N
 

@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from signal import SIGINT, SIGTERM
 
-from runtime.interrupts import INTERRUPTS, Period
+from runtime.core.signals import INTERRUPTS, Period
 from tests.unit.running import Gate, builder
 
 FOREVER = 100_000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator import mixing
 from coordinator.averaging import Averager, payload_like
-from coordinator.messages import Payload
+from coordinator.contents import Payload
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 TOLERANCES = {

@@ -12,9 +12,9 @@ from torch import nn
 from coordinator import service
 from coordinator.averaging import Averager
 from runtime import CollectiveAborted, create_collectives, current_worker
-from runtime.averaging import ReplicaAverager
-from runtime.device import CpuDevice
-from runtime.flat import FlatState
+from runtime.device.base import CpuDevice
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
 from tests.unit.running import (
     ASYNC,
     CADENCE,

@@ -20,7 +20,7 @@ from runtime import (
     WorkerFailed,
     record_scalar,
 )
-from runtime.context import current_worker
+from runtime.core.context import current_worker
 from tests.unit.running import (
     ASYNC,
     CADENCE,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.budget import (
+from runtime.data.budget import (
     MAX_DEPTH,
     DeviceBudget,
     MemoryReading,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from runtime.capture_gate import CaptureGate, _State
+from runtime.device.capture_gate import CaptureGate, _State
 
 WAIT_S = 10.0
 

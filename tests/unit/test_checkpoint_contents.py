@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runtime.checkpoint.contents import plain
-from runtime.errors import CheckpointError
+from runtime.core.errors import CheckpointError
 from tests.unit.checkpointing import same
 
 

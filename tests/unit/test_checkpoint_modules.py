@@ -10,10 +10,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from runtime import current_worker, module_state
+from runtime import current_worker
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.reader import load_newest
-from runtime.module_state import mark, named_weights
+from runtime.replica import state as module_state
+from runtime.replica.state import mark, named_weights
 from tests.unit.running import SYNC, THREAD, WAIT_S, builder
 
 N = 16

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from runtime.checkpoint import reader
-from runtime.checkpoint.manifest import MANIFEST, Manifest
+from runtime.checkpoint.format import MANIFEST, Manifest
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.store import write_checkpoint
-from runtime.errors import CheckpointError
+from runtime.core.errors import CheckpointError
 from tests.unit.checkpointing import make, same
 
 FILES = ["manifest.json", "ranks-00000.pt", "ranks-00001.pt", "state.pt", "weights.safetensors"]
@@ -113,7 +113,7 @@ def test_one_that_is_named_itself_has_none_before_it(pair):
 
 
 def test_a_later_format_is_refused_with_its_version(pair, caplog, monkeypatch):
-    monkeypatch.setattr("runtime.checkpoint.manifest.VERSION", 2)
+    monkeypatch.setattr("runtime.checkpoint.format.VERSION", 2)
     write_checkpoint(pair.parent, make(3))
     monkeypatch.undo()
     assert same(load_newest(pair.parent).data, make(2))

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from runtime.checkpoint import files, store
-from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.format import Manifest
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.store import remove_old, write_checkpoint
 from runtime.checkpoint.writer import save_once
-from runtime.errors import CheckpointError
-from runtime.state import TrainedState
+from runtime.core.errors import CheckpointError
+from runtime.results import TrainedState
 from tests.unit.checkpointing import make, names, same
 from tests.unit.running import WAIT_S
 

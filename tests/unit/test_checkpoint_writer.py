@@ -14,7 +14,7 @@ import pytest
 from runtime.checkpoint import files, writer
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.writer import CheckpointWriter
-from runtime.errors import CheckpointError
+from runtime.core.errors import CheckpointError
 from tests.unit.checkpointing import make, names, same
 from tests.unit.running import WAIT_S
 

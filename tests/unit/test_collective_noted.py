@@ -13,7 +13,7 @@ from runtime.collective import create_collectives
 from runtime.collective.base import LONG
 from runtime.collective.noted import Meeting
 from runtime.timeline.causes import AVERAGING, COMPUTE, SYNC
-from runtime.timeline.lane import Lane
+from runtime.timeline.recorder import Lane
 
 WAIT_S = 0.05
 

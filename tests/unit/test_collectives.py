@@ -20,7 +20,7 @@ from torch import Tensor
 from runtime.collective import AbortableBarrier, Collective, ReduceOp, create_collectives
 from runtime.collective import process_group as process_group_module
 from runtime.collective import thread as thread_module
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.unit.posing import POSING, posing_group
 
 KINDS = ("thread", "gloo", *POSING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.cuda_api import CudaApi
+from runtime.device.cuda_api import CudaApi
 
 
 class Generator:

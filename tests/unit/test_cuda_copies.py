@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from runtime import cuda_memory, data_path
 from runtime import run as run_module
-from runtime.budget import MemoryReading
-from runtime.cuda_copies import CudaCopies
-from runtime.cuda_device import CudaDevice
-from runtime.cuda_memory import CudaMemory, MemoryCaps, explain_out_of_memory
-from runtime.prefetch import PrefetchLoader
-from runtime.slots import Layout, SlotPool, TensorSpec
+from runtime.data import path as data_path
+from runtime.data.budget import MemoryReading
+from runtime.data.prefetch import PrefetchLoader
+from runtime.data.slots import Layout, SlotPool, TensorSpec
+from runtime.device import memory as cuda_memory
+from runtime.device.cuda import CudaDevice
+from runtime.device.cuda_copies import CudaCopies
+from runtime.device.memory import CudaMemory, MemoryCaps, explain_out_of_memory
 from tests.unit.fake_cuda import GPU, FakeCuda
 from tests.unit.running import WAIT_S, builder, count_up
 from tests.unit.test_data_path import loader_for

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.averaging import ReplicaAverager
-from runtime.cuda_device import CudaDevice
-from runtime.device import open_device
-from runtime.flat import FlatState
-from runtime.reducer import GradientReducer
+from runtime.device.base import open_device
+from runtime.device.cuda import CudaDevice
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
+from runtime.replica.reducer import GradientReducer
 from tests.unit.fake_cuda import GPU, FakeCuda
 
 ORDERS = list(permutations(range(3)))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from runtime.cuda_copies import CudaCopies
-from runtime.cuda_device import CudaDevice
-from runtime.cuda_memory import CudaMemory
-from runtime.data import ColumnAdapter
-from runtime.replica import BuildOrder
+from runtime.data.dataset import ColumnAdapter
+from runtime.device.cuda import CudaDevice
+from runtime.device.cuda_copies import CudaCopies
+from runtime.device.memory import CudaMemory
+from runtime.replica.build import BuildOrder
 from tests.unit.fake_cuda import CPU, GPU, FakeCuda
 from tests.unit.fake_streams import COMPUTE, COPY, DelayedCopies
 from tests.unit.loading import SIZE, N

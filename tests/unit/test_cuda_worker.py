@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from runtime import replica
 from runtime import run as run_module
 from runtime.collective import StagedThreadCollective, create_collectives
-from runtime.cuda_device import CudaDevice
-from runtime.data_path import DataPath
-from runtime.device import CpuDevice, open_device
+from runtime.data.path import DataPath
+from runtime.device.base import CpuDevice, open_device
+from runtime.device.cuda import CudaDevice
+from runtime.replica import build as replica
 from tests.unit.fake_cuda import GPU, FakeCuda, standing_in
 from tests.unit.running import ASYNC, CADENCE, LOCAL_WAYS, SYNC, WAIT_S, builder, train
 from tests.unit.test_worker import BATCH, Alone

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-import runtime.data
+import runtime.data.dataset
 from coordinator.dispatch import permutation
-from runtime.data import EpochIndex, adapt_dataset
+from runtime.data.dataset import EpochIndex, adapt_dataset
 
 N = 11
 INDICES = torch.tensor([7, 0, 10, 3])

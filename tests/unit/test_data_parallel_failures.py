@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed, loop_calls
+from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed
+from runtime.loop import loop_calls
 from tests.unit.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of, state
 
 WAIT_S = 20.0

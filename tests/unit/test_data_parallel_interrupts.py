@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from runtime import ReplicaFailed, data_parallel, loop_calls, loop_mirror, rank_threads
+from runtime import ReplicaFailed
+from runtime.loop import data_parallel, loop_calls, loop_mirror, rank_threads
 from tests.unit.parallel import identical, loss_fn, mlp, replicas, samples_of
 
 # What of the standard library is written in Python can be left at any line, too.

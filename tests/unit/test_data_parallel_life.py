@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import AverageBackend, DataParallelCoordinator, ReplicaMismatch
-from runtime.intra_op import IntraOpThreads
+from runtime.core.threads import IntraOpThreads
 from tests.unit.parallel import adam, identical, loss_fn, mlp, replicas, samples_of
 
 WAIT_S = 20.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from runtime import AverageBackend, ElChe, ReplicaMismatch
-from runtime.errors import CollectiveAborted
+from runtime.core.errors import CollectiveAborted
 from tests.unit.wrapping import all_same, fill, grads, nets, same, wrap
 
 THREAD, GLOO = AverageBackend.THREAD, AverageBackend.GLOO

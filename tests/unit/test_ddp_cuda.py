@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from runtime import reduction as reduction_module
 from runtime.collective import nccl as nccl_module
-from runtime.errors import CollectiveAborted
-from runtime.reduction import GroupReduction, StagedReduction
+from runtime.core.errors import CollectiveAborted
+from runtime.loop import reduction as reduction_module
+from runtime.loop.reduction import GroupReduction, StagedReduction
 from tests.unit.fake_cuda import CPU, GPU, FakeCuda, standing_in
 from tests.unit.parallel import replicas, samples_of
 from tests.unit.posing import PosingBackend

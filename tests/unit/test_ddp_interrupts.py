@@ -7,7 +7,7 @@ import time
 import pytest
 
 from runtime import AverageBackend
-from runtime.errors import CollectiveAborted
+from runtime.core.errors import CollectiveAborted
 from tests.unit.wrapping import fill, grads, nets, same, wrap
 
 WAKE_S = 5.0

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.contents import Tally
 from coordinator.exact_sum import ExactSum, RoundedSum
-from coordinator.messages import Tally
 from coordinator.metrics import EpochTally
 
 numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=30)

@@ -10,8 +10,8 @@ import pytest
 
 from runtime import ShardingStrategy, create_collectives
 from runtime.collective import split
-from runtime.errors import CollectiveAborted
-from runtime.fsdp import closing
+from runtime.core.errors import CollectiveAborted
+from runtime.fsdp import lifecycle as closing
 from tests.unit.fsdp_ranks import outcomes_of, wrap
 
 WAIT_S = 5.0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import FSDP, ReplicaMismatch, ShardingStrategy, create_collectives
-from runtime.errors import CollectiveAborted
+from runtime.core.errors import CollectiveAborted
 from tests.unit.fsdp_ranks import (
     FREEING,
     SHARDED,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from runtime import FSDP, create_collectives
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.fsdp.prefetch import Prefetch
 from tests.unit.fake_cuda import GPU, FakeCuda, standing_in
 from tests.unit.fsdp_ranks import FREEING, Net, batch, loss_of, on_ranks, outcomes_of, share, wrap

@@ -9,7 +9,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.gate import Gate
 from coordinator.policy import ApplyPolicy
 from coordinator.pool import ChunkPool
-from coordinator.world import Rank, RankState
+from coordinator.ranks import Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 

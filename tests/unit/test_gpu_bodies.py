@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime import finite, flat
+from runtime.replica import flat
+from runtime.replica import non_finite as finite
 from tests.gpu import loading, replicas, runs
 from tests.gpu.delays import CPU
 from tests.gpu.runs import ASYNC, CADENCE, OVER_CPU, SYNC, WAYS, name_of

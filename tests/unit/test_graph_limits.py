@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.capture_gate import GateMember
-from runtime.optimizer_state import load_optimizer_state
+from runtime.device.capture_gate import GateMember
+from runtime.replica.optimizer_state import load_optimizer_state
 from tests.unit.graphing import (
     DATA,
     a_run,

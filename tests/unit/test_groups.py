@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from runtime.collective import create_collectives
-from runtime.errors import CollectiveAborted
-from runtime.groups import Groups
+from runtime.core.errors import CollectiveAborted
+from runtime.worker.group import Groups
 from tests.unit.running import WAIT_S
 
 

@@ -11,7 +11,7 @@ import torch
 from coordinator import host_memory
 from coordinator.averaging import Averager
 from coordinator.contents import Payload
-from runtime.flat import FlatState
+from runtime.replica.flat import FlatState
 
 MANY = 9_000_001
 """float32 numbers of more than the memory from which on huge pages are asked for."""

@@ -8,7 +8,7 @@ from signal import SIGINT, SIGTERM
 
 import pytest
 
-from runtime.interrupts import INTERRUPTS
+from runtime.core.signals import INTERRUPTS
 from tests.unit.running import WAIT_S, Gate, builder
 from tests.unit.signalling import Noted, Waits, as_found, dispositions, held_run, raising
 

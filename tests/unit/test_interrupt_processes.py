@@ -17,7 +17,7 @@ GRACE_S = 0.2
 SCRIPT = f"""
 import os, signal, time
 import runtime.run
-from runtime.interrupts import INTERRUPTS
+from runtime.core.signals import INTERRUPTS
 from tests.unit.running import builder, count_up
 
 runtime.run.WORKER_GRACE_S = {GRACE_S}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime import RunAborted
-from runtime.interrupts import INTERRUPTS, LOOK_S, Period
+from runtime.core.signals import INTERRUPTS, LOOK_S, Period
 from runtime.progress import MetricsThread
 from tests.unit.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 from tests.unit.signalling import SOON_S, Probe, Waits, as_found, held_run, raising

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.messages import EpochPlan
-from runtime.batches import PlanQueue, batch_generator, move_batch
-from runtime.context import current_worker
-from runtime.data import adapt_dataset
-from runtime.loader import InlineLoader, ThreadLoader
+from coordinator.contents import EpochPlan
+from runtime.core.context import current_worker
+from runtime.data.batches import PlanQueue, batch_generator, move_batch
+from runtime.data.dataset import adapt_dataset
+from runtime.data.loader import InlineLoader, ThreadLoader
 from tests.unit.loading import ALL, PLANS, SIZE, Consumer, N, Noisy, Troubled, assert_is_plan, draws
 
 LOCAL = pytest.mark.parametrize("kind", [InlineLoader, ThreadLoader])

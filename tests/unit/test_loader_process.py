@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 
-from coordinator.messages import EpochPlan
-from runtime.data import adapt_dataset
-from runtime.loader import InlineLoader
-from runtime.loader_process import ProcessLoader, check_picklable
+from coordinator.contents import EpochPlan
+from runtime.data.dataset import adapt_dataset
+from runtime.data.loader import InlineLoader
+from runtime.data.process_loader import ProcessLoader, check_picklable
 from tests.unit.loading import ALL, SIZE, Consumer, Noisy, Troubled, assert_is_plan, draws
 
 

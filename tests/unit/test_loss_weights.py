@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from coordinator.contents import Tally
 from coordinator.exact_sum import ExactSum, WeightSum
-from coordinator.messages import Tally
 from coordinator.metrics import EpochTally
 from runtime import (
     CollectiveAborted,
@@ -22,11 +22,11 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime.flat import FlatParams
-from runtime.reducer import GradientReducer
-from runtime.step import EMPTY, Stepper
-from runtime.weight import WindowWeight
-from runtime.worker_types import UserFunctions, WorkerConfig
+from runtime.core.weight import WindowWeight
+from runtime.replica.flat import FlatParams
+from runtime.replica.reducer import GradientReducer
+from runtime.replica.step import EMPTY, Stepper
+from runtime.worker.config import UserFunctions, WorkerConfig
 from tests.unit.graphing import (
     DATA,
     a_run,

@@ -12,7 +12,7 @@ from coordinator.errors import AveragingFailed
 from coordinator.machine import Coordinator
 from coordinator.outcome import Phase
 from coordinator.policy import ApplyPolicy, AverageBackend
-from coordinator.world import Rank, RankState
+from coordinator.ranks import Rank, RankState
 
 EMPTY = m.Payload(params=())
 CPU, THREAD = AverageBackend.CPU, AverageBackend.THREAD

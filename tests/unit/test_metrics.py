@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.messages import Tally
+from coordinator.contents import Tally
 from coordinator.metrics import EpochTally
 
 

@@ -12,7 +12,7 @@ import torch.distributed
 
 from runtime.collective import NcclCollective, create_collectives
 from runtime.collective import nccl as nccl_module
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.unit.fake_cuda import CPU, FakeCuda, standing_in
 from tests.unit.posing import PosingBackend
 from tests.unit.test_collectives import TIMEOUT_S, errors_of, on_ranks, start_ranks, until

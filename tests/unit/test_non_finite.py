@@ -6,16 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import (
-    NonFiniteError,
-    WorkerFailed,
-    current_worker,
-    finite,
-)
-from runtime.device import StepMeter, ValueLog
-from runtime.finite import ON_NON_FINITE, ReplicaJudge, all_finite
-from runtime.flat import FlatState
-from runtime.reporter import Reporter
+from runtime import NonFiniteError, WorkerFailed, current_worker
+from runtime.device.base import StepMeter, ValueLog
+from runtime.replica import non_finite as finite
+from runtime.replica.flat import FlatState
+from runtime.replica.non_finite import ON_NON_FINITE, ReplicaJudge, all_finite
+from runtime.worker.reporter import Reporter
 from tests.unit.faulty import (
     KINDS,
     Pair,

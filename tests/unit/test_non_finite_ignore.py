@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from coordinator.averaging import usable_weights
-from runtime import (
-    NonFiniteError,
-    WorkerFailed,
-    create_collectives,
-    current_worker,
-)
-from runtime.averaging import ReplicaAverager
-from runtime.device import CpuDevice
-from runtime.flat import FlatState
+from runtime import NonFiniteError, WorkerFailed, create_collectives, current_worker
+from runtime.device.base import CpuDevice
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
 from tests.unit.faulty import (
     AVERAGED_WAYS,
     Pair,

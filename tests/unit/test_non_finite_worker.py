@@ -7,7 +7,7 @@ import torch
 
 from coordinator import messages as m
 from runtime import GpuWorker, NonFiniteError, UserFunctions, WorkerConfig
-from runtime.finite import ON_NON_FINITE
+from runtime.replica.non_finite import ON_NON_FINITE
 from tests.unit.faulty import Single, Spoilt, count_pair, is_finite, pair
 from tests.unit.running import WAIT_S, plain_sgd
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator import messages as m
-from runtime.protocol import IllegalTransition, WorkerProtocol, WorkerState
+from runtime.worker.protocol import IllegalTransition, WorkerProtocol, WorkerState
 
 EMPTY = m.Payload(params=())
 PLAN = m.EpochPlan(epoch=0, batches=(range(100),))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator import messages as m
-from runtime.protocol import WorkerProtocol, WorkerState
+from runtime.worker.protocol import WorkerProtocol, WorkerState
 
 PLAN = m.EpochPlan(epoch=0, batches=(range(100),))
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import rank_threads
-from runtime.rank_threads import RankThreads
+from runtime.loop import rank_threads
+from runtime.loop.rank_threads import RankThreads
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
@@ -228,7 +228,7 @@ def test_a_thread_that_cannot_start_ends_those_that_did(monkeypatch):
 
 SCRIPT = """
 from contextlib import contextmanager
-from runtime.rank_threads import RankThreads
+from runtime.loop.rank_threads import RankThreads
 
 @contextmanager
 def context():

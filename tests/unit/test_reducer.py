@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from runtime.collective import create_collectives
-from runtime.flat import FlatParams
-from runtime.reducer import GradientReducer
+from runtime.replica.flat import FlatParams
+from runtime.replica.reducer import GradientReducer
 
 
 class TwoNumbers(nn.Module):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from runtime import data_path, resident
-from runtime.budget import MemoryReading
-from runtime.copying import CpuCopies
-from runtime.data import EpochIndex, adapt_dataset
-from runtime.resident import ResidentData, ResidentLoader, ResidentReader, can_reside
+from runtime.data import path as data_path
+from runtime.data import resident
+from runtime.data.budget import MemoryReading
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.resident import ResidentData, ResidentLoader, ResidentReader, can_reside
+from runtime.device.copying import CpuCopies
 from tests.unit.fake_streams import DelayedCopies
 from tests.unit.loading import ALL, INDEX, PLANS, SEED, SIZE, N, Noisy, assert_is_plan
 from tests.unit.running import WAIT_S, Trace, builder

@@ -21,13 +21,13 @@ from torch.utils.serialization import config
 from runtime import CheckpointError, saving
 from runtime.checkpoint import files, store
 from runtime.checkpoint.contents import plain
-from runtime.checkpoint.manifest import MANIFEST, Manifest
+from runtime.checkpoint.format import MANIFEST, Manifest
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.store import write_checkpoint
 from runtime.checkpoint.writer import CheckpointWriter, save_once
-from runtime.device import open_device
-from runtime.interrupts import INTERRUPTS
-from runtime.rank_state import _generators, _restore_process
+from runtime.core.signals import INTERRUPTS
+from runtime.device.base import open_device
+from runtime.worker.state import _generators, _restore_process
 from tests.unit.checkpointing import make, same
 from tests.unit.resuming import MarkingRun
 from tests.unit.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder

@@ -14,11 +14,11 @@ from torch.optim import lr_scheduler as lrs
 from coordinator import messages as m
 from runtime import CheckpointError, GpuWorker
 from runtime.checkpoint.contents import plain
-from runtime.flat import FlatParams
-from runtime.resume import ResumePoint
-from runtime.schedule import Schedule
-from runtime.step import Stepper
-from runtime.worker_types import UserFunctions, WorkerConfig
+from runtime.checkpoint.resume import ResumePoint
+from runtime.replica.flat import FlatParams
+from runtime.replica.schedule import Schedule
+from runtime.replica.step import Stepper
+from runtime.worker.config import UserFunctions, WorkerConfig
 
 OPTIMIZERS = {
     "sgd with momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),

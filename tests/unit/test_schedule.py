@@ -14,7 +14,7 @@ from coordinator import messages as m
 from coordinator.commands import Send
 from coordinator.service import Service
 from runtime import current_worker
-from runtime.schedule import Schedule
+from runtime.replica.schedule import Schedule
 from tests.unit.running import (
     ASYNC,
     CADENCE,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.setup.balancer import (
+from runtime.loop.balance import (
     CALIBRATION_STEPS,
     MIN_SHARE,
     REBALANCE_EVERY,

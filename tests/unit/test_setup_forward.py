@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from runtime import DdpConfig, Trainer
-from runtime.setup.balancer import share_out, shares_of
-from runtime.setup.scatter import Scatter
+from runtime.loop.balance import share_out, shares_of
+from runtime.loop.scatter import Scatter
 from tests.unit.own_loop import (
     NUM_FEATURES,
     WAIT_S,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
-from runtime.setup.engine import CLIP_LATE, MIXED
+from runtime.loop.engine import CLIP_LATE, MIXED
 from tests.unit.own_loop import (
     WAIT_S,
     OneDevice,

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from runtime.collective import create_collectives
-from runtime.cuda_device import CudaDevice
-from runtime.setup import replicas as replicas_file
-from runtime.setup.balancer import Balancer
-from runtime.setup.cadence import Cadence
-from runtime.setup.config import DdpConfig
-from runtime.setup.crossing import Crossing
-from runtime.setup.journal import Journal
-from runtime.setup.module import ReplicatedModule
-from runtime.setup.replica import LoopReplica
-from runtime.setup.replicas import ReplicaThreads
-from runtime.setup.runner import Ends, Runner
-from runtime.setup.team import Team
+from runtime.device.cuda import CudaDevice
+from runtime.loop import replicas as replicas_file
+from runtime.loop.balance import Balancer
+from runtime.loop.cadence import Cadence
+from runtime.loop.config import DdpConfig
+from runtime.loop.crossing import Crossing
+from runtime.loop.journal import Journal
+from runtime.loop.module import ReplicatedModule
+from runtime.loop.replica import LoopReplica
+from runtime.loop.replicas import ReplicaThreads
+from runtime.loop.runner import Ends, Runner
+from runtime.loop.team import Team
 from tests.unit.fake_cuda import CPU, GPU, FakeCuda
 from tests.unit.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.test_setup_cadence import loss_fn

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from runtime.collective.barrier import Rendezvous
-from runtime.errors import CollectiveAborted
-from runtime.graph_fallback import Fallbacks
-from runtime.living import Living
+from runtime.core.errors import CollectiveAborted
+from runtime.core.living import Living
+from runtime.replica.graph_fallback import Fallbacks
 from tests.unit.running import WAIT_S
 
 STRESS_S = 0.15

@@ -8,8 +8,8 @@ from collections import deque
 import pytest
 import torch
 
-from runtime.copying import CpuCopies
-from runtime.slots import Layout, SlotPool, TensorSpec, slottable
+from runtime.data.slots import Layout, SlotPool, TensorSpec, slottable
+from runtime.device.copying import CpuCopies
 from tests.unit.fake_streams import DelayedCopies
 
 SIZE = 4

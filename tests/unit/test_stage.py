@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.messages import EpochPlan
-from runtime import stage
-from runtime.loader import LoadedBatch, ThreadLoader
-from runtime.stage import HostStage, Pace, Stage
+from coordinator.contents import EpochPlan
+from runtime.data import stage
+from runtime.data.loader import LoadedBatch, ThreadLoader
+from runtime.data.stage import HostStage, Pace, Stage
 from tests.unit.loading import ALL, Consumer, N, Noisy, assert_is_plan
 
 MIB = 2**20

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from coordinator import messages as m
+from coordinator.errors import GpuWorkerError
 from coordinator.stall_report import KEPT, MAX_CHARS, MessageLog, thread_stacks
 from runtime import RunStalled
-from runtime.errors import GpuWorkerError
 from tests.unit.running import (
     ASYNC,
     CADENCE,

@@ -15,7 +15,7 @@ ENTRIES = (
     "collective/__init__.py",
 )
 
-BOUNDARY = ("runtime/cuda_api.py", "runtime/cuda_memory.py")
+BOUNDARY = ("runtime/device/cuda_api.py", "runtime/device/memory.py")
 """What speaks to CUDA, and has stand-ins in tests."""
 
 HARMLESS = {"is_available", "device_count", "get_device_properties"}
@@ -39,20 +39,24 @@ FORBIDDEN = {
 }
 
 ALLOWED = {
-    ("runtime/flat_math.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
-    ("runtime/step.py", "_weigh", "item"): "a weight of the CPU",
-    ("runtime/reducer.py", "unpack", "tolist"): "flags of parameters that this rank has not used",
+    ("runtime/replica/flat_math.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
+    ("runtime/replica/step.py", "_weigh", "item"): "a weight of the CPU",
     (
-        "runtime/cuda_device.py",
+        "runtime/replica/reducer.py",
+        "unpack",
+        "tolist",
+    ): "flags of parameters that this rank has not used",
+    (
+        "runtime/device/cuda.py",
         "capture",
         "free_cache",
     ): "once, with all other workers parked",
-    ("runtime/rank_state.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
-    ("runtime/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
-    ("runtime/device.py", "_read", "tolist"): "the log of a CPU",
-    ("runtime/columns.py", "index_select", "numpy"): "indices, of the CPU",
-    ("runtime/data.py", "load", "tolist"): "indices, of the CPU",
-    ("runtime/cuda_log.py", "_land", "tolist"): "pinned memory, behind its event",
+    ("runtime/worker/state.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
+    ("runtime/replica/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
+    ("runtime/device/base.py", "_read", "tolist"): "the log of a CPU",
+    ("runtime/data/columns.py", "index_select", "numpy"): "indices, of the CPU",
+    ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
+    ("runtime/device/values.py", "_land", "tolist"): "pinned memory, behind its event",
 }
 """Reads that are none of a device, or documented."""
 

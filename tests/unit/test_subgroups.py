@@ -11,7 +11,7 @@ import torch
 
 from runtime.collective import AbortableBarrier, ReduceOp, create_collectives, split, split_nodes
 from runtime.collective import process_group as process_group_module
-from runtime.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.unit.test_collectives import (
     KINDS,
     LARGE,

@@ -240,7 +240,7 @@ def test_errors_can_be_sent_to_another_process(error):
 
 def test_a_late_rank_is_told_what_to_raise():
     from runtime.collective.barrier import AbortableBarrier
-    from runtime.errors import CollectiveTimeout
+    from runtime.core.errors import CollectiveTimeout
 
     with pytest.raises(CollectiveTimeout, match="raise collective_timeout"):
         AbortableBarrier(2).wait(0, 0.01)

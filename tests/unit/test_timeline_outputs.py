@@ -11,7 +11,7 @@ from collections import Counter as Count
 import pytest
 
 from runtime import Event, Kind, Timeline, WorkerFailed, current_worker, record_scalar
-from runtime.timeline import document as document_module
+from runtime.timeline import export as document_module
 from runtime.timeline import timeline as timeline_module
 from runtime.timeline.page import embedded
 from runtime.timeline.trace import _slices

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime import Cause, Kind
-from runtime.timeline import lane as lane_module
+from runtime.timeline import recorder as lane_module
 from runtime.timeline import resources
 from runtime.timeline.coordinator_lane import spread
 from runtime.timeline.curves import Bins, Curve
-from runtime.timeline.lane import Lane
+from runtime.timeline.recorder import Lane
 from runtime.timeline.ring import Ring
 from runtime.timeline.text import one_line, table_cell
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from runtime import Cause, Kind, Timeline, WorkerFailed, current_worker
 from runtime.timeline.resources import THREAD_NAME
-from runtime.worker import GpuWorker
+from runtime.worker.worker import GpuWorker
 from tests.unit.running import (
     ASYNC,
     CADENCE,

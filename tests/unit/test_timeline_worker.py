@@ -13,12 +13,12 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from runtime import CheckpointError, Kind, Timeline
-from runtime.rank_state import RankState
-from runtime.timeline import recorded_worker
 from runtime.timeline.coordinator_lane import CoordinatorLane
-from runtime.timeline.recorded_worker import RecordedWorker
 from runtime.timeline.summary import RunFacts
-from runtime.worker import GpuWorker
+from runtime.worker import recorded as recorded_worker
+from runtime.worker.recorded import RecordedWorker
+from runtime.worker.state import RankState
+from runtime.worker.worker import GpuWorker
 from tests.unit.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
 from tests.unit.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
 from tests.unit.test_machine import at_a_round

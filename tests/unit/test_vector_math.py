@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime import Trainer, vector_math
+from runtime import Trainer
 from runtime.collective import create_collectives
+from runtime.core import vector_math
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
 

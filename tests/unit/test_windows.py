@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from coordinator.messages import EpochPlan
+from coordinator.contents import EpochPlan
 from runtime import WorkerConfig
-from runtime.windows import Windows
+from runtime.worker.windows import Windows
 
 SPANS = [
     (),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
+from coordinator.errors import GpuWorkerError
 from runtime import (
     ApplyPolicy,
     GpuWorker,
@@ -18,14 +19,14 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime import worker as worker_module
-from runtime.agreement import StopAgreement
-from runtime.data import EpochIndex, adapt_dataset
-from runtime.device import Arrival
-from runtime.errors import CollectiveAborted, GpuWorkerError
-from runtime.loader import InlineLoader, ThreadLoader
-from runtime.protocol import WorkerState
-from runtime.replica import BuildOrder
+from runtime.core.errors import CollectiveAborted
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import InlineLoader, ThreadLoader
+from runtime.device.base import Arrival
+from runtime.replica.build import BuildOrder
+from runtime.worker import worker as worker_module
+from runtime.worker.agreement import StopAgreement
+from runtime.worker.protocol import WorkerState
 from tests.unit.running import CPU, WAIT_S, Trace, count_up, counter, numbers, plain_sgd
 
 N, SIZE = 40, 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime import WorkerLogFilter, current_worker
-from runtime.context import LoaderView, worker_context
+from runtime.core.context import LoaderView, worker_context
 from tests.unit.running import WAIT_S, builder, count_up
 
 FORMAT = "%(levelname)s %(worker)s%(message)s"

@@ -222,11 +222,11 @@ def test_warnings_of_the_packages_become_notes():
     import logging
 
     def warns(bench):
-        logging.getLogger("runtime.prefetch").warning("depth %d", 3)
+        logging.getLogger("runtime.data.prefetch").warning("depth %d", 3)
 
     result = SectionResult(name="a", title="A")
     assert run_section(section("a", warns), dry=True, seconds=1.0, emit=result.apply)
-    assert result.notes == ["runtime.prefetch: depth 3"]
+    assert result.notes == ["runtime.data.prefetch: depth 3"]
     assert not logging.getLogger("runtime").handlers
 
 

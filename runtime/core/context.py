@@ -1,0 +1,103 @@
+"""What the user's functions can ask about the thread they run in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from runtime.worker.worker import GpuWorker
+
+_local = threading.local()
+
+
+class LoaderView:
+    """The worker as a data set sees it while a loader reads for it.
+
+    Everything but ``generator`` is the worker's own, and scalars cannot be recorded. The
+    generator is keyed by ``(seed, epoch, batch position)``, so that reading ahead changes no draw.
+
+    Attributes:
+        rank: The worker's rank.
+        generator: CPU generator of the batch being loaded.
+    """
+
+    def __init__(self, rank: int, generator: torch.Generator, worker: object = None) -> None:
+        self.rank = rank
+        self.generator = generator
+        self._worker = worker
+
+    def record_scalar(self, name: str, value: float | torch.Tensor) -> None:
+        """Refused: no batch is being trained that the value could belong to.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"record_scalar({name!r}, ...) belongs to the batch being trained: call it in train_fn "
+            "(a data set is read ahead); return the value with the batch, if it is the batch's"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._worker is None:
+            raise AttributeError(f"current_worker().{name} is not available in a loader process")
+        return getattr(self._worker, name)
+
+
+def current_worker() -> GpuWorker:
+    """The worker whose thread, loader thread or loader process is running.
+
+    Use ``current_worker().generator`` for random draws in ``train_fn`` and data sets:
+    the process-wide generators are shared by all threads.
+
+    Raises:
+        RuntimeError: The calling thread belongs to no worker.
+    """
+    worker = getattr(_local, "worker", None)
+    if worker is None:
+        raise RuntimeError(
+            "current_worker() is only defined inside train_fn, epoch_fn, eval_fn and data sets, "
+            "in a thread of a run"
+        )
+    return cast("GpuWorker", worker)
+
+
+@contextmanager
+def worker_context(worker: object) -> Iterator[None]:
+    """Make ``current_worker()`` return ``worker`` in this thread."""
+    before = getattr(_local, "worker", None)
+    _local.worker = worker
+    try:
+        yield
+    finally:
+        _local.worker = before
+
+
+def record_scalar(name: str, value: float | torch.Tensor) -> None:
+    """Record a scalar for the current batch, averaged over the epoch by samples, or by the
+    weights that ``train_fn`` returns with its losses.
+
+    Args:
+        name: Key in ``EpochMetrics.scalars``.
+        value: A number or a tensor with one element. A tensor is kept and read
+            later; it is not synchronised here.
+
+    Raises:
+        RuntimeError: Called outside a worker's thread, or in a data set.
+        TypeError: The name is no string, or the value no number.
+        ValueError: A tensor with more than one element.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"record_scalar({name!r}, ...): the name must be a string")
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"record_scalar({name!r}, {value!r:.80}): pass a number or a tensor")
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"record_scalar({name!r}) takes one element, got shape {tuple(value.shape)}: "
+            "reduce it first, for instance with .mean()"
+        )
+    current_worker().record_scalar(name, value)

@@ -1,0 +1,126 @@
+"""What every loader needs of a batch: its position, its random draws, its device.
+
+The random draws of a data set use ``current_worker().generator``, seeded afresh for each
+batch from ``(seed, epoch, batch position)`` alone. So a batch is the same in the worker's
+thread, a loader thread or a loader process, on any rank and however far it is read ahead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coordinator.contents import EpochPlan
+from runtime.core.context import LoaderView, worker_context
+from runtime.data.dataset import DatasetAdapter
+
+Position = tuple[int, int]
+"""Epoch, and position of the batch in the epoch's permutation."""
+
+_LOADER_STREAM = 1  # keeps these draws apart from those of the permutation
+
+
+class PlanQueue:
+    """The batch positions of the submitted plans, in order. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._plans: deque[tuple[int, Iterator[int]]] = deque()
+        self._num_left = 0
+
+    def __len__(self) -> int:
+        return self._num_left
+
+    def put(self, plan: EpochPlan) -> None:
+        """Append the batches of ``plan``."""
+        self._plans.append((plan.epoch, chain.from_iterable(plan.batches)))
+        self._num_left += plan.num_batches
+
+    def pop(self) -> Position | None:
+        """Take the next position; ``None`` if there is none."""
+        while self._plans:
+            epoch, batches = self._plans[0]
+            for batch in batches:
+                self._num_left -= 1
+                return epoch, batch
+            self._plans.popleft()
+        return None
+
+    def clear(self) -> None:
+        """Forget every position."""
+        self._plans.clear()
+        self._num_left = 0
+
+
+def batch_generator(seed: int, epoch: int, batch: int) -> torch.Generator:
+    """A CPU generator for the draws of one batch.
+
+    Its seed is the upper 63 bits of the first word that NumPy's ``SeedSequence`` makes of
+    ``(seed, epoch, batch)``.
+    """
+    sequence = np.random.SeedSequence([seed, epoch, batch], spawn_key=(_LOADER_STREAM,))
+    word = int(sequence.generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(word >> 1)
+
+
+def read_batch(
+    adapter: DatasetAdapter,
+    indices: Tensor,
+    *,
+    seed: int,
+    rank: int,
+    position: Position,
+    worker: object = None,
+) -> Any:
+    """Load one batch with ``current_worker()`` and its generator in place."""
+    view = LoaderView(rank, batch_generator(seed, *position), worker)
+    with worker_context(view):
+        return adapter.load(indices)
+
+
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """``batch`` with ``change(part)`` in place of every tensor and whatever else has ``.to()``.
+
+    Containers of any depth are made anew; other values stay as they are.
+    """
+    if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(part, change) for part in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_batch(part, change) for part in batch)
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)  # keeps what a subclass holds, such as a default factory
+        made.update({key: map_batch(part, change) for key, part in batch.items()})
+        return made
+    if isinstance(batch, Mapping):
+        return {key: map_batch(part, change) for key, part in batch.items()}
+    return batch
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor, at any depth, on ``device``; other values as they are."""
+    return map_batch(batch, lambda part: part.to(device))
+
+
+def parts_of(batch: Any) -> list[Any]:
+    """Every tensor of ``batch`` and whatever else has ``.to()``, in the order of its containers."""
+    parts: list[Any] = []
+
+    def keep(part: Any) -> Any:
+        parts.append(part)
+        return part
+
+    map_batch(batch, keep)
+    return parts
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of the elements of all tensors in ``batch``; what else it holds is not counted."""
+    return sum(part.nbytes for part in parts_of(batch) if isinstance(part, Tensor))

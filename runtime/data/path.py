@@ -1,0 +1,223 @@
+"""From the data set to each worker's device: which loader, with how much memory."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from runtime.config import TrainConfig
+from runtime.data.budget import DeviceBudget
+from runtime.data.dataset import DatasetAdapter, EpochIndex
+from runtime.data.loader import InlineLoader, Loader, ThreadLoader
+from runtime.data.prefetch import PrefetchLoader, SlotStage
+from runtime.data.process_loader import ProcessLoader
+from runtime.data.resident import ResidentData, ResidentLoader, can_reside, refuse_unless_it_fits
+from runtime.data.stage import CALIBRATION_STEPS, SIZING_BATCHES, HostStage, Pace, Stage
+from runtime.device.base import DeviceContext
+from runtime.device.copying import CopyDevice, CpuCopies, available_host_bytes
+from runtime.device.cuda import CudaDevice
+from runtime.device.cuda_copies import CudaCopies
+from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
+from runtime.replica.graphs import WARM_UP_STEPS
+from runtime.worker.config import WAKE
+from runtime.worker.worker import GpuWorker
+
+
+class DataPath:
+    """The loaders of a run, and the memory that they share.
+
+    Args:
+        config: All settings, checked.
+        adapter: The data set.
+        index: Which samples a batch holds.
+        contexts: The device of each rank.
+
+    Raises:
+        ValueError: ``resident(True)`` for a data set that cannot be, or does not fit.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        adapter: DatasetAdapter,
+        index: EpochIndex,
+        contexts: Sequence[DeviceContext],
+    ) -> None:
+        self._config = config
+        self._adapter = adapter
+        self._index = index
+        self._contexts = contexts
+        devices = [context.device for context in contexts]
+        self._cuda = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        self._budgets = {
+            device: DeviceBudget(
+                config.vram_fraction, devices.count(device), graphs=config.cuda_graphs
+            )
+            for device in self._cuda
+        }
+        self._data: dict[torch.device, ResidentData] = {}
+        if can_reside(adapter) and config.resident is not False:
+            self._data = {device: ResidentData(adapter) for device in dict.fromkeys(devices)}
+        self._processes: dict[int, ProcessLoader] = {}
+        self._capped: list[torch.device] = []
+        if config.resident:
+            self._check_resident()
+
+    def _check_resident(self) -> None:
+        if not can_reside(self._adapter):
+            raise ValueError(
+                "resident(True) is for tensors and arrays: a data set with code of its own may "
+                "draw or change; pass a tuple of its tensors, or leave resident out"
+            )
+        for device, data in self._data.items():
+            if device.type == "cuda":
+                total = MEMORY.total_bytes(device)
+                there = int(total * self._config.vram_fraction)
+                what = f"vram_fraction({self._config.vram_fraction:g}) of {device} is {there:,}"
+            elif self._adapter.in_memory:
+                continue  # that is where it lies
+            else:
+                there = available_host_bytes()
+                what = f"the host has {there:,} available"
+            refuse_unless_it_fits(data.num_bytes, there, what)
+
+    # -- the run's threads -------------------------------------------------------------
+
+    def start(self, outboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
+        """Cap the memory of CUDA devices, and start the loader processes, if any.
+
+        Args:
+            outboxes: Where each worker waits, to be woken.
+        """
+        for device in self._cuda:
+            CAPS.acquire(device, self._config.vram_fraction)
+            self._capped.append(device)
+        c = self._config
+        if c.loader_workers == 0 or self._adapter.in_memory or c.resident:
+            return  # a gather from memory is faster than any process
+        for rank, context in enumerate(self._contexts):
+            loader = ProcessLoader(
+                self._adapter,
+                self._index,
+                device=context.device,
+                seed=c.seed or 0,
+                rank=rank,
+                on_ready=partial(outboxes[rank].put, WAKE),
+                num_processes=c.loader_workers,
+                stage=self._slots(rank) if context.device.type == "cuda" else self._waiting(1),
+            )
+            self._processes[rank] = loader
+            loader.start()
+
+    def close(self) -> None:
+        """End what :meth:`start` has started. Idempotent."""
+        for loader in self._processes.values():
+            loader.close()
+        self._data = {}
+        while self._capped:
+            CAPS.release(self._capped.pop(), self._config.vram_fraction)
+
+    def explain(self, rank: int, error: BaseException) -> BaseException:
+        """The error of a worker; an out-of-memory names the budget."""
+        device = self._contexts[rank].device
+        if device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError):
+            return error
+        total = MEMORY.total_bytes(device)
+        return explain_out_of_memory(error, device, self._config.vram_fraction, total)
+
+    # -- the workers' threads ----------------------------------------------------------
+
+    def make_loader(self, worker: GpuWorker, wake: Callable[[], None]) -> Loader:
+        """The loader of a worker, for its thread.
+
+        Args:
+            worker: The worker, which is being built.
+            wake: Wakes it.
+        """
+        rank, device = worker.rank, self._contexts[worker.rank].device
+        if device.type == "cuda" and worker.world_size > 1:
+            # Averaging needs memory that the first steps do not show.
+            state = (*worker.model.parameters(), *worker.model.buffers())
+            self._budgets[device].expect(sum(tensor.nbytes for tensor in state))
+        if rank in self._processes:
+            return self._processes[rank]
+        if self._resides(device):
+            return ResidentLoader(
+                self._adapter,
+                self._index,
+                data=self._data[device],
+                copies=self._copies(rank),
+                rank=rank,
+            )
+        common: dict[str, Any] = {
+            "seed": self._config.seed or 0,
+            "rank": rank,
+            "worker": worker,
+        }
+        if self._loads_inline(device):
+            return InlineLoader(self._adapter, self._index, device=device, **common)
+        if device.type == "cuda":
+            return PrefetchLoader(
+                self._adapter,
+                self._index,
+                stage=self._slots(rank),
+                copies=self._copies(rank),
+                on_ready=wake,
+                **common,
+            )
+        return ThreadLoader(
+            self._adapter,
+            self._index,
+            device=device,
+            on_ready=wake,
+            stage=self._waiting(None),
+            **common,
+        )
+
+    def _resides(self, device: torch.device) -> bool:
+        """Whether data is brought to a device at the start, on request."""
+        is_there = device.type == "cpu" and self._adapter.in_memory
+        return self._config.resident is True and not is_there
+
+    def _loads_inline(self, device: torch.device) -> bool:
+        # Tensors that lie on a device already are gathered where they are.
+        gathers = self._adapter.in_memory and (device.type == "cpu" or not self._adapter.on_cpu)
+        return gathers or self._config.prefetch == 0
+
+    def _waiting(self, default: int | None) -> Stage:
+        """How many batches wait on the host: as many as asked for, ``default``, or by memory."""
+        depth = default if self._config.prefetch is None else self._config.prefetch
+        if depth is not None:
+            return Stage(depth)
+        return HostStage(len(self._contexts), self._pace())
+
+    def _pace(self) -> Pace:
+        # With the step that is captured, whose memory is its own.
+        steps = max(CALIBRATION_STEPS, WARM_UP_STEPS + 1 if self._config.cuda_graphs else 0)
+        return Pace(steps * self._config.accumulate, SIZING_BATCHES)
+
+    def _slots(self, rank: int) -> SlotStage:
+        c, device = self._config, self._contexts[rank].device
+        assert c.batch_size is not None
+        # Reading a memory map to its end could take minutes: only on request.
+        resides = self._adapter.in_memory and c.resident is not False
+        return SlotStage(
+            self._copies(rank),
+            self._budgets[device],
+            rank=rank,
+            batch_size=c.batch_size,
+            pace=self._pace(),
+            num_host_workers=len(self._contexts),
+            depth=c.prefetch,
+            data=self._data.get(device) if resides else None,
+        )
+
+    def _copies(self, rank: int) -> CopyDevice:
+        context = self._contexts[rank]
+        if not isinstance(context, CudaDevice):
+            return CpuCopies()
+        return CudaCopies(context.device, lambda: context.copy, context.api)

@@ -1,0 +1,275 @@
+"""Fixed memory through which batches go to the device, guarded by reused events.
+
+A batch is written to a pinned host slot, copied to a device slot in the copy stream, and
+read there in the compute stream. Three waits keep every slot from being used too early:
+
+- the host writes to a host slot only after the copy out of it is done (its ``ready``);
+- the copy stream overwrites a device slot only after its last use (its ``free``, recorded
+  in the compute stream when the worker has issued all work on the batch);
+- the compute stream reads a device slot only after the copy into it (its ``ready``).
+
+So no slot needs ``record_stream``, and none is freed while the run lasts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.data.batches import parts_of
+from runtime.data.budget import padded_bytes
+from runtime.device.copying import CopyDevice, Event
+
+_POLL_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The shape that a tensor of every batch has.
+
+    Attributes:
+        shape: Its sizes, without the first one where ``has_rows``.
+        dtype: Its dtype.
+        has_rows: Whether it has one row for each sample, so that it may be shorter.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_rows: bool
+
+    def full_shape(self, batch_size: int) -> tuple[int, ...]:
+        """Its shape in a whole batch."""
+        return (batch_size, *self.shape) if self.has_rows else self.shape
+
+
+class Layout:
+    """The tensors that a slot holds.
+
+    Args:
+        specs: One for each tensor, in the order of the batch's containers.
+        batch_size: Rows of a whole batch.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], batch_size: int) -> None:
+        self.specs = tuple(specs)
+        self.batch_size = batch_size
+
+    @classmethod
+    def of(cls, batch: Any, num_samples: int, batch_size: int) -> Layout | None:
+        """The layout of batches like this one; ``None`` if it cannot lie in a slot."""
+        tensors = slottable(batch)
+        if not tensors:
+            return None
+        specs = []
+        for tensor in tensors:
+            has_rows = tensor.dim() > 0 and tensor.shape[0] == num_samples
+            shape = tuple(tensor.shape[1:] if has_rows else tensor.shape)
+            specs.append(TensorSpec(shape, tensor.dtype, has_rows))
+        return cls(specs, batch_size)
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a slot can take these tensors."""
+        return len(tensors) == len(self.specs) and all(
+            self._fits(tensor, spec) for tensor, spec in zip(tensors, self.specs, strict=True)
+        )
+
+    def _fits(self, tensor: Tensor, spec: TensorSpec) -> bool:
+        shape = tuple(tensor.shape)
+        if tensor.dtype != spec.dtype:
+            return False
+        if not spec.has_rows:
+            return shape == spec.shape
+        return len(shape) > 0 and shape[1:] == spec.shape and shape[0] <= self.batch_size
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one slot takes on the device."""
+        total = 0
+        for spec in self.specs:
+            numel = 1
+            for size in spec.full_shape(self.batch_size):
+                numel *= size
+            total += padded_bytes(numel * spec.dtype.itemsize)
+        return total
+
+
+def slottable(batch: Any) -> list[Tensor] | None:
+    """The tensors of a batch that a slot can hold; ``None`` if any cannot lie there."""
+    tensors = parts_of(batch)
+    for tensor in tensors:
+        is_plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided
+        if not is_plain or tensor.requires_grad:
+            return None
+    return tensors
+
+
+@dataclass(slots=True, eq=False)
+class HostSlot:
+    """Pinned memory for one batch.
+
+    Attributes:
+        tensors: One for each spec, of full size.
+        ready: Recorded after the copy out of it.
+    """
+
+    tensors: list[Tensor]
+    ready: Event
+
+
+@dataclass(slots=True, eq=False)
+class DeviceSlot:
+    """Device memory for one batch.
+
+    Attributes:
+        tensors: One for each spec, of full size.
+        ready: Recorded in the copy stream after the copy into it.
+        free: Recorded in the compute stream after the last use.
+    """
+
+    tensors: list[Tensor]
+    ready: Event
+    free: Event
+
+
+class SlotPool:
+    """The slots of one worker.
+
+    ``grow``, ``take`` and ``release`` belong to the worker's thread, under its compute
+    stream; ``fill`` to the loader's. The caller sees to it that ``fill`` finds a slot: at
+    most all of them are on their way, waiting or taken.
+
+    Args:
+        copies: The worker's way to its device.
+        layout: What a slot holds.
+    """
+
+    def __init__(self, copies: CopyDevice, layout: Layout) -> None:
+        self.layout = layout
+        self._copies = copies
+        self._lock = threading.Lock()  # guards the queues, never held while waiting
+        self._hosts: deque[HostSlot] = deque()
+        self._num_hosts = 0
+        self._free: deque[DeviceSlot] = deque()
+        self._all: list[DeviceSlot] = []
+
+    @property
+    def num_device_slots(self) -> int:
+        """Device slots, used or not."""
+        return len(self._all)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of all slots."""
+        return len(self._all) * self.layout.slot_bytes
+
+    def grow(self, num_device: int, num_host: int) -> int:
+        """Allocate up to these numbers of slots; fewer if the device's memory is used up.
+
+        Returns:
+            Device slots there are now.
+        """
+        while self._num_hosts < num_host:
+            host = HostSlot(self._tensors(self._copies.empty_pinned), self._copies.new_event())
+            self._num_hosts += 1
+            with self._lock:
+                self._hosts.append(host)
+        while len(self._all) < num_device:
+            try:
+                tensors = self._tensors(self._copies.empty)
+            except torch.OutOfMemoryError:
+                break
+            slot = DeviceSlot(tensors, self._copies.new_event(), self._copies.new_event())
+            # The memory may be one that kernels issued before still read.
+            self._copies.record(slot.free)
+            self._all.append(slot)
+            with self._lock:
+                self._free.append(slot)
+        return len(self._all)
+
+    def fill(
+        self, num_rows: Sequence[int | None], write: Callable[[list[Tensor]], None]
+    ) -> tuple[DeviceSlot, list[Tensor]]:
+        """Write a batch to a host slot and start its copy to a device slot.
+
+        Blocks while the copy out of the host slot, of an earlier batch, is under way.
+
+        Args:
+            num_rows: Rows of each tensor; ``None``: it has its full shape.
+            write: Fills the tensors that it is given, which lie in pinned memory.
+
+        Returns:
+            The slot, and the parts of its tensors that hold the batch.
+        """
+        with self._lock:
+            host = self._hosts.popleft()
+        try:
+            self._copies.wait_host(host.ready)
+            sources = _prefixes(host.tensors, num_rows)
+            write(sources)
+            with self._lock:
+                slot = self._free.popleft()
+            try:
+                targets = _prefixes(slot.tensors, num_rows)
+                self._copy(host, slot, sources, targets)
+            except BaseException:
+                self.give_back(slot)
+                raise
+        finally:
+            with self._lock:
+                self._hosts.append(host)
+        return slot, targets
+
+    def _copy(
+        self, host: HostSlot, slot: DeviceSlot, sources: list[Tensor], targets: list[Tensor]
+    ) -> None:
+        with self._copies.copy_stream():
+            self._copies.wait_event(slot.free)
+            for target, source in zip(targets, sources, strict=True):
+                self._copies.copy(target, source)
+            self._copies.record(host.ready)
+            self._copies.record(slot.ready)
+
+    def take(self, slot: DeviceSlot) -> None:
+        """Let the current stream wait for the copy into ``slot``."""
+        self._copies.wait_event(slot.ready)
+
+    def release(self, slot: DeviceSlot) -> None:
+        """All work on the batch in ``slot`` has been issued to the current stream."""
+        self._copies.record(slot.free)
+        self.give_back(slot)
+
+    def give_back(self, slot: DeviceSlot) -> None:
+        """Return a slot that was filled but never taken: the copy stream keeps its order."""
+        with self._lock:
+            self._free.append(slot)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no copy is under way; whether that was reached in time.
+
+        Without it the memory could be given to others while a copy still writes there.
+        """
+        deadline = time.monotonic() + timeout_s
+        for slot in self._all:
+            while not self._copies.is_complete(slot.ready):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_S)
+        return True
+
+    def _tensors(self, allocate: Callable[[Sequence[int], torch.dtype], Tensor]) -> list[Tensor]:
+        size = self.layout.batch_size
+        return [allocate(spec.full_shape(size), spec.dtype) for spec in self.layout.specs]
+
+
+def _prefixes(tensors: Sequence[Tensor], num_rows: Sequence[int | None]) -> list[Tensor]:
+    return [
+        tensor if rows is None or rows == tensor.shape[0] else tensor[:rows]
+        for tensor, rows in zip(tensors, num_rows, strict=True)
+    ]

@@ -1,0 +1,3 @@
+"""Devices: streams and events, timing, values read late, and memory."""
+
+from __future__ import annotations

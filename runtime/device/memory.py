@@ -1,0 +1,112 @@
+"""The memory of CUDA devices: what there is, what is used, and a cap on what may be.
+
+Like :mod:`runtime.device.cuda_api` a place that a stand-in can take; importing it touches no device.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from runtime.data.budget import MemoryReading
+
+
+class CudaMemory:
+    """Every question about CUDA memory; stateless and thread-safe. None waits for a device."""
+
+    def read(self, device: torch.device) -> MemoryReading:
+        """The memory of a device now, as this process's caching allocator counts it."""
+        free, total = torch.cuda.mem_get_info(device)
+        stats = torch.cuda.memory_stats(device)
+        return MemoryReading(
+            total_bytes=total,
+            free_bytes=free,
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            active_bytes=stats.get("active_bytes.all.current", 0),
+            peak_bytes=stats.get("active_bytes.all.peak", 0),
+        )
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """What this process's caching allocator holds of a device now."""
+        return int(torch.cuda.memory_reserved(device))
+
+    def total_bytes(self, device: torch.device) -> int:
+        """All memory of a device, without a look at what is used."""
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Let peaks count from here on, for the whole process."""
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def fraction(self, device: torch.device) -> float:
+        """The part of the memory that the allocator may reserve."""
+        with torch.cuda.device(device):  # PyTorch may leave it current
+            return float(torch.cuda.get_per_process_memory_fraction(device))
+
+    def set_fraction(self, device: torch.device, fraction: float) -> None:
+        """Cap what the allocator may reserve from here on; what it has, it keeps."""
+        with torch.cuda.device(device):  # PyTorch leaves it current
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+MEMORY = CudaMemory()
+"""What is used where no other is passed."""
+
+
+class MemoryCaps:
+    """Caps the allocator's memory on each device while runs use it. Thread-safe.
+
+    The cap is of the process: of several runs on a device the smallest fraction holds, and
+    what was set before the first of them comes back after the last.
+    """
+
+    def __init__(self, memory: CudaMemory | None = None) -> None:
+        self._memory = MEMORY if memory is None else memory
+        self._lock = threading.Lock()
+        self._before: dict[torch.device, float] = {}
+        self._wanted: dict[torch.device, list[float]] = {}
+
+    def acquire(self, device: torch.device, fraction: float) -> None:
+        """A run starts that may reserve ``fraction`` of the device's memory."""
+        with self._lock:
+            wanted = self._wanted.setdefault(device, [])
+            if not wanted:
+                self._before[device] = self._memory.fraction(device)
+            wanted.append(fraction)
+            self._apply(device)
+
+    def release(self, device: torch.device, fraction: float) -> None:
+        """Such a run has ended."""
+        with self._lock:
+            self._wanted[device].remove(fraction)
+            self._apply(device)
+
+    def _apply(self, device: torch.device) -> None:
+        wanted, before = self._wanted[device], self._before[device]
+        self._memory.set_fraction(device, min([*wanted, before]))
+
+
+CAPS = MemoryCaps()
+"""Those of the process."""
+
+
+def explain_out_of_memory(
+    error: BaseException, device: torch.device, fraction: float, total_bytes: int
+) -> BaseException:
+    """An out-of-memory of a CUDA device with the budget that it broke; any other as it is.
+
+    Returns:
+        An error to raise or report; the original one stands in ``__cause__``.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) or device.type != "cuda":
+        return error
+    budget = total_bytes * fraction
+    explained = torch.OutOfMemoryError(
+        f"{device} has no memory left in the budget of {budget / 2**30:.2f} GiB, which is "
+        f"vram_fraction({fraction:g}) of its {total_bytes / 2**30:.2f} GiB, the model included, "
+        "for all workers on it: use a smaller batch_size, precision('bf16') or a larger "
+        f"vram_fraction. {error}"
+    )
+    explained.__cause__ = error
+    return explained

@@ -1,0 +1,8 @@
+"""A loop of the user's own: one module whose replicas train on all devices."""
+
+from __future__ import annotations
+
+from runtime.loop.config import DdpConfig, Timeline
+from runtime.loop.module import ReplicatedModule
+
+__all__ = ["DdpConfig", "ReplicatedModule", "Timeline"]

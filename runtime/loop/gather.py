@@ -1,0 +1,204 @@
+"""The outputs of all replicas as one output, and the way back to each of them.
+
+PyTorch runs backward of CPU graphs in the thread that calls it. So each replica's graph ends
+at its own outputs, and a function of autograd stands between them and what the caller gets:
+its backward hands every replica its part and lets it run backward in its own thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.loop.replica import Shard
+from runtime.loop.scatter import Scatter, carry
+
+
+class Backward(Protocol):
+    """Runs backward of shards in their replicas' threads."""
+
+    def __call__(
+        self,
+        shards: Sequence[Shard],
+        grads: Sequence[Sequence[Tensor | None]],
+        *,
+        params: bool,
+        keep: bool,
+    ) -> list[list[Tensor | None]]:
+        """For each shard the gradients of its outputs; gives those of its inputs."""
+
+
+class Merged:
+    """One tensor of the output, put together from the shards' parts.
+
+    A part with dimensions holds a fixed number of rows for each sample, and parts are laid
+    end to end. A floating-point part without dimensions is taken for a mean over the samples,
+    and the whole is their mean, weighted by samples.
+
+    Args:
+        parts: Each shard's part.
+        shards: The shards.
+        device: Where the whole lies.
+
+    Attributes:
+        value: The whole, without a graph.
+        requires_grad: Whether it leads to a graph.
+
+    Raises:
+        ValueError: Parts that cannot be put together.
+    """
+
+    def __init__(
+        self, parts: Sequence[Tensor], shards: Sequence[Shard], device: torch.device
+    ) -> None:
+        self.requires_grad = any(part.requires_grad for part in parts)
+        self._weights: list[float] = []
+        self._rows: list[int] = []
+        values = [carry(part.detach(), device) for part in parts]
+        if len(parts) == 1:
+            self._weights = [1.0]
+            self.value = values[0]
+        elif parts[0].dim() == 0:
+            self._weights = _weights(parts, shards)
+            scaled = [v * w for v, w in zip(values, self._weights, strict=True)]
+            self.value = torch.stack(scaled).sum(0)
+        else:
+            _check_rows(parts, shards)
+            self._rows = [part.size(0) for part in parts]
+            self.value = torch.cat(values)
+
+    def split(self, grad: Tensor | None) -> list[Tensor | None]:
+        """The gradient of each part, from that of the whole."""
+        if grad is None:
+            return [None] * len(self._weights or self._rows)
+        if self._rows:
+            return list(torch.split(grad, self._rows))
+        return [grad if w == 1.0 else grad * w for w in self._weights]
+
+
+def _weights(parts: Sequence[Tensor], shards: Sequence[Shard]) -> list[float]:
+    if not parts[0].is_floating_point():
+        raise ValueError(
+            f"forward returned a {parts[0].dtype} tensor without dimensions, one for each of "
+            f"{len(parts)} replicas, and it is not known how they add up: return one value for "
+            "each sample"
+        )
+    total = sum(shard.stop - shard.start for shard in shards)
+    return [(shard.stop - shard.start) / total for shard in shards]
+
+
+def _check_rows(parts: Sequence[Tensor], shards: Sequence[Shard]) -> None:
+    sizes = [shard.stop - shard.start for shard in shards]
+    rows = [part.size(0) if part.dim() else 0 for part in parts]
+    per_sample = rows[0] // sizes[0]
+    if rows != [per_sample * size for size in sizes]:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(
+            f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
+            "on the replicas, which cannot be laid end to end: put the batch first in each output"
+        )
+
+
+class Call:
+    """One forward pass over all replicas, until its backward.
+
+    Args:
+        scatter: The inputs.
+        shards: What the replicas made of them, in order of samples.
+        device: Where the outputs shall lie.
+        backward: Runs the shards' backward.
+    """
+
+    def __init__(
+        self,
+        scatter: Scatter,
+        shards: Sequence[Shard],
+        device: torch.device,
+        backward: Backward,
+    ) -> None:
+        self._shards = shards
+        self._run = backward
+        self._scatter = scatter
+        first = shards[0].spec
+        for shard in shards[1:]:
+            found = first.difference(shard.spec)
+            if found is not None:
+                raise ValueError(
+                    f"rank {shard.rank} returned another output than rank {shards[0].rank}: {found}"
+                )
+        columns = zip(*(shard.outputs or [] for shard in shards), strict=True)
+        self.merged = [Merged(parts, shards, device) for parts in columns]
+
+    def output(self) -> Any:
+        """The output of the call, with a graph where the replicas' outputs have one."""
+        values = [merged.value for merged in self.merged]
+        if any(merged.requires_grad for merged in self.merged):
+            # One input with a gradient there must be, or autograd would skip the function.
+            anchor = torch.zeros((), requires_grad=True)
+            values = list(_Gather.apply(self, anchor, *self._scatter.tensors))  # type: ignore[no-untyped-call]
+        for merged in self.merged:
+            del merged.value  # the caller's alone from here on
+        return self._shards[0].spec.build(iter(values))
+
+    def backward(
+        self, grads: Sequence[Tensor | None], *, params: bool, keep: bool
+    ) -> list[Tensor | None]:
+        """From the gradients of the outputs to those of the inputs."""
+        if any(shard.outputs is None for shard in self._shards):
+            raise RuntimeError(
+                "backward ran through this output before, and the graph was freed: pass "
+                "retain_graph=True to the first one if there are to be two"
+            )
+        columns = [merged.split(grad) for merged, grad in zip(self.merged, grads, strict=True)]
+        parts = [list(row) for row in zip(*columns, strict=True)]
+        found = self._run(self._shards, parts, params=params, keep=keep)
+        ranges = [(shard.start, shard.stop) for shard in self._shards]
+        return [
+            self._scatter.merge_gradients(index, pieces, ranges)
+            for index, pieces in enumerate(zip(*found, strict=True))
+        ]
+
+
+class _Gather(torch.autograd.Function):
+    """Stands between the replicas' graphs and the caller's."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        values = tuple(merged.value for merged in call.merged)
+        ctx.mark_non_differentiable(
+            *(v for v, m in zip(values, call.merged, strict=True) if not m.requires_grad)
+        )
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: gradients of gradients do not pass through replicas; compute "
+                "such a term with model.module(...), which runs on the first device alone"
+            )
+        found = ctx.call.backward(grads, params=_params_wanted(ctx), keep=_graph_kept())
+        return (None, None, *found)
+
+
+# Two questions about the backward pass that is under way. Autograd answers them to its own
+# users inside PyTorch; where it does not, the answer is that of a plain loss.backward().
+
+
+def _params_wanted(ctx: Any) -> bool:
+    """Whether leaves get gradients: not in ``torch.autograd.grad(output, inputs)``."""
+    ask: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+    return ask is None or ask(ctx.next_functions[0][0])
+
+
+def _graph_kept() -> bool:
+    """Whether ``retain_graph=True`` was passed."""
+    ask: Callable[[], bool] | None = getattr(
+        torch._C._autograd, "_get_current_graph_task_keep_graph", None
+    )
+    return ask is not None and ask()

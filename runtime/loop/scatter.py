@@ -1,0 +1,157 @@
+"""Nested inputs of one call, cut along dimension 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.core.nested import flatten
+
+
+class Piece(NamedTuple):
+    """One replica's part of the inputs.
+
+    Attributes:
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        leaves: For each tensor of the inputs the one that collects its gradient, or ``None``.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Tensor | None]
+
+
+class Scatter:
+    """The inputs of one call and how they are cut.
+
+    Every tensor with a dimension is cut along its first one, so all of them have the same
+    size there. Tensors without a dimension and everything that is no tensor go to every
+    replica as they are. Lists of other things are not cut.
+
+    Args:
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+
+    Attributes:
+        tensors: All tensors of the inputs, in order.
+        num_samples: Size of the batch.
+
+    Raises:
+        TypeError: An input that cannot be cut.
+        ValueError: No tensor with a dimension, or first dimensions of different sizes.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self._spec = flatten((args, kwargs), self.tensors, strict=False)
+        sizes = {t.size(0) for t in self.tensors if t.dim()}
+        if not sizes:
+            raise ValueError(
+                "no input has a dimension to share out over the replicas: pass a batch, or call "
+                "model.module(...), which runs on the first device alone"
+            )
+        if len(sizes) > 1:
+            shapes = ", ".join(str(tuple(t.shape)) for t in self.tensors if t.dim())
+            raise ValueError(
+                f"inputs of shapes {shapes} have different sizes along dimension 0, where they "
+                "are shared out over the replicas: put the batch first in each, and keep what "
+                "belongs to no sample (a mask for all, say) in a buffer of the model"
+            )
+        self.num_samples = sizes.pop()
+
+    def piece(self, start: int, stop: int, device: torch.device) -> Piece:
+        """The inputs for samples ``start`` to ``stop``, on a device.
+
+        On the device of the inputs they are views. Copies run on the current stream;
+        those from pinned memory and between GPUs are not waited for.
+        """
+        parts, leaves = [], []
+        for tensor in self.tensors:
+            part = tensor.detach()
+            if tensor.dim() and stop - start < self.num_samples:
+                part = part[start:stop]
+            part = carry(part, device)
+            leaf = None
+            if tensor.requires_grad and torch.is_grad_enabled():
+                leaf = part.requires_grad_()
+            parts.append(part)
+            leaves.append(leaf)
+        args, kwargs = self._spec.build(iter(parts))
+        return Piece(args, kwargs, leaves)
+
+    def merge_gradients(
+        self, index: int, parts: Sequence[Tensor | None], ranges: Sequence[tuple[int, int]]
+    ) -> Tensor | None:
+        """The gradient of an input from those of its pieces.
+
+        Args:
+            index: Which of :attr:`tensors`.
+            parts: What the replicas found; ``None`` where their piece had no effect.
+            ranges: Each replica's samples.
+        """
+        if all(part is None for part in parts):
+            return None
+        tensor = self.tensors[index]
+        if not tensor.dim():
+            found = [part.to(tensor.device) for part in parts if part is not None]
+            return torch.stack(found).sum(0)
+        if len(parts) == 1 and parts[0] is not None:
+            return parts[0].to(tensor.device)
+        shape = tensor.shape[1:]
+        return torch.cat(
+            [
+                tensor.new_zeros((stop - start, *shape)) if part is None else part.to(tensor.device)
+                for part, (start, stop) in zip(parts, ranges, strict=True)
+            ]
+        )
+
+
+def carry(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; the host waits for the copy only if it goes to the CPU.
+
+    There the host reads next, and nothing else would make it wait.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """A nested value with all its tensors on a device; copies run on the current stream."""
+    tensors: list[Tensor] = []
+    spec = flatten(value, tensors, strict=False)
+    if all(t.device == device for t in tensors):
+        return value
+    return spec.build(carry(t, device) for t in tensors)
+
+
+def placed(value: Any, device: torch.device, *, copy: bool) -> Any:
+    """What a replica keeps of a value that is given to all: tensors on its own device.
+
+    Args:
+        value: Anything; tensors may stand in lists, tuples and dicts, also nested ones.
+        device: The replica's.
+        copy: Whether tensors that are there already are copied too.
+
+    Raises:
+        ValueError: A tensor with a gradient, which replicas cannot share.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise ValueError(
+                "a tensor that requires a gradient would get none from the replicas: pass it to "
+                "forward, or detach() it; what is to be trained belongs to the model before "
+                "Trainer.setup"
+            )
+        return value.to(device, copy=copy)
+    if type(value) not in (list, tuple, dict):
+        return value
+    parts = list(value.values()) if isinstance(value, dict) else list(value)
+    own = [placed(part, device, copy=copy) for part in parts]
+    if all(a is b for a, b in zip(own, parts, strict=True)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, own, strict=True))
+    return type(value)(own)

@@ -1,0 +1,264 @@
+"""Building the replicas: one at a time, rank 0 first, all with rank 0's weights."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.core.errors import CollectiveAborted, ReplicaMismatch
+from runtime.device import cuda_api
+from runtime.replica.flat import FlatState
+from runtime.replica.schedule import Schedule, SchedulerFactory
+
+ModelFactory = Callable[[torch.device], nn.Module]
+OptimFactory = Callable[[Any], torch.optim.Optimizer]
+ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What rank 0's model looks like, and its tensors to copy from."""
+
+    tensors: dict[str, Tensor]
+    kinds: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Template:
+        """The template of a model."""
+        tensors: dict[str, Tensor] = {}
+        kinds: dict[str, str] = {}
+        for name, p in model.named_parameters():
+            tensors[name], kinds[name] = p, "trainable" if p.requires_grad else "frozen"
+        for name, b in model.named_buffers():
+            tensors[name], kinds[name] = b, "buffer"
+        return cls(tensors, kinds)
+
+    def first_difference(self, other: Template) -> str | None:
+        """The first thing in which another rank's model differs."""
+        for name, mine in self.tensors.items():
+            if name not in other.tensors:
+                return f"rank 0 has {self.kinds[name]} tensor {name!r}, it has none"
+            theirs = other.tensors[name]
+            for what, a, b in (
+                ("shape", tuple(mine.shape), tuple(theirs.shape)),
+                ("dtype", mine.dtype, theirs.dtype),
+                ("kind", self.kinds[name], other.kinds[name]),
+            ):
+                if a != b:
+                    return f"the {what} of {name!r} is {b}, on rank 0 it is {a}"
+        extra = next((n for n in other.tensors if n not in self.tensors), None)
+        return None if extra is None else f"it has a tensor {extra!r} that rank 0 has not"
+
+
+class BuildOrder:
+    """Lets ranks build one at a time, rank 0 first, and hands its tensors to the others.
+
+    Args:
+        seed: Seeds the process generator around rank 0's factory; ``None``: leave it.
+        alone: One worker of any rank builds here, and waits for no other.
+    """
+
+    def __init__(self, seed: int | None = None, *, alone: bool = False) -> None:
+        self._seed = seed
+        self._alone = alone
+        self._condition = threading.Condition()
+        self._template: Template | None = None
+        self._failed = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[Template | None]:
+        """Hold the building lock; yields rank 0's template, ``None`` on rank 0.
+
+        Raises:
+            CollectiveAborted: Rank 0 failed to build.
+        """
+        if rank != 0 and not self._alone:
+            with self._condition:
+                self._condition.wait_for(lambda: self._template is not None or self._failed)
+                if self._failed:
+                    raise CollectiveAborted("rank 0 could not build its model")
+        with self._lock:
+            yield self._template
+
+    def seeded(self, rank: int, device: torch.device) -> Any:
+        """The generators of CPU and device seeded for rank 0's model, restored after."""
+        if rank != 0 or self._seed is None:
+            return nullcontext()
+        return _seeded(self._seed, device)
+
+    def publish(self, template: Template) -> None:
+        """Rank 0 is built."""
+        with self._condition:
+            self._template = template
+            self._condition.notify_all()
+
+    def fail(self) -> None:
+        """Rank 0 failed, or the run is over: nobody waits any more."""
+        with self._condition:
+            self._failed = True
+            self._condition.notify_all()
+
+    def forget(self) -> None:
+        """Drop the reference to rank 0's tensors."""
+        with self._condition:
+            self._template = None
+            self._failed = True
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        # torch.manual_seed would leave the generators of all other devices seeded.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            cuda_api.API.seed(device, seed)
+        yield
+
+
+def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
+    """Call the model factory and check what it gives.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: Lazy parameters, no trainable parameter, another device.
+    """
+    model = factory(device)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model_factory(device) returned {type(model).__name__}: return a torch.nn.Module"
+        )
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(t):
+            raise ValueError(
+                f"model_factory: {name!r} is lazy, its shape is not known before the first "
+                "forward; give the module its sizes, or run one forward in the factory"
+            )
+        if t.device != device:
+            raise ValueError(
+                f"model_factory: {name!r} is on {t.device}, not on {device}; "
+                "end the factory with .to(device)"
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("model_factory: no parameter requires a gradient, nothing can be trained")
+    return model
+
+
+def adopt(model: nn.Module, template: Template, rank: int) -> None:
+    """Give a replica rank 0's weights and buffers.
+
+    Raises:
+        ReplicaMismatch: The models differ; names the first difference.
+        ValueError: A parameter is one of rank 0's own.
+    """
+    own = Template.of(model)
+    difference = template.first_difference(own)
+    if difference is not None:
+        raise ReplicaMismatch(
+            f"model_factory gave rank {rank} another model than rank 0: {difference}; "
+            "it must build the same architecture each time"
+        )
+    for name, tensor in own.tensors.items():
+        if own.kinds[name] == "trainable" and tensor is template.tensors[name]:
+            raise ValueError(
+                f"model_factory gave rank {rank} the parameter {name!r} of rank 0 itself: "
+                "return a new module at each call, for instance copy.deepcopy(model)"
+            )
+    with torch.no_grad():
+        for name, tensor in own.tensors.items():
+            tensor.copy_(template.tensors[name])
+
+
+def build_optimizer(
+    factory: OptimFactory,
+    model: nn.Module,
+    params: list[nn.Parameter],
+    groups: ParamGroups | None,
+) -> torch.optim.Optimizer:
+    """Call the optimizer factory and check what it gives.
+
+    Raises:
+        TypeError: Not an optimizer.
+        ValueError: An optimizer whose step needs a closure, or a parameter that is not
+            the model's.
+    """
+    optimizer = factory(params if groups is None else groups(model))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optim_factory(params) returned {type(optimizer).__name__}: "
+            "return a torch.optim.Optimizer"
+        )
+    step = inspect.signature(type(optimizer).step)
+    closure = step.parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optim_factory: {type(optimizer).__name__}.step needs a closure that evaluates the "
+            "model again; use an optimizer that steps from gradients, such as AdamW or SGD"
+        )
+    own = {id(p) for p in params}
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not given <= own:
+        raise ValueError(
+            "optim_factory: the optimizer holds a parameter that is not a trainable parameter of "
+            "this worker's model; build it from the params it is given"
+        )
+    return optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A model ready to be trained, in train mode, with everything that hangs on it."""
+
+    model: nn.Module
+    state: FlatState
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+
+
+def build_replica(
+    order: BuildOrder,
+    rank: int,
+    device: torch.device,
+    model_factory: ModelFactory,
+    optim_factory: OptimFactory,
+    *,
+    param_groups: ParamGroups | None = None,
+    scheduler: SchedulerFactory | None = None,
+    total_steps: int | None = None,
+    finish: Callable[[], None] = lambda: None,
+    load: Callable[[nn.Module], None] | None = None,
+) -> Replica:
+    """Build a rank's replica in its turn, with rank 0's weights.
+
+    Parameters are moved into flat tensors before the optimizer is built, so that its
+    state belongs to them. ``finish`` waits for the device: others copy rank 0's weights on
+    streams of their own, and rank 0 trains on as soon as they have told to be ready. ``load``
+    gives rank 0's model the weights of a checkpoint.
+    """
+    try:
+        with order.turn(rank) as template:
+            with order.seeded(rank, device):
+                model = build_model(model_factory, device)
+            if template is not None:
+                adopt(model, template, rank)
+            elif load is not None:
+                load(model)
+            model.train()
+            state = FlatState(model)
+            optimizer = build_optimizer(optim_factory, model, state.params.params, param_groups)
+            schedule = Schedule(optimizer, scheduler, total_steps)
+            finish()
+        if rank == 0:
+            order.publish(Template.of(model))
+    except BaseException:
+        if rank == 0:
+            order.fail()
+        raise
+    return Replica(model, state, optimizer, schedule)

@@ -1,0 +1,397 @@
+"""Trainable parameters as views of one flat tensor for each dtype.
+
+A snapshot is then one copy, an averaging one all-reduce, a divergence one norm. Frozen
+parameters stay where they are and never travel. Tied parameters are one parameter and
+stay tied; views keep each parameter's strides, so ``channels_last`` stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from coordinator import host_memory
+from coordinator.contents import Payload
+from runtime.replica.flat_math import add, add_progress, change, copy_measured
+
+ALIGNMENT_BYTES = 64
+"""Every parameter starts at a multiple of this within its flat tensor."""
+_COPIED_TOGETHER = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
+
+
+class _Layout:
+    """Where tensors of one dtype lie in a flat tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.dtype = tensors[0].dtype
+        unit = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
+        self.offsets: list[int] = []
+        end = 0
+        for t in tensors:
+            self.offsets.append(end)
+            end += -(-t.numel() // unit) * unit
+        self.numel = end
+
+    def views(self, flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Views of ``flat`` with the shapes and, where dense, the strides of ``like``."""
+        return [
+            torch.as_strided(flat, t.size(), _dense_stride(t), flat.storage_offset() + offset)
+            for t, offset in zip(like, self.offsets, strict=True)
+        ]
+
+
+def _dense_stride(t: Tensor) -> tuple[int, ...]:
+    """The strides of ``t`` if it fills its memory without gaps, else contiguous ones."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))
+    if t.numel() == extent or t.numel() == 0:
+        return t.stride()
+    return torch.empty(t.size(), device="meta").stride()
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault(t.dtype, []).append(i)
+    return list(groups.values())
+
+
+class FlatParams:
+    """The trainable parameters of a module, moved into flat tensors.
+
+    Args:
+        module: Its trainable parameters become views; the objects stay the same.
+
+    Attributes:
+        names: Names in ``named_parameters`` order.
+        params: The parameters in that order.
+        flats: One tensor for each dtype, of shape ``(numel,)``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self.names = [n for n, _ in named]
+        self.params = [p for _, p in named]
+        self._groups = _by_dtype(self.params)
+        self._layouts = [_Layout([self.params[i] for i in g]) for g in self._groups]
+        self.flats: list[Tensor] = []
+        self._pointers: list[int] = [0] * len(self.params)
+        for group, layout in zip(self._groups, self._layouts, strict=True):
+            old = [self.params[i].data for i in group]
+            flat = torch.zeros(layout.numel, dtype=layout.dtype, device=old[0].device)
+            for i, view, source in zip(group, layout.views(flat, old), old, strict=True):
+                view.copy_(source)
+                self.params[i].data = view
+                self._pointers[i] = view.data_ptr()
+            self.flats.append(flat)
+
+    def like(self) -> list[Tensor]:
+        """New flat tensors of the same shapes, zero."""
+        return [torch.zeros_like(flat) for flat in self.flats]
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """``flats`` as one tensor for each parameter, in order."""
+        like = [p.data for p in self.params]
+        return _views(self._groups, self._layouts, flats, like)
+
+    def viewer(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """:meth:`views` as a function that keeps no parameter alive."""
+        like = [
+            torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
+            for p in self.params
+        ]
+        groups, layouts = self._groups, self._layouts
+        return lambda flats: _views(groups, layouts, flats, like)
+
+    def check(self) -> None:
+        """Make sure that no parameter was moved out of its flat tensor.
+
+        Raises:
+            RuntimeError: A parameter's memory was replaced, as by ``model.to(...)``.
+        """
+        for name, p, pointer in zip(self.names, self.params, self._pointers, strict=True):
+            if p.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"parameter {name!r} was moved to other memory during training: assign to it "
+                    "in place (p.copy_(...)), and call .to(device) in the model factory only"
+                )
+
+
+def _views(
+    groups: Sequence[Sequence[int]],
+    layouts: Sequence[_Layout],
+    flats: Sequence[Tensor],
+    like: Sequence[Tensor],
+) -> list[Tensor]:
+    out = list(like)
+    for group, layout, flat in zip(groups, layouts, flats, strict=True):
+        for i, view in zip(group, layout.views(flat, [like[i] for i in group]), strict=True):
+            out[i] = view
+    return out
+
+
+class FlatBuffers:
+    """The buffers of a module, read where they are now and written in place.
+
+    A module may replace a buffer's tensor, so buffers are looked up each time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners: list[tuple[nn.Module, str, str]] = []
+        seen: set[int] = set()
+        for prefix, sub in module.named_modules():
+            for key, buffer in sub._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    owners.append((sub, key, f"{prefix}.{key}" if prefix else key))
+        self.names = [name for _, _, name in owners]
+        self._owners = [(sub, key) for sub, key, _ in owners]
+        self._shapes = [b.size() for b in self.tensors()]
+        floats = [b.is_floating_point() or b.is_complex() for b in self.tensors()]
+        self._float_groups = self._pick(floats)
+        self._other_groups = self._pick([not f for f in floats])
+
+    def _pick(self, mask: Sequence[bool]) -> list[list[int]]:
+        chosen = [i for i, m in enumerate(mask) if m]
+        tensors = self.tensors()
+        return [[chosen[j] for j in g] for g in _by_dtype(tensors[i] for i in chosen)]
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers as they are now, in order."""
+        found = [sub._buffers[key] for sub, key in self._owners]
+        return [b if b is not None else torch.empty(0) for b in found]
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether any buffer is averaged."""
+        return bool(self._float_groups)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any buffer is taken rather than averaged."""
+        return bool(self._other_groups)
+
+    def empty(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """New tensors on the buffers' device for :meth:`read_into`."""
+        return self._alloc(self._float_groups), self._alloc(self._other_groups)
+
+    def _alloc(self, groups: list[list[int]]) -> tuple[Tensor, ...]:
+        tensors = self.tensors()
+        return tuple(tensors[g[0]].new_empty(sum(tensors[i].numel() for i in g)) for g in groups)
+
+    def viewer(self) -> Callable[[Payload], dict[int, Tensor]]:
+        """Gives a payload's buffers as views, by position; keeps no buffer alive."""
+        groups, shapes = [*self._float_groups, *self._other_groups], self._shapes
+
+        def views(payload: Payload) -> dict[int, Tensor]:
+            found: dict[int, Tensor] = {}
+            for group, flat in zip(groups, (*payload.buffers, *payload.taken), strict=True):
+                offset = 0
+                for i in group:
+                    numel = shapes[i].numel()
+                    found[i] = flat[offset : offset + numel].view(shapes[i])
+                    offset += numel
+            return found
+
+        return views
+
+    @torch.no_grad()
+    def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Copy all buffers into flat tensors."""
+        for parts, buffers in self._pieces(floats, others):
+            _copy_each(parts, buffers)
+
+    @torch.no_grad()
+    def write_from(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Copy flat tensors into the buffers."""
+        for parts, buffers in self._pieces(floats, others):
+            _copy_each(buffers, parts, non_blocking=True)
+
+    def _pieces(
+        self, floats: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """For each flat tensor its views in the shapes of the buffers, and those buffers."""
+        tensors = self.tensors()
+        self._check_shapes(tensors)
+        pieces = []
+        groups = [*self._float_groups, *self._other_groups]
+        for group, flat in zip(groups, (*floats, *others), strict=True):
+            shapes = [self._shapes[i] for i in group]
+            parts = torch.split(flat, [shape.numel() for shape in shapes])
+            views = [
+                part if len(shape) == 1 else part.view(shape)
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+            pieces.append((views, [tensors[i] for i in group]))
+        return pieces
+
+    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
+        if [t.size() for t in tensors] == self._shapes:
+            return
+        for name, shape, buffer in zip(self.names, self._shapes, tensors, strict=True):
+            if buffer.size() != shape:
+                raise RuntimeError(
+                    f"buffer {name!r} changed its shape from {tuple(shape)} to "
+                    f"{tuple(buffer.size())}: buffers that are averaged must keep their shape"
+                )
+
+
+def _copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
+    """In one call where its kernels for GPUs know the dtype and all have the same."""
+    dtypes = {t.dtype for t in (*targets, *sources)}
+    if len(dtypes) == 1 and dtypes <= _COPIED_TOGETHER:
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
+
+
+class FlatState:
+    """A replica's averaged state: flat parameters and buffers.
+
+    Every method runs in the worker's thread, on the stream that is current there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.params = FlatParams(module)
+        self.buffers = FlatBuffers(module)
+
+    def new_base(self) -> Payload:
+        """Memory for a snapshot, where the state lies."""
+        floats, others = self.buffers.empty()
+        return Payload(
+            params=tuple(
+                host_memory.empty_like(f) if f.is_cpu else torch.empty_like(f)
+                for f in self.params.flats
+            ),
+            buffers=floats,
+            taken=others,
+        )
+
+    def new_payload(self) -> Payload:
+        """Memory of the CPU for a snapshot."""
+        floats, others = self.buffers.empty()
+        return Payload(
+            params=tuple(host_memory.empty_like(f) for f in self.params.flats),
+            buffers=tuple(host_memory.empty_like(f) for f in floats),
+            taken=tuple(host_memory.empty_like(f) for f in others),
+        )
+
+    @torch.no_grad()
+    def snapshot_into(self, payload: Payload) -> None:
+        """Copy the live state; the payload aliases nothing afterwards."""
+        self.params.check()
+        for out, flat in zip(payload.params, self.params.flats, strict=True):
+            out.copy_(flat)
+        self.buffers.read_into(payload.buffers, payload.taken)
+
+    @torch.no_grad()
+    def snapshot_measured(self, payload: Payload) -> tuple[float, ...]:
+        """As :meth:`snapshot_into`, on a CPU.
+
+        Returns:
+            The squared norm of each flat tensor of parameters; not finite where a value is not.
+        """
+        self.params.check()
+        flats = zip(payload.params, self.params.flats, strict=True)
+        squares = tuple([copy_measured(out, flat) for out, flat in flats])
+        self.buffers.read_into(payload.buffers, payload.taken)
+        return squares
+
+    @torch.no_grad()
+    def live(self) -> Payload:
+        """The live state, with its buffers copied side by side; parameters are no copies."""
+        self.params.check()
+        floats, others = self.buffers.empty()
+        self.buffers.read_into(floats, others)
+        return Payload(params=tuple(self.params.flats), buffers=floats, taken=others)
+
+    def check_payload(self, payload: Payload) -> None:
+        """Raise ``ValueError`` unless the payload has this replica's layout."""
+        floats, others = self.buffers.empty()
+        for what, ours, theirs in (
+            ("parameter", self.params.flats, payload.params),
+            ("buffer", floats, payload.buffers),
+            ("integer buffer", others, payload.taken),
+        ):
+            mine = [(t.numel(), t.dtype) for t in ours]
+            given = [(t.numel(), t.dtype) for t in theirs]
+            if mine != given:
+                raise ValueError(
+                    f"the averaged state does not fit this model: {what} tensors are {mine} here "
+                    f"and {given} there"
+                )
+
+    @torch.no_grad()
+    def copy_from(self, other: FlatState) -> None:
+        """Take over another replica's parameters and buffers."""
+        for flat, source in zip(self.params.flats, other.params.flats, strict=True):
+            flat.copy_(source)
+        for buffer, source in zip(self.buffers.tensors(), other.buffers.tensors(), strict=True):
+            buffer.copy_(source)
+
+    @torch.no_grad()
+    def load(self, average: Payload) -> None:
+        """Replace the live state; an average in pinned memory is still read afterwards."""
+        for flat, mean in zip(self.params.flats, average.params, strict=True):
+            flat.copy_(mean, non_blocking=True)
+        self.buffers.write_from(average.buffers, average.taken)
+
+    @torch.no_grad()
+    def keep_progress(self, base: Payload, scratch: Payload) -> None:
+        """Turn ``base``, an earlier snapshot, into what was trained since: ``live - base``."""
+        for flat, old in zip(self.params.flats, base.params, strict=True):
+            torch.sub(flat, old, out=old)
+        self._keep_buffers(base, scratch)
+
+    @torch.no_grad()
+    def load_plus(self, average: Payload, progress: Payload, scratch: Payload) -> None:
+        """The live state becomes ``average + progress``; exact where progress is zero.
+
+        An average in pinned memory is still read afterwards.
+        """
+        flats = zip(self.params.flats, average.params, progress.params, strict=True)
+        for flat, mean, delta in flats:
+            add(mean, delta, out=flat)
+        self._load_buffers(average, progress, scratch)
+
+    @torch.no_grad()
+    def add_progress(self, average: Payload, base: Payload, scratch: Payload) -> None:
+        """:meth:`keep_progress` and :meth:`load_plus` in one pass, on a CPU."""
+        for flat, mean, old in zip(self.params.flats, average.params, base.params, strict=True):
+            add_progress(flat, mean, old)
+        self._keep_buffers(base, scratch)
+        self._load_buffers(average, base, scratch)
+
+    def _keep_buffers(self, base: Payload, scratch: Payload) -> None:
+        if not self.buffers:
+            return
+        self.buffers.read_into(scratch.buffers, scratch.taken)
+        for live, old in _pairs(scratch, base):
+            if old.dtype is torch.bool:
+                old.copy_(live)
+            else:
+                change(live, old, out=old)
+
+    def _load_buffers(self, average: Payload, progress: Payload, scratch: Payload) -> None:
+        if not self.buffers:
+            return
+        for live, (mean, delta) in zip(
+            (*scratch.buffers, *scratch.taken), _pairs(average, progress), strict=True
+        ):
+            if live.dtype is torch.bool:
+                live.copy_(delta)
+            else:
+                add(mean, delta, out=live)
+        self.buffers.write_from(scratch.buffers, scratch.taken)
+
+
+def _pairs(a: Payload, b: Payload) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip((*a.buffers, *a.taken), (*b.buffers, *b.taken), strict=True)

@@ -1,0 +1,150 @@
+"""What a run leaves."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coordinator.metrics import EpochMetrics
+from coordinator.outcome import Outcome
+from runtime.checkpoint.contents import plain
+from runtime.checkpoint.files import save_weights
+from runtime.config import check_path
+from runtime.core.errors import CheckpointError
+from runtime.replica.flat import FlatState
+
+EXTRA = "_extra_state"
+"""How ``state_dict()`` calls a module's extra state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailure:
+    """A worker that died.
+
+    Attributes:
+        rank: Its rank.
+        epoch: Epoch it was in.
+        step: Batches it had trained.
+        error: What it died of.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedState:
+    """The averaged model at the end of a run.
+
+    Attributes:
+        params: Every parameter, trained or frozen, on the CPU, under the bare module's
+            names and in its order.
+        buffers: Every persistent or other buffer, likewise.
+        metrics: One entry for each closed epoch.
+        failures: Workers that died on the way.
+        stopped: Whether the run was ended before its time.
+        checkpoint_errors: The last error of writing checkpoints, if there was any; each was
+            logged when it came.
+    """
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    metrics: tuple[EpochMetrics, ...] = ()
+    failures: tuple[WorkerFailure, ...] = ()
+    stopped: bool = False
+    checkpoint_errors: tuple[BaseException, ...] = ()
+    _keys: tuple[str, ...] = field(default=(), repr=False)
+    _extra: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights as a safetensors file, which a bare module loads:
+        ``Net().load_state_dict(safetensors.torch.load_file(path))``.
+
+        Blocks until it is on the disk. Afterwards ``path`` is the new file or, if this
+        raises or the process dies, what it was before. Tied tensors are written once under
+        each of their names. Extra state of modules (``get_extra_state``) is left out: a model
+        that has some loads the file with ``strict=False``.
+
+        Raises:
+            OSError, CheckpointError: It could not be written, or a tensor is of a type that
+                safetensors cannot hold.
+        """
+        weights = {k: v for k, v in self.state_dict().items() if k not in self._extra}
+        save_weights(check_path("save", path), weights)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Plain keys in the module's order: ``Net().load_state_dict(...)`` takes them.
+
+        Tensors, and the extra state of modules that have some.
+        """
+        every = {**self.params, **self.buffers, **self._extra}
+        return OrderedDict((key, every[key]) for key in self._keys)
+
+
+def assemble(
+    model: nn.Module,
+    flat: FlatState,
+    outcome: Outcome,
+    checkpoint_errors: tuple[BaseException, ...] = (),
+) -> TrainedState:
+    """Put the final average into the model and copy everything to the CPU.
+
+    Args:
+        model: A replica whose worker has left.
+        flat: Its flat state.
+        outcome: The end of a run that did not fail.
+        checkpoint_errors: Of writing checkpoints.
+    """
+    assert outcome.payload is not None, "a run without a failure leaves a state"
+    with torch.no_grad():
+        flat.load(outcome.payload)
+        copies: dict[int, Tensor] = {}
+
+        def copy(t: Tensor) -> Tensor:
+            if id(t) not in copies:
+                copies[id(t)] = t.detach().to("cpu", copy=True)
+            return copies[id(t)]
+
+        params = {n: copy(p) for n, p in model.named_parameters()}
+        buffers = {n: copy(b) for n, b in model.named_buffers()}
+        state = model.state_dict(keep_vars=True)
+        extra = {k: _copied(v) for k, v in state.items() if k.rpartition(".")[2] == EXTRA}
+        keys = []
+        for key, value in state.items():
+            if key in extra:
+                keys.append(key)
+                continue
+            if not isinstance(value, Tensor):
+                continue
+            keys.append(key)
+            if key not in params and key not in buffers:
+                # A tied tensor's second name: the same values under both.
+                (params if isinstance(value, nn.Parameter) else buffers)[key] = copy(value)
+    return TrainedState(
+        params=params,
+        buffers=buffers,
+        metrics=tuple(outcome.metrics),
+        failures=tuple(
+            WorkerFailure(rank=f.rank, epoch=f.epoch, step=f.step, error=f.error)
+            for f in outcome.failures
+        ),
+        stopped=outcome.stopped,
+        checkpoint_errors=checkpoint_errors,
+        _keys=tuple(keys),
+        _extra=extra,
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Extra state on the CPU, in memory of its own where that is known how to be done."""
+    try:
+        return plain(value, EXTRA, copy=True)
+    except CheckpointError:
+        return value

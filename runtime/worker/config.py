@@ -1,0 +1,120 @@
+"""What a worker is made from, and what it hands out."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coordinator.policy import ApplyPolicy
+from runtime.device.timing import StepTime
+from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
+from runtime.replica.schedule import SchedulerFactory
+from runtime.replica.step import TrainFn
+
+EvalFn = Callable[[nn.Module, int], dict[str, float]]
+
+
+class Wake:
+    """What a loader puts into the inbox when a batch is ready."""
+
+
+WAKE = Wake()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Settings of one worker.
+
+    Attributes:
+        rank: Its rank.
+        world_size: Number of ranks.
+        device: Where it trains.
+        num_samples: Length of the data set.
+        batch_size: Samples in a batch.
+        policy: ``SYNC`` averages gradients in every step.
+        seed: Of the worker's generators.
+        accumulate: Micro-batches in an optimizer step.
+        max_grad_norm: Clip the gradients' norm to this.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        lr_scale: Multiplies the learning rate.
+        total_steps: Positions of the schedule.
+        num_cpu_workers: CPU workers that share the cores.
+        survives: Whether the worker goes on when another one dies.
+        cuda_graphs: Whether steps are captured and replayed.
+        report_interval_s: Trained batches are told at the latest after this long.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    num_samples: int = 0
+    batch_size: int = 1
+    policy: ApplyPolicy = ApplyPolicy.CADENCE
+    seed: int = 0
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+    on_non_finite: str = "raise"
+    lr_scale: float = 1.0
+    total_steps: int | None = None
+    num_cpu_workers: int = 1
+    survives: bool = False
+    cuda_graphs: bool = False
+    report_interval_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserFunctions:
+    """What the user brings; see ``TrainerBuilder`` for each."""
+
+    model_factory: ModelFactory
+    optim_factory: OptimFactory
+    train_fn: TrainFn
+    param_groups: ParamGroups | None = None
+    scheduler: SchedulerFactory | None = None
+    eval_fn: EvalFn | None = None
+    epoch_fn: Callable[[int, Any], object] | None = None
+    checkpoint_fn: Callable[[int, nn.Module], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEndpoints:
+    """The worker's ends of its queues."""
+
+    inbox: queue.SimpleQueue[Any]
+    outbox: queue.SimpleQueue[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChannels:
+    """The other ends: what goes to the worker, and what comes from it."""
+
+    control: queue.SimpleQueue[Any]
+    reports: queue.SimpleQueue[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Handles of a step: reading them waits for the device, so read them late.
+
+    Attributes:
+        loss: Mean loss of the batch, detached, on the device.
+        time: The time of the step, the wait for peers excluded.
+        weight: What the loss is a mean over: what ``train_fn`` gave, a number or a tensor on
+            the device, or the samples.
+    """
+
+    loss: Tensor
+    time: StepTime
+    weight: float | Tensor = 1
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step; waits for it. In the worker's thread alone."""
+        return self.time.seconds

@@ -1,0 +1,240 @@
+"""How a worker answers the messages that move tensors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from torch import nn
+
+from coordinator import messages as m
+from runtime.core.context import worker_context
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.device.base import Arrival, DeviceContext
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.non_finite import ReplicaJudge
+from runtime.worker.config import UserFunctions
+from runtime.worker.evaluation import evaluate_model, hand_over
+from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """Does what the protocol says is to be done for a message, in the worker's thread.
+
+    Args:
+        worker: What ``current_worker()`` gives inside the user's functions.
+        model: The replica.
+        protocol: The worker's protocol.
+        averager: The replica's side of an averaging.
+        judge: Looks at the replica before it is used.
+        reporter: The way to the coordinator.
+        functions: The user's functions.
+        clock: Tells the time.
+        capture: Gives the rank's own state, for a checkpoint.
+        tell_weight: Tells the protocol all weights of what was trained.
+    """
+
+    def __init__(
+        self,
+        worker: object,
+        model: nn.Module,
+        protocol: WorkerProtocol,
+        averager: ReplicaAverager,
+        judge: ReplicaJudge,
+        reporter: Reporter,
+        functions: UserFunctions,
+        clock: DeviceContext,
+        capture: Callable[[], m.Extra],
+        tell_weight: Callable[[], None],
+    ) -> None:
+        self._worker = worker
+        self._model = model
+        self._protocol = protocol
+        self._averager = averager
+        self._judge = judge
+        self._reporter = reporter
+        self._functions = functions
+        self._clock = clock
+        self._capture = capture
+        self._tell_weight = tell_weight
+        self._rank = protocol.rank
+        self._snapshot_s = 0.0
+
+    def answer(self, work: m.ToWorker) -> None:
+        """Answer a message that :meth:`WorkerProtocol.receive` returned."""
+        match work:
+            case m.SyncNow():
+                self._sync_now(work)
+            case m.RequestParams():
+                self._send_snapshot(work)
+            case m.Update():
+                self._take_update(work)
+            case m.Evaluate():
+                self._judge.require_finite()
+                self._per_epoch(work.epoch, None)
+            case m.Checkpoint():
+                self._judge.require_finite()
+                self._per_epoch(None, work.version)
+            case m.Rollback():
+                self._averager.undo_all_reduce()
+            case m.Halt():
+                raise CollectiveAborted("a rank died; this one halts")
+            case m.Regroup():
+                raise AssertionError("the worker itself joins its new group")
+            case m.Capture():
+                raise AssertionError("the worker itself knows whether others capture with it")
+            case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
+                raise AssertionError("the protocol handles these itself")
+            case _:
+                assert_never(work)
+
+    def _sync_now(self, message: m.SyncNow) -> None:
+        healthy = self._judge.enter_round(self._protocol.samples)
+        self._tell_weight()
+        report = self._reporter.take_report(wait=message.capture)
+        ok, divergence, sync_s = False, None, 0.0
+        extra: m.Extra | None = None
+        average: m.Payload | None = None
+        try:
+            start = self._clock.now()
+            divergence, waited = self._averager.all_reduce(
+                self._protocol.weight, healthy=healthy if self._judge.heals else None
+            )
+            sync_s = max(0.0, self._clock.now() - start - waited)
+            if not healthy:
+                self._judge.require_finite()  # nobody had a state that could be used
+                self._judge.healed()
+            ok = True
+            if message.capture:
+                extra = self._capture()
+                if self._averager.leads:
+                    average = self._averager.snapshot(reuse=False)
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            # The round is given up; this rank's state is the one before it.
+            logger.warning(
+                "rank %d: averaging round %d failed: %s", self._rank, message.round, error
+            )
+        finally:
+            self._protocol.synced(message, ok=ok)
+            self._reporter.put(
+                m.SyncAck(
+                    rank=self._rank,
+                    round=message.round,
+                    divergence=divergence,
+                    sync_s=sync_s,
+                    ok=ok,
+                    report=report,
+                    extra=extra,
+                    average=average,
+                    at=time.monotonic(),
+                )
+            )
+        if ok:
+            self._per_epoch(message.evaluate, message.checkpoint)
+
+    def _send_snapshot(self, message: m.RequestParams) -> None:
+        self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory
+        start = self._clock.now()
+        payload, arrival, squares = self._averager.start_snapshot()
+        self._snapshot_s = self._clock.now() - start
+        healthy = self._judge.enter_round(self._protocol.samples, squares)
+        self._tell_weight()
+        report = self._reporter.take_report(wait=message.capture)
+        self._protocol.snapshot_taken(message.round)
+        self._reporter.put(
+            m.ParamSnapshot(
+                rank=self._rank,
+                round=message.round,
+                payload=payload,
+                num_samples=self._protocol.samples if healthy else 0,
+                weight=self._protocol.weight if healthy else 0,
+                num_batches=self._protocol.batches,
+                healthy=healthy,
+                squares=squares,
+                report=report,
+                extra=self._capture() if message.capture else None,
+            ),
+            arrival,
+        )
+
+    def send_capture(self, capture: int, *, params: bool, num_samples: int, step: int) -> None:
+        """Send the whole state as it is, all of which is in the result.
+
+        Args:
+            capture: Which one is asked for.
+            params: Whether the parameters are sent, too.
+            num_samples: Samples behind the buffers since they were averaged.
+            step: Optimizer steps made since the start of the run.
+        """
+        self._judge.require_finite()
+        report = self._reporter.take_report(wait=True)
+        payload = self._averager.snapshot(reuse=False, params=params)
+        self._reporter.put(
+            m.Captured(
+                rank=self._rank,
+                id=capture,
+                payload=payload,
+                num_samples=num_samples,
+                step=step,
+                extra=self._capture(),
+                report=report,
+            )
+        )
+
+    def _take_update(self, message: m.Update) -> None:
+        if not self._protocol.updated(message):
+            return
+        start, aside = self._clock.now(), 0.0
+
+        def per_epoch() -> None:
+            nonlocal aside
+            before = self._clock.now()
+            self._per_epoch(message.evaluate, message.checkpoint)
+            aside = self._clock.now() - before
+
+        wanted = message.evaluate is not None or message.checkpoint is not None
+        arrival: Arrival | None = None
+        if self._judge.poisoned:
+            arrival = self._replace(message)
+            per_epoch()
+        elif message.num_samples > 0 or wanted:
+            # If nobody trained anything the average is what all replicas are, and what the
+            # lead has trained since is not shown to the user's functions.
+            arrival = self._averager.take(message.average, per_epoch if wanted else None)
+        sync_s = self._snapshot_s + self._clock.now() - start - aside
+        # With it the rank gives the average back, which is overwritten two rounds later.
+        at = time.monotonic()
+        ack = m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s, at=at)
+        self._reporter.put(ack, arrival)
+
+    def _replace(self, message: m.Update) -> Arrival | None:
+        """The replica was not finite: take the average alone.
+
+        Adding to it what was trained since the snapshot would spoil it again.
+
+        Raises:
+            NonFiniteError: No rank had a state that could be used.
+        """
+        if message.num_samples == 0:
+            self._judge.require_finite()
+        arrival = self._averager.replace(message.average)
+        self._judge.healed(self._protocol.forget_samples())
+        return arrival
+
+    def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> None:
+        """What is to be done while the live state is an average."""
+        if evaluate is None and checkpoint is None:
+            return
+        f = self._functions
+        with worker_context(self._worker), self._clock.apart():
+            if evaluate is not None and f.eval_fn is not None:
+                values = evaluate_model(f.eval_fn, self._model, evaluate)
+                self._reporter.put(m.EvalReport(rank=self._rank, epoch=evaluate, values=values))
+            if checkpoint is not None and f.checkpoint_fn is not None:
+                hand_over(f.checkpoint_fn, checkpoint, self._model, self._rank)
+                self._reporter.put(m.CheckpointDone(rank=self._rank, version=checkpoint))

@@ -1,0 +1,234 @@
+"""A rank's own part of a checkpoint: everything that training changes, but the weights."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runtime.checkpoint.contents import plain
+from runtime.core.errors import CheckpointError
+from runtime.device.base import DeviceContext, ValueLog
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
+from runtime.replica.schedule import Schedule
+from runtime.replica.state import ModuleState
+from runtime.replica.step import Stepper
+from runtime.worker.lockstep import Lockstep
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Any]
+
+
+class RankState:
+    """Takes and gives back a rank's own state, in its thread, between two steps.
+
+    Copies are ordered behind the device's compute; :meth:`capture` blocks until they are in
+    CPU memory of their own.
+
+    Args:
+        rank: The rank.
+        model: The replica.
+        state: Its flat state.
+        stepper: Holds the optimizer and the gradient scaler.
+        schedule: The learning rate.
+        averager: Counts the averages taken.
+        generator: The worker's generator.
+        context: The device.
+        together: Where the rank stands in a lockstep run.
+        log: Numbers the batches.
+        lr_scale: What the settings multiply the learning rate with.
+        lockstep: Whether each rank's buffers are its own between two averagings of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        model: nn.Module,
+        state: FlatState,
+        stepper: Stepper,
+        schedule: Schedule,
+        averager: ReplicaAverager,
+        generator: torch.Generator,
+        context: DeviceContext,
+        together: Lockstep,
+        log: ValueLog,
+        lr_scale: float,
+        lockstep: bool,
+    ) -> None:
+        self._rank = rank
+        self._state = state
+        self._stepper = stepper
+        self._schedule = schedule
+        self._averager = averager
+        self._generator = generator
+        self._context = context
+        self._together = together
+        self._log = log
+        self._lr_scale = lr_scale
+        names = state.buffers.names
+        # Without lockstep those in the state dict are averaged with the weights.
+        averaged = set() if lockstep else set(model.state_dict())
+        self._own_buffers = [i for i, name in enumerate(names) if name not in averaged]
+        self._module = ModuleState(model)
+        self._before_sync: State | None = None
+        self._generators: State | None = None
+        self._begun_epoch = -1
+
+    # -- taking -----------------------------------------------------------------------
+
+    def capture(self, *, local_step: int, epoch: int, begun_epoch: int) -> State:
+        """The state as it is now, in memory of its own.
+
+        Args:
+            local_step: Batches trained by this rank.
+            epoch: Epoch of the last plan.
+            begun_epoch: The last epoch that the rank has begun.
+
+        Raises:
+            CheckpointError: The optimizer's state holds what a checkpoint cannot.
+        """
+        with self._context.comm():
+            state = {
+                **self._stepper.state_dict(),
+                **self._module.state_dict(),
+                "schedule": self._schedule.state_dict(),
+                "lr_scale": self._lr_scale,
+                "generators": _generators(self._generator, self._context),
+                "version": self._averager.version,
+                "local_step": local_step,
+                "epoch": epoch,
+                "begun_epoch": begun_epoch,
+                **(self._before_sync or self._buffers()),
+            }
+            return _plain(state, f"the state of rank {self._rank}")
+
+    def _buffers(self) -> State:
+        tensors = self._state.buffers.tensors()
+        return {
+            "buffers": {self._state.buffers.names[i]: tensors[i] for i in self._own_buffers},
+            "together": [
+                self._together.step,
+                self._together.num_syncs,
+                self._together.buffer_samples,
+            ],
+        }
+
+    def keep_buffers(self) -> None:
+        """The buffers are about to be averaged because the run stops: those of now count.
+
+        A run that had not been stopped would not have averaged them here.
+        """
+        with self._context.comm(), torch.no_grad():
+            kept = self._buffers()
+            kept["buffers"] = {name: t.clone() for name, t in kept["buffers"].items()}
+            self._before_sync = kept
+
+    # -- giving back -------------------------------------------------------------------
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Make this replica's own state that of :meth:`capture`.
+
+        The generators follow with :meth:`before_epoch_fn` and :meth:`after_epoch_fn`.
+
+        Raises:
+            CheckpointError: It belongs to another model or optimizer.
+        """
+        try:
+            self._stepper.load_state_dict(saved)
+            self._schedule.load_state_dict(saved["schedule"])
+            self._module.load_state_dict(saved)
+        except Exception as error:
+            raise CheckpointError(
+                f"rank {self._rank}: the checkpoint does not fit this optimizer, scheduler or "
+                f"module ({type(error).__name__}: {error}); build them as in the run that wrote it"
+            ) from error
+        before = float(saved["lr_scale"])
+        if before != self._lr_scale:
+            self._schedule.rescale(self._lr_scale / before)
+        self._restore_buffers(saved["buffers"])
+        together = self._together
+        together.step, together.num_syncs, together.buffer_samples = saved["together"]
+        self._averager.version = int(saved["version"])
+        self._log.start_at(int(saved["local_step"]))
+        self._generators = saved["generators"]
+        self._begun_epoch = int(saved["begun_epoch"])
+
+    def _restore_buffers(self, saved: Mapping[str, Tensor]) -> None:
+        tensors = self._state.buffers.tensors()
+        with torch.no_grad():
+            for i in self._own_buffers:
+                source = saved.get(self._state.buffers.names[i])
+                if source is not None and source.shape == tensors[i].shape:
+                    tensors[i].copy_(source)
+
+    def before_epoch_fn(self) -> None:
+        """The rank begins its first epoch: the process draws what would have come next."""
+        if self._generators is not None and self._rank == 0:
+            _restore_process(self._generators, self._context)
+
+    def after_epoch_fn(self, epoch: int) -> None:
+        """Likewise, where the epoch was begun before: what its beginning drew is undone."""
+        saved, self._generators = self._generators, None
+        if saved is None or epoch != self._begun_epoch:
+            return
+        if saved["worker"].shape == self._generator.get_state().shape:  # else another device
+            self._generator.set_state(saved["worker"])
+        if self._rank == 0:
+            _restore_process(saved, self._context)
+
+
+def _plain(state: State, where: str) -> State:
+    kept: State = plain(state, where, copy=True)
+    return kept
+
+
+def _generators(generator: torch.Generator, context: DeviceContext) -> State:
+    numbers = np.random.get_state(legacy=False)
+    assert isinstance(numbers, dict)
+    state: State = {
+        "worker": generator.get_state(),
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": _packed(numbers),
+    }
+    drawn = context.generator_state()
+    if drawn is not None:
+        state["device"] = drawn
+    return state
+
+
+def _restore_process(saved: Mapping[str, Any], context: DeviceContext) -> None:
+    torch.set_rng_state(saved["torch"])
+    if "device" in saved:
+        context.set_generator_state(saved["device"])
+    random.setstate(saved["python"])
+    numbers = _unpacked(saved["numpy"])
+    if numbers["bit_generator"] == "MT19937":
+        numbers["state"]["key"] = numbers["state"]["key"].astype(np.uint32)
+    try:
+        np.random.set_state(numbers)
+    except ValueError as error:
+        logger.warning("NumPy's global generator is not that of the checkpoint: %s", error)
+
+
+def _packed(value: Any) -> Any:
+    """The state of a NumPy generator, of whichever kind, with tensors in place of arrays."""
+    if isinstance(value, dict):
+        return {name: _packed(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.uint64).view(np.int64))
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _unpacked(item) for name, item in value.items()}
+    return value.numpy().view(np.uint64) if isinstance(value, Tensor) else value

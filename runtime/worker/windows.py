@@ -1,0 +1,63 @@
+"""A plan cut into optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from coordinator.contents import EpochPlan
+from coordinator.dispatch import batch_bounds
+from runtime.worker.config import WorkerConfig
+
+
+class Windows:
+    """A plan cut into optimizer steps of up to ``accumulate`` micro-batches.
+
+    Attributes:
+        steps: Samples in each micro-batch of each step; under ``SYNC`` as many steps as the rank
+            with most batches makes, the last ones empty where this rank has run out.
+    """
+
+    def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
+        self._plan = plan
+        self._accumulate = accumulate = config.accumulate
+        num_batches = plan.num_batches
+        # A plan may have millions of steps: the whole ones share one list.
+        whole = [config.batch_size] * accumulate
+        self.steps: list[Sequence[int]] = [whole] * (num_batches // accumulate)
+        if rest := num_batches % accumulate:
+            self.steps.append(whole[:rest])
+        longest = max(plan.shares, default=num_batches)
+        self.steps += [()] * (-(-longest // accumulate) - len(self.steps))
+        # Only the last batch of an epoch can be short, and spans rise within a plan
+        # except where a batch came back from a dead rank: look at each span's end.
+        end = 0
+        for span in plan.batches:
+            if not span:
+                continue
+            end += len(span)
+            start, stop = batch_bounds(span[-1], config.num_samples, config.batch_size)
+            if stop - start < config.batch_size:
+                step, place = divmod(end - 1, accumulate)
+                sizes = list(self.steps[step])
+                sizes[place] = stop - start
+                self.steps[step] = sizes
+
+    def position(self, index: int) -> int:
+        """Batches that all ranks together have trained before a lockstep step."""
+        done = index * self._accumulate
+        return self._plan.first_step + sum(min(done, share) for share in self._plan.shares)
+
+
+def count_samples(batch: Any) -> int:
+    """Length of the first tensor of a batch."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    values = batch.values() if isinstance(batch, dict) else batch
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        return 1
+    for value in values:
+        return count_samples(value)
+    return 1
