@@ -33,11 +33,11 @@ from benchmarks.harness.measure import (
     save,
     table,
 )
-from coordinator import host_memory
+from coordinator import averaging as host_memory
 from coordinator.averaging import Averager
-from coordinator.contents import Payload
+from coordinator.messages import Payload
 from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
-from runtime.replica.flat_math import add_progress, copy_measured
+from runtime.replica.flat import add_progress, copy_measured
 from runtime.replica.non_finite import all_finite
 
 TARGET = 1.5

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from coordinator import messages as m
-from coordinator.commands import PublishEpoch
-from coordinator.ledger import Epoch, LockstepPlan
+from coordinator.messages import PublishEpoch
+from coordinator.pool import Epoch, LockstepPlan
 from coordinator.ranks import Rank
 from coordinator.state import Core
 

@@ -12,22 +12,15 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 from coordinator import messages as m
-from coordinator.checkpoint import Saving
-from coordinator.commands import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
-from coordinator.config import CoordinatorConfig
-from coordinator.ending import Ending
+from coordinator.checkpoint import Saving, restore_run
+from coordinator.config import AverageBackend, CoordinatorConfig
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
-from coordinator.failures import Recovery, Survival
-from coordinator.limits import Limits
-from coordinator.outcome import Failure, Outcome, Phase
-from coordinator.policy import AverageBackend
-from coordinator.progress_watch import ProgressWatch
+from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
+from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.ranks import RankState, Statistics
-from coordinator.round_keeper import RoundKeeper
-from coordinator.rounds import RoundState
-from coordinator.run_state import restore_run
-from coordinator.state import Core
+from coordinator.rounds import Limits, RoundKeeper, RoundState
+from coordinator.state import Core, Failure, Outcome, Phase
 
 
 class Coordinator:
@@ -36,7 +29,7 @@ class Coordinator:
     Args:
         config: Settings.
         resume: The state of an earlier machine, of which it goes on; see
-            :class:`~coordinator.commands.SaveCheckpoint`.
+            :class:`~coordinator.messages.SaveCheckpoint`.
     """
 
     def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:

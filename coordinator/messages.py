@@ -7,43 +7,14 @@ reply to a round that was given up can be told from a reply to the current one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from coordinator.contents import Allowance, EpochPlan, Payload, Tally
-from coordinator.reports import (
-    BatchReport,
-    Captured,
-    CheckpointDone,
-    EpochReport,
-    EvalReport,
-    Exiting,
-    Extra,
-    Failed,
-    FinalSnapshot,
-    FromWorker,
-    Halted,
-    ParamSnapshot,
-    Ready,
-    Regrouped,
-    SyncAck,
-)
-from coordinator.requests import (
-    Capture,
-    Checkpoint,
-    Evaluate,
-    Halt,
-    Regroup,
-    RequestParams,
-    Resume,
-    Rollback,
-    SetGlobalStep,
-    Shutdown,
-    StartEpoch,
-    SyncNow,
-    Throttle,
-    ToWorker,
-    Update,
-)
+from coordinator.errors import RunStalled
+from coordinator.metrics import EpochMetrics, Tally
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "AbortRequested",
@@ -89,6 +60,603 @@ __all__ = [
     "ToWorker",
     "Update",
 ]
+
+
+# -- What messages carry: plans, tensors, counts and limits --
+#
+# Tensors travel inside :class:`Payload`: flat CPU tensors that belong to the message and
+# alias nothing that training writes to.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """Batches of one epoch that one rank shall train.
+
+    Attributes:
+        epoch: Epoch, counted from 0.
+        batches: Positions of the batches within the epoch's permutation, in the
+            order of training. Batch ``b`` holds the samples
+            ``permutation[b * batch_size : (b + 1) * batch_size]``.
+        shares: Under ``SYNC``, how many batches each rank of the world trains in
+            this plan: from it every rank knows when the others run out and how far
+            the learning-rate schedule has moved. Empty under the other policies.
+        first_step: Under ``SYNC``, the position of the schedule (batches trained by
+            all ranks) before the plan.
+    """
+
+    epoch: int
+    batches: tuple[range, ...] = ()
+    shares: tuple[int, ...] = ()
+    first_step: int = 0
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches in the plan."""
+        return sum(len(span) for span in self.batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """The averaged state of one replica as flat CPU tensors.
+
+    Attributes:
+        params: One flat tensor for each dtype of the trainable parameters.
+        buffers: One flat tensor for each dtype of the floating-point buffers.
+        taken: One flat tensor for each dtype of the other buffers, which are not
+            averaged but taken from the rank with the most samples.
+    """
+
+    params: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...] = ()
+    taken: tuple[Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by all tensors of the payload."""
+        return sum(t.numel() * t.element_size() for t in (*self.params, *self.buffers, *self.taken))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """How far a worker may go after an averaging round, counted in batches since it.
+
+    Attributes:
+        limit: The worker parks once it has trained this many; ``None``: no limit.
+        report_after: The worker reports at the latest after this many; ``None``: only
+            at the end of a plan and after ``report_interval_s``.
+    """
+
+    limit: int | None = None
+    report_after: int | None = None
+
+
+# -- Messages from the coordinator to a worker --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartEpoch:
+    """Train the plan after those already queued."""
+
+    plan: EpochPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncNow:
+    """Join the collective of an averaging round at the next step boundary.
+
+    Attributes:
+        round: Id of the round.
+        allowance: How far to go after it.
+        evaluate: Epoch to evaluate on the averaged weights, if any.
+        checkpoint: Version to hand to the checkpoint function, if any.
+        capture: Whether the acknowledgement shall carry the rank's own state.
+    """
+
+    round: int
+    allowance: Allowance = field(default_factory=Allowance)
+    evaluate: int | None = None
+    checkpoint: int | None = None
+    capture: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestParams:
+    """Send a :class:`ParamSnapshot` for this round.
+
+    Attributes:
+        round: Id of the round.
+        capture: Whether the snapshot shall carry the rank's own state.
+    """
+
+    round: int
+    capture: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """Send a :class:`Captured`: between two steps, under ``SYNC`` the same on every rank.
+
+    Attributes:
+        id: Counts the captures of a run. A worker that has answered this one, because a
+            peer heard of it first, skips the message.
+    """
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Take the average of a round: add ``average - own snapshot`` to the live state.
+
+    Attributes:
+        round: Id of the round whose snapshot the average was made from.
+        average: The averaged state; read-only, shared by all ranks.
+        num_samples: Sum of the weights; 0: the round changes nothing.
+        allowance: How far to go after it.
+        evaluate: Epoch to evaluate on the average, if any.
+        checkpoint: Version to hand to the checkpoint function, if any.
+    """
+
+    round: int
+    average: Payload
+    num_samples: float = 1
+    allowance: Allowance = field(default_factory=Allowance)
+    evaluate: int | None = None
+    checkpoint: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetGlobalStep:
+    """Batches trained by all ranks up to the last round, for the schedule."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throttle:
+    """Park once ``limit`` batches have been trained since the last round (0: at once)."""
+
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Go on, as far as the allowance says (by default: no limit)."""
+
+    allowance: Allowance = field(default_factory=Allowance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Evaluate on the live weights, which hold the average (``SYNC``, one device)."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Hand the live weights, which hold the average, to the checkpoint function."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Finish at the next step boundary, send the final snapshot, leave.
+
+    Attributes:
+        snapshot: Whether a :class:`FinalSnapshot` is wanted; not after a failure.
+        capture: Whether that shall carry the rank's own state.
+    """
+
+    snapshot: bool = True
+    capture: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """Undo the collective of a round, which a peer could not complete.
+
+    The worker takes back what the round changed and keeps what it trained since; its
+    counters are those of before the round plus what came after.
+    """
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """Under ``SYNC``, between two steps: leave the plan and say where you stand.
+
+    Attributes:
+        generation: The group of ranks that is broken. A worker that has halted for it
+            already, or belongs to a later one, skips the message.
+    """
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """Leave the collective of before and join the one of these ranks.
+
+    Attributes:
+        generation: Counts the groups of a run; the first is 0.
+        ranks: The ranks that are left, ascending; their places are their new ranks.
+        step: Under ``SYNC``, the optimizer steps that count; a rank that made fewer takes
+            everything from ``donor``.
+        donor: A rank that has made all of them.
+    """
+
+    generation: int
+    ranks: tuple[int, ...]
+    step: int | None = None
+    donor: int | None = None
+
+
+ToWorker = (
+    StartEpoch
+    | SyncNow
+    | RequestParams
+    | Update
+    | SetGlobalStep
+    | Throttle
+    | Resume
+    | Evaluate
+    | Checkpoint
+    | Capture
+    | Rollback
+    | Halt
+    | Regroup
+    | Shutdown
+)
+
+
+# -- What the machine tells its service to do --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Put a message into a worker's inbox."""
+
+    rank: int
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Average:
+    """Compute a weighted average in the background and answer with ``Averaged``.
+
+    Attributes:
+        round: Id of the round; -1: the final average.
+        ranks: Whose payloads these are.
+        payloads: One for each of ``ranks``.
+        weights: Of each; samples, or what the losses of its batches were means over.
+        squares: Squared norms of the parameter tensors of each, as far as they are known.
+        keep: Whether a copy of the average is wanted, too.
+    """
+
+    round: int
+    ranks: tuple[int, ...]
+    payloads: tuple[Payload, ...]
+    weights: tuple[float, ...]
+    squares: tuple[tuple[float, ...] | None, ...] = ()
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortCollective:
+    """Wake every rank that waits in a collective; its buffers hold garbage.
+
+    Attributes:
+        generation: The group to break; ``None``: whatever there is, for good.
+    """
+
+    generation: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishEpoch:
+    """An epoch has closed."""
+
+    metrics: EpochMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStall:
+    """Write into ``error`` what everybody is doing, and log it.
+
+    Attributes:
+        error: What the run is about to fail with.
+        state: The machine's state before it fails.
+    """
+
+    error: RunStalled
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint:
+    """The whole state of the run at one moment; it aliases nothing that is written to.
+
+    Attributes:
+        payload: The averaged weights and buffers.
+        ranks: The own state of each rank, in order of rank.
+        run: The machine's state, as plain numbers, lists and dictionaries.
+        epoch: Closed epochs.
+        global_step: Batches trained by all ranks together.
+        scheduled: Whether it was due; if not, it was made for the tickets alone.
+        tickets: The calls of ``save()`` that it answers.
+        final: Whether the run ends with it.
+    """
+
+    payload: Payload
+    ranks: tuple[dict[str, Any], ...]
+    run: dict[str, Any]
+    epoch: int
+    global_step: int
+    scheduled: bool
+    tickets: tuple[int, ...] = ()
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A checkpoint could not be made; training goes on.
+
+    Attributes:
+        error: Why.
+        tickets: The calls of ``save()`` that it was made for.
+    """
+
+    error: Exception
+    tickets: tuple[int, ...] = ()
+
+
+Command = (
+    Send | Average | AbortCollective | PublishEpoch | ReportStall | SaveCheckpoint | SaveFailed
+)
+FINAL_ROUND = -1
+SAVE_ROUND = -2
+
+
+# -- Messages from a worker to the coordinator --
+
+Extra = dict[str, Any] | Exception
+"""A rank's own part of a checkpoint: tensors of the CPU and plain values; or why there is none."""
+
+
+LONGEST_REPORT_S = 0.5
+"""A run's ranks tell at the latest after this long what they have trained, however many there
+are: what is shown of a run comes from the reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The replica is built and holds rank 0's weights."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchReport:
+    """Batches trained since the last report, within the plan in progress."""
+
+    rank: int
+    epoch: int
+    tally: Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    """A plan is done (or was left at a stop); ``tally`` is what no report has told yet."""
+
+    rank: int
+    epoch: int
+    tally: Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncAck:
+    """A round is done on this rank. Never counted as a batch.
+
+    Attributes:
+        rank: Who reports.
+        round: Id of the round.
+        divergence: ``||pre - post|| / ||post||`` over the parameters.
+        sync_s: Time the round cost this rank, its wait for the others excluded.
+        ok: False where the collective was aborted or timed out; the live state is then
+            the one before the round.
+        report: What was trained before the round and not yet told.
+        extra: The rank's own state after the round, if it was asked for.
+        average: With it, from the lead, what the round has averaged; owned by the message.
+        at: When the rank had done its part, by ``time.monotonic()``; it may be told later.
+    """
+
+    rank: int
+    round: int
+    divergence: float | None = None
+    sync_s: float = 0.0
+    ok: bool = True
+    report: BatchReport | None = None
+    extra: Extra | None = None
+    average: Payload | None = None
+    at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSnapshot:
+    """The rank's state at a step boundary, for averaging on the CPU.
+
+    Attributes:
+        rank: Who reports.
+        round: Id of the round that asked for it.
+        payload: The state; owned by the message.
+        num_samples: Samples trained since the last round.
+        num_batches: Batches trained since the last round.
+        healthy: Whether the parameters are finite; if not, the weight is 0.
+        squares: Squared norms of the payload's parameter tensors, if the rank has measured them.
+        report: What of it was not yet told; it counts even if the round was given up.
+        extra: The rank's own state at that boundary, if it was asked for.
+        weight: Of what was trained, in the round; ``None``: the samples.
+    """
+
+    rank: int
+    round: int
+    payload: Payload
+    num_samples: int
+    num_batches: int
+    healthy: bool = True
+    squares: tuple[float, ...] | None = None
+    report: BatchReport | None = None
+    extra: Extra | None = None
+    weight: float | None = None
+
+    @property
+    def round_weight(self) -> float:
+        """The weight in the round."""
+        return self.num_samples if self.weight is None else self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalSnapshot:
+    """The last state of a rank, sent as it leaves.
+
+    Attributes:
+        rank: Who leaves.
+        payload: Its state; owned by the message.
+        num_samples: Samples behind what is not yet averaged: the parameters since the last
+            round, or, under ``SYNC``, the buffers.
+        step: Under ``SYNC``, the optimizer steps made: after a death ranks may differ.
+        fault: Set where the parameters are not finite: the state must not be used, and
+            this is how the run ends if no rank has a better one.
+        extra: The rank's own state, if it was asked for.
+        weight: Of what is not yet averaged; ``None``: the samples.
+    """
+
+    rank: int
+    payload: Payload
+    num_samples: int
+    step: int = 0
+    fault: Failed | None = None
+    extra: Extra | None = None
+    weight: float | None = None
+
+    @property
+    def round_weight(self) -> float:
+        """The weight in the average of the last states."""
+        return self.num_samples if self.weight is None else self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The rank's whole state between two steps, all of which is in the result.
+
+    Attributes:
+        rank: Who reports.
+        id: Of the :class:`Capture` that asked for it.
+        payload: Weights and buffers; owned by the message. Under ``SYNC`` the parameters
+            come from the lowest rank alone, since all have the same.
+        num_samples: Samples that the buffers have seen since they were averaged.
+        step: Optimizer steps made since the start of the run.
+        extra: The rank's own state.
+        report: What was trained and not yet told.
+    """
+
+    rank: int
+    id: int
+    payload: Payload
+    num_samples: int
+    step: int
+    extra: Extra
+    report: BatchReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """What the evaluation function returned for an epoch."""
+
+    rank: int
+    epoch: int
+    values: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDone:
+    """The checkpoint function has returned, or failed, which the rank has logged."""
+
+    rank: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exiting:
+    """The rank leaves on purpose; nothing more comes from it."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The rank died of an exception.
+
+    Attributes:
+        rank: Who died.
+        epoch: Epoch it was in.
+        step: Batches it had trained.
+        error: The exception.
+        fatal: Whether no run can go on after it, whatever the settings say.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    error: BaseException
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halted:
+    """The rank has left its plan, because its group of ranks is broken (``SYNC``).
+
+    Attributes:
+        rank: Who reports.
+        generation: The broken group.
+        step: Optimizer steps made since the start of the run.
+        num_syncs: Times it has averaged its buffers.
+        report: What was trained and not yet told.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    num_syncs: int = 0
+    report: BatchReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped:
+    """All ranks of a new group have met, and stand at the same step (``SYNC``)."""
+
+    rank: int
+    generation: int
+
+
+FromWorker = (
+    Ready
+    | BatchReport
+    | EpochReport
+    | SyncAck
+    | ParamSnapshot
+    | FinalSnapshot
+    | Captured
+    | EvalReport
+    | CheckpointDone
+    | Exiting
+    | Failed
+    | Halted
+    | Regrouped
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

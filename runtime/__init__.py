@@ -1,13 +1,12 @@
 """Asynchronous, multi-threaded training for PyTorch: one thread for each device."""
 
 from coordinator.cadence import ElChe
+from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.metrics import EpochMetrics, RankMetrics
-from coordinator.policy import ApplyPolicy, AverageBackend
 from coordinator.ranks import RankStatistics, Statistics
-from runtime.builder import TrainerBuilder
 from runtime.collective import Collective, ReduceOp, create_collectives
-from runtime.core.context import current_worker, record_scalar
+from runtime.core.context import WorkerLogFilter, current_worker, record_scalar
 from runtime.core.errors import (
     CheckpointError,
     CollectiveAborted,
@@ -17,20 +16,18 @@ from runtime.core.errors import (
     ReplicaMismatch,
     WorkerFailed,
 )
-from runtime.core.worker_log import WorkerLogFilter
-from runtime.device.summary import device_summary
+from runtime.device.base import device_summary
 from runtime.fsdp import FSDP, ShardingStrategy
 from runtime.handle import TrainerHandle
 from runtime.loggers import CombinedLogger, CsvLogger, TensorBoardLogger
 from runtime.loop import DdpConfig, ReplicatedModule
-from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator
+from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator, shard_samples
 from runtime.loop.ddp import Ddp
-from runtime.loop.shards import shard_samples
 from runtime.monitor import Monitor
 from runtime.replica.gradients import average_gradients, has_non_finite
 from runtime.results import TrainedState, WorkerFailure
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
-from runtime.trainer import Trainer
+from runtime.trainer import Trainer, TrainerBuilder
 from runtime.worker.config import UserFunctions, WorkerConfig
 from runtime.worker.worker import GpuWorker
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
-from coordinator.policy import AverageBackend
 from coordinator.ranks import Statistics
 from runtime.checkpoint.writer import save_once
-from runtime.config import check_float, check_path
+from runtime.core.checks import check_float, check_path
 from runtime.core.signals import INTERRUPTS, Period
+from runtime.monitor.feed import End, watched_run
 from runtime.monitor.monitor import Monitor
-from runtime.monitor.watched import End, watched_run
 from runtime.results import TrainedState
 
 if TYPE_CHECKING:

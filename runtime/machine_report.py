@@ -10,9 +10,9 @@ import psutil
 import torch
 import torch.distributed
 
-from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from runtime.core.threads import num_cores
-from runtime.device.summary import device_summary
+from runtime.device.base import device_summary
 
 
 def machine_report(devices: Sequence[torch.device] | None = None) -> str:

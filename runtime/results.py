@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.metrics import EpochMetrics
-from coordinator.outcome import Outcome
-from runtime.checkpoint.contents import plain
+from coordinator.state import Outcome
 from runtime.checkpoint.files import save_weights
-from runtime.config import check_path
+from runtime.checkpoint.format import plain
+from runtime.core.checks import check_path
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
 

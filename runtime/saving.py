@@ -11,16 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from coordinator.commands import SaveCheckpoint, SaveFailed
-from coordinator.contents import Payload
-from runtime.checkpoint.contents import CheckpointData
+from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
+from runtime.checkpoint.format import CheckpointData, named_weights
 from runtime.checkpoint.resume import compatible
 from runtime.checkpoint.store import entries
 from runtime.checkpoint.writer import CheckpointWriter
 from runtime.config import TrainConfig
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
-from runtime.replica.state import named_weights
 
 logger = logging.getLogger(__name__)
 

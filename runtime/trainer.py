@@ -2,17 +2,404 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from runtime.builder import TrainerBuilder
-from runtime.loop.build import set_up
+from coordinator.config import ApplyPolicy, AverageBackend
+from coordinator.metrics import EpochMetrics
+from runtime.config import MAX_SEED, ON_WORKER_FAILURE, PRECISIONS, TrainConfig
+from runtime.core.checks import (
+    check_callable,
+    check_devices,
+    check_flag,
+    check_float,
+    check_int,
+    check_path,
+)
+from runtime.handle import TrainerHandle
 from runtime.loop.config import DdpConfig
-from runtime.loop.module import ReplicatedModule
-from runtime.replica.build import ModelFactory, OptimFactory
+from runtime.loop.module import ReplicatedModule, set_up
+from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
+from runtime.replica.non_finite import ON_NON_FINITE
+from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
+from runtime.run import start_run
+from runtime.timeline import Timeline
+from runtime.worker.config import EvalFn
+
+# -- The fluent way to a run --
+
+
+class TrainerBuilder:
+    """Collects the settings of a run; every method returns the builder.
+
+    A wrong type raises ``TypeError``, a number out of range ``ValueError``, at once.
+    """
+
+    def __init__(
+        self, model_factory: ModelFactory, optim_factory: OptimFactory, train_fn: TrainFn
+    ) -> None:
+        if isinstance(model_factory, nn.Module):
+            raise TypeError(
+                "model_factory is a module, not a function that builds one: each worker needs its "
+                "own; pass lambda device: Net().to(device)"
+            )
+        check_callable("model_factory", model_factory, "(device) -> nn.Module")
+        check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
+        check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
+        self._config = TrainConfig(
+            model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
+        )
+
+    def _set(self, **values: Any) -> TrainerBuilder:
+        self._config = replace(self._config, **values)
+        return self
+
+    # -- data ----------------------------------------------------------------
+
+    def dataset(self, ds: Any) -> TrainerBuilder:
+        """What to train on: a map-style data set, a ``TensorDataset``, a tuple of tensors
+        or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
+        threads and read from several of them; see :meth:`dataset_lock`."""
+        return self._set(dataset=ds)
+
+    def batch_size(self, n: int) -> TrainerBuilder:
+        """Samples in a batch of one worker."""
+        return self._set(batch_size=check_int("batch_size", n, 1))
+
+    def num_epochs(self, n: int) -> TrainerBuilder:
+        """How often each sample is trained."""
+        return self._set(num_epochs=check_int("num_epochs", n, 1))
+
+    def seed(self, n: int) -> TrainerBuilder:
+        """Seed of permutations and of each worker's generator (default 0). Setting it
+        also seeds the process generator around rank 0's model factory."""
+        return self._set(seed=check_int("seed", n, 0, MAX_SEED))
+
+    def drop_last(self, flag: bool) -> TrainerBuilder:
+        """Leave the short batch of each epoch out (default: train it)."""
+        return self._set(drop_last=check_flag("drop_last", flag))
+
+    def collate_fn(self, f: Callable[[list[Any]], Any]) -> TrainerBuilder:
+        """Makes a batch from a list of samples (default: PyTorch's)."""
+        check_callable("collate_fn", f, "(list of samples) -> batch")
+        return self._set(collate_fn=f)
+
+    def loader_workers(self, n: int) -> TrainerBuilder:
+        """Processes for each worker that load batches, for data sets with heavy Python
+        (default 0: a thread). Tensors in memory need none and get none. The processes
+        import the main script, so it must start its run under
+        ``if __name__ == "__main__":``."""
+        return self._set(loader_workers=check_int("loader_workers", n, 0))
+
+    def dataset_lock(self, flag: bool) -> TrainerBuilder:
+        """Let one thread at a time read the data set (default off)."""
+        return self._set(dataset_lock=check_flag("dataset_lock", flag))
+
+    def prefetch(self, depth: int) -> TrainerBuilder:
+        """Batches that a thread loads ahead of the one in training (default: by the memory
+        that is left after the first steps, up to 8). On a CUDA device it is an upper limit
+        within :meth:`vram_fraction`. 0 loads each batch in the worker's thread, when it is
+        needed. Tensors in memory are not loaded ahead for CPU devices.
+
+        On a CUDA device a batch is good until ``train_fn`` is called again: clone what is to
+        be kept of it."""
+        return self._set(prefetch=check_int("prefetch", depth, 0))
+
+    def resident(self, flag: bool) -> TrainerBuilder:
+        """Keep the data set on the device and gather batches there (default: where tensors
+        in memory fit into what the first steps leave of :meth:`vram_fraction`). ``True``
+        brings it there at the start, memory maps too, and is an error where it does not
+        fit; ``False`` always streams. Only for tensors and arrays. Workers on one device
+        share the copy."""
+        return self._set(resident=check_flag("resident", flag))
+
+    def cuda_graphs(self, flag: bool) -> TrainerBuilder:
+        """Capture the whole step once and replay it (default: off): forward, backward, clip
+        and optimizer, under ``SYNC`` with the reduction between two graphs. For models whose
+        steps are so short that launching their kernels takes longer than running them.
+
+        ``train_fn`` then runs as Python code in the first steps alone. It must do the same
+        work on every batch and read nothing back from the device; what it takes from Python
+        (a factor of a loss, a weight that is no tensor of the device, an epoch's number) stays
+        as it was when it was captured, until ``current_worker().forget_graphs()``. Batches of
+        another shape, the short one at an epoch's end included, are trained eagerly, and so is
+        a step that cannot be captured, with a warning that says why. Optimizers get
+        ``capturable``; one without (plain ``SGD``) is captured for a constant learning rate:
+        build it with ``fused=True`` where a scheduler moves it. No effect on CPU devices."""
+        return self._set(cuda_graphs=check_flag("cuda_graphs", flag))
+
+    # -- devices and averaging -------------------------------------------------
+
+    def devices(self, devices: Sequence[str | torch.device]) -> TrainerBuilder:
+        """One worker for each entry; a device may stand more than once (default: every
+        visible CUDA device, else one ``"cpu"``)."""
+        return self._set(devices=check_devices(devices))
+
+    def policy(self, p: ApplyPolicy) -> TrainerBuilder:
+        """When replicas average (default ``CADENCE``)."""
+        if not isinstance(p, ApplyPolicy):
+            raise TypeError(f"policy({p!r}): pass ApplyPolicy.SYNC, CADENCE or ASYNC")
+        return self._set(policy=p)
+
+    def backend(self, b: AverageBackend) -> TrainerBuilder:
+        """Over what they average (default ``AUTO``: chosen, with the reason)."""
+        if not isinstance(b, AverageBackend):
+            raise TypeError(f"backend({b!r}): pass AverageBackend.AUTO, CPU, THREAD, GLOO or NCCL")
+        return self._set(backend=b)
+
+    def anchor(self, n: int) -> TrainerBuilder:
+        """Batches of the slowest rank between two averagings, at first (default 10).
+
+        An anchor that is set here is not lowered, unless :meth:`min_anchor` allows it.
+        """
+        return self._set(anchor=check_int("anchor", n, 1))
+
+    def min_anchor(self, n: int) -> TrainerBuilder:
+        """What the anchor comes back to while averaging costs less than half of
+        :meth:`overhead_target` (default 5, or the anchor that was set)."""
+        return self._set(min_anchor=check_int("min_anchor", n, 1))
+
+    def max_anchor(self, n: int) -> TrainerBuilder:
+        """Limit of the anchor (200), which grows while rounds cost ranks or coordinator much."""
+        return self._set(max_anchor=check_int("max_anchor", n, 1))
+
+    def overhead_target(self, f: float) -> TrainerBuilder:
+        """Share of the ranks' time that averaging may cost, 0.01 to 0.50 (default 0.10)."""
+        return self._set(overhead_target=check_float("overhead_target", f, 0.01, 0.50))
+
+    def speed_hint(self, rank: int, ratio: float) -> TrainerBuilder:
+        """First guess: the others are ``ratio`` times as fast as ``rank``."""
+        hint = (check_int("speed_hint", rank, 0), check_float("speed_hint", ratio, 1.0))
+        return self._set(speed_hint=hint)
+
+    def max_batch_diff(self, n: int) -> TrainerBuilder:
+        """Limit on the lead of the fastest rank in batches since the last averaging; 0 is
+        lockstep. A rank that has no data left holds nobody back. Without meaning under
+        ``SYNC``."""
+        return self._set(max_batch_diff=check_int("max_batch_diff", n, 0))
+
+    def max_overshoot(self, n: int) -> TrainerBuilder:
+        """Batches that a rank may train beyond its count under ``ASYNC`` (default: a
+        quarter of the count, at least 2)."""
+        return self._set(max_overshoot=check_int("max_overshoot", n, 0))
+
+    def divergence_threshold(self, f: float) -> TrainerBuilder:
+        """Relative distance of replicas from their average above which the guard slows
+        the cadence's growth and at last lowers the anchor (default 0.05)."""
+        number = check_float("divergence_threshold", f, 0.0, above=True)
+        return self._set(divergence_threshold=number)
+
+    def no_divergence_guard(self) -> TrainerBuilder:
+        """Let the cadence follow overhead alone."""
+        return self._set(divergence_threshold=None)
+
+    def partition_ratios(self, ratios: Sequence[float]) -> TrainerBuilder:
+        """Fixed share of each rank (default: by measured throughput; equal under SYNC)."""
+        if not isinstance(ratios, Iterable):
+            raise TypeError(f"partition_ratios({ratios!r}): pass a list, one number a device")
+        numbers = tuple(check_float("partition_ratios", r, 0.0) for r in ratios)
+        if not numbers or sum(numbers) <= 0:
+            raise ValueError("partition_ratios: give each device a number, one of them above 0")
+        return self._set(partition_ratios=numbers)
+
+    def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
+        """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""
+        return self._set(progressive_dispatch=check_flag("progressive_dispatch", flag))
+
+    # -- steps -------------------------------------------------------------------
+
+    def max_grad_norm(self, f: float) -> TrainerBuilder:
+        """Clip the gradients' norm: after the reduction under ``SYNC``, else locally."""
+        return self._set(max_grad_norm=check_float("max_grad_norm", f, 0.0, above=True))
+
+    def accumulate(self, n: int) -> TrainerBuilder:
+        """Micro-batches for each optimizer step (default 1), averaged by their samples, or by
+        the weights that ``train_fn`` gives with its losses."""
+        return self._set(accumulate=check_int("accumulate", n, 1))
+
+    def precision(self, name: str) -> TrainerBuilder:
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
+        gradient scaler for each worker."""
+        if name not in PRECISIONS:
+            raise ValueError(f"precision({name!r}): pass one of {', '.join(PRECISIONS)}")
+        return self._set(precision=name)
+
+    def on_non_finite(self, mode: str) -> TrainerBuilder:
+        """What follows a loss or gradient that is NaN or infinite (default ``"raise"``).
+
+        ``"raise"`` ends the run with :class:`~runtime.NonFiniteError`, which names rank,
+        step and parameter, before anything that is not finite is averaged, evaluated,
+        handed over or returned. ``"skip"`` drops the step, on every rank under ``SYNC``,
+        at the price of one value read from the device in each step; its samples are
+        counted in ``EpochMetrics.num_skipped``. ``"ignore"`` looks at no step: a replica
+        found not finite when parameters are averaged takes its peers' average and starts
+        its optimizer anew; where there is no peer to take from, the run ends as above.
+        """
+        if mode not in ON_NON_FINITE:
+            raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
+        return self._set(on_non_finite=mode)
+
+    def scheduler(self, f: SchedulerFactory) -> TrainerBuilder:
+        """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by
+        any rank."""
+        check_callable("scheduler", f, "(optimizer) -> LRScheduler")
+        return self._set(scheduler=f)
+
+    def lr_scale_ratio(self, f: float) -> TrainerBuilder:
+        """Multiply the learning rate by ``1 + (world_size - 1) * f`` (Goyal et al., 2017:
+        1.0 is the linear scaling rule; default 0.0)."""
+        return self._set(lr_scale_ratio=check_float("lr_scale_ratio", f, 0.0))
+
+    def param_groups(self, f: ParamGroups) -> TrainerBuilder:
+        """``f(model)`` gives the parameter groups that the optimizer factory gets."""
+        check_callable("param_groups", f, "(model) -> list of parameter groups")
+        return self._set(param_groups=f)
+
+    def max_steps(self, n: int) -> TrainerBuilder:
+        """End after ``n`` batches over all ranks. An epoch that is cut has no metrics."""
+        return self._set(max_steps=check_int("max_steps", n, 1))
+
+    # -- callbacks ----------------------------------------------------------------
+
+    def eval_fn(self, f: EvalFn) -> TrainerBuilder:
+        """``f(model, epoch)`` gives a dict of floats, on the averaged weights, in eval
+        mode; in ``EpochMetrics.scalars`` under ``eval/``."""
+        check_callable("eval_fn", f, "(model, epoch) -> dict of floats")
+        return self._set(eval_fn=f)
+
+    def epoch_fn(self, f: Callable[[int, Any], object]) -> TrainerBuilder:
+        """``f(epoch, worker)`` in each worker's thread, once an epoch, before its first
+        batch."""
+        check_callable("epoch_fn", f, "(epoch, worker)")
+        return self._set(epoch_fn=f)
+
+    def metrics_fn(self, f: Callable[[EpochMetrics], object]) -> TrainerBuilder:
+        """``f(EpochMetrics)`` once an epoch, on a thread of its own; returning ``False``
+        ends the run. If it raises, that is logged and training goes on."""
+        check_callable("metrics_fn", f, "(EpochMetrics)")
+        return self._set(metrics_fn=f)
+
+    def checkpoint_every(self, n: int) -> TrainerBuilder:
+        """Call :meth:`checkpoint_fn` every ``n`` epochs."""
+        return self._set(checkpoint_every=check_int("checkpoint_every", n, 1))
+
+    def checkpoint_fn(self, f: Callable[[int, nn.Module], object]) -> TrainerBuilder:
+        """``f(version, model)`` with a model that holds the average; ``version`` is the
+        number of closed epochs. Its failure is logged and stops nothing."""
+        check_callable("checkpoint_fn", f, "(version, model)")
+        return self._set(checkpoint_fn=f)
+
+    def checkpoint_dir(
+        self, path: str | os.PathLike[str], every: int = 1, keep: int = 3
+    ) -> TrainerBuilder:
+        """Write the whole state of the run into this directory every ``every`` epochs, when
+        it is stopped and at its end; the last ``keep`` stay. The directory is made if needed.
+
+        Training waits while the state is copied in memory, and no longer: a thread writes
+        the files, and a checkpoint that a newer one overtakes is left out. What cannot be
+        written is logged and counted, and training goes on. Each checkpoint is a directory
+        ``step-<batches>-<serial>`` with the weights in ``weights.safetensors``, which a bare
+        module loads; it is complete or not there, whatever happens at whatever moment.
+
+        Also kept: frozen parameters that ``train_fn`` has changed, and modules' extra state
+        (``get_extra_state``). Give each run a directory of its own: what is older than the
+        last ``keep`` is removed, whoever wrote it."""
+        return self._set(
+            checkpoint_dir=check_path("checkpoint_dir", path),
+            checkpoint_dir_every=check_int("checkpoint_dir: every", every, 1),
+            checkpoint_dir_keep=check_int("checkpoint_dir: keep", keep, 1),
+        )
+
+    def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> TrainerBuilder:
+        """Go on from the newest complete checkpoint in this directory, or from the one whose
+        own directory it is. One that is torn or altered is refused with a warning, and the
+        one before it is taken. Nothing in a checkpoint is ever executed.
+
+        Model, ``batch_size``, length of the data set, ``seed``, ``drop_last``, ``accumulate``
+        and whether the policy is ``SYNC`` must be those of the run that wrote it; devices and
+        their number may be others, and ``num_epochs`` may be raised. The numbers of the
+        optimizer and of the scheduler, learning rate and length included, are those of the
+        checkpoint. With ``missing_ok`` a
+        directory without a checkpoint starts the run afresh."""
+        return self._set(
+            resume=check_path("resume", path),
+            resume_missing_ok=check_flag("resume: missing_ok", missing_ok),
+        )
+
+    # -- limits ---------------------------------------------------------------------
+
+    def snapshot_timeout(self, s: float) -> TrainerBuilder:
+        """Seconds after which a round on the CPU path is given up (default 5, at least
+        three measured steps)."""
+        return self._set(snapshot_timeout=check_float("snapshot_timeout", s, 0.0, above=True))
+
+    def collective_timeout(self, s: float) -> TrainerBuilder:
+        """Seconds that a rank waits for its peers in a collective (default 60)."""
+        return self._set(collective_timeout=check_float("collective_timeout", s, 0.0, above=True))
+
+    def stall_timeout(self, s: float) -> TrainerBuilder:
+        """Seconds without progress after which the run ends with ``RunStalled``, which tells
+        what every thread was doing (default 300): more than the longest step or callback."""
+        return self._set(stall_timeout=check_float("stall_timeout", s, 0.0, above=True))
+
+    def max_failed_rounds(self, n: int) -> TrainerBuilder:
+        """Averaging rounds that may fail in a row before the run ends (default 5)."""
+        return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
+
+    def on_worker_failure(self, mode: str) -> TrainerBuilder:
+        """What follows when a worker raises or its thread ends.
+
+        ``"raise"`` (default): the run stops and :meth:`TrainerHandle.join` raises
+        ``WorkerFailed``. ``"continue"``: the others train what the dead one had not
+        finished and what it had trained since the last averaging, down to one worker;
+        ``TrainedState.failures`` lists who died. Replicas that differ, values that are not
+        finite and a rank 0 that cannot be built end the run in any case.
+        """
+        if mode not in ON_WORKER_FAILURE:
+            raise ValueError(f"on_worker_failure({mode!r}): pass 'raise' or 'continue'")
+        return self._set(on_worker_failure=mode)
+
+    def vram_fraction(self, f: float) -> TrainerBuilder:
+        """Part of each CUDA device's memory that the run may reserve, above 0 and at most 1
+        (default 0.9): models, activations and batches of all workers on it. It caps PyTorch's
+        allocator for the whole process while the run lasts."""
+        return self._set(vram_fraction=check_float("vram_fraction", f, 0.0, 1.0, above=True))
+
+    def tune_allocator(self, flag: bool) -> TrainerBuilder:
+        """Keep freed memory in the process while CPU workers train (default on). It acts on
+        the whole process and cannot be undone."""
+        return self._set(tune_allocator=check_flag("tune_allocator", flag))
+
+    def progress(self, flag: bool) -> TrainerBuilder:
+        """A progress bar, or one line an epoch off a terminal (default: a bar on a
+        terminal, else nothing)."""
+        return self._set(progress=check_flag("progress", flag))
+
+    def timeline(self, tl: Timeline) -> TrainerBuilder:
+        """Record what the run does with its time; see :class:`~runtime.Timeline`. One
+        timeline records one run."""
+        if not isinstance(tl, Timeline):
+            raise TypeError(f"timeline({tl!r:.80}): pass a runtime.Timeline()")
+        return self._set(timeline=tl)
+
+    # -- the run ----------------------------------------------------------------------
+
+    def run(self) -> TrainerHandle:
+        """Check all settings, start the threads and return without waiting.
+
+        Raises:
+            ValueError, TypeError: A setting is missing or wrong; no thread was started.
+        """
+        config = self._config
+        if config.checkpoint_fn is not None and config.checkpoint_every is None:
+            config = replace(config, checkpoint_every=1)
+        return start_run(config)
 
 
 class Trainer:

@@ -33,7 +33,7 @@ TARGETS: dict[str, list[str]] = {
     "runtime/worker/protocol.py": ["tests/unit/test_protocol.py", *SIMULATION, *RUNS],
     "runtime/worker/rounds.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
     "runtime/replica/averaging.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
-    "runtime/worker/lockstep.py": [*SIMULATION, *RUNS],
+    "runtime/worker/group.py": [*SIMULATION, *RUNS],
     "runtime/worker/reporter.py": ["tests/unit/test_worker.py", *SIMULATION, *RUNS],
     "runtime/checkpoint": [
         "tests/unit/test_checkpoint_{stem}.py",

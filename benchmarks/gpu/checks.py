@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks.gpu.bench import Bench, tidy
 from benchmarks.gpu.models import STALL_S, ended
 from coordinator.averaging import Averager
-from coordinator.contents import Payload
+from coordinator.messages import Payload
 from runtime import (
     ApplyPolicy,
     AverageBackend,
@@ -34,8 +34,8 @@ from runtime import (
     record_scalar,
 )
 from runtime.core.threads import IntraOpThreads
-from runtime.device.base import Arrival, DeviceContext, open_device
-from runtime.device.cuda import CudaDevice
+from runtime.device.base import Arrival, DeviceContext
+from runtime.device.cuda import CudaDevice, open_device
 from runtime.device.cuda_api import CudaApi
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState

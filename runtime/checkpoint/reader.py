@@ -13,9 +13,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.contents import CheckpointData
 from runtime.checkpoint.files import read_regular
-from runtime.checkpoint.format import MANIFEST, MAX_BYTES, STATE, WEIGHTS, Manifest, rank_file
+from runtime.checkpoint.format import (
+    MANIFEST,
+    MAX_BYTES,
+    STATE,
+    WEIGHTS,
+    CheckpointData,
+    Manifest,
+    rank_file,
+)
 from runtime.checkpoint.store import entries, is_name
 from runtime.core.errors import CheckpointError
 

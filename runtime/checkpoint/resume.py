@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coordinator.config import ApplyPolicy
 from coordinator.dispatch import count_batches
-from coordinator.policy import ApplyPolicy
-from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.format import CheckpointData, named_weights
 from runtime.checkpoint.reader import load_newest
 from runtime.config import TrainConfig
 from runtime.core.errors import CheckpointError
-from runtime.replica.state import named_weights
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.contents import CheckpointData
 from runtime.checkpoint.files import (
     claimed_directory,
     fits_safetensors,
@@ -28,7 +27,15 @@ from runtime.checkpoint.files import (
     write_pickle,
     write_weights,
 )
-from runtime.checkpoint.format import MANIFEST, MAX_BYTES, STATE, WEIGHTS, Manifest, rank_file
+from runtime.checkpoint.format import (
+    MANIFEST,
+    MAX_BYTES,
+    STATE,
+    WEIGHTS,
+    CheckpointData,
+    Manifest,
+    rank_file,
+)
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

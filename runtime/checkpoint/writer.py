@@ -8,10 +8,10 @@ import threading
 import time
 from pathlib import Path
 
-from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.store import remove_old, write_checkpoint
 from runtime.core.errors import CheckpointError, without_frames
-from runtime.core.living import Living
+from runtime.core.threads import Living
 
 logger = logging.getLogger(__name__)
 

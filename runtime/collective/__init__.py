@@ -11,10 +11,9 @@ from runtime.collective.barrier import AbortableBarrier
 from runtime.collective.base import Collective, Group, ReduceOp
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
-from runtime.collective.staged import StagedThreadCollective
 from runtime.collective.subgroups import split, split_nodes
-from runtime.collective.thread import ThreadCollective
-from runtime.core.vector_math import resolve_vector_math
+from runtime.collective.thread import StagedThreadCollective, ThreadCollective
+from runtime.core.threads import resolve_vector_math
 
 __all__ = [
     "AbortableBarrier",

@@ -12,11 +12,9 @@ import torch
 import torch.distributed
 
 from runtime.collective.base import Collective, Group, Plan, Request
-from runtime.collective.communicators import Communicators
-from runtime.collective.nccl import NcclCollective
+from runtime.collective.nccl import Communicators, NcclCollective
 from runtime.collective.process_group import ProcessGroupCollective
-from runtime.collective.staged import StagedThreadCollective
-from runtime.collective.thread import ThreadCollective
+from runtime.collective.thread import StagedThreadCollective, ThreadCollective
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 
 # Any: the type stubs leave out most of the names below.

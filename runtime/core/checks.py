@@ -3,6 +3,95 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from numbers import Integral, Real
+from pathlib import Path
+
+import torch
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """A whole number within bounds, or an error that says which."""
+    if isinstance(value, bool) or not isinstance(value, Integral):  # NumPy's count
+        raise TypeError(f"{name}({value!r}): pass a whole number")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name}({value}): must be {bound}")
+    return number
+
+
+def check_float(
+    name: str, value: object, low: float, high: float = math.inf, *, above: bool = False
+) -> float:
+    """A finite number within bounds (above ``low`` where ``above``), or an error."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}({value!r}): pass a number")
+    number = float(value)
+    inside = (low < number if above else low <= number) and number <= high
+    if not math.isfinite(number) or not inside:
+        bound = f"above {low:g}" if above else f"at least {low:g}"
+        if high != math.inf:
+            bound += f" and at most {high:g}"
+        raise ValueError(f"{name}({value}): must be {bound}")
+    return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False, or an error."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}({value!r}): pass True or False")
+    return value
+
+
+def check_callable(name: str, value: object, signature: str) -> None:
+    """Something that can be called, or an error that shows how it will be."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function {signature}, got {type(value).__name__}")
+
+
+def check_path(name: str, value: object) -> Path:
+    """A path as a string or an ``os.PathLike``, made absolute, or an error."""
+    if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
+        raise TypeError(f"{name}({value!r}): pass a path as a string or a pathlib.Path")
+    if not os.fspath(value):
+        raise ValueError(f"{name}({value!r}): the path is empty; '.' is the current directory")
+    return Path(value).expanduser().absolute()
+
+
+def check_directory(name: str, path: Path) -> None:
+    """Nothing, or a directory, is at a path; an error where it is something else."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{name}({str(path)!r}) is a file; pass a directory")
+
+
+def check_devices(devices: object) -> tuple[torch.device, ...]:
+    """Devices by name or object, not empty, each usable here."""
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices({devices!r}): pass a list, for instance ['cpu', 'cpu']")
+    found = []
+    for item in devices:
+        if not isinstance(item, (str, torch.device)):
+            raise TypeError(f"devices: {item!r} is not a device; pass names such as 'cpu'")
+        try:
+            device = torch.device(item)
+        except RuntimeError as error:
+            raise ValueError(f"devices: {item!r} is no device; pass 'cpu' or 'cuda:0'") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"devices: {item!r} is not supported; pass 'cpu' or 'cuda:N'")
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            index = device.index or 0
+            if index >= count:
+                raise ValueError(f"devices: there is no {item}; {count} CUDA devices are visible")
+            device = torch.device("cuda", index)
+        found.append(torch.device("cpu") if device.type == "cpu" else device)
+    if not found:
+        raise ValueError("devices([]): name at least one device, or leave the call out")
+    return tuple(found)
+
 
 PROJECT = "gpuworker"
 

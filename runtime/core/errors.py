@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
-from coordinator.outcome import Failure
+from coordinator.state import Failure
 
 __all__ = [
     "AveragingFailed",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordinator.contents import EpochPlan
+from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
 from runtime.data.dataset import DatasetAdapter
 

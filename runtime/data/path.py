@@ -10,17 +10,29 @@ from typing import Any
 import torch
 
 from runtime.config import TrainConfig
-from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import DatasetAdapter, EpochIndex
-from runtime.data.loader import InlineLoader, Loader, ThreadLoader
-from runtime.data.prefetch import PrefetchLoader, SlotStage
+from runtime.data.loader import (
+    CALIBRATION_STEPS,
+    SIZING_BATCHES,
+    HostStage,
+    InlineLoader,
+    Loader,
+    Pace,
+    Stage,
+    ThreadLoader,
+)
+from runtime.data.prefetch import (
+    PrefetchLoader,
+    ResidentData,
+    ResidentLoader,
+    SlotStage,
+    can_reside,
+    refuse_unless_it_fits,
+)
 from runtime.data.process_loader import ProcessLoader
-from runtime.data.resident import ResidentData, ResidentLoader, can_reside, refuse_unless_it_fits
-from runtime.data.stage import CALIBRATION_STEPS, SIZING_BATCHES, HostStage, Pace, Stage
-from runtime.device.base import DeviceContext
-from runtime.device.copying import CopyDevice, CpuCopies, available_host_bytes
-from runtime.device.cuda import CudaDevice
-from runtime.device.cuda_copies import CudaCopies
+from runtime.data.slots import DeviceBudget
+from runtime.device.base import CopyDevice, CpuCopies, DeviceContext, available_host_bytes
+from runtime.device.cuda import CudaCopies, CudaDevice
 from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
 from runtime.replica.graphs import WARM_UP_STEPS
 from runtime.worker.config import WAKE

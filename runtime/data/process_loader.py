@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from coordinator.contents import EpochPlan
+from coordinator.messages import EpochPlan
 from runtime.data.batches import Position, read_batch
 from runtime.data.dataset import DatasetAdapter, EpochIndex
-from runtime.data.loader import LoadedBatch, ThreadLoader
-from runtime.data.stage import Stage
+from runtime.data.loader import LoadedBatch, Stage, ThreadLoader
 
 Request = tuple[int, int, npt.NDArray[np.int64]]
 """Epoch, batch position, samples: what a loader process is asked for."""

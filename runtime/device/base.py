@@ -7,229 +7,196 @@ read as soon as it exists.
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any
 
+import psutil
 import torch
+from torch import Tensor
 
-from coordinator.contents import Payload, Tally
-from coordinator.exact_sum import ExactSum, WeightSum
-from runtime.core.threads import IntraOpThreads
-from runtime.core.weight import Weight, check_weight
+from coordinator.messages import Payload
+from runtime.core.threads import num_cores
+from runtime.device.memory import MemoryReading
 from runtime.device.timing import HostTimer, StepTimer
+from runtime.device.values import ValueLog
+
+# -- What the machine has to train on, in a few words --
 
 
-class LogMark(NamedTuple):
-    """Where a log stood.
-
-    Attributes:
-        losses: Losses kept.
-        scalars: Scalars kept.
-        step: Number of the batch that comes next.
-    """
-
-    losses: int
-    scalars: int
-    step: int
-
-
-Harvest = tuple[float, float, tuple[tuple[str, float, float], ...]]
-"""Loss sum, the weight behind it, and ``(name, weighted sum, weight)`` of each scalar.
-
-Sums are :class:`~coordinator.exact_sum.RoundedSum`.
-"""
-
-
-class Sums:
-    """Adds up losses and scalars, exactly.
+def device_summary(devices: Sequence[torch.device] | None = None) -> str:
+    """One line on the devices of a run, or on all that are visible.
 
     Args:
-        on_bad_loss: See :class:`ValueLog`.
+        devices: Those of a run; ``None``: every CUDA device, else the CPU.
     """
-
-    def __init__(self, on_bad_loss: Callable[[int], None] | None) -> None:
-        self._on_bad_loss = on_bad_loss
-        self._loss_sum, self._loss_weight = ExactSum(), WeightSum()
-        self._scalars: dict[str, tuple[ExactSum, WeightSum]] = {}
-
-    def add_losses(self, losses: Sequence[float], batches: Sequence[tuple[float, int]]) -> None:
-        """Add the mean losses of batches, given as weight and number of each.
-
-        Raises:
-            ValueError: A weight is negative or not finite.
-        """
-        for weight, step in batches:
-            if not 0 <= weight < math.inf:
-                check_weight(weight, f" in step {step}")
-        if self._on_bad_loss is not None and not all(map(math.isfinite, losses)):
-            for loss, (_, step) in zip(losses, batches, strict=True):
-                if not math.isfinite(loss):
-                    self._on_bad_loss(step)
-        terms = [x * n if n else 0.0 for x, (n, _) in zip(losses, batches, strict=True)]
-        self._loss_sum.add_all(terms)
-        self._loss_weight.add_all([n for n, _ in batches])
-
-    def add_scalar(self, name: str, value: float, weight: float) -> None:
-        """Add a scalar of a batch; of weight 0, whatever it is, it adds nothing."""
-        total, weights = self._scalars.setdefault(name, (ExactSum(), WeightSum()))
-        if weight:
-            total.add(value * weight)
-            weights.add(weight)
-
-    def harvest(self) -> Harvest:
-        """Everything that was added."""
-        scalars = tuple((k, s.value(), w.value()) for k, (s, w) in self._scalars.items())
-        return self._loss_sum.value(), self._loss_weight.value(), scalars
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
+    names = [_describe(d) for d in devices]
+    parts = [f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return (
+        f"{len(names)} worker{'s' if len(names) != 1 else ''} on {', '.join(parts)}; "
+        f"torch {torch.__version__}, GIL {'on' if gil else 'off'}"
+    )
 
 
-class ValueLog:
-    """Losses and scalars of the steps since the last report, read late.
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{device} {properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
+    memory = psutil.virtual_memory().total / 2**30
+    return f"cpu ({num_cores()} cores, {memory:.0f} GiB)"
 
-    ``push`` only keeps a reference; ``harvest`` reads what is ready. On a CPU everything
-    is ready. Sums are exact, so that where they are cut does not show.
+
+# -- What carrying batches to a device needs of it: events, a copy stream, copies, readings --
+#
+# Slots and resident data speak to this interface alone. ``CpuCopies`` is its twin without
+# streams; the one for CUDA stands in :mod:`runtime.device.cuda`.
+
+Event = Any
+"""A mark in a stream, made by :meth:`CopyDevice.new_event`. One that was never recorded is
+complete."""
+
+
+class CopyDevice(ABC):
+    """One worker's way to its device. The current stream is the calling thread's.
 
     Attributes:
-        on_bad_loss: Called by ``harvest`` with the number of the first batch whose loss is
-            not finite, counted from 0; ``None``: such losses are summed as they are.
+        device: Where batches go.
     """
+
+    device: torch.device
+
+    @abstractmethod
+    def new_event(self) -> Event:
+        """An event, to be recorded again and again."""
+
+    @abstractmethod
+    def copy_stream(self) -> AbstractContextManager[None]:
+        """Makes the copy stream current in this thread; orders nothing by itself."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Mark the work issued so far to the current stream."""
+
+    @abstractmethod
+    def wait_event(self, event: Event) -> None:
+        """Make what is issued to the current stream from here on wait for ``event``.
+
+        The event's last recording counts; the host does not wait.
+        """
+
+    @abstractmethod
+    def wait_host(self, event: Event) -> None:
+        """Block the calling thread, without the interpreter lock, until ``event`` is complete."""
+
+    @abstractmethod
+    def is_complete(self, event: Event) -> bool:
+        """Whether the work before the event's last recording is done."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy in the current stream, without waiting if the host side is pinned."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory on the device, of the current stream."""
+
+    @abstractmethod
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Page-locked memory of the host. Allocating may wait for the device."""
+
+    @abstractmethod
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A page-locked copy of a tensor of the host; any other as it is."""
+
+    @abstractmethod
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A tensor on the device, copied in the current stream if need be.
+
+        From pinned memory the host does not wait, and the source may be dropped at once.
+        """
+
+    @abstractmethod
+    def memory(self) -> MemoryReading:
+        """The device's memory now. Waits for nothing."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let ``peak_bytes`` count from here on."""
+
+
+class CpuCopies(CopyDevice):
+    """The twin without streams: every call is over when it returns."""
 
     def __init__(self) -> None:
-        self.on_bad_loss: Callable[[int], None] | None = None
-        self._step = 0
-        self._losses: list[tuple[torch.Tensor, Weight, int]] = []
-        self._scalars: list[tuple[str, float | torch.Tensor, Weight]] = []
+        self.device = torch.device("cpu")
 
-    def push_loss(self, loss: torch.Tensor, weight: Weight) -> None:
-        """Keep the mean loss of the next batch; it must be detached."""
-        self._losses.append((loss, weight, self._step))
-        self._step += 1
+    def new_event(self) -> Event:
+        """Nothing is ever pending."""
+        return None
 
-    def push_scalar(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
-        """Keep a scalar of a batch."""
-        self._scalars.append((name, value, weight))
+    @contextmanager
+    def copy_stream(self) -> Iterator[None]:
+        """The thread does one thing after another."""
+        yield
 
-    @property
-    def num_scalars(self) -> int:
-        """Scalars kept."""
-        return len(self._scalars)
+    def record(self, event: Event) -> None:
+        """Nothing to mark."""
 
-    def weigh_scalars(self, first: int, weight: Weight) -> None:
-        """The scalars from the ``first`` kept on are of a batch whose loss has this weight."""
-        self._scalars[first:] = [(name, value, weight) for name, value, _ in self._scalars[first:]]
+    def wait_event(self, event: Event) -> None:
+        """Nothing to wait for."""
 
-    def start_at(self, step: int) -> None:
-        """Number the next batch."""
-        self._step = step
+    def wait_host(self, event: Event) -> None:
+        """Nothing to wait for."""
 
-    def mark(self) -> LogMark:
-        """Where the log stands; good until the next harvest."""
-        return LogMark(len(self._losses), len(self._scalars), self._step)
+    def is_complete(self, event: Event) -> bool:
+        """True."""
+        return True
 
-    def since(self, mark: LogMark) -> Sequence[tuple[torch.Tensor, Weight, int]]:
-        """``(loss, weight, number of the batch)`` of what was pushed since."""
-        return self._losses[mark.losses :]
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy now."""
+        target.copy_(source)
 
-    def rewind(self, mark: LogMark) -> None:
-        """Forget the values pushed since; their batches stay counted."""
-        del self._losses[mark.losses :]
-        del self._scalars[mark.scalars :]
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host."""
+        return torch.empty(tuple(shape), dtype=dtype)
 
-    def retract(self, mark: LogMark) -> None:
-        """Forget the values pushed since, and their batches: they were not trained."""
-        self.rewind(mark)
-        self._step = mark.step
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host, as there is nothing to lock it for."""
+        return torch.empty(tuple(shape), dtype=dtype)
 
-    def harvest(self, *, wait: bool = True) -> Harvest:
-        """``(loss sum, its weight, scalars)`` of everything that is ready.
+    def pin(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
 
-        Args:
-            wait: Wait for what is still on the device; else it comes with a later harvest.
-        """
-        losses, self._losses = self._losses, []
-        scalars, self._scalars = self._scalars, []
-        sums = Sums(self.on_bad_loss)
-        weights = _read_weights([n for _, n, _ in losses])
-        batches = [(n, step) for n, (_, _, step) in zip(weights, losses, strict=True)]
-        sums.add_losses(_read([t for t, _, _ in losses]), batches)
-        values, weights = _read([v for _, v, _ in scalars]), _read_weights([n for *_, n in scalars])
-        for (name, _, _), value, n in zip(scalars, values, weights, strict=True):
-            sums.add_scalar(name, value, n)
-        return sums.harvest()
+    def bring(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, or a copy if it was elsewhere."""
+        return tensor.to(self.device)
 
-
-def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
-    """The values as numbers, with one read for all where they are alike."""
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    alike = {(t.dtype, t.device, t.shape) for t in tensors}
-    if len(tensors) < 2 or len(tensors) < len(values) or len(alike) > 1:
-        return [float(v) for v in values]
-    numbers: list[float] = torch.stack(tensors).double().view(-1).tolist()
-    return numbers
-
-
-def _read_weights(weights: Sequence[Weight]) -> Sequence[float]:
-    """The weights as numbers; what are numbers stay as they are."""
-    if not any(isinstance(w, torch.Tensor) for w in weights):
-        return weights  # type: ignore[return-value]
-    return [float(w) if isinstance(w, torch.Tensor) else w for w in weights]
-
-
-class StepMeter:
-    """Batches, samples and compute time since the last report.
-
-    Args:
-        log: Losses and scalars of the steps.
-        timer: Times the steps; ``None``: :meth:`add` is told their time.
-
-    Attributes:
-        num_skipped: Samples whose effect was dropped because of values that are not finite.
-    """
-
-    def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
-        self.log = log
-        self.timer = timer
-        self.num_batches = 0
-        self.num_samples = 0
-        self.num_skipped = 0
-        self.compute_s = 0.0
-
-    def add(
-        self, num_batches: int, num_samples: int, compute_s: float = 0.0, *, num_skipped: int = 0
-    ) -> None:
-        """Count a step, and those of its samples whose effect was dropped."""
-        self.num_batches += num_batches
-        self.num_skipped += num_skipped
-        self.num_samples += num_samples
-        self.compute_s += compute_s
-
-    def take(self, *, wait: bool = True) -> Tally:
-        """Everything since the last call.
-
-        Args:
-            wait: Wait for losses and times that are still on the device; else they come
-                with a later tally.
-        """
-        compute_s, num_timed = self.compute_s, self.num_batches
-        if self.timer is not None:
-            compute_s, num_timed = self.timer.take(wait=wait)
-        loss_sum, loss_samples, scalars = self.log.harvest(wait=wait)
-        tally = Tally(
-            num_batches=self.num_batches,
-            num_samples=self.num_samples,
-            num_skipped=self.num_skipped,
-            compute_s=compute_s,
-            num_timed=num_timed,
-            loss_sum=loss_sum,
-            loss_samples=loss_samples,
-            scalars=scalars,
+    def memory(self) -> MemoryReading:
+        """That of the host; what the process uses counts as taken by others."""
+        memory = psutil.virtual_memory()
+        return MemoryReading(
+            total_bytes=memory.total,
+            free_bytes=memory.available,
+            reserved_bytes=0,
+            active_bytes=0,
+            peak_bytes=0,
         )
-        self.num_batches = self.num_samples = self.num_skipped = 0
-        self.compute_s = 0.0
-        return tally
+
+    def reset_peak(self) -> None:
+        """There is no peak."""
+
+
+def available_host_bytes() -> int:
+    """Memory of the host that can be had without swapping."""
+    return int(psutil.virtual_memory().available)
 
 
 class Arrival(ABC):
@@ -397,24 +364,3 @@ class CpuDevice(DeviceContext):
     def comm(self) -> Iterator[None]:
         """Nothing to order: the thread does one thing after another."""
         yield
-
-
-def open_device(device: torch.device, num_cpu_workers: int) -> DeviceContext:
-    """The device object of a worker.
-
-    Args:
-        device: Where it trains.
-        num_cpu_workers: CPU workers of the run, which share the cores.
-
-    Raises:
-        ValueError: A kind of device that this version does not run on.
-    """
-    if device.type == "cuda":
-        from runtime.device.cuda import CudaDevice  # which builds on this module
-
-        return CudaDevice(device)
-    if device.type != "cpu":
-        raise ValueError(f"device {device} is not supported; pass 'cpu' or 'cuda:N'")
-    # What the process was told to use, by OMP_NUM_THREADS or torch.set_num_threads, holds
-    # for all workers together.
-    return CpuDevice(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))

@@ -7,24 +7,177 @@ device.
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from coordinator.contents import Payload
+from coordinator.messages import Payload
+from runtime.core.threads import IntraOpThreads
 from runtime.device import cuda_api
-from runtime.device.base import Arrival, DeviceContext, ValueLog
+from runtime.device import memory as cuda_memory
+from runtime.device.base import Arrival, CopyDevice, CpuDevice, DeviceContext
 from runtime.device.capture_gate import GATE, CaptureGate, GateMember
 from runtime.device.cuda_api import CudaApi, Event, Stream
-from runtime.device.cuda_streams import STREAMS
-from runtime.device.cuda_timing import CudaTimer, EventPool
-from runtime.device.timing import StepTimer
-from runtime.device.values import CudaLog
+from runtime.device.memory import MemoryReading
+from runtime.device.timing import CudaTimer, EventPool, StepTimer
+from runtime.device.values import CudaLog, ValueLog
+
+
+def open_device(device: torch.device, num_cpu_workers: int) -> DeviceContext:
+    """The device object of a worker.
+
+    Args:
+        device: Where it trains.
+        num_cpu_workers: CPU workers of the run, which share the cores.
+
+    Raises:
+        ValueError: A kind of device that this version does not run on.
+    """
+    if device.type == "cuda":
+        return CudaDevice(device)
+    if device.type != "cpu":
+        raise ValueError(f"device {device} is not supported; pass 'cpu' or 'cuda:N'")
+    # What the process was told to use, by OMP_NUM_THREADS or torch.set_num_threads, holds
+    # for all workers together.
+    return CpuDevice(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
+
+
+# -- Streams that outlive their workers --
+
+Streams = tuple[Stream, Stream, Stream]
+"""A worker's compute, comm and copy stream."""
+
+
+class StreamPool:
+    """Streams of workers that have ended, for those to come. Thread-safe.
+
+    What PyTorch's allocator keeps of freed memory, and the workspaces of cuBLAS, belong to a
+    stream. If each run made new ones, a process would pay for the memory of up to 32.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: WeakKeyDictionary[CudaApi, defaultdict[torch.device, list[Streams]]] = (
+            WeakKeyDictionary()
+        )
+
+    def take(self, api: CudaApi, device: torch.device) -> Streams:
+        """Three streams that no other worker uses."""
+        with self._lock:
+            idle = self._idle.setdefault(api, defaultdict(list))[device]
+            if idle:
+                return idle.pop()
+        return api.new_stream(device), api.new_stream(device), api.new_stream(device)
+
+    def give_back(self, api: CudaApi, device: torch.device, streams: Streams) -> None:
+        """A worker gives them no more work; what it gave may still run."""
+        with self._lock:
+            self._idle.setdefault(api, defaultdict(list))[device].append(streams)
+
+
+STREAMS = StreamPool()
+"""Those of the process."""
+
+
+# -- Batches on their way to a CUDA device: events, the copy stream, pinned memory --
+
+
+class CudaCopies(CopyDevice):
+    """A worker's copies, in its copy stream. Thread-safe.
+
+    Args:
+        device: Where they go.
+        stream: Gives the copy stream, at the first copy.
+        api: Speaks to CUDA.
+        memory: Tells what the device has left.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: Callable[[], cuda_api.Stream],
+        api: cuda_api.CudaApi | None = None,
+        memory: cuda_memory.CudaMemory | None = None,
+    ) -> None:
+        self.device = device
+        self._api = cuda_api.API if api is None else api
+        self._memory = cuda_memory.MEMORY if memory is None else memory
+        self._stream = stream
+
+    def new_event(self) -> Event:
+        """An event; a thread that waits for it leaves its core."""
+        return self._api.new_event()
+
+    @contextmanager
+    def copy_stream(self) -> Iterator[None]:
+        """Makes the device and its copy stream current in this thread."""
+        with self._api.on_device(self.device), self._api.stream(self._stream()):
+            yield
+
+    def record(self, event: Event) -> None:
+        """Mark the work issued so far to the current stream."""
+        self._api.record(event)
+
+    def wait_event(self, event: Event) -> None:
+        """Let the current stream wait."""
+        self._api.wait_event(event)
+
+    def wait_host(self, event: Event) -> None:
+        """Block this thread."""
+        # The loader's thread has no device of its own: on the first one, which the run may
+        # not use, the call would make a context.
+        with self._api.on_device(self.device):
+            self._api.wait_host(event)
+
+    def is_complete(self, event: Event) -> bool:
+        """Whether the work before the event is done."""
+        with self._api.on_device(self.device):
+            return self._api.is_complete(event)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy in the current stream."""
+        self._api.copy(target, source)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the device, of the current stream."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Page-locked memory of the host."""
+        return self._api.empty_pinned(shape, dtype)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A page-locked copy of a strided CPU tensor; any other as it is."""
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.requires_grad:
+            return tensor
+        pinned = self._api.empty_pinned(tensor.shape, tensor.dtype)
+        return pinned.copy_(tensor)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A tensor on the device; PyTorch keeps a pinned source until the copy is done.
+
+        One that lies there already was made in another stream, and must be complete.
+        """
+        if tensor.device == self.device:
+            self._api.lend(tensor)
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
+
+    def memory(self) -> MemoryReading:
+        """The device's memory now."""
+        return self._memory.read(self.device)
+
+    def reset_peak(self) -> None:
+        """Let peaks count from here on."""
+        self._memory.reset_peak(self.device)
+
 
 MAX_RUN_AHEAD = 3
 _OUTSIDE = (

@@ -1,15 +1,107 @@
 """The memory of CUDA devices: what there is, what is used, and a cap on what may be.
 
-Like :mod:`runtime.device.cuda_api` a place that a stand-in can take; importing it touches no device.
+Like :mod:`runtime.device.cuda_api` a place that a stand-in can take; importing it touches no
+device.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
+import platform
 import threading
+from dataclasses import dataclass
 
 import torch
 
-from runtime.data.budget import MemoryReading
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """The memory of a device at one moment.
+
+    Attributes:
+        total_bytes: All there is.
+        free_bytes: What no process has taken.
+        reserved_bytes: What this process's allocator has taken.
+        active_bytes: The part of it that is in use.
+        peak_bytes: The highest ``active_bytes`` so far.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    active_bytes: int
+    peak_bytes: int
+
+
+# -- Keeping freed CPU memory in the process --
+#
+# glibc gives large blocks back to the system at every free, and every training step then
+# pays the page faults again. Raising two thresholds keeps the blocks; on other C libraries
+# nothing is done. The setting acts on the whole process and cannot be undone, but what was
+# kept is given back when no run is left: each run has new threads, whose memory would else
+# pile up.
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_MMAP_BYTES = 32 * 2**20  # the largest value that glibc accepts
+_TRIM_BYTES = 2**31 - 1
+_lock = threading.Lock()
+_done = False
+_num_users = 0
+
+
+def tune() -> bool:
+    """Raise glibc's thresholds, once a process.
+
+    Values that the user has set through the environment stay.
+
+    Returns:
+        Whether the process runs with the thresholds raised by this function.
+    """
+    global _done
+    with _lock:
+        if _done:
+            return True
+        if platform.libc_ver()[0] != "glibc":
+            return False
+        settings = (
+            ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, _MMAP_BYTES),
+            ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, _TRIM_BYTES),
+        )
+        try:
+            libc = ctypes.CDLL(None)
+            for variable, parameter, value in settings:
+                if variable not in os.environ and libc.mallopt(parameter, value) != 1:
+                    logger.debug("mallopt(%d, %d) was refused", parameter, value)
+        except (OSError, AttributeError) as error:
+            logger.debug("the allocator cannot be tuned: %s", error)
+            return False
+        _done = True
+        return True
+
+
+def acquire() -> None:
+    """A run starts that wants freed memory kept."""
+    global _num_users
+    tune()
+    with _lock:
+        _num_users += 1
+
+
+def release() -> None:
+    """Such a run has ended; after the last of them, freed memory goes back to the system."""
+    global _num_users
+    with _lock:
+        _num_users -= 1
+        if _num_users or not _done:
+            return
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError) as error:
+        logger.debug("freed memory could not be given back: %s", error)
 
 
 class CudaMemory:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
+
+from runtime.device.cuda_api import CudaApi, Event, Stream
 
 
 class StepTime(ABC):
@@ -91,3 +94,135 @@ class HostTimer(StepTimer):
         taken = self._total_s, self._num_batches
         self._total_s, self._num_batches = 0.0, 0
         return taken
+
+
+# -- Step times from events, and the bound on how far the host runs ahead of the device --
+
+
+class EventPool:
+    """Events that are used again and again. For one thread.
+
+    Args:
+        api: Where they come from.
+        timing: Whether they tell the time.
+    """
+
+    def __init__(self, api: CudaApi, *, timing: bool = False) -> None:
+        self.api = api
+        self._timing = timing
+        self._free: list[Event] = []
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """A free event, recorded in a stream (``None``: the current one)."""
+        event = self._free.pop() if self._free else self.api.new_event(timing=self._timing)
+        self.api.record(event, stream)
+        return event
+
+    def give_back(self, *events: Event) -> None:
+        """Events that nobody looks at any more."""
+        self._free.extend(events)
+
+
+class CudaTimer(StepTimer):
+    """Measures steps by events of the compute stream, read once they are complete.
+
+    A step may be started only when the one ``max_run_ahead`` before it is done, so that no
+    more than that many are outstanding, in memory and in what a late error costs.
+
+    Args:
+        api: Where events come from.
+        stream: The compute stream.
+        max_run_ahead: Steps that may be outstanding, at least 1.
+    """
+
+    def __init__(self, api: CudaApi, stream: Stream, max_run_ahead: int) -> None:
+        self._api = api
+        self._events = EventPool(api, timing=True)
+        self._stream = stream
+        self._max_run_ahead = max_run_ahead
+        self._marks: list[Event] = []  # of the open step: begin, end, begin, end, ...
+        self._running: deque[CudaStepTime] = deque()
+        self._total_s = 0.0
+        self._num_batches = 0
+
+    def start(self) -> None:
+        """A step begins. Waits for the step ``max_run_ahead`` back, for no other work."""
+        while len(self._running) >= self._max_run_ahead:
+            self._finish_oldest()
+        self._events.give_back(*self._marks)  # of a step that was never stopped
+        self._marks = []
+        self._mark()
+
+    def pause(self) -> None:
+        """What follows is no work of the step."""
+        self._mark()
+
+    def resume(self) -> None:
+        """The step goes on."""
+        self._mark()
+
+    def stop(self, num_batches: int) -> StepTime:
+        """The step has been given to the device."""
+        self._mark()
+        step = CudaStepTime(self, self._marks, num_batches)
+        self._marks = []
+        self._running.append(step)
+        return step
+
+    def take(self, *, wait: bool) -> tuple[float, int]:
+        """Seconds and batches of the steps that are done and were not taken yet."""
+        if wait and self._running:
+            self._api.wait_host(self._running[-1].end)
+        while self._running and (wait or self._api.is_complete(self._running[0].end)):
+            self._finish_oldest()
+        taken = self._total_s, self._num_batches
+        self._total_s, self._num_batches = 0.0, 0
+        return taken
+
+    def finish(self, step: CudaStepTime) -> None:
+        """Measure all steps up to this one; waits for it."""
+        while step in self._running:
+            self._finish_oldest()
+
+    def _mark(self) -> None:
+        self._marks.append(self._events.record(self._stream))
+
+    def _finish_oldest(self) -> None:
+        step = self._running.popleft()
+        if not self._api.is_complete(step.end):
+            self._api.wait_host(step.end)
+        pairs = zip(step.marks[::2], step.marks[1::2], strict=True)
+        step.measured = sum(self._api.elapsed_s(begin, end) for begin, end in pairs)
+        self._events.give_back(*step.marks)
+        step.marks = []
+        self._total_s += step.measured
+        self._num_batches += step.num_batches
+
+
+class CudaStepTime(StepTime):
+    """The time of a step that may still be on the device.
+
+    Attributes:
+        marks: Its events, until it was measured.
+        num_batches: Batches in it.
+        measured: Its seconds, once it was measured.
+    """
+
+    def __init__(self, timer: CudaTimer, marks: list[Event], num_batches: int) -> None:
+        self._timer = timer
+        self.marks = marks
+        self.num_batches = num_batches
+        self.measured: float | None = None
+
+    @property
+    def end(self) -> Event:
+        """The event behind the step."""
+        return self.marks[-1]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step; waits until it is done. In the worker's thread alone."""
+        if self.measured is None:
+            self._timer.finish(self)
+        assert self.measured is not None, "a step that was stopped gets measured"
+        return self.measured

@@ -2,16 +2,228 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from runtime.device.base import Harvest, Sums, ValueLog
+from coordinator.metrics import ExactSum, Tally, WeightSum
+from runtime.core.weight import Weight, check_weight
 from runtime.device.cuda_api import Event
-from runtime.device.cuda_timing import EventPool
+from runtime.device.timing import EventPool, StepTimer
+
+
+class LogMark(NamedTuple):
+    """Where a log stood.
+
+    Attributes:
+        losses: Losses kept.
+        scalars: Scalars kept.
+        step: Number of the batch that comes next.
+    """
+
+    losses: int
+    scalars: int
+    step: int
+
+
+Harvest = tuple[float, float, tuple[tuple[str, float, float], ...]]
+"""Loss sum, the weight behind it, and ``(name, weighted sum, weight)`` of each scalar.
+
+Sums are :class:`~coordinator.metrics.RoundedSum`.
+"""
+
+
+class Sums:
+    """Adds up losses and scalars, exactly.
+
+    Args:
+        on_bad_loss: See :class:`ValueLog`.
+    """
+
+    def __init__(self, on_bad_loss: Callable[[int], None] | None) -> None:
+        self._on_bad_loss = on_bad_loss
+        self._loss_sum, self._loss_weight = ExactSum(), WeightSum()
+        self._scalars: dict[str, tuple[ExactSum, WeightSum]] = {}
+
+    def add_losses(self, losses: Sequence[float], batches: Sequence[tuple[float, int]]) -> None:
+        """Add the mean losses of batches, given as weight and number of each.
+
+        Raises:
+            ValueError: A weight is negative or not finite.
+        """
+        for weight, step in batches:
+            if not 0 <= weight < math.inf:
+                check_weight(weight, f" in step {step}")
+        if self._on_bad_loss is not None and not all(map(math.isfinite, losses)):
+            for loss, (_, step) in zip(losses, batches, strict=True):
+                if not math.isfinite(loss):
+                    self._on_bad_loss(step)
+        terms = [x * n if n else 0.0 for x, (n, _) in zip(losses, batches, strict=True)]
+        self._loss_sum.add_all(terms)
+        self._loss_weight.add_all([n for n, _ in batches])
+
+    def add_scalar(self, name: str, value: float, weight: float) -> None:
+        """Add a scalar of a batch; of weight 0, whatever it is, it adds nothing."""
+        total, weights = self._scalars.setdefault(name, (ExactSum(), WeightSum()))
+        if weight:
+            total.add(value * weight)
+            weights.add(weight)
+
+    def harvest(self) -> Harvest:
+        """Everything that was added."""
+        scalars = tuple((k, s.value(), w.value()) for k, (s, w) in self._scalars.items())
+        return self._loss_sum.value(), self._loss_weight.value(), scalars
+
+
+class ValueLog:
+    """Losses and scalars of the steps since the last report, read late.
+
+    ``push`` only keeps a reference; ``harvest`` reads what is ready. On a CPU everything
+    is ready. Sums are exact, so that where they are cut does not show.
+
+    Attributes:
+        on_bad_loss: Called by ``harvest`` with the number of the first batch whose loss is
+            not finite, counted from 0; ``None``: such losses are summed as they are.
+    """
+
+    def __init__(self) -> None:
+        self.on_bad_loss: Callable[[int], None] | None = None
+        self._step = 0
+        self._losses: list[tuple[torch.Tensor, Weight, int]] = []
+        self._scalars: list[tuple[str, float | torch.Tensor, Weight]] = []
+
+    def push_loss(self, loss: torch.Tensor, weight: Weight) -> None:
+        """Keep the mean loss of the next batch; it must be detached."""
+        self._losses.append((loss, weight, self._step))
+        self._step += 1
+
+    def push_scalar(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
+        """Keep a scalar of a batch."""
+        self._scalars.append((name, value, weight))
+
+    @property
+    def num_scalars(self) -> int:
+        """Scalars kept."""
+        return len(self._scalars)
+
+    def weigh_scalars(self, first: int, weight: Weight) -> None:
+        """The scalars from the ``first`` kept on are of a batch whose loss has this weight."""
+        self._scalars[first:] = [(name, value, weight) for name, value, _ in self._scalars[first:]]
+
+    def start_at(self, step: int) -> None:
+        """Number the next batch."""
+        self._step = step
+
+    def mark(self) -> LogMark:
+        """Where the log stands; good until the next harvest."""
+        return LogMark(len(self._losses), len(self._scalars), self._step)
+
+    def since(self, mark: LogMark) -> Sequence[tuple[torch.Tensor, Weight, int]]:
+        """``(loss, weight, number of the batch)`` of what was pushed since."""
+        return self._losses[mark.losses :]
+
+    def rewind(self, mark: LogMark) -> None:
+        """Forget the values pushed since; their batches stay counted."""
+        del self._losses[mark.losses :]
+        del self._scalars[mark.scalars :]
+
+    def retract(self, mark: LogMark) -> None:
+        """Forget the values pushed since, and their batches: they were not trained."""
+        self.rewind(mark)
+        self._step = mark.step
+
+    def harvest(self, *, wait: bool = True) -> Harvest:
+        """``(loss sum, its weight, scalars)`` of everything that is ready.
+
+        Args:
+            wait: Wait for what is still on the device; else it comes with a later harvest.
+        """
+        losses, self._losses = self._losses, []
+        scalars, self._scalars = self._scalars, []
+        sums = Sums(self.on_bad_loss)
+        weights = _read_weights([n for _, n, _ in losses])
+        batches = [(n, step) for n, (_, _, step) in zip(weights, losses, strict=True)]
+        sums.add_losses(_read([t for t, _, _ in losses]), batches)
+        values, weights = _read([v for _, v, _ in scalars]), _read_weights([n for *_, n in scalars])
+        for (name, _, _), value, n in zip(scalars, values, weights, strict=True):
+            sums.add_scalar(name, value, n)
+        return sums.harvest()
+
+
+def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """The values as numbers, with one read for all where they are alike."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    alike = {(t.dtype, t.device, t.shape) for t in tensors}
+    if len(tensors) < 2 or len(tensors) < len(values) or len(alike) > 1:
+        return [float(v) for v in values]
+    numbers: list[float] = torch.stack(tensors).double().view(-1).tolist()
+    return numbers
+
+
+def _read_weights(weights: Sequence[Weight]) -> Sequence[float]:
+    """The weights as numbers; what are numbers stay as they are."""
+    if not any(isinstance(w, torch.Tensor) for w in weights):
+        return weights  # type: ignore[return-value]
+    return [float(w) if isinstance(w, torch.Tensor) else w for w in weights]
+
+
+class StepMeter:
+    """Batches, samples and compute time since the last report.
+
+    Args:
+        log: Losses and scalars of the steps.
+        timer: Times the steps; ``None``: :meth:`add` is told their time.
+
+    Attributes:
+        num_skipped: Samples whose effect was dropped because of values that are not finite.
+    """
+
+    def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
+        self.log = log
+        self.timer = timer
+        self.num_batches = 0
+        self.num_samples = 0
+        self.num_skipped = 0
+        self.compute_s = 0.0
+
+    def add(
+        self, num_batches: int, num_samples: int, compute_s: float = 0.0, *, num_skipped: int = 0
+    ) -> None:
+        """Count a step, and those of its samples whose effect was dropped."""
+        self.num_batches += num_batches
+        self.num_skipped += num_skipped
+        self.num_samples += num_samples
+        self.compute_s += compute_s
+
+    def take(self, *, wait: bool = True) -> Tally:
+        """Everything since the last call.
+
+        Args:
+            wait: Wait for losses and times that are still on the device; else they come
+                with a later tally.
+        """
+        compute_s, num_timed = self.compute_s, self.num_batches
+        if self.timer is not None:
+            compute_s, num_timed = self.timer.take(wait=wait)
+        loss_sum, loss_samples, scalars = self.log.harvest(wait=wait)
+        tally = Tally(
+            num_batches=self.num_batches,
+            num_samples=self.num_samples,
+            num_skipped=self.num_skipped,
+            compute_s=compute_s,
+            num_timed=num_timed,
+            loss_sum=loss_sum,
+            loss_samples=loss_samples,
+            scalars=scalars,
+        )
+        self.num_batches = self.num_samples = self.num_skipped = 0
+        self.compute_s = 0.0
+        return tally
+
 
 CAPACITY = 1024
 """Values that travel together."""

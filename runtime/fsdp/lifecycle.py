@@ -12,12 +12,251 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.collective import Collective
+from runtime.collective.base import Group
+from runtime.device import cuda_api
+from runtime.fsdp.layout import Found
 
 logger = logging.getLogger(__name__)
+
+
+# -- An all-gather of the parameters that runs beside the rank's own work --
+
+
+class Prefetch:
+    """One all-gather, in a thread of its own and over a group of its own.
+
+    On a GPU it runs on a stream of its own, behind what the current stream of the caller had
+    been given, and is complete when the thread ends. The thread ends with the all-gather,
+    which waits for peers no longer than its group allows and ends at an abort of that.
+
+    Args:
+        gather: Fills the tensors; called once, in the thread.
+        fulls: What it fills, at least one.
+        name: Of the thread.
+        stream: Of the GPU, where it runs; ``None``: on a new one.
+
+    Attributes:
+        stream: Where it runs, for the next one; ``None`` on a CPU. One after the other on the
+            same stream keep the memory of one.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[Sequence[Tensor]], None],
+        fulls: Sequence[Tensor],
+        name: str,
+        stream: cuda_api.Stream | None = None,
+    ) -> None:
+        self.stream = stream
+        self._gather = gather
+        self._fulls = fulls
+        self._error: BaseException | None = None
+        self._api = cuda_api.API
+        device = self._api.device_of(fulls[0])
+        self._device: torch.device | None = device if device.type == "cuda" else None
+        self._behind: cuda_api.Event = None
+        if self._device is not None:
+            with self._api.on_device(self._device):
+                self._behind = self._api.new_event()
+                self._api.record(self._behind)
+            if stream is None:
+                self.stream = self._api.new_stream(self._device)
+        # A daemon: the interpreter must not wait for a peer that never comes.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def join(self) -> Sequence[Tensor]:
+        """Waits for the end; gives the tensors, filled, or raises what the thread raised, once."""
+        self.end()
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback leads back to here
+        return self._fulls
+
+    def end(self) -> None:
+        """Waits for the end, whatever it is."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with ExitStack() as stack:
+                if self._device is not None:
+                    stack.enter_context(self._api.on_device(self._device))
+                    stack.enter_context(self._api.stream(self.stream))
+                    self._api.wait_event(self._behind)
+                self._gather(self._fulls)
+                if self._device is not None:
+                    # The memory belongs to the caller's stream: nothing may be pending here.
+                    done = self._api.new_event()
+                    self._api.record(done)
+                    self._api.wait_host(done)
+        except BaseException as error:
+            self._error = error
+
+
+# -- Optimizers that were built from a module's parameters before it was sharded --
+#
+# They hold what the module no longer uses, and would train nothing in silence. They are found
+# at their next step: looking through the whole heap for them when a module is wrapped takes
+# seconds in a large process.
+
+
+class StaleOptimizers:
+    """Knows the parameters that were sharded, and refuses steps on them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sharded: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self._version = 0
+        self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def watch(self, found: Sequence[Found]) -> None:
+        """These parameters are no longer used by their module."""
+        with self._lock:
+            if self._version == 0:
+                register_optimizer_step_pre_hook(self._check)
+            self._version += 1
+            gone = [key for key, (ref, _) in self._sharded.items() if ref() is None]
+            for key in gone:
+                del self._sharded[key]
+            for each in found:
+                self._sharded[id(each.parameter)] = weakref.ref(each.parameter), each.name
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """They are their module's again."""
+        with self._lock:
+            for parameter in parameters:
+                self._sharded.pop(id(parameter), None)
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before each step of any optimizer; looks at one once.
+
+        Raises:
+            ValueError: It would train nothing.
+        """
+        with self._lock:
+            if self._checked.get(optimizer) == self._version:
+                return
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    ref, name = self._sharded.get(id(p), (None, ""))
+                    if ref is not None and ref() is p:
+                        raise ValueError(
+                            f"{type(optimizer).__name__} was built from {name!r} before the module "
+                            "was wrapped, and would train nothing; build the optimizer from "
+                            "fsdp.parameters()"
+                        )
+            self._checked[optimizer] = self._version
+
+
+STALE = StaleOptimizers()
+"""That of the process."""
+
+
+# -- Errors that some ranks meet and others do not --
+
+
+class Failure(NamedTuple):
+    """Where a rank failed.
+
+    Attributes:
+        end: Its end; a group must not be kept alive by what is known of its calls.
+        reason: What the others are told.
+    """
+
+    end: weakref.ref[Collective]
+    reason: str
+
+
+class Calls:
+    """The collective calls of a group, and the ranks that failed before one. Thread-safe.
+
+    All ranks make the same calls in the same order, so each counts its own. A call that fails
+    before anything was exchanged is no matter if it fails on every rank: all go on. If it
+    fails on some alone, the others would wait for them in it or in the next: the group is
+    aborted through a rank that failed, as soon as one rank has failed and another has not,
+    whoever comes first.
+
+    Args:
+        world_size: How many ranks there are.
+
+    Attributes:
+        reason: Why the group was aborted, if it was for a rank's failure; the first stands.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.reason: str | None = None
+        self._lock = threading.Lock()
+        self._numbers = [0] * world_size
+        # Of each call that not all have made: what became of the ranks that told.
+        self._told: dict[int, dict[int, Failure | None]] = {}
+
+    def made(self, end: Collective) -> None:
+        """A rank makes its next call."""
+        self._tell(end, None, counts=True)
+
+    def refused(self, end: Collective, error: BaseException) -> None:
+        """A rank's next call has failed before anything was exchanged."""
+        self._tell(end, error, counts=True)
+
+    def failed(self, end: Collective, error: BaseException) -> None:
+        """A rank has failed between two calls."""
+        self._tell(end, error, counts=False)
+
+    def broke(self, end: Collective, error: BaseException) -> None:
+        """A rank has failed in a call that the others are in: aborts the group."""
+        with self._lock:
+            self.reason = self.reason or _reason(end, error)
+        end.abort()
+
+    def _tell(self, end: Collective, error: BaseException | None, *, counts: bool) -> None:
+        rank = end.rank
+        with self._lock:
+            number = self._numbers[rank]
+            told = self._told.setdefault(number, {})
+            # A failure before a call stands, even if the call is made then.
+            if error is not None:
+                told[rank] = Failure(weakref.ref(end), _reason(end, error))
+            elif rank not in told:
+                told[rank] = None
+            if counts:
+                self._numbers[rank] += 1
+                if min(self._numbers) > number:
+                    del self._told[number]
+            failures = [failure for failure in told.values() if failure is not None]
+            if not failures or len(failures) == len(told):
+                return
+            self.reason = self.reason or failures[0].reason
+        # Not under the lock; through the rank that failed, which the error names then.
+        (failures[0].end() or end).abort()
+
+
+def _reason(end: Collective, error: BaseException) -> str:
+    return f"rank {end.rank} failed: {type(error).__name__}: {error}"
+
+
+_LOCK = threading.Lock()  # no finalizer takes it
+_CALLS: weakref.WeakKeyDictionary[Group, Calls] = weakref.WeakKeyDictionary()
+
+
+def calls_of(end: Collective) -> Calls:
+    """What all ranks of a group tell each other through, whatever they wrap."""
+    with _LOCK:
+        return _CALLS.setdefault(end._group, Calls(end.world_size))
+
 
 EXIT_S = 5.0
 """How long the thread may take to end with the interpreter."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective
-from runtime.fsdp.replicated import ReplicatedParameters
-from runtime.fsdp.sharded import ShardedParameters
+from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters
 
 Parameters = ShardedParameters | ReplicatedParameters
 

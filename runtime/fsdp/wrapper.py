@@ -1,4 +1,4 @@
-"""What an FSDP module is, but for training steps."""
+"""The wrapper."""
 
 from __future__ import annotations
 
@@ -6,23 +6,58 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from runtime.collective import Collective, split
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
-from runtime.fsdp.agreement import check_same
-from runtime.fsdp.calls import calls_of
-from runtime.fsdp.found import Found, describe, find_parameters
-from runtime.fsdp.lifecycle import OwnedGroups
-from runtime.fsdp.replicated import ReplicatedParameters
-from runtime.fsdp.sharded import ShardedParameters
-from runtime.fsdp.stale import STALE
+from runtime.fsdp.gradients import check_clip, clip_by_, sharded_norm
+from runtime.fsdp.layout import Found, check_same, describe, find_parameters
+from runtime.fsdp.lifecycle import STALE, OwnedGroups, calls_of
+from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters
 from runtime.fsdp.state import Parameters, gather_state, load_state, sync_buffers
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 
+# -- A backward that comes too late --
+
+
+def guard(output: Any, parameters: Parameters) -> None:
+    """Makes a backward fail that comes when the parameters of its forward are gone.
+
+    Args:
+        output: What forward gave: a tensor, or tensors in tuples, lists and mappings; others
+            are not guarded.
+        parameters: What it used.
+    """
+    generation = parameters.generation
+
+    def check(_: Tensor) -> None:
+        if parameters.generation != generation:
+            raise RuntimeError(
+                "backward() after the full parameters of its forward() were freed or replaced; "
+                "run every backward() before sync_gradients() and reshard()"
+            )
+
+    for tensor in _tensors(output):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(check)  # type: ignore[no-untyped-call]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _tensors(part)
+    elif isinstance(output, Mapping):
+        yield from _tensors(tuple(output.values()))
+
+
+# -- What an FSDP module is, but for training steps --
+
 
 class ShardedModule(nn.Module):
-    """Wrapping, the whole state, and the end; see :class:`~runtime.fsdp.module.FSDP`."""
+    """Wrapping, the whole state, and the end; see :class:`~runtime.fsdp.wrapper.FSDP`."""
 
     def __init__(
         self,
@@ -225,3 +260,265 @@ def _make_parameters(
         return ReplicatedParameters(found, world)
     keep_full = not strategy.frees_parameters
     return ShardedParameters(found, world, groups, keep_full=keep_full)
+
+
+class FSDP(ShardedModule):
+    """A module whose parameters, gradients and optimizer state are sharded over the ranks.
+
+    The algorithm is ZeRO's (Rajbhandari et al., 2020). Each rank builds its own in its own
+    thread, with a module of its own, and all ranks call the same methods in the same order::
+
+        fsdp = FSDP(Net(), collective)
+        optimizer = torch.optim.AdamW(fsdp.parameters())
+        for x, y in batches:                    # each rank its own
+            optimizer.zero_grad()
+            loss_fn(fsdp(x), y).backward()
+            fsdp.sync_gradients()               # the mean over the ranks
+            fsdp.clip_grad_norm_(1.0)           # not torch.nn.utils.clip_grad_norm_
+            optimizer.step()
+            fsdp.broadcast_updated_params()     # does something for SHARD_GRAD_OP alone
+
+    Wrapping, ``forward``, ``sync_gradients`` and whatever is called a collective call below
+    block until all ranks have made them, at most for the collective's time limit. Work runs on
+    the stream that is current in the calling thread.
+
+    **Errors.** A failure inside a collective call aborts the collective, so that nobody waits. A
+    misuse that is seen before anything is exchanged, and an exception that the module raises,
+    change nothing if all ranks meet them: all may go on. If only some do, the collective is
+    aborted at once, and the other ranks raise ``CollectiveAborted``, which names a rank that
+    failed. Wrong arguments abort nothing: call again with right ones. Of what is raised outside
+    this object's methods, in backward for instance, it knows nothing: a rank that leaves its loop
+    by an exception must close or abort its collective, which wakes the others.
+
+    **Parameters.** ``parameters()`` yields this rank's shards: one-dimensional, of each
+    parameter one, some of them empty where a parameter has fewer elements than there are ranks.
+    They are views of one flat tensor for each dtype. For ``NO_SHARD`` they are the module's
+    own. Build the optimizer from them, after wrapping. Tied parameters are one parameter and
+    stay tied; frozen ones are sharded too, and get no gradient; dtypes may be mixed. Rank 0's
+    parameters and buffers become everybody's. Buffers are not sharded; each rank updates its
+    own, :meth:`sync_buffers` and :meth:`full_state_dict` take rank 0's.
+
+    **Memory.** Under ``FULL_SHARD`` and ``HYBRID_SHARD`` the full parameters exist from
+    ``forward`` until :meth:`sync_gradients`, or until the end of ``forward`` where gradients are
+    disabled. Backward keeps them and does not gather again: the whole module is one unit, so that
+    all of them were needed at the start of backward anyway. The peak of a rank is thus its
+    shards, full parameters, full gradients and activations; :meth:`sync_gradients` frees the
+    full parameters before it reduces, and each full gradient once it is reduced. Wrap
+    evaluation in ``torch.no_grad()``, or call :meth:`reshard` after it.
+
+    **Gradients** are averaged over all ranks, with equal weights. They add up over several
+    backward passes, and over several calls of :meth:`sync_gradients` until ``zero_grad``.
+    Full gradients that were not synced are dropped by :meth:`zero_grad` of this object and by
+    :meth:`reshard`, not by the optimizer's ``zero_grad``.
+
+    Clip them by :meth:`clip_grad_norm_` of this object alone.
+    ``torch.nn.utils.clip_grad_norm_(fsdp.parameters(), ...)``, and other helpers that look at all
+    gradients at once, see this rank's shards: each rank would clip by the norm of its own part,
+    differently, and nothing tells.
+
+    Args:
+        module: On its device, with its final dtypes, the same on every rank. It belongs to the
+            wrapper from here on.
+        collective: This rank's end of a group; stays the caller's, who closes it in the end.
+        strategy: What is sharded.
+        intra_node_size: For ``HYBRID_SHARD``: ranks of a node, contiguous; divides the world
+            size.
+
+    Attributes:
+        module: The bare module. It holds the shards in place of its parameters but between
+            ``forward`` and :meth:`sync_gradients`.
+        collective: As passed.
+        strategy: As passed.
+
+    Raises:
+        TypeError: An argument of a wrong type.
+        ValueError: No parameters, or some that cannot be sharded; a strategy that does not fit
+            the world; an optimizer that was built from the bare module.
+        ReplicaMismatch: The ranks' modules or strategies differ.
+    """
+
+    # -- a step ---------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with full parameters. A collective call where they are gathered.
+
+        Joins a prefetch. With gradients enabled the full parameters stay until
+        :meth:`sync_gradients`, and further calls before that use them.
+
+        Raises:
+            RuntimeError: The shards were seen to change behind a prefetch's back.
+            BaseException: What the module raises; aborts the collective unless it raises on
+                every rank.
+        """
+        parameters = self._store
+        was_held = parameters.is_held
+        with self._agreeing(counts=parameters.is_prefetching or parameters.must_gather):
+            self._check_open()
+            parameters.check()
+        with self._aborting():
+            parameters.hold()
+        keeps = torch.is_grad_enabled() and parameters.is_trainable
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException as error:
+            if not was_held:
+                parameters.release()
+            self._calls.failed(self.collective, error)
+            raise
+        if keeps:
+            self._has_forward = True
+            guard(output, parameters)
+        elif not was_held:
+            parameters.release()
+        return output
+
+    def prefetch_forward_params(self) -> None:
+        """Starts to gather the parameters for the next ``forward``, in a thread of its own.
+
+        Returns at once. Call it after ``optimizer.step()``, work on something else, then call
+        ``forward``, which waits for the rest. The first call makes a group of its own for it, so
+        that call is collective. Other collective calls wait for it first.
+
+        Raises:
+            RuntimeError: A prefetch is pending; the full parameters are there; the strategy
+                never frees them.
+        """
+        with self._agreeing():
+            self._check_open()
+            self._check_prefetch()
+        with self._aborting():
+            self._store.start_prefetch(self._make_side, f"fsdp-prefetch-{self.collective.rank}")
+
+    def _check_prefetch(self) -> None:
+        if not self.strategy.frees_parameters:
+            raise RuntimeError(
+                f"{self.strategy.name} keeps full parameters on every rank, so there is nothing to "
+                "prefetch; leave the call out, or use FULL_SHARD or HYBRID_SHARD"
+            )
+        parameters = self._store
+        if parameters.is_prefetching:
+            raise RuntimeError(
+                "prefetch_forward_params() was called twice without a forward() in between"
+            )
+        if parameters.is_held:
+            raise RuntimeError(
+                "prefetch_forward_params() while forward() holds the full parameters; call "
+                "sync_gradients() and optimizer.step(), or reshard(), first"
+            )
+        parameters.check()
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether a prefetch was started that no ``forward`` has used."""
+        return self._store.is_prefetching
+
+    def sync_gradients(self) -> None:
+        """Averages the gradients over all ranks into ``.grad`` of the shards; a collective call.
+
+        Adds to gradients that are there. Parameters that no rank used get zeros, frozen ones
+        nothing. Frees full parameters and gradients.
+
+        Raises:
+            RuntimeError: There was no ``forward`` with gradients enabled since the last call.
+            ValueError: A gradient is sparse.
+        """
+        with self._agreeing():
+            self._check_open()
+            if not self._has_forward:
+                raise RuntimeError(
+                    "sync_gradients() before forward(): run forward() with gradients enabled, and "
+                    "backward(), before each call"
+                )
+            self._store.check_gradients()
+        with self._aborting():
+            self._store.reduce()
+        self._has_forward = False
+
+    def broadcast_updated_params(self) -> None:
+        """For ``SHARD_GRAD_OP``: forms the full parameters of updated shards; a collective call.
+
+        Call it after ``optimizer.step()``. Where it was left out, the next ``forward`` does it.
+        Does nothing for other strategies.
+        """
+        if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
+            self._check_open()
+            return
+        with self._agreeing():
+            self._check_open()
+            self._store.check_shards()
+        with self._aborting():
+            self._store.refresh()
+
+    @torch.no_grad()
+    def update_shards(self, flat: Tensor) -> None:
+        """Writes this rank's parameters, for optimizers that keep a flat copy; not collective.
+
+        Args:
+            flat: This rank's elements without padding, those of all ``parameters()`` in order,
+                of shape ``(numel,)``.
+
+        Raises:
+            ValueError: The shape is another.
+            RuntimeError: A prefetch is pending.
+        """
+        self._check_open()
+        if not isinstance(flat, Tensor):
+            raise TypeError(f"update_shards takes a tensor, not a {type(flat).__name__}")
+        shards = self._store.shards
+        sizes = [shard.numel() for shard in shards]
+        if flat.dim() != 1 or flat.numel() != sum(sizes):
+            raise ValueError(
+                f"update_shards got the shape {tuple(flat.shape)}; this rank has {sum(sizes)} "
+                "elements in one dimension"
+            )
+        self._refuse_pending("update_shards()")
+        parts = flat.split(sizes)  # type: ignore[no-untyped-call]
+        for shard, part in zip(shards, parts, strict=True):
+            shard.copy_(part.view(shard.size()))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clips synced gradients by the norm of the whole model's; a collective call.
+
+        To be used in place of ``torch.nn.utils.clip_grad_norm_``, which would clip each rank's
+        shards by their own norm.
+
+        Args:
+            max_norm: What the norm is brought down to.
+            norm_type: Order of the norm, infinity included.
+            error_if_nonfinite: Whether a norm that is NaN or infinite is an error.
+
+        Returns:
+            The norm before, a scalar, the same on every rank.
+
+        Raises:
+            TypeError, ValueError: A wrong argument.
+            RuntimeError: There are gradients that were not synced; the norm is not finite.
+        """
+        max_norm, norm_type = check_clip(max_norm, norm_type)
+        with self._agreeing(counts=self.strategy is not ShardingStrategy.NO_SHARD):
+            self._check_open()
+            if self._has_forward:
+                raise RuntimeError("clip_grad_norm_() before sync_gradients(): sync first")
+        shards = self._store.shards
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return torch.nn.utils.clip_grad_norm_(
+                shards, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        with self._aborting():
+            self._store.wait_prefetch()
+            total = sharded_norm(shards, self._groups.shard, norm_type)
+        clip_by_(shards, total, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return total
+
+    def reshard(self) -> None:
+        """Frees full parameters, and drops a prefetch and gradients that were not synced.
+
+        Not a collective call, but every rank must make it.
+        """
+        self._check_open()
+        self._store.drop_prefetch()
+        self._store.drop_gradients()
+        self._store.release()
+        self._has_forward = False

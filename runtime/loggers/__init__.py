@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.loggers.combined import CombinedLogger
+from runtime.loggers.base import CombinedLogger
 from runtime.loggers.csv_file import CsvLogger
 from runtime.loggers.tensorboard import TensorBoardLogger
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from coordinator.metrics import EpochMetrics
-from runtime.config import check_path
+from runtime.core.checks import check_path
 from runtime.loggers.base import EPOCH_FIELDS, Names, epoch_values, rank_values
-from runtime.timeline.text import table_cell
+from runtime.timeline.export import table_cell
 from runtime.timeline.timeline import write_text
 
 FIRST_COLUMNS = ("epoch", "time", *EPOCH_FIELDS)

@@ -10,10 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from coordinator.metrics import EpochMetrics
-from runtime.config import check_directory, check_path
-from runtime.core.checks import need
+from runtime.core.checks import check_directory, check_path, need
 from runtime.loggers.base import Names, epoch_values, rank_values
-from runtime.timeline.text import one_line
+from runtime.timeline.export import one_line
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.config import check_flag, check_float, check_int
+from runtime.core.checks import check_flag, check_float, check_int
 
 DEFAULT_ANCHOR = 10
 """Batches of the slowest device between two reductions, at the start."""

@@ -2,33 +2,628 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
-from runtime.collective import Collective
-from runtime.config import check_callable, check_devices, check_float
-from runtime.core.errors import NonFiniteError
-from runtime.data.batches import parts_of
+from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from runtime.collective import Collective, create_collectives
+from runtime.core.checks import check_callable, check_devices, check_float
+from runtime.core.errors import (
+    CollectiveAborted,
+    CollectiveTimeout,
+    NonFiniteError,
+    ReplicaFailed,
+    ReplicaMismatch,
+)
+from runtime.core.threads import IntraOpThreads
+from runtime.data.batches import move_batch, parts_of
 from runtime.device import cuda_api
 from runtime.device.base import DeviceContext
+from runtime.device.cuda import open_device
 from runtime.device.cuda_api import Event
-from runtime.loop.loop_calls import LoopCalls
-from runtime.loop.loop_mirror import LoopMirror
-from runtime.loop.loop_replica import LoopReplica, LossFn
-from runtime.loop.loop_threads import first_error, kind_of, start_threads
-from runtime.loop.shards import count_samples, shard_samples
-from runtime.replica.build import BuildOrder, ModelFactory, OptimFactory, build_replica
-from runtime.replica.gradients import average_gradients, has_non_finite
+from runtime.loop.rank_threads import Call, Outcome, RankThreads
+from runtime.replica.build import (
+    BuildOrder,
+    ModelFactory,
+    OptimFactory,
+    Replica,
+    Template,
+    adopt,
+    build_replica,
+)
+from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
+from runtime.replica.non_finite import first_bad
+from runtime.replica.step import GradientReducer
+
+# -- A mini-batch cut for replicas: every sample once, in order --
+
+
+def shard_samples(samples: Any, num_shards: int) -> list[Any]:
+    """Cut samples into contiguous shards whose sizes differ by one at most.
+
+    The later shards are the larger ones: 10 samples over 3 give 3, 3 and 4. With fewer
+    samples than shards some shards are empty; no samples at all give no shards. Shards of
+    tensors are views.
+
+    What a sample is depends on the container:
+
+    - a tensor, or a tuple, list or dict that holds tensors: *columns*, cut along their first
+      dimension. The parts of a tuple or list that holds a tensor, and all values of a dict,
+      are columns themselves, of any depth; a list of strings is one, for example. A tuple
+      of nothing but containers is one of columns, too.
+    - any other list, tuple or range: its elements are the samples. So a list of tensors is
+      a list of columns, as a ``DataLoader`` gives it; stack tensors that are samples, or
+      wrap each in a tuple.
+
+    Args:
+        samples: The mini-batch.
+        num_shards: How many shards, at least 1.
+
+    Returns:
+        ``num_shards`` shards of the kind of ``samples``, or ``[]``.
+
+    Raises:
+        TypeError: Something that has no samples.
+        ValueError: Columns of different lengths, a tensor without dimension, no columns.
+    """
+    if isinstance(num_shards, bool) or not isinstance(num_shards, int):
+        raise TypeError(f"num_shards={num_shards!r}: pass a whole number")
+    if num_shards < 1:
+        raise ValueError(f"num_shards={num_shards}: must be at least 1")
+    count = count_samples(samples)
+    if count == 0:
+        return []
+    size, rest = divmod(count, num_shards)
+    sizes = [size] * (num_shards - rest) + [size + 1] * rest
+    return [_cut(samples, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def count_samples(samples: Any) -> int:
+    """How many samples there are; raises as :func:`shard_samples`."""
+    lengths: dict[str, int] = {}
+    _measure(samples, "samples", lengths)
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise ValueError(f"columns must hold the same number of samples: {found}")
+    if not lengths:
+        raise ValueError(f"samples is an empty {type(samples).__name__}; pass at least one column")
+    return next(iter(lengths.values()))
+
+
+def holds_columns(samples: Any) -> bool:
+    """Whether a container is cut by its parts, not between them."""
+    if isinstance(samples, Mapping):
+        return True
+    if not isinstance(samples, (tuple, list)) or not samples:
+        return False
+    if any(isinstance(part, Tensor) for part in samples):
+        return True
+    return isinstance(samples, tuple) and all(
+        isinstance(part, (tuple, list, Mapping)) for part in samples
+    )
+
+
+def _parts(samples: Any) -> list[tuple[Any, Any]]:
+    return list(samples.items() if isinstance(samples, Mapping) else enumerate(samples))
+
+
+def _measure(samples: Any, name: str, lengths: dict[str, int]) -> None:
+    if isinstance(samples, Tensor):
+        if samples.ndim == 0:
+            raise ValueError(
+                f"{name} is a tensor without dimension: its first one counts the samples"
+            )
+        lengths[name] = len(samples)
+    elif holds_columns(samples):
+        for key, part in _parts(samples):
+            _measure(part, f"{name}[{key!r}]", lengths)
+    elif isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)):
+        lengths[name] = len(samples)
+    else:
+        raise TypeError(
+            f"{name} is a {type(samples).__name__}: pass tensors, tuples, lists or dicts of "
+            "them, or a list of samples"
+        )
+
+
+def _cut(samples: Any, start: int, stop: int) -> Any:
+    if not holds_columns(samples):
+        return samples[start:stop]
+    parts = {key: _cut(part, start, stop) for key, part in _parts(samples)}
+    if isinstance(samples, Mapping):
+        return parts
+    if hasattr(samples, "_fields"):
+        return type(samples)(*parts.values())
+    return type(samples)(parts.values())
+
+
+# -- The threads of replicas, with their devices, their cores and their collective --
+
+
+def start_threads(
+    devices: Sequence[torch.device], backend: AverageBackend
+) -> tuple[list[DeviceContext], Sequence[Collective], RankThreads]:
+    """Start a thread for each replica, inside its device's context.
+
+    The last thread to end closes the collective and gives the intra-op threads back.
+
+    Args:
+        devices: The replicas' devices.
+        backend: The resolved transport.
+
+    Returns:
+        Device objects, ends of the collective (none for one device), and the threads.
+    """
+    num_cpu = sum(device.type == "cpu" for device in devices)
+    contexts = [open_device(device, num_cpu) for device in devices]
+    kind = backend.value if backend in (AverageBackend.NCCL, AverageBackend.GLOO) else "thread"
+    ends = create_collectives(len(devices), kind, devices) if len(devices) > 1 else []
+    IntraOpThreads.acquire()
+
+    def on_end() -> None:
+        IntraOpThreads.release()
+        for end in ends:
+            end.close()
+
+    # Once the threads are made they end everything, even if one could not be started.
+    activate = [c.activate for c in contexts]
+    return contexts, ends, RankThreads("data-parallel", activate, on_end, lend=num_cpu)
+
+
+def first_error(outcomes: Sequence[Outcome]) -> tuple[int, BaseException | None]:
+    """The first failure that is not the echo of another rank's."""
+    failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
+    echoes = (CollectiveAborted, CollectiveTimeout)
+    first = [(rank, e) for rank, e in failed if not isinstance(e, echoes)]
+    return next(iter(first or failed), (0, None))
+
+
+def kind_of(device: torch.device) -> str:
+    """What replicas must share to compute the same bits."""
+    if device.type == "cpu":
+        return device.type
+    return str(torch.cuda.get_device_properties(device).name)
+
+
+# -- Work that all replicas of a loop do at once, and whether they are alike after it --
+
+SETTLE_S = 30.0
+"""How long Ctrl-C waits for the replicas to come to the end of what they are doing."""
+
+
+class LoopCalls:
+    """Calls of one thread to the threads of replicas.
+
+    Ctrl-C may come between any two lines of the caller: every piece of work is done by all
+    replicas or by none, and what went wrong is known at the next call at the latest.
+
+    Args:
+        threads: Of the replicas.
+        devices: Of the replicas.
+
+    Attributes:
+        fault: Why the replicas may differ for good.
+        num_batches: Batches trained, for errors.
+    """
+
+    def __init__(self, threads: RankThreads, devices: Sequence[torch.device]) -> None:
+        self._threads = threads
+        self._devices = devices
+        self._changing: Call | None = None
+        self.fault: str | None = None
+        self.num_batches = 0
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` where nothing can be done with the replicas any more."""
+        self._judge()
+        if self._threads.closed:
+            raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
+        if self.fault is not None:
+            raise RuntimeError(
+                f"the replicas may differ, for {self.fault}; build a new DataParallelCoordinator "
+                "from a saved state"
+            )
+
+    def run(self, work: Callable[[int], Any], *, changes: bool = False) -> list[Outcome]:
+        """Let every replica's thread work, and wait for all of them.
+
+        Args:
+            work: A replica's part.
+            changes: Whether the replicas differ if it fails on one of them.
+        """
+        call = self._threads.new_call(work)
+        self._changing = call if changes else None
+        before = self.fault
+        try:
+            self._threads.deliver(call)
+            call.wait()
+        except BaseException:  # Ctrl-C: leave no thread at work on the replicas
+            self.fault = "it was interrupted, and a replica did not come to an end"
+            if call.is_begun:
+                self._threads.deliver(call)  # to those that it has not reached
+                if not call.wait(SETTLE_S):
+                    raise
+            self.fault = before
+            raise
+        return call.outcomes
+
+    def settle(self, work: Callable[[int], Any]) -> None:
+        """As :meth:`run`, for work that leaves the replicas different if it fails.
+
+        Raises:
+            ReplicaFailed: It did.
+        """
+        outcomes = self.run(work, changes=True)
+        self._judge()
+        self.values(outcomes)
+
+    def values(self, outcomes: Sequence[Outcome]) -> list[Any]:
+        """What the replicas returned; raises ``ReplicaFailed`` for the first that failed."""
+        rank, error = first_error(outcomes)
+        if error is not None:
+            what = f"batch {self.num_batches}"
+            raise ReplicaFailed(rank, str(self._devices[rank]), what, error) from error
+        return [outcome.value for outcome in outcomes]
+
+    def _judge(self) -> None:
+        """Take note if the last change failed; Ctrl-C may have come before that was seen."""
+        if self._changing is not None:
+            rank, error = first_error(self._changing.outcomes)
+            if error is not None:
+                self.fault = f"rank {rank} failed while the replicas were changed"
+            self._changing = None
+
+
+# -- One replica of a :class:`~runtime.loop.data_parallel.DataParallelCoordinator`, in its thread
+# --
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+class Part(NamedTuple):
+    """What a replica made of its samples.
+
+    Attributes:
+        loss: Their mean loss.
+        correct: How many of them were right, as ``loss_fn`` counted.
+    """
+
+    loss: float = 0.0
+    correct: int = 0
+
+
+class Reduced(NamedTuple):
+    """A replica's view of the averaged gradients.
+
+    Attributes:
+        norm: Their L2 norm; not finite exactly if one of them is not.
+        bad: The first parameter whose gradient was not finite on this replica before.
+    """
+
+    norm: float
+    bad: str | None = None
+
+
+class LoopReplica:
+    """A model, its optimizer and its part in each batch. Every method runs in its thread.
+
+    Args:
+        replica: The built replica.
+        device: Where it lives; the thread is inside its ``activate()``.
+        collective: Where gradients are averaged; ``None``: there is one replica.
+
+    Attributes:
+        modules: The model and everything in it, in one order on every replica.
+        tensors: All its parameters, frozen ones too, in one order on every replica.
+    """
+
+    def __init__(
+        self, replica: Replica, device: DeviceContext, collective: Collective | None
+    ) -> None:
+        self.model = replica.model
+        self.optimizer = replica.optimizer
+        # PyTorch takes the tensors of a state as they are, and each replica needs its own.
+        self.optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
+        self.modules = list(replica.model.modules())
+        self.tensors = list(replica.model.parameters())
+        self._state = replica.state
+        self._params = replica.state.params.params
+        self._names = replica.state.params.names
+        self._device = device
+        self._reducer: GradientReducer | None = None
+        if collective is not None:
+            self._reducer = GradientReducer(replica.state.params, collective, comm=device.comm)
+        device.pin_accumulators(self._params)
+        self._kept: list[Tensor] = []
+        self._checked = False
+
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers as they are now; a module may replace them."""
+        return self._state.buffers.tensors()
+
+    def forward_backward(
+        self, loss_fn: LossFn, samples: Any, num_samples: int, behind: Sequence[Event]
+    ) -> Part:
+        """Compute the gradients of a shard. The parameters stay as they are.
+
+        Args:
+            loss_fn: The user's.
+            samples: The shard; tensors in columns are moved to the device.
+            num_samples: Its size; 0: nothing is computed.
+            behind: Marks in the caller's streams, which the device's work must wait for.
+        """
+        for event in behind:
+            cuda_api.API.wait_event(event)
+        self._state.params.check()
+        self._kept = [buffer.clone() for buffer in self.buffers()]
+        self._forget_gradients()
+        if num_samples == 0:
+            return Part()
+        if isinstance(samples, Tensor) or holds_columns(samples):
+            samples = move_batch(samples, self._device.device)
+        loss, correct = _check_result(loss_fn(self.model, samples))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._checked:
+            self._check_gradients()
+        return Part(float(loss.detach()), _count(correct))
+
+    def reduce(self, num_samples: int) -> Reduced:
+        """Average the gradients with those of the other replicas, weighted by samples."""
+        own = [p.grad for p in self._params]
+        if self._reducer is not None:
+            try:
+                self._reducer.pack(num_samples)
+                self._reducer.exchange(num_samples)
+                self._reducer.unpack()
+            except BaseException:
+                self._reducer.collective.abort()  # the peers wait for this rank
+                raise
+        grads = self._gradients()
+        norm = gradient_norm(grads)
+        if math.isfinite(norm):
+            return Reduced(norm)
+        return Reduced(norm, first_bad(self._names, own))
+
+    def step(self, factor: float, source: LoopReplica) -> None:
+        """Scale the gradients, let the optimizer step, take over another replica's buffers.
+
+        Waits for the device: what the replica holds may be read anywhere afterwards.
+
+        Args:
+            factor: What to multiply the gradients with.
+            source: Whose buffers every replica has afterwards.
+        """
+        if factor != 1.0:
+            torch._foreach_mul_(self._gradients(), factor)
+        self.optimizer.step()
+        with torch.no_grad():
+            for target, value in zip(self.buffers(), source.buffers(), strict=True):
+                if target is not value:
+                    target.copy_(value)
+        self._kept = []
+        self._device.finish()
+
+    def undo(self) -> None:
+        """Take the batch back: the buffers are as they were, and there are no gradients."""
+        with torch.no_grad():
+            for buffer, kept in zip(self.buffers(), self._kept, strict=False):
+                buffer.copy_(kept)
+        self._kept = []
+        self._forget_gradients()
+        self._device.finish()
+
+    def copy_optimizer(self, source: LoopReplica) -> None:
+        """Take over the state and settings of another replica's optimizer, which rests."""
+        self.optimizer.load_state_dict(source.optimizer.state_dict())
+        self._device.finish()
+
+    def copy_params(self, source: LoopReplica) -> None:
+        """Take over another replica's trainable parameters, which nobody changes meanwhile."""
+        with torch.no_grad():
+            flats = zip(self._state.params.flats, source._state.params.flats, strict=True)
+            for target, value in flats:
+                target.copy_(value)
+        self._device.finish()
+
+    def copy_all(self, source: LoopReplica, rank: int, behind: Sequence[Event]) -> None:
+        """Take over every tensor of another replica's model, frozen ones and buffers too."""
+        for event in behind:
+            cuda_api.API.wait_event(event)
+        adopt(self.model, Template.of(source.model), rank)
+        self._device.finish()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._params if p.grad is not None]
+
+    def _forget_gradients(self) -> None:
+        for p in self._params:
+            p.grad = None
+
+    def _check_gradients(self) -> None:
+        if not self._gradients():
+            raise ValueError(
+                "loss_fn's loss reaches no trainable parameter: every gradient is None after "
+                "backward; compute the loss with the model that loss_fn is given"
+            )
+        for name, p in zip(self._names, self._params, strict=True):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"parameter {name!r} has a sparse gradient, which replicas cannot average: "
+                    "build the embedding with sparse=False"
+                )
+        self._checked = True
+
+
+def _check_result(result: object) -> tuple[Tensor, object]:
+    """The mean loss and the number correct that ``loss_fn`` gave."""
+    loss, correct = result if isinstance(result, tuple) and len(result) == 2 else (result, 0)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss_fn returned {type(result).__name__}: return the mean loss of the samples as a "
+            "tensor, or (mean loss, number correct)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned a loss of shape {tuple(loss.shape)}: return a scalar, the mean loss "
+            "of the samples, for instance loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss without a gradient: compute it from the model's output "
+            "outside torch.no_grad(), and do not detach it"
+        )
+    return loss, correct
+
+
+def _count(correct: object) -> int:
+    """The number correct, as a whole number."""
+    value = correct.item() if isinstance(correct, Tensor) and correct.numel() == 1 else correct
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"loss_fn returned (loss, {type(correct).__name__}): the second is the number of "
+            "samples that were right, for instance (logits.argmax(1) == y).sum()"
+        )
+    number = float(value)
+    if not number.is_integer() or number < 0:
+        raise ValueError(
+            f"loss_fn returned (loss, {value}): the second is the number of samples that were "
+            "right, not their share; for instance (logits.argmax(1) == y).sum()"
+        )
+    return int(number)
+
+
+# -- What the caller does to the first replica's model holds for all replicas --
+
+Seen = list[tuple[Tensor, int]]
+
+
+class LoopMirror:
+    """Compares the first replica with what it was and with the others.
+
+    In the caller's thread, while the replicas rest. Modes and frozen parameters are compared
+    with the other replicas' own, for ``loss_fn`` may change those too. Values are compared by
+    PyTorch's count of writes in place.
+
+    Args:
+        replicas: Alike, in order of rank.
+    """
+
+    def __init__(self, replicas: Sequence[LoopReplica]) -> None:
+        self._replicas = replicas
+        self._first, *self._others = replicas
+        self._homes = [
+            (module._parameters, key, p, f"{prefix}.{key}" if prefix else key, p.requires_grad)
+            for prefix, module in self._first.model.named_modules()
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
+        self._seen = self._look()
+
+    def follow_flags(self) -> None:
+        """Pass modes and frozen parameters on.
+
+        Raises:
+            RuntimeError: A parameter was replaced, or unfrozen that is not trained.
+        """
+        for parameters, key, p, name, is_trained in self._homes:
+            if parameters.get(key) is not p:
+                raise RuntimeError(
+                    f"parameter {name!r} of the primary was replaced, and the optimizers hold the "
+                    "old one: write to it in place (p.copy_(...), load_state_dict without "
+                    "assign=True)"
+                )
+            if p.requires_grad and not is_trained:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when the replicas were built, so no optimizer "
+                    "holds it: leave it trainable in model_factory, and freeze it on the primary "
+                    "until it shall be trained"
+                )
+        self._take_out_of_inference()
+        for other in self._others:
+            for module, its in zip(self._first.modules, other.modules, strict=True):
+                if its.training is not module.training:
+                    its.training = module.training
+            for p, its_p in zip(self._first.tensors, other.tensors, strict=True):
+                if its_p.requires_grad is not p.requires_grad:
+                    its_p.requires_grad_(p.requires_grad)
+
+    def _take_out_of_inference(self) -> None:
+        """Replace the buffers that the primary's forward made in inference mode.
+
+        Nobody else may write to those.
+        """
+        for module in self._first.modules:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_inference():
+                    with torch.inference_mode(False):
+                        module._buffers[key] = buffer.clone()
+
+    def follow_settings(self) -> None:
+        """Give every optimizer the settings of the first one's groups.
+
+        Raises:
+            RuntimeError: It has other groups than it was built with.
+        """
+        groups = self._first.optimizer.param_groups
+        for other in self._others:
+            own = other.optimizer.param_groups
+            if [len(g["params"]) for g in own] != [len(g["params"]) for g in groups]:
+                raise RuntimeError(
+                    "the first optimizer has other parameter groups than the others: build all "
+                    "groups in optim_factory"
+                )
+            for group, its in zip(groups, own, strict=True):
+                for key, value in group.items():
+                    if key == "params":
+                        continue
+                    if isinstance(value, Tensor) and isinstance(its.get(key), Tensor):
+                        its[key].copy_(value)
+                    elif its.get(key) is not value:
+                        its[key] = value
+
+    def is_changed(self) -> bool:
+        """Whether tensors of the first replica were written to since :meth:`are_alike`."""
+        now = self._look()
+        return len(now) != len(self._seen) or any(
+            tensor is not old or version != old_version
+            for (tensor, version), (old, old_version) in zip(now, self._seen, strict=True)
+        )
+
+    def check(self) -> None:
+        """Make sure that the others can take over what the first has.
+
+        Raises:
+            ReplicaMismatch: They cannot; names the first difference.
+        """
+        first = Template.of(self._first.model)
+        for rank, other in enumerate(self._others, 1):
+            difference = first.first_difference(Template.of(other.model))
+            if difference is not None:
+                raise ReplicaMismatch(
+                    f"replica {rank} cannot follow the primary: {difference}; change tensors in "
+                    "place and keep their shapes, or build a new DataParallelCoordinator"
+                )
+
+    def are_alike(self) -> None:
+        """All replicas hold what the first one holds now."""
+        self._seen = self._look()
+
+    def _look(self) -> Seen:
+        tensors = (*self._first.tensors, *self._first.buffers())
+        return [(t, -1 if t.is_inference() else t._version) for t in tensors]
+
 
 _REMEDY = (
     "No replica was changed. Lower the learning rate, set max_grad_norm, or guard the loss "

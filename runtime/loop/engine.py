@@ -2,15 +2,143 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from runtime.loop.learning_rate import LearningRate
-from runtime.loop.replica import LossFn
+from runtime.collective import Collective
+from runtime.core.errors import ReplicaFailed
+from runtime.core.nested import flatten
+from runtime.loop.alike import Likeness
+from runtime.loop.balance import Balancer, Cadence, deal, sync_seconds
+from runtime.loop.gather import Call
+from runtime.loop.replica import (
+    LearningRate,
+    LoopReplica,
+    LossFn,
+    Options,
+    Shard,
+    checked_loss,
+    mean_of_accumulated,
+)
+from runtime.loop.runner import END_S, Journal, Runner, Task
+from runtime.loop.scatter import Ambient, Scatter, move, outside_autocast, placed
+from runtime.replica.build import OptimFactory, build_optimizer
+
+# -- One call of a model at a time, and none from inside another --
+
+
+class Turn:
+    """Lets threads have their turns.
+
+    Args:
+        check_thread: Raises in a thread that others wait for.
+
+    Attributes:
+        lock: Held by whoever has its turn.
+    """
+
+    def __init__(self, check_thread: Callable[[], None]) -> None:
+        self._check_thread = check_thread
+        self.lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Wait for this thread's turn, and have it.
+
+        Raises:
+            RuntimeError: Called from inside another call, which waits for this one.
+        """
+        self._check_thread()
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                "the model was called from inside one of its own calls, for instance by the "
+                "timeline: do that once the call has returned"
+            )
+        with self.lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+
+# -- What has come in since the last optimizer step of a loop of the user's own --
+
+
+class Window(Enum):
+    """Where the gradients since the last step came from."""
+
+    EMPTY = auto()
+    BACKWARD = auto()
+    """From ``loss.backward()``: those of the whole batch, on rank 0."""
+    ACCUMULATED = auto()
+    """From ``accumulate``: each rank's own."""
+
+
+# -- Small gradients on their way between CPU replicas, in the thread that calls --
+
+SMALL = 1 << 20
+"""Elements of all ranks together up to which one thread brings gradients across faster than
+the ranks can meet."""
+
+
+class Direct:
+    """Brings gradients to rank 0 and from there to all, while the replicas' threads rest.
+
+    Args:
+        replicas: On the CPU, in order of rank.
+        max_grad_norm: Rank 0's gradients are clipped to it before all get them.
+    """
+
+    def __init__(self, replicas: Sequence[LoopReplica], max_grad_norm: float | None) -> None:
+        self._first, *self._others = replicas
+        self._max_grad_norm = max_grad_norm
+
+    @staticmethod
+    def serves(replicas: Sequence[LoopReplica]) -> bool:
+        """Whether all replicas are on the CPU, and small."""
+        return (
+            all(replica.device.type == "cpu" for replica in replicas)
+            and sum(replica.num_elements for replica in replicas) <= SMALL
+        )
+
+    def collect(self) -> None:
+        """Add all ranks' gradients up on rank 0; the others have none afterwards."""
+        for replica in self._others:
+            with _naming(replica, "backward"):
+                replica.hand_to(self._first)
+
+    def spread(self) -> None:
+        """Give rank 0's gradients, clipped, to all."""
+        with _naming(self._first, "step"):
+            self._first.state.params.check()
+            if self._max_grad_norm is not None:
+                self._first.clip(self._max_grad_norm)
+        for replica in self._others:
+            with _naming(replica, "step"):
+                replica.take_from(self._first)
+
+
+@contextmanager
+def _naming(replica: LoopReplica, what: str) -> Iterator[None]:
+    """Errors come out as those of tasks in the replicas' threads do."""
+    try:
+        yield
+    except Exception as error:
+        raise ReplicaFailed(replica.rank, str(replica.device), what, error) from error
+
 
 MIXED = (
     "loss.backward() and accumulate(...) cannot share a step: their gradients are averaged "
@@ -86,3 +214,489 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """End what was started. Idempotent."""
+
+
+# -- Several replicas behind one module: one batch shared out, or several for each --
+
+
+class Team(Engine):
+    """Runs replicas in their threads and keeps them alike.
+
+    Calls are serialised; backward comes through autograd, in whatever thread that uses.
+
+    Args:
+        replicas: In order of rank; rank 0's model is the user's.
+        runner: Runs what they do.
+        balancer: Shares batches out.
+        cadence: Says how many batches each rank runs between two reductions.
+        journal: Takes down what happens.
+        max_grad_norm: Clips gradients; ``None``: they stay as they are.
+        drifting: Whether devices compute different bits from the same gradients.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[LoopReplica],
+        runner: Runner,
+        balancer: Balancer,
+        cadence: Cadence,
+        journal: Journal,
+        max_grad_norm: float | None,
+        *,
+        drifting: bool = False,
+    ) -> None:
+        self._replicas = replicas
+        self._first = replicas[0]
+        self._runner = runner
+        self._balancer = balancer
+        self._cadence = cadence
+        self._journal = journal
+        self._max_grad_norm = max_grad_norm
+        self._likeness = Likeness(replicas, runner, drifting=drifting)
+        self._turn = Turn(runner.check_thread)
+        self._window = Window.EMPTY
+        self._counts = [0] * len(replicas)
+        self._idle: list[Task | None] = [None] * (len(replicas) - 1)
+        self.devices = tuple(replica.device for replica in replicas)
+        self.models = tuple(replica.model for replica in replicas)
+        self.optimizers = tuple(replica.optimizer for replica in replicas)
+        self.rate = LearningRate(self._first.optimizer)
+        self._on_cpu = all(device.type == "cpu" for device in self.devices)
+        self._direct = Direct(replicas, max_grad_norm) if Direct.serves(replicas) else None
+
+    @property
+    def chunk_ratios(self) -> tuple[float, ...]:
+        """By measured throughput."""
+        return self._balancer.chunk_ratios
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """By ElChe, where it is on."""
+        return self._cadence.batch_counts
+
+    # -- forward and backward ------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Share a batch out, run the replicas, and put their outputs together."""
+        self._runner.check_caller()
+        scatter = Scatter(args, kwargs)
+        ambient = Ambient.capture()
+        with self._turn():
+            self._prepare()
+            sizes = self._balancer.sizes(scatter.num_samples)
+            tasks: list[Task | None] = []
+            start = 0
+            for replica, size in zip(self._replicas, sizes, strict=True):
+                # A batch without samples goes to rank 0 as it is.
+                if size or not (start or tasks):
+                    stop = start + size
+                    tasks.append(partial(_forward, replica, ambient, scatter, start, stop))
+                else:
+                    tasks.append(None)
+                start += size
+            with self._likeness.computing(prepared=True):
+                outcomes = self._runner.run(tasks, "forward", scatter.tensors)
+        shards = [outcome.value for outcome in outcomes if outcome.value is not None]
+        return Call(scatter, shards, self.devices[0], self.backward).output()
+
+    def backward(
+        self,
+        shards: Sequence[Shard],
+        grads: Sequence[Sequence[Tensor | None]],
+        *,
+        params: bool,
+        keep: bool,
+    ) -> list[list[Tensor | None]]:
+        """Run the shards' backward and, where parameters get gradients, add these up."""
+        with self._turn():
+            self._settle()
+            if params:
+                self._notice_gradients()
+                self._open(Window.BACKWARD)
+            given = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
+            meet = params and not self._direct
+            ends = self._runner.ends() if meet else [None] * len(self._replicas)
+            tasks = [
+                partial(self._backward, replica, given.get(rank), end, params, keep)
+                for rank, (replica, end) in enumerate(zip(self._replicas, ends, strict=True))
+            ]
+            tensors = [g for row in grads for g in row if g is not None]
+            with self._dropping_gradients(), self._likeness.computing(prepared=False):
+                outcomes = self._runner.run(tasks, "backward", tensors)
+                if params and self._direct:
+                    self._direct.collect()
+            if params:
+                self._journal.reductions(self._replicas)
+            return [outcomes[shard.rank].value for shard in shards]
+
+    def _backward(
+        self,
+        replica: LoopReplica,
+        given: tuple[Shard, Sequence[Tensor | None]] | None,
+        end: Collective | None,
+        params: bool,
+        keep: bool,
+    ) -> list[Tensor | None]:
+        """In a replica's thread; one without a shard takes part with nothing."""
+        with self._runner.waking_peers():
+            found: list[Tensor | None] = []
+            if given is not None:
+                found = replica.backward(*given, params=params, keep=keep)
+            if end is not None:
+                replica.collect(end)
+            return found
+
+    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
+        """Deal batches out; each replica trains its own, one after the other."""
+        self._runner.check_caller()
+        ambient = Ambient.capture()
+        tensors: list[Tensor] = []
+        flatten(list(batches), tensors, strict=False)
+        with self._turn():
+            self._prepare()
+            if batches:
+                self._notice_gradients()
+                self._open(Window.ACCUMULATED)
+            sizes = deal(len(batches), self.batch_counts)
+            tasks: list[Task | None] = []
+            start = 0
+            for replica, size in zip(self._replicas, sizes, strict=True):
+                own = batches[start : start + size]
+                tasks.append(partial(_accumulate, replica, ambient, loss_fn, own) if own else None)
+                start += size
+            with self._dropping_gradients(), self._likeness.computing(prepared=True):
+                outcomes = self._runner.run(tasks, "accumulate", tensors)
+            self._counts = [a + b for a, b in zip(self._counts, sizes, strict=True)]
+        losses = [o.value.to(self.devices[0]) for o in outcomes if o.value is not None]
+        return torch.cat(losses) if losses else torch.empty(0, device=self.devices[0])
+
+    # -- steps ---------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
+        with self._turn():
+            self._prepare()
+            self.rate.check()
+            self._notice_gradients()
+            options = self._likeness.groups.options()
+            tasks = [
+                partial(self._step, rank, end, options if rank else None)
+                for rank, end in enumerate(self._runner.ends())
+            ]
+            try:
+                if self._direct and self._window is Window.BACKWARD:
+                    self._direct.spread()
+                self._runner.run(tasks, "step")
+                self._likeness.stepped()
+            except BaseException:
+                self._likeness.broken = True
+                if not self._runner.interrupted:
+                    self._forget()
+                raise
+            self._measure()
+            self._window, self._counts = Window.EMPTY, [0] * len(self._replicas)
+            self.rate.advance()
+            self._journal.step += 1
+
+    def _step(self, rank: int, end: Collective, options: Options | None) -> None:
+        """In a replica's thread."""
+        replica = self._replicas[rank]
+        with self._runner.waking_peers():
+            if self._window is Window.ACCUMULATED:
+                replica.average(end, self._counts[rank], self._max_grad_norm)
+            elif self._window is Window.BACKWARD and not self._direct:
+                if rank == 0 and self._max_grad_norm is not None:
+                    replica.clip(self._max_grad_norm)
+                replica.spread(end)
+            if self._likeness.buffers_differ:
+                if not self._on_cpu:
+                    replica.broadcast_buffers(end)
+                elif rank:  # nobody writes to rank 0's until all have stepped
+                    replica.copy_buffers(self._first)
+            replica.step(options)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of the whole batch, on rank 0."""
+        with self._turn():
+            self._settle()
+            if self._window is Window.ACCUMULATED:
+                raise RuntimeError(CLIP_LATE)
+            outcomes = self._runner.run([partial(self._first.clip, max_norm), *self._idle], "clip")
+            norm: Tensor = outcomes[0].value
+            return norm
+
+    def zero_grad(self) -> None:
+        """Forget all gradients since the last step."""
+        with self._turn():
+            self._settle()
+            self._forget()
+
+    def _measure(self) -> None:
+        """Take in how fast each rank was; share out anew where it is time."""
+        for replica in self._replicas:
+            seconds, num_samples = replica.sample_timer.take(wait=False)
+            self._balancer.observe(replica.rank, num_samples, seconds)
+        if self._window is Window.ACCUMULATED:
+            self._journal.reductions(self._replicas)
+            shares = self._cadence.report(
+                [r.batch_timer.take(wait=False) for r in self._replicas],
+                sync_seconds([r.sync_timer.take(wait=False) for r in self._replicas]),
+            )
+            changed = shares is not None
+            if shares is not None:
+                self._balancer.adopt(shares)
+        else:
+            changed = self._balancer.step()
+        if changed:
+            self._journal.rebalanced(len(self._replicas))
+
+    # -- keeping the replicas alike --------------------------------------------------------
+
+    def sync_params(self) -> None:
+        """Give rank 0's parameters and buffers to all."""
+        with self._turn():
+            self._settle()
+            self._likeness.sync()
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Load an optimizer's state on every rank."""
+        with self._turn():
+            self._settle()
+            self._likeness.load_optimizer(state)
+
+    def set_attribute(self, name: str, value: object) -> None:
+        """Set an attribute of every replica."""
+        with self._turn():
+            self._settle()
+            self._likeness.set_attribute(name, value)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
+        """Add a buffer to every replica."""
+        with self._turn():
+            self._settle()
+            self._likeness.register_buffer(name, tensor, persistent)
+
+    def close(self) -> None:
+        """End the replicas' threads, after what they are doing if that ends in time."""
+        free = self._turn.lock.acquire(timeout=END_S)
+        try:
+            self._runner.close()
+        finally:
+            if free:
+                self._turn.lock.release()
+
+    def _prepare(self) -> None:
+        """Before the replicas compute: what the caller did to rank 0 holds for all."""
+        self._settle()
+        self._likeness.prepare()
+
+    def _settle(self) -> None:
+        if self._runner.interrupted:
+            self._runner.settle()
+            self._forget()
+            self._likeness.broken = True
+
+    def _notice_gradients(self) -> None:
+        """What the caller did to rank 0's gradients by itself: trained its module, or zeroed."""
+        if any(p.grad is not None for p in self._first.tensors):
+            if self._window is Window.EMPTY:
+                self._window = Window.BACKWARD
+        elif self._window is Window.BACKWARD or self._counts[0]:
+            self._forget()  # by optimizer.zero_grad()
+
+    def _open(self, window: Window) -> None:
+        if self._window not in (Window.EMPTY, window):
+            raise RuntimeError(MIXED)
+        self._window = window
+
+    def _forget(self) -> None:
+        for replica in self._replicas:
+            replica.zero_grad()
+        self._window, self._counts = Window.EMPTY, [0] * len(self._replicas)
+
+    @contextmanager
+    def _dropping_gradients(self) -> Iterator[None]:
+        """Around what adds to gradients: half of them are no use."""
+        try:
+            yield
+        except BaseException:
+            if not self._runner.interrupted:
+                self._forget()
+            raise
+
+
+def _forward(
+    replica: LoopReplica, ambient: Ambient, scatter: Scatter, start: int, stop: int
+) -> Shard:
+    with ambient.applied():
+        return replica.forward(scatter.piece(start, stop, replica.device), start, stop)
+
+
+def _accumulate(
+    replica: LoopReplica, ambient: Ambient, loss_fn: LossFn, batches: Sequence[Any]
+) -> Tensor:
+    with ambient.applied():
+        return replica.accumulate(loss_fn, batches)
+
+
+# -- One device: the model itself, with nothing in between --
+
+
+class Solo(Engine):
+    """One model on one device, in the caller's thread and on its streams.
+
+    Args:
+        model: On the device.
+        device: Where it is.
+        optim_factory: Makes the optimizer.
+        max_grad_norm: Clips gradients; ``None``: they stay as they are.
+        journal: Takes down what happens.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        optim_factory: OptimFactory,
+        *,
+        max_grad_norm: float | None,
+        journal: Journal,
+    ) -> None:
+        model.train()
+        model.zero_grad(set_to_none=True)
+        self._model = model
+        self._device = device
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = build_optimizer(optim_factory, model, self._params, None)
+        self._max_grad_norm = max_grad_norm
+        self._journal = journal
+        self._num_accumulated = 0
+        self._guards: list[RemovableHandle] = []
+        self._nodes: dict[int, Any] = {}  # of the parameters, by place; the guards are in them
+        self.devices = (device,)
+        self.models = (model,)
+        self.optimizers = (self._optimizer,)
+        self.rate = LearningRate(self._optimizer)
+
+    @property
+    def direct(self) -> Callable[..., Any]:
+        """What runs a batch with the least in between."""
+        plain = self._device.type == "cpu" and not self._journal.on
+        return self._model if plain else self.forward
+
+    @property
+    def chunk_ratios(self) -> tuple[float, ...]:
+        """All of it."""
+        return (1.0,)
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """One: there is nobody to reduce with."""
+        return (1,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with the inputs on its device as with many devices."""
+        start_s = time.perf_counter()
+        if self._device.type != "cpu":
+            args, kwargs = move((args, kwargs), self._device)
+        output = self._model(*args, **kwargs)
+        self._journal.record("forward", 0, start_s, time.perf_counter())
+        return output
+
+    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
+        """Forward, loss and backward of each batch in turn."""
+        self._notice_zeroed()
+        if not self._num_accumulated and any(p.grad is not None for p in self._params):
+            raise RuntimeError(MIXED)
+        start_s = time.perf_counter()
+        losses = []
+        self._unguard()
+        try:
+            for batch in batches:
+                loss = checked_loss(loss_fn(self._model, move(batch, self._device)))
+                with outside_autocast():
+                    loss.backward()  # type: ignore[no-untyped-call]
+                self._num_accumulated += 1
+                losses.append(loss.detach().reshape(()))
+        except BaseException:
+            self.zero_grad()  # half of the gradients are no use
+            raise
+        if self._num_accumulated:
+            self._guard()
+        self._journal.record("accumulate", 0, start_s, time.perf_counter())
+        return torch.stack(losses) if losses else torch.empty(0, device=self._device)
+
+    def step(self) -> None:
+        """Clip, step and forget the gradients."""
+        start_s = time.perf_counter()
+        self.rate.check()
+        self._notice_zeroed()
+        if self._num_accumulated:
+            mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
+            self._num_accumulated = 0
+        elif self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
+        self._unguard()
+        self._optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+        self.rate.advance()
+        self._journal.record("step", 0, start_s, time.perf_counter())
+        self._journal.step += 1
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients."""
+        if self._num_accumulated:
+            raise RuntimeError(CLIP_LATE)
+        return nn.utils.clip_grad_norm_(self._params, max_norm)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._num_accumulated = 0
+        self._unguard()
+        self._model.zero_grad(set_to_none=True)
+
+    def sync_params(self) -> None:
+        """Nobody else has weights."""
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Load the optimizer's state."""
+        self._optimizer.load_state_dict(state)
+
+    def set_attribute(self, name: str, value: object) -> None:
+        """Set an attribute of the model."""
+        setattr(self._model, name, placed(value, self._device, copy=False))
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
+        """Add a buffer to the model."""
+        own = placed(tensor, self._device, copy=False)
+        self._model.register_buffer(name, own, persistent)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _notice_zeroed(self) -> None:
+        """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""
+        if self._num_accumulated and all(p.grad is None for p in self._params):
+            self._num_accumulated = 0
+
+    def _guard(self) -> None:
+        """Until the step, refuse gradients from elsewhere before any of them is added."""
+        for place, p in enumerate(self._params):
+            if p.requires_grad and place not in self._nodes:
+                self._nodes[place] = torch.autograd.graph.get_gradient_edge(p).node
+        refuse = partial(_refuse, weakref.ref(self))  # the nodes may live longer
+        self._guards = [node.register_prehook(refuse) for node in self._nodes.values()]
+
+    def _unguard(self) -> None:
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        if self._device.type != "cpu":
+            self._nodes.clear()  # one belongs to the stream under which it was made
+
+
+def _refuse(solo: weakref.ref[Solo], grads: Any) -> None:
+    if (self := solo()) is not None:
+        self._notice_zeroed()
+        if self._num_accumulated:
+            raise RuntimeError(MIXED)

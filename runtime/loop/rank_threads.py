@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
-from runtime.core.living import Living
-from runtime.core.threads import IntraOpThreads
-from runtime.core.vector_math import resolve_vector_math
+from runtime.core.threads import IntraOpThreads, Living, resolve_vector_math
 
 logger = logging.getLogger(__name__)
 

@@ -2,18 +2,340 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
-from runtime.loop.crossing import Crossing
-from runtime.loop.journal import Journal
-from runtime.loop.replicas import Outcome, ReplicaThreads, Task, raise_first
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
+from runtime.core.threads import IntraOpThreads
+from runtime.device import cuda_api
+from runtime.device.cuda import open_device
+from runtime.device.cuda_api import CudaApi, Event
+from runtime.loop.config import Timeline
+from runtime.loop.rank_threads import RankThreads
+from runtime.loop.replica import LoopReplica
+
+logger = logging.getLogger(__name__)
+
+
+# -- The threads in which replicas run: one for each device, idle until they are given work --
+
+Task = Callable[[], Any]
+END_S = 10.0
+"""How long the end waits for all threads together."""
+LOOK_S = 1.0
+"""How often a caller looks whether the threads that it waits for live."""
+
+_numbers = count()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one rank's task.
+
+    Attributes:
+        value: What it returned.
+        error: What it raised.
+        start_s: When it began, by ``time.perf_counter()``.
+        end_s: When it ended.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+class Job:
+    """Tasks of several ranks, and the caller that waits for all of them."""
+
+    def __init__(self, tasks: Sequence[Task | None]) -> None:
+        self._tasks: list[Task | None] = list(tasks)
+        self.outcomes = [Outcome() for _ in tasks]
+        self._left = sum(task is not None for task in tasks)
+        self._mutex = threading.Lock()
+        self._done = threading.Lock()
+        if self._left:
+            self._done.acquire()
+
+    def carry_out(self, rank: int, broken: BaseException | None) -> None:
+        """Do a rank's task, in its thread; ``broken`` is why it cannot be done. Never raises."""
+        outcome, task = self.outcomes[rank], self._tasks[rank]
+        assert task is not None, "a rank without a task is given no job"
+        outcome.start_s = time.perf_counter()
+        try:
+            if broken is not None:
+                raise broken
+            outcome.value = task()
+        except BaseException as error:
+            outcome.error = error
+        self._tasks[rank] = task = None  # what it holds is the caller's alone from here on
+        outcome.end_s = time.perf_counter()
+        with self._mutex:
+            self._left -= 1
+            if not self._left:
+                self._done.release()
+
+    def wait(self, threads: RankThreads) -> None:
+        """Block until all tasks are done. Ctrl-C gets through.
+
+        Raises:
+            GpuWorkerError: A thread is gone.
+        """
+        while not self._done.acquire(timeout=LOOK_S):
+            dead = threads.dead()
+            if dead and not self._done.acquire(blocking=False):
+                raise GpuWorkerError(f"threads have ended: {', '.join(dead)}; set up again")
+
+
+class ReplicaThreads:
+    """One daemon thread for each device, which lives in its device's context.
+
+    The threads end with :meth:`close`, when this object is collected, or when the
+    interpreter exits; the last one out clears up. Used by one thread at a time.
+
+    Args:
+        devices: One for each rank; a device may stand more than once.
+        at_end: Called once, in whatever thread, when they have ended.
+
+    Attributes:
+        contexts: The device of each rank as its thread sees it.
+
+    Raises:
+        Exception: A device cannot be used.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], at_end: Callable[[], object] = lambda: None
+    ) -> None:
+        num_cpus = sum(device.type == "cpu" for device in devices)
+        if num_cpus:
+            IntraOpThreads.acquire()
+
+        def clear_up() -> None:
+            try:
+                at_end()
+            except Exception:
+                logger.warning("the replicas' group did not close", exc_info=True)
+            if num_cpus:
+                IntraOpThreads.release()
+
+        try:
+            self.contexts = [open_device(device, num_cpus) for device in devices]
+        except BaseException:
+            clear_up()
+            raise
+        # From here on the threads clear up, even if not all of them could be started.
+        contexts = [context.activate for context in self.contexts]
+        self._threads = RankThreads(f"replica-{next(_numbers)}", contexts, clear_up, lend=num_cpus)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads were told to end."""
+        return self._threads.closed
+
+    def check_caller(self) -> None:
+        """Refuse what could only block.
+
+        Raises:
+            RuntimeError: The threads have ended, or one of them calls.
+        """
+        if self.closed:
+            raise RuntimeError(
+                "the replicas' threads have ended: the model was closed; go on with model.module, "
+                "or set up again"
+            )
+        self.check_thread()
+
+    def check_thread(self) -> None:
+        """Refuse a call by one of the threads, which others wait for.
+
+        Raises:
+            RuntimeError: One of them calls.
+        """
+        if self._threads.has_caller():
+            raise RuntimeError("a replica cannot call the model that it is a part of")
+
+    def run(self, tasks: Sequence[Task | None]) -> list[Outcome]:
+        """Do each rank's task in its thread, all at the same time; blocks until all are done.
+
+        Args:
+            tasks: One for each rank; ``None``: nothing to do.
+
+        Returns:
+            What came of each. No task's exception is raised.
+
+        Raises:
+            RuntimeError: See :meth:`check_caller`.
+        """
+        self.check_caller()
+        job = Job(tasks)
+        self._threads.post(job, [rank for rank, task in enumerate(tasks) if task is not None])
+        job.wait(self._threads)
+        return job.outcomes
+
+    def close(self) -> None:
+        """End the threads once they have done what they were given. Idempotent.
+
+        Raises:
+            GpuWorkerError: One is still alive after a while, in the user's own code.
+        """
+        alive = self._threads.end(END_S)
+        if alive:
+            raise GpuWorkerError(
+                f"threads did not end within {END_S:g} s: {', '.join(alive)}; they are daemons "
+                "and will not keep the process alive"
+            )
+
+
+def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device], what: str) -> None:
+    """Raise for the first rank that failed on its own account.
+
+    Args:
+        outcomes: Of all ranks.
+        devices: Theirs.
+        what: What they did.
+
+    Raises:
+        ReplicaFailed: With the rank named, and the original as its cause.
+    """
+    failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
+    if not failed:
+        return
+    # Peers of a rank that failed are only woken by it.
+    own = [f for f in failed if not isinstance(f[1], (CollectiveAborted, CollectiveTimeout))]
+    rank, error = (own or failed)[0]
+    raised = ReplicaFailed(rank, str(devices[rank]), what, error)
+    for other, peer in own[1:]:
+        raised.add_note(f"rank {other} failed too: {type(peer).__name__}: {peer}")
+    raise raised from error
+
+
+# -- What the replicas did and when, for a timeline --
+
+_TOLD = {"forward", "backward", "accumulate", "step"}
+
+
+class Journal:
+    """Tells a timeline, as long as it listens without raising.
+
+    Args:
+        timeline: ``None``: nobody is told.
+
+    Attributes:
+        step: Optimizer steps made so far.
+    """
+
+    def __init__(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        self.step = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether anybody listens."""
+        return self._timeline is not None
+
+    def outcomes(self, what: str, outcomes: Sequence[Outcome]) -> None:
+        """Each rank has done its task."""
+        if self._timeline is None or what not in _TOLD:
+            return
+        for rank, outcome in enumerate(outcomes):
+            if outcome.end_s and outcome.error is None:
+                self.record(what, rank, outcome.start_s, outcome.end_s)
+
+    def reductions(self, replicas: Sequence[LoopReplica]) -> None:
+        """Each rank has exchanged gradients."""
+        if self._timeline is not None:
+            for replica in replicas:
+                self.record("reduce", replica.rank, *replica.reduced_s)
+
+    def rebalanced(self, world_size: int) -> None:
+        """Batches are shared out anew from here on."""
+        now_s = time.perf_counter()
+        for rank in range(world_size):
+            self.record("rebalance", rank, now_s, now_s)
+
+    def record(self, event: str, rank: int, start_s: float, end_s: float) -> None:
+        """Tell one event."""
+        if self._timeline is None:
+            return
+        try:
+            self._timeline.record(event, rank=rank, step=self.step, start_s=start_s, end_s=end_s)
+        except Exception:
+            logger.warning("the timeline failed and gets nothing more", exc_info=True)
+            self._timeline = None
+
+
+# -- Stream order between the thread that calls and the threads of the replicas --
+#
+# Work goes from the caller to the replicas and comes back. On the way there every replica's
+# compute stream waits for what the caller's streams were given before; on the way back the
+# caller's streams wait for every replica's. So memory may be handed over in both directions,
+# and be freed on either side, without the host waiting.
+
+
+class Crossing:
+    """Orders streams by events; does nothing where no GPU is involved.
+
+    Args:
+        devices: The replicas' devices.
+        api: The way to CUDA; ``None``: the real one.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], api: CudaApi | None = None) -> None:
+        self._api = cuda_api.API if api is None else api
+        self._gpus = list(dict.fromkeys(d for d in devices if d.type == "cuda"))
+
+    def depart(self, tensors: Sequence[Tensor] = ()) -> list[Event]:
+        """Mark what the calling thread's current streams were given so far.
+
+        Args:
+            tensors: What crosses; may lie on a GPU that no replica uses.
+        """
+        if not self._gpus and not any(self._api.device_of(t).type == "cuda" for t in tensors):
+            return []
+        places = (self._api.device_of(t) for t in tensors)
+        gpus = dict.fromkeys([*self._gpus, *(place for place in places if place.type == "cuda")])
+        return [self._mark(gpu) for gpu in gpus]
+
+    def arrive(self, device: torch.device, events: Sequence[Event]) -> None:
+        """Called by a replica's thread before it works: what it does comes after the events."""
+        for event in events:
+            if device.type == "cuda":
+                self._api.wait_event(event)
+            else:  # a replica on the CPU reads with the host
+                self._api.wait_host(event)
+
+    def leave(self, device: torch.device) -> Event | None:
+        """Called by a replica's thread when it has given its work to its device."""
+        return self._mark(device) if device.type == "cuda" else None
+
+    def rejoin(self, events: Sequence[Event | None]) -> None:
+        """Let the calling thread's current streams wait for the replicas."""
+        marks = [event for event in events if event is not None]
+        if not marks:
+            return
+        for gpu in self._gpus:
+            with self._api.on_device(gpu):
+                for mark in marks:
+                    self._api.wait_event(mark)
+
+    def _mark(self, gpu: torch.device) -> Event:
+        with self._api.on_device(gpu):
+            event = self._api.new_event()
+            self._api.record(event)
+        return event
 
 
 class Ends:

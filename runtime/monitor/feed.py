@@ -3,9 +3,97 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
+
+from coordinator.metrics import EpochMetrics
+from coordinator.ranks import Statistics
+from runtime.timeline.events import Event, Kind
+from runtime.timeline.export import one_line
 from runtime.timeline.page import embedded
+from runtime.timeline.timeline import RunFacts, Timeline
+
+if TYPE_CHECKING:
+    from runtime.run import Run
+
+
+# -- What a monitor may read of a run --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a run ended.
+
+    Attributes:
+        state: ``"finished"``, ``"stopped"`` or ``"failed"``.
+        at: When, by ``time.monotonic``.
+        error: What stopped it, if it failed.
+    """
+
+    state: str
+    at: float
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRun:
+    """A run, as far as a monitor may see it. Every function returns at once, in any thread.
+
+    Attributes:
+        facts: What was known when it began.
+        devices: Of each rank.
+        total_batches: Of the whole run, over all ranks.
+        started: When it began, by ``time.monotonic``.
+        timeline: What it is recorded in, if it is.
+        statistics: The coordinator's counters.
+        epochs: The closed epochs, without the first so many.
+        end: How it ended; ``None`` while it goes on.
+    """
+
+    facts: RunFacts
+    devices: tuple[torch.device, ...]
+    total_batches: int
+    started: float
+    timeline: Timeline | None
+    statistics: Callable[[], Statistics]
+    epochs: Callable[[int], Sequence[EpochMetrics]]
+    end: Callable[[], End | None]
+
+
+def watched_run(run: Run, started: float, end: Callable[[], End | None]) -> WatchedRun:
+    """A run to be watched.
+
+    Args:
+        run: The run.
+        started: When it began, by ``time.monotonic``.
+        end: How it ended; ``None`` while it goes on.
+    """
+    machine = run.machine
+    facts = RunFacts(
+        devices=tuple(str(device) for device in run.devices),
+        policy=run.config.policy.name,
+        backend=run.backend.name,
+        backend_reason=run.backend_reason,
+        num_epochs=run.num_epochs,
+        batch_size=run.batch_size,
+        num_samples=machine.core.config.num_samples,
+    )
+    return WatchedRun(
+        facts=facts,
+        devices=run.devices,
+        total_batches=run.config.total_batches(machine.core.config.num_samples),
+        started=started,
+        timeline=run.config.timeline,
+        statistics=run.statistics,
+        # The coordinator only ever adds to this list, until it replaces it at a resumption,
+        # which is over before any thread starts.
+        epochs=lambda since: machine.outcome.metrics[since:],
+        end=end,
+    )
+
 
 T = TypeVar("T")
 
@@ -112,3 +200,104 @@ def _list(items: list[str]) -> str:
 
 def _object(**items: str) -> str:
     return "{" + ",".join(f'"{name}":{text}' for name, text in items.items()) + "}"
+
+
+# -- Events of a run, in words that fit a list: what comes often is told together --
+
+MAX_AT_ONCE = 40
+"""Events that are told of one look; the newest."""
+
+_OF_COORDINATOR = (Kind.EPOCH, Kind.AVERAGING, Kind.ANCHOR, Kind.STOP)
+_OF_RANKS = (Kind.CHECKPOINT, Kind.EVALUATION, Kind.FAILURE, Kind.THROTTLE)
+_OFTEN = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
+
+
+class Happenings:
+    """What happened between two looks: the timeline's events, or what the counters show.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: WatchedRun) -> None:
+        self._timeline = run.timeline
+        self._cursor: dict[str, tuple[int, ...]] | None = None
+        self._before: Statistics | None = None
+        self._ended = False
+
+    def since_last(
+        self,
+        statistics: Statistics,
+        epochs: Sequence[EpochMetrics],
+        end: End | None,
+        elapsed_s: float,
+    ) -> list[Json]:
+        """Events that are new, oldest first.
+
+        Args:
+            statistics: The counters as they are.
+            epochs: Epochs that have closed since the last call.
+            end: How the run ended, if it has.
+            elapsed_s: Seconds since the run began.
+        """
+        if self._timeline is not None:
+            events, self._cursor = self._timeline.read(self._cursor)
+            found = _of_timeline(events)
+        else:
+            found = self._of_counters(statistics, elapsed_s)
+            found += [_event("epoch", elapsed_s, None, epoch=metrics.epoch) for metrics in epochs]
+        found.sort(key=lambda event: float(event["t"]))
+        left_out = len(found) - MAX_AT_ONCE
+        if left_out > 0:
+            found = [_event("more", found[left_out]["t"], None, events=left_out), *found[left_out:]]
+        if end is not None and not self._ended:
+            self._ended = True
+            found.append(_event(end.state, elapsed_s, None))
+        return found
+
+    def _of_counters(self, statistics: Statistics, elapsed_s: float) -> list[Json]:
+        before, self._before = self._before, statistics
+        if before is None:
+            return []
+        found = []
+        averagings = statistics.num_averagings - before.num_averagings
+        if averagings > 0:
+            found.append(_event(Kind.AVERAGING.value, elapsed_s, None, times=averagings))
+        if statistics.anchor != before.anchor:
+            args = {"anchor": statistics.anchor, "before": before.anchor}
+            found.append(_event(Kind.ANCHOR.value, elapsed_s, None, **args))
+        for was, rank in zip(before.ranks, statistics.ranks, strict=True):
+            throttles = rank.num_throttles - was.num_throttles
+            if throttles > 0:
+                found.append(_event(Kind.THROTTLE.value, elapsed_s, rank.rank, times=throttles))
+            if was.alive and not rank.alive:
+                found.append(_event(Kind.FAILURE.value, elapsed_s, rank.rank))
+        return found
+
+
+def _of_timeline(events: Iterable[Event]) -> list[Json]:
+    found: list[Json] = []
+    often: dict[tuple[Kind, int | None], list[Event]] = {}
+    for event in events:
+        # Of a round both the coordinator and each rank tell, and so of other things.
+        if event.kind not in (_OF_COORDINATOR if event.rank is None else _OF_RANKS):
+            continue
+        if event.kind in _OFTEN:
+            often.setdefault((event.kind, event.rank), []).append(event)
+        else:
+            found.append(_event(event.kind.value, event.end_s, event.rank, **event.args))
+    for (kind, rank), same in often.items():
+        args: dict[str, object] = {"times": len(same)}
+        if kind is Kind.ANCHOR:
+            args.update(anchor=same[-1].args["anchor"], before=same[0].args["before"])
+        else:
+            args["lasted_s"] = round(sum(event.duration_s for event in same), 6)
+        found.append(_event(kind.value, same[-1].end_s, rank, **args))
+    return found
+
+
+def _event(kind: str, t: float, rank: int | None, **args: object) -> Json:
+    clean = {
+        name: one_line(value) if isinstance(value, str) else value for name, value in args.items()
+    }
+    return {"kind": kind, "t": round(t, 3), "rank": rank, "args": clean}

@@ -9,12 +9,10 @@ import weakref
 from collections.abc import Iterable
 from types import TracebackType
 
-from runtime.config import check_float, check_int
-from runtime.core.checks import need
+from runtime.core.checks import check_float, check_int, need
 from runtime.monitor import page
-from runtime.monitor.feed import Feed
-from runtime.monitor.hosts import allowed_names, is_loopback, listen, url_of
-from runtime.monitor.watched import WatchedRun
+from runtime.monitor.feed import Feed, WatchedRun
+from runtime.monitor.server import allowed_names, is_loopback, listen, url_of
 from runtime.timeline.timeline import write_text
 
 logger = logging.getLogger(__name__)

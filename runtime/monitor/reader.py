@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,14 +14,118 @@ import torch
 from coordinator.metrics import EpochMetrics
 from coordinator.ranks import Statistics
 from runtime.device.memory import MEMORY
-from runtime.monitor.feed import Json
-from runtime.monitor.happenings import Happenings
-from runtime.monitor.machine_load import MachineLoad
-from runtime.monitor.past import past_ticks
-from runtime.monitor.watched import End, WatchedRun
-from runtime.timeline.causes import Cause
-from runtime.timeline.summary import TimelineSummary
-from runtime.timeline.text import one_line
+from runtime.monitor.feed import End, Happenings, Json, WatchedRun
+from runtime.timeline.events import Cause
+from runtime.timeline.export import one_line
+from runtime.timeline.resources import ResourcePoller, Row
+from runtime.timeline.timeline import Timeline, TimelineSummary
+
+# -- Load and memory of the machine while a run is watched --
+
+_NAMES = {"process_cpu_percent": "cpu", "process_rss_bytes": "rss", "machine_cpu_percent": "all"}
+
+
+class MachineLoad:
+    """The last reading: the timeline's, or that of a poller of its own.
+
+    Args:
+        run: The run.
+        poll_s: Seconds between two readings of its own.
+    """
+
+    def __init__(self, run: WatchedRun, poll_s: float) -> None:
+        self._timeline = run.timeline
+        self._poller: ResourcePoller | None = None
+        if run.timeline is None and run.end() is None:
+            self._poller = ResourcePoller(poll_s, run.devices)
+            self._poller.start()
+
+    def read(self) -> dict[str, float]:
+        """By short name: ``cpu`` (percent of one core) and ``rss`` (bytes) of the process,
+        ``all`` (percent of all cores), and the load of each GPU; empty before the first
+        reading."""
+        if self._timeline is not None:
+            columns, rows = self._timeline.resources()
+        elif self._poller is not None:
+            columns, rows = self._poller.columns, self._poller.rows()
+        else:
+            return {}
+        return named(columns, rows[-1][1:]) if rows else {}
+
+    def close(self) -> None:
+        """End the poller. Idempotent."""
+        poller, self._poller = self._poller, None
+        if poller is not None:
+            poller.stop()
+
+
+def named(columns: tuple[str, ...], values: tuple[float, ...]) -> dict[str, float]:
+    """A reading by short names, without what is not a number."""
+    found = {}
+    for column, value in zip(columns, values, strict=True):
+        name = _NAMES.get(column) or (column if column.startswith("gpu") else None)
+        if name is not None and value == value:
+            found[name] = round(value, 1)
+    return found
+
+
+# -- What a timeline has of the time before anybody watched --
+
+NUM_POINTS = 120
+
+
+def past_ticks(timeline: Timeline) -> list[Json]:
+    """Readings as they would have been, at equal distances up to now; without the last.
+
+    Args:
+        timeline: The timeline, of a run that goes on or is over.
+    """
+    width_s, rates = timeline.throughput(NUM_POINTS)
+    if len(rates) < 2:
+        return []
+    profiles = [timeline.profile(rank) for rank in range(len(rates[0]))]
+    totals = [_running(rows) for _, rows in profiles]
+    anchors = timeline.anchor_curve()
+    columns, readings = timeline.resources()
+    samples = [0.0] * len(rates[0])
+    ticks: list[Json] = []
+    for index, row in enumerate(rates[:-1]):
+        at = (index + 1) * width_s
+        samples = [total + rate * width_s for total, rate in zip(samples, row, strict=True)]
+        tick: Json = {
+            "t": round(at, 3),
+            "samples": [round(total) for total in samples],
+            "causes": [
+                _at(rows, at / bin_s) for (bin_s, _), rows in zip(profiles, totals, strict=True)
+            ],
+        }
+        if (anchor := _last(anchors, at)) is not None:
+            tick["anchor"] = int(anchor[1])
+        if (reading := _last(readings, at)) is not None:
+            tick.update(named(columns, reading[1:]))
+        ticks.append(tick)
+    return ticks
+
+
+def _running(rows: Sequence[Row]) -> list[Row]:
+    """Sums of the rows up to each."""
+    sums: list[Row] = []
+    for row in rows:
+        sums.append(tuple(a + b for a, b in zip(sums[-1], row, strict=True)) if sums else row)
+    return sums
+
+
+def _at(sums: Sequence[Row], bins: float) -> list[float]:
+    """The sums after so many bins, of which the last may be a part."""
+    index = min(len(sums), max(1, round(bins))) - 1
+    return [round(value, 3) for value in sums[index]]
+
+
+def _last(rows: Sequence[Row], at: float) -> Row | None:
+    """The last row up to a time."""
+    index = bisect_right(rows, at, key=lambda row: row[0])
+    return rows[index - 1] if index else None
+
 
 MAX_SCALARS = 64
 """Scalars that are shown of an epoch."""

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from coordinator.averaging import usable_weights
-from coordinator.contents import Payload
+from coordinator.messages import Payload
 from runtime.collective import Collective
 from runtime.device.base import Arrival, DeviceContext
-from runtime.replica.flat import FlatState
-from runtime.replica.flat_math import change, norm
+from runtime.replica.flat import FlatState, change, norm
 
 TINY_NORM = 1e-10
 

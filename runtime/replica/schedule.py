@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runtime.checkpoint.contents import plain
+from runtime.checkpoint.format import plain
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 

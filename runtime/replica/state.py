@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.contents import plain
+from runtime.checkpoint.format import plain
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -23,20 +23,6 @@ logger = logging.getLogger(__name__)
 _WORD_BYTES = 8
 _PART = 1 << 22
 """Words that are summed at once."""
-
-
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers under the keys of ``state_dict()``, in its order.
-
-    Of a state dict that hooks have changed, what they made anew is left out; a parameter
-    that they took away stands under its own name.
-    """
-    own = {id(p) for p in model.parameters()} | {id(b) for b in model.buffers()}
-    state = model.state_dict(keep_vars=True)
-    found: dict[str, Tensor] = {key: value for key, value in state.items() if id(value) in own}
-    there = {id(value) for value in found.values()}
-    found.update((name, p) for name, p in model.named_parameters() if id(p) not in there)
-    return found
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.timeline.causes import Cause
-from runtime.timeline.events import Event, IdleGap, Kind
-from runtime.timeline.summary import RankSummary, RunFacts, TimelineSummary
-from runtime.timeline.timeline import Timeline
+from runtime.timeline.events import Cause, Event, IdleGap, Kind
+from runtime.timeline.timeline import RankSummary, RunFacts, Timeline, TimelineSummary
 
 __all__ = [
     "Cause",

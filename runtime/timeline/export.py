@@ -2,14 +2,271 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 import json
 import math
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from runtime.timeline.causes import Cause
+from runtime.timeline.events import Cause, Event, Kind
 
 if TYPE_CHECKING:
     from runtime.timeline.timeline import Timeline
+
+
+# -- Names and messages that others chose, made harmless for every output --
+
+MAX_LENGTH = 200
+_FORMULA = ("=", "+", "-", "@", "|", "%")
+
+
+def one_line(text: object, limit: int = MAX_LENGTH) -> str:
+    """A text on one line, of limited length, in which every character can be seen.
+
+    Control characters, line breaks, marks that turn the direction of writing, and halves of
+    surrogate pairs are written as escapes. A text that is too long is cut, with a part of
+    its hash at the end: what differs stays different.
+
+    Args:
+        text: What to show; anything else than a string is first made one.
+        limit: Characters at most.
+    """
+    try:
+        whole = text if isinstance(text, str) else str(text)
+    except Exception:  # a __str__ of the user's
+        whole = f"<{type(text).__name__}>"
+    head = whole[: limit + 1]
+    shown = "".join(c if c.isprintable() else _escaped(c) for c in head)
+    if len(whole) <= limit and len(shown) <= limit:
+        return shown
+    digest = hashlib.sha256(whole.encode("utf-8", "backslashreplace")).hexdigest()[:8]
+    return f"{shown[: limit - 10]}…#{digest}"
+
+
+def error_text(error: BaseException) -> str:
+    """Class and message of an error, as :func:`one_line` gives them."""
+    try:
+        message = str(error)
+    except Exception:  # a __str__ of the user's
+        message = "no message"
+    return one_line(f"{type(error).__name__}: {message}")
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def table_cell(text: str) -> str:
+    """A text for a cell of a CSV file, which no spreadsheet takes for a formula."""
+    shown = one_line(text)
+    return f"'{shown}" if shown.lstrip().startswith(_FORMULA) else shown
+
+
+# -- A timeline in the Chrome trace-event format, as JSON, which Perfetto opens --
+#
+# The format: "Trace Event Format", Chromium project. Slices (``X``) of one thread must nest.
+
+PID = 1
+COORDINATOR_TID = 1
+_INSTANTS = {
+    Kind.RESUME,
+    Kind.ANCHOR,
+    Kind.FAILURE,
+    Kind.STOP,
+}
+_MIB = 2.0**20
+
+
+def trace_text(timeline: Timeline) -> str:
+    """All that a timeline holds, as the text of a trace file."""
+    summary = timeline.summary()
+    events = timeline.events()
+    devices = () if summary.facts is None else summary.facts.devices
+    found = list(_names(devices))
+    for rank in (None, *range(len(devices))):
+        own = [event for event in events if event.rank == rank]
+        found += _slices((e for e in own if not _is_instant(e)), _tid(rank))
+        found += [_instant(event, _tid(rank)) for event in own if _is_instant(event)]
+    found += _counters(timeline)
+    other = {"state": summary.state, "error": summary.error, "model": summary.model}
+    whole = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": other}
+    return json.dumps(whole, allow_nan=False) + "\n"
+
+
+def _tid(rank: int | None) -> int:
+    return COORDINATOR_TID if rank is None else COORDINATOR_TID + 1 + rank
+
+
+def _is_instant(event: Event) -> bool:
+    return event.kind in _INSTANTS or (event.rank is None and event.duration_s == 0)
+
+
+def _names(devices: Iterable[str]) -> Iterable[dict[str, Any]]:
+    yield _metadata("process_name", COORDINATOR_TID, name="gpuworker")
+    yield _metadata("thread_name", COORDINATOR_TID, name="coordinator")
+    yield _metadata("thread_sort_index", COORDINATOR_TID, sort_index=0)
+    for rank, device in enumerate(devices):
+        yield _metadata("thread_name", _tid(rank), name=f"gpu-worker-{rank} ({device})")
+        yield _metadata("thread_sort_index", _tid(rank), sort_index=rank + 1)
+
+
+def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": PID, "tid": tid, "args": args}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _slices(events: Iterable[Event], tid: int) -> list[dict[str, Any]]:
+    """Slices that nest: one that would end behind the slice around it ends with it.
+
+    Whole nanoseconds, so that equal times stay equal; the format wants microseconds.
+    """
+    spans = [(_ns(event.start_s), _ns(event.end_s), event) for event in events]
+    spans.sort(key=lambda span: (span[0], -span[1]))
+    around: list[int] = []
+    found = []
+    for start, end, event in spans:
+        while around and around[-1] <= start:
+            around.pop()
+        if around:
+            end = min(end, around[-1])
+        around.append(end)
+        found.append(
+            {
+                "ph": "X",
+                "name": title(event),
+                "cat": event.kind.value,
+                "pid": PID,
+                "tid": tid,
+                "ts": start / 1000,
+                "dur": max(0, end - start) / 1000,
+                "args": dict(event.args),
+            }
+        )
+    return found
+
+
+def _instant(event: Event, tid: int) -> dict[str, Any]:
+    return {
+        "ph": "i",
+        "s": "t",
+        "name": title(event),
+        "cat": event.kind.value,
+        "pid": PID,
+        "tid": tid,
+        "ts": _ns(event.end_s) / 1000,
+        "args": dict(event.args),
+    }
+
+
+def title(event: Event) -> str:
+    """A short name for an event, in harmless characters."""
+    args = event.args
+    match event.kind:
+        case Kind.EPOCH | Kind.EVALUATION | Kind.EPOCH_FN:
+            return f"{event.kind.value} {args.get('epoch')}"
+        case Kind.CHECKPOINT:
+            told = (args.get("version"), args.get("part"))
+            return " ".join(["checkpoint", *(str(one) for one in told if one is not None)])
+        case Kind.AVERAGING:
+            return f"averaging: {args.get('part')}"
+        case Kind.PHASE:
+            return str(args.get("phase"))
+        case Kind.ANCHOR:
+            return f"anchor {args.get('before')} to {args.get('anchor')}"
+        case Kind.FAILURE:
+            return f"failure: {args.get('error')}"
+        case Kind.STOP:
+            return str(args.get("reason"))
+        case _:
+            return str(event.kind.value)
+
+
+def _counters(timeline: Timeline) -> Iterable[dict[str, Any]]:
+    for seconds, anchor in timeline.anchor_curve():
+        yield _counter("anchor", seconds, {"batches": anchor})
+    width_s, rates = timeline.throughput()
+    for index, row in enumerate(rates):
+        values = {f"rank {rank}": rate for rank, rate in enumerate(row)}
+        yield _counter("samples/s", index * width_s, values)
+    columns, rows = timeline.resources()
+    for seconds, *numbers in rows:
+        for name, value in zip(columns, numbers, strict=True):
+            if not math.isfinite(value):
+                continue
+            if name.endswith("_bytes"):
+                yield _counter(f"{name[:-6]} MiB", seconds, {"MiB": value / _MIB})
+            else:
+                yield _counter(name, seconds, {"percent": value})
+
+
+def _counter(name: str, seconds: float, values: Mapping[str, float]) -> dict[str, Any]:
+    args = {key: value for key, value in values.items() if math.isfinite(value)}
+    return {"ph": "C", "name": name, "pid": PID, "tid": 0, "ts": _ns(seconds) / 1000, "args": args}
+
+
+# -- A timeline as one table in CSV, for spreadsheets and data frames --
+
+COLUMNS = ("record", "rank", "name", "start_s", "duration_s", "value", "detail")
+Row = tuple[object, ...]
+
+
+def csv_text(timeline: Timeline) -> str:
+    """A header and a row for each total, epoch, scalar, event, gap and reading.
+
+    No cell begins like a formula, and none holds a line break; numbers stay numbers.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for rows in (_totals, _epochs, _events, _gaps, _curves):
+        for row in rows(timeline):
+            writer.writerow([table_cell(c) if isinstance(c, str) else c for c in row])
+    return text.getvalue()
+
+
+def _totals(timeline: Timeline) -> Iterable[Row]:
+    for rank in timeline.summary().ranks:
+        for cause, seconds in rank.causes.items():
+            yield "total", rank.rank, cause, 0.0, rank.wall_s, seconds, rank.device
+
+
+def _epochs(timeline: Timeline) -> Iterable[Row]:
+    for epoch in timeline.epochs():
+        start, lasted = epoch["end_s"] - epoch["epoch_s"], epoch["epoch_s"]
+        detail = f"epoch {epoch['epoch']}"
+        yield "epoch", None, "avg_loss", start, lasted, epoch["avg_loss"], detail
+        for name, value in epoch["scalars"].items():
+            yield "scalar", None, name, start, lasted, value, detail
+
+
+def _events(timeline: Timeline) -> Iterable[Row]:
+    for event in timeline.events():
+        detail = " ".join(f"{name}={value}" for name, value in event.args.items())
+        yield "event", event.rank, title(event), event.start_s, event.duration_s, None, detail
+
+
+def _gaps(timeline: Timeline) -> Iterable[Row]:
+    for gap in timeline.idle_gaps():
+        yield "gap", gap.rank, gap.cause.label, gap.start_s, gap.duration_s, None, None
+
+
+def _curves(timeline: Timeline) -> Iterable[Row]:
+    for seconds, anchor in timeline.anchor_curve():
+        yield "anchor", None, "anchor", seconds, None, anchor, None
+    width_s, rates = timeline.throughput()
+    for index, row in enumerate(rates):
+        for rank, rate in enumerate(row):
+            yield "throughput", rank, "samples/s", index * width_s, width_s, rate, None
+    columns, readings = timeline.resources()
+    for seconds, *values in readings:
+        for name, value in zip(columns, values, strict=True):
+            yield "resource", None, name, seconds, None, value, None
+
 
 FORMAT = "gpuworker-timeline"
 VERSION = 1

@@ -2,14 +2,348 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.timeline.causes import COMPUTE, GONE, NUM_CAUSES, STARTUP, Cause
-from runtime.timeline.curves import Bins, Row
-from runtime.timeline.events import ARGS, STRETCHES, Event, IdleGap, Kind
-from runtime.timeline.ring import Ring
+from coordinator import messages as m
+from coordinator.machine import Coordinator
+from coordinator.messages import (
+    LONGEST_REPORT_S,
+    Command,
+    PublishEpoch,
+    ReportStall,
+    SaveCheckpoint,
+    SaveFailed,
+    Send,
+)
+from coordinator.metrics import EpochMetrics
+from coordinator.rounds import Round, RoundState
+from coordinator.state import Core
+from runtime.timeline.events import (
+    ARGS,
+    COMPUTE,
+    GONE,
+    NUM_CAUSES,
+    STARTUP,
+    STRETCHES,
+    Cause,
+    Event,
+    IdleGap,
+    Kind,
+)
+from runtime.timeline.export import error_text, one_line
+from runtime.timeline.resources import Bins, Curve, Row
+
+logger = logging.getLogger(__name__)
+
+
+# -- Memory for what happens often: bounded, and written without a lock --
+
+
+class Ring:
+    """The last items that one thread added; any thread may read them.
+
+    Each slot holds a tuple that starts with the item's number. A slot is replaced as a
+    whole, with and without the interpreter's lock: a reader sees each item entire or not at
+    all, and its number tells whether it is the one that was looked for.
+
+    Args:
+        capacity: How many items are kept; the oldest give way.
+    """
+
+    __slots__ = ("_capacity", "_slots", "num_added")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._slots: list[tuple[Any, ...] | None] = [None] * capacity
+        self.num_added = 0
+
+    def add(self, item: tuple[Any, ...]) -> None:
+        """Add an item. In the writing thread alone."""
+        number = self.num_added
+        self._slots[number % self._capacity] = (number, *item)
+        self.num_added = number + 1
+
+    def read(self, since: int = 0) -> tuple[list[tuple[Any, ...]], int]:
+        """The items that are kept, oldest first, each behind its number.
+
+        Args:
+            since: Leave out those with lower numbers.
+
+        Returns:
+            The items, and the number of the next one.
+        """
+        end = self.num_added
+        kept = []
+        for number in range(max(since, end - self._capacity), end):
+            item = self._slots[number % self._capacity]
+            # One that was replaced meanwhile is told by a later call.
+            if item is not None and item[0] == number:
+                kept.append(item)
+        return kept, end
+
+    @property
+    def num_dropped(self) -> int:
+        """Items that have given way."""
+        return max(0, self.num_added - self._capacity)
+
+
+# -- What the coordinator decides, seen from its own thread --
+
+MAX_EPOCHS = 4096
+MAX_SCALARS = 64
+"""Scalars that are kept of an epoch."""
+
+
+class EpochRecord(dict[str, Any]):
+    """What is kept of a closed epoch: plain numbers under harmless names."""
+
+
+class CoordinatorLane:
+    """Rounds, epochs, anchor, throughput and failures of a run.
+
+    :meth:`observe` is called by the coordinator's thread alone, after each event; any
+    thread may read. It keeps no tensor and no exception.
+
+    Args:
+        machine: The machine that is observed; only read, in its own thread.
+        start: When the run began, by ``time.monotonic``.
+        max_events: Events that are kept; the oldest give way.
+
+    Attributes:
+        busy_s: Seconds that the coordinator spent on events.
+        num_events: Events that it handled.
+        num_batches: Batches that each rank has reported.
+        num_samples: Samples in them.
+        anchor_curve: ``(time, anchor)`` at each change.
+    """
+
+    def __init__(self, machine: Coordinator, start: float, max_events: int) -> None:
+        self._core: Core | None = machine.core
+        self._rounds = machine.rounds
+        self._start = start
+        self._ring = Ring(max_events)
+        self._epochs = Ring(MAX_EPOCHS)
+        world = machine.core.config.world_size
+        self.num_batches = [0] * world
+        self.num_samples = [0] * world
+        self.busy_s = 0.0
+        self.num_events = 0
+        self.num_averagings = 0
+        self.num_failed_rounds = 0
+        self.anchor = machine.core.elche.anchor
+        self.anchor_curve = Curve()
+        self.anchor_curve.add(start, float(self.anchor))
+        self._samples = Bins(start)
+        self._round = (0, RoundState.NONE)
+        self._round_start = self._phase_start = start
+
+    # -- the coordinator's thread ------------------------------------------------------
+
+    def observe(self, event: m.Event, commands: Sequence[Command], now: float) -> None:
+        """Look at an event that the machine has handled, and at what it decided.
+
+        A fault in here is logged once and ends the observation, not the run.
+        """
+        core = self._core
+        if core is None:
+            return
+        try:
+            self._look(core, event, commands, now)
+        except Exception:
+            self._core = None
+            logger.exception("the timeline could not follow the coordinator, and gives it up")
+        self.num_events += 1
+        self.busy_s += time.monotonic() - now
+
+    def let_go(self) -> None:
+        """Keep the machine alive no longer."""
+        self._core = None
+        self.__dict__.pop("_rounds", None)
+
+    def _look(self, core: Core, event: m.Event, commands: Sequence[Command], now: float) -> None:
+        # What comes with each step or round is told by its class alone: this thread takes
+        # the interpreter from the workers.
+        if isinstance(event, (m.BatchReport, m.EpochReport)):
+            self._count(event.rank, event.tally, now)
+        elif isinstance(event, (m.SyncAck, m.ParamSnapshot, m.Captured, m.Halted)):
+            if event.report is not None:
+                self._count(event.report.rank, event.report.tally, now)
+        else:
+            self._hear(event, now)
+        for command in commands:
+            if not isinstance(command, Send):
+                self._see(command, now)
+        done = event.at if isinstance(event, m.SyncAck) else None
+        self._follow_round(self._rounds.round, now if done is None else min(done, now))
+        anchor = core.elche.anchor
+        if anchor != self.anchor:
+            self._note(Kind.ANCHOR, now, now, anchor, self.anchor)
+            self.anchor_curve.add(now, float(anchor))
+            self.anchor = anchor
+        self.num_averagings = core.num_averagings
+        self.num_failed_rounds = core.num_failed_rounds
+
+    def _hear(self, event: m.Event, now: float) -> None:
+        match event:
+            case m.Averaged():
+                start = now - event.compute_s
+                self._note(Kind.PHASE, start, now, event.round, "computed")
+            case m.EvalReport():
+                self._note(Kind.EVALUATION, now, now, event.epoch)
+            case m.CheckpointDone():
+                self._note(Kind.CHECKPOINT, now, now, event.version)
+            case m.SaveRequested():
+                self._note(Kind.CHECKPOINT, now, now, None, "asked for")
+            case m.Failed():
+                told = error_text(event.error)
+                self._note(Kind.FAILURE, now, now, event.rank, event.epoch, event.step, told)
+            case m.StopRequested():
+                self._note(Kind.STOP, now, now, "stop requested")
+            case m.AbortRequested():
+                self._note(Kind.STOP, now, now, "abort requested")
+            case _:
+                pass
+
+    def _see(self, command: Command, now: float) -> None:
+        match command:
+            case PublishEpoch(metrics=metrics):
+                self._close_epoch(metrics, now)
+            case ReportStall():
+                self._note(Kind.STOP, now, now, "stalled")
+            case SaveCheckpoint():
+                part = "saved at the end" if command.final else "saved"
+                self._note(Kind.CHECKPOINT, now, now, command.epoch, part)
+            case SaveFailed():
+                self._note(Kind.CHECKPOINT, now, now, None, f"failed: {error_text(command.error)}")
+            case _:
+                pass
+
+    def _count(self, rank: int, tally: m.Tally, now: float) -> None:
+        if now >= self._samples.end:
+            self._samples.close(now, self.num_samples)
+        self.num_batches[rank] += tally.num_batches
+        self.num_samples[rank] += tally.num_samples
+
+    def _follow_round(self, rnd: Round, now: float) -> None:
+        number, state = self._round
+        if (rnd.id, rnd.state) == self._round:
+            return
+        if state is not RoundState.NONE:
+            self._note(Kind.PHASE, self._phase_start, now, number, state.value)
+            if rnd.id != number or rnd.state is RoundState.NONE:
+                self._note(Kind.AVERAGING, self._round_start, now, number, "round")
+        if rnd.id != number:
+            self._round_start = now
+        self._phase_start = now
+        self._round = (rnd.id, rnd.state)
+
+    def _close_epoch(self, metrics: EpochMetrics, now: float) -> None:
+        scalars = {
+            one_line(name): float(value)
+            for name, value in list(metrics.scalars.items())[:MAX_SCALARS]
+        }
+        self._epochs.add(
+            (
+                EpochRecord(
+                    epoch=metrics.epoch,
+                    end_s=now - self._start,
+                    epoch_s=metrics.epoch_s,
+                    avg_loss=metrics.avg_loss,
+                    num_samples=metrics.num_samples,
+                    num_averagings=metrics.num_averagings,
+                    scalars=scalars,
+                ),
+            )
+        )
+        self._note(Kind.EPOCH, now, now, metrics.epoch)
+
+    def _note(self, kind: Kind, start: float, end: float, *args: Any) -> None:
+        self._ring.add((kind, start, end, args))
+
+    # -- any thread ---------------------------------------------------------------------
+
+    def read(self, cursor: int = 0) -> tuple[list[Event], int]:
+        """Events that were added since, in order, and the next cursor; ``0`` at first."""
+        items, after = self._ring.read(cursor)
+        return [self._event(item) for item in items], after
+
+    def epochs(self, since: int = 0) -> list[EpochRecord]:
+        """The closed epochs that are kept, oldest first.
+
+        Args:
+            since: Leave out so many of the first that closed.
+        """
+        return [item[1] for item in self._epochs.read(since)[0]]
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs closed."""
+        return self._epochs.num_added
+
+    def rates(self, end: float, num_points: int) -> tuple[float, list[Row]]:
+        """Samples/s of each rank in spans of equal width, up to ``end``.
+
+        Args:
+            end: The time.
+            num_points: At most so many spans.
+
+        Returns:
+            Width of a span in seconds, and the rates in each.
+        """
+        width_s, rows = self._samples.read(end)
+        now_s = end - self._start
+        stride = max(1, math.ceil(now_s / width_s / max(1, num_points)))
+        rows = [*rows[stride - 1 :: stride], tuple(float(n) for n in self.num_samples)]
+        reach = math.ceil(LONGEST_REPORT_S / (stride * width_s))
+        rows = list(
+            zip(*(spread(totals, reach) for totals in zip(*rows, strict=True)), strict=True)
+        )
+        before: Row = (0.0,) * len(self.num_samples)
+        rates: list[Row] = []
+        for index, row in enumerate(rows):
+            begun = index * stride * width_s
+            lasted = max(width_s, min(stride * width_s, now_s - begun))
+            rates.append(tuple((b - a) / lasted for a, b in zip(before, row, strict=True)))
+            before = row
+        return stride * width_s, rates
+
+    @property
+    def num_dropped(self) -> int:
+        """Events that have given way to later ones."""
+        return self._ring.num_dropped
+
+    def _event(self, item: tuple[Any, ...]) -> Event:
+        _, kind, begun, ended, args = item
+        found = dict(zip(ARGS.get(kind, ()), args, strict=False))
+        return Event(
+            kind=kind,
+            rank=found.get("rank"),
+            start_s=max(0.0, begun - self._start),
+            end_s=max(0.0, ended - self._start),
+            args={name: value for name, value in found.items() if name != "rank"},
+        )
+
+
+def spread(totals: Sequence[float], reach: int) -> list[float]:
+    """Running totals that come in jumps, as what grows all the time up to each of them.
+
+    Args:
+        totals: At the ends of spans of equal width.
+        reach: A jump is spread over no more spans than that, nor beyond the one before.
+    """
+    smooth, before, risen = list(totals), 0.0, -1
+    for index, total in enumerate(totals):
+        if total > before:
+            start = max(risen, index - reach)
+            for at in range(start + 1, index):
+                smooth[at] = before + (total - before) * (at - start) / (index - start)
+            before, risen = total, index
+    return smooth
+
 
 now = time.monotonic
 """The clock of every timeline: the coordinator's, so that both can be laid side by side."""
@@ -86,7 +420,7 @@ class Lane:
         """The rank does something else.
 
         Args:
-            cause: One of the numbers in :mod:`runtime.timeline.causes`.
+            cause: One of the numbers in :mod:`runtime.timeline.events`.
             at: Since when, by :data:`now`, not before :attr:`since`; ``None``: from now on.
 
         Returns:

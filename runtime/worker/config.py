@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coordinator.policy import ApplyPolicy
+from coordinator.config import ApplyPolicy
 from runtime.device.timing import StepTime
 from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
 from runtime.replica.schedule import SchedulerFactory

@@ -4,9 +4,118 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted
+
+if TYPE_CHECKING:
+    from runtime.worker.worker import GpuWorker
+
+
+# -- Where lockstep ranks stop, or take their states, together --
+
+
+class StopAgreement:
+    """The global steps before which every rank of a lockstep run stops, or takes its state.
+
+    A rank that is asked to stop at the edge of step ``s`` has not joined the reduction of
+    ``s``, so no peer can have passed it: naming ``s + 1`` before joining is seen by all
+    of them, because the reduction orders it before their next look. The first name counts.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stop_at: int | None = None
+        self._capture_at = (0, 0)
+
+    def propose(self, step: int) -> None:
+        """Name the step before which to stop, unless one is named already."""
+        with self._lock:
+            if self._stop_at is None:
+                self._stop_at = step
+
+    def reached(self, step: int) -> bool:
+        """Whether ``step`` must not begin."""
+        return self._stop_at is not None and step >= self._stop_at
+
+    def propose_capture(self, capture: int, step: int) -> None:
+        """Name the step before which a capture is made, unless that or a later one is named.
+
+        Args:
+            capture: Counts the captures of a run, from 1.
+            step: The step.
+        """
+        with self._lock:
+            if capture > self._capture_at[0]:
+                self._capture_at = (capture, step)
+
+    @property
+    def capture_at(self) -> tuple[int, int]:
+        """The last capture that was named, and its step; 0: none yet."""
+        return self._capture_at
+
+
+# -- Where a rank stands in a lockstep run --
+
+
+class Lockstep:
+    """Counts what every rank of a ``SYNC`` run does alike.
+
+    Attributes:
+        step: Optimizer steps made since the start of the run.
+        num_syncs: Times the buffers were averaged.
+        buffer_samples: Samples that this rank's buffers have seen since then.
+        num_captured: The last capture that this rank has made.
+    """
+
+    def __init__(self, agreement: StopAgreement | None = None) -> None:
+        self._agreement = agreement or StopAgreement()
+        self.step = 0
+        self.num_syncs = 0
+        self.buffer_samples = 0
+        self.num_captured = 0
+
+    @property
+    def standing(self) -> tuple[int, int]:
+        """Compares how far ranks have come."""
+        return self.step, self.num_syncs
+
+    def stepped(self, num_samples: int) -> None:
+        """A step was made with the peers."""
+        self.step += 1
+        self.buffer_samples += num_samples
+
+    def synced(self) -> None:
+        """The buffers were averaged with the peers."""
+        self.num_syncs += 1
+        self.buffer_samples = 0
+
+    def propose_stop(self) -> None:
+        """Have all ranks stop after the next step."""
+        self._agreement.propose(self.step + 1)
+
+    @property
+    def stop_reached(self) -> bool:
+        """Whether the ranks have agreed to stop before the next step."""
+        return self._agreement.reached(self.step)
+
+    def propose_capture(self, capture: int) -> None:
+        """Have all ranks take their states after the next step."""
+        self._agreement.propose_capture(capture, self.step + 1)
+
+    @property
+    def capture_reached(self) -> int | None:
+        """The capture that the ranks have agreed to make before the next step, if any."""
+        capture, step = self._agreement.capture_at
+        return capture if capture > self.num_captured and self.step >= step else None
+
+    def copy_from(self, other: Lockstep) -> None:
+        """Stand where a peer stands."""
+        self.step, self.num_syncs = other.step, other.num_syncs
+        self.buffer_samples = other.buffer_samples
+
 
 MakeGroup = Callable[[Sequence[int]], Sequence[Collective]]
 
@@ -81,3 +190,20 @@ class Groups:
         for group in groups:
             for end in group.values():
                 end.close()
+
+
+# -- What the workers of one run know of each other --
+
+
+@dataclass(slots=True)
+class Peers:
+    """Shared by the workers of a run in which ranks may die.
+
+    Attributes:
+        groups: Where the ranks that are left meet.
+        replicas: The worker of each rank, once it is built. A rank reads another's state
+            only while that one waits for it in the first meeting of a new group.
+    """
+
+    groups: Groups
+    replicas: dict[int, GpuWorker] = field(default_factory=dict)

@@ -8,12 +8,20 @@ Every method here overrides one of the worker's with the same signature, which a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from coordinator import messages as m
+from coordinator.machine import Coordinator
+from coordinator.service import Service
 from runtime.collective import Collective
+from runtime.config import TrainConfig
 from runtime.replica.step import TrainFn
-from runtime.timeline.causes import (
+from runtime.timeline.events import (
     AVERAGING,
     CALLBACKS,
     COMPUTE,
@@ -25,13 +33,50 @@ from runtime.timeline.causes import (
     STARTUP,
     SYNC,
     UNATTRIBUTED,
+    Kind,
 )
-from runtime.timeline.events import Kind
 from runtime.timeline.recorder import Lane
+from runtime.timeline.timeline import RunFacts
 from runtime.worker.config import UserFunctions, Wake, WorkerConfig, WorkerEndpoints
 from runtime.worker.protocol import WorkerState
-from runtime.worker.watched import watch_functions
 from runtime.worker.worker import GpuWorker
+
+# -- The user's functions, seen as they are called in a worker's thread --
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def watch_functions(functions: UserFunctions, lane: Lane) -> UserFunctions:
+    """The user's functions, whose calls in the worker's thread are noted on its lane."""
+    return replace(
+        functions,
+        eval_fn=_watched(functions.eval_fn, lane, Kind.EVALUATION, lambda model, epoch: epoch),
+        epoch_fn=_watched(functions.epoch_fn, lane, Kind.EPOCH_FN, lambda epoch, worker: epoch),
+        checkpoint_fn=_watched(
+            functions.checkpoint_fn, lane, Kind.CHECKPOINT, lambda version, model: version
+        ),
+    )
+
+
+def _watched(
+    fn: Callable[P, R] | None, lane: Lane, kind: Kind, number: Callable[P, int]
+) -> Callable[P, R] | None:
+    if fn is None:
+        return None
+    inner = fn
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = lane.enter(CALLBACKS)
+        start = lane.since
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            lane.enter(before)
+            lane.note(kind, start, number(*args, **kwargs))
+
+    return call
+
 
 _WORK: dict[type, tuple[int, str | None]] = {
     m.SyncNow: (AVERAGING, "all-reduce"),
@@ -247,3 +292,75 @@ class RecordedWorker(GpuWorker):
     def _end_graphs(self) -> None:
         self._lane.enter(ENDING)
         super()._end_graphs()
+
+
+# -- What a run has to do with its timeline, if it has one --
+
+
+class Recording:
+    """Ties a run to its timeline; without one, every call does nothing.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        ValueError: The timeline has recorded another run.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._timeline = config.timeline
+        if self._timeline is not None:
+            self._timeline.require_unused()
+
+    def begin(
+        self,
+        devices: Sequence[torch.device],
+        num_samples: int,
+        backend: tuple[str, str],
+        machine: Coordinator,
+        service: Service,
+    ) -> None:
+        """The run begins; its threads have not started.
+
+        Args:
+            devices: Of each rank.
+            num_samples: Length of the data set.
+            backend: Its name, and why it was chosen.
+            machine: The coordinator.
+            service: Shows the timeline what the coordinator does.
+        """
+        c = self._config
+        if self._timeline is None:
+            return
+        facts = RunFacts(
+            devices=tuple(str(device) for device in devices),
+            policy=c.policy.name,
+            backend=backend[0],
+            backend_reason=backend[1],
+            num_epochs=c.num_epochs or 0,
+            batch_size=c.batch_size or 0,
+            num_samples=num_samples,
+        )
+        service.observe(self._timeline.begin(facts, devices, machine).observe)
+
+    def worker_class(self, rank: int) -> Callable[..., GpuWorker]:
+        """What to make the worker of a rank with."""
+        if self._timeline is None:
+            return GpuWorker
+        return partial(RecordedWorker, self._timeline.lane(rank))
+
+    def built(self, worker: GpuWorker) -> None:
+        """A worker has built its replica."""
+        if self._timeline is not None and worker.rank == 0:
+            self._timeline.built(worker.model)
+
+    def left(self, rank: int) -> None:
+        """The thread of a rank is about to end; called in it."""
+        if self._timeline is not None:
+            self._timeline.lane(rank).close()
+
+    def finish(self, *, stopped: bool, error: BaseException | None) -> None:
+        """The run is over."""
+        if self._timeline is not None:
+            self._timeline.finish(stopped=stopped, error=error)

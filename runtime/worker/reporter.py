@@ -7,7 +7,8 @@ from collections import deque
 from typing import Any
 
 from coordinator import messages as m
-from runtime.device.base import Arrival, DeviceContext, StepMeter, ValueLog
+from runtime.device.base import Arrival, DeviceContext
+from runtime.device.values import StepMeter, ValueLog
 from runtime.worker.protocol import WorkerProtocol
 
 

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.contents import plain
+from runtime.checkpoint.format import plain
 from runtime.core.errors import CheckpointError
-from runtime.device.base import DeviceContext, ValueLog
+from runtime.device.base import DeviceContext
+from runtime.device.values import ValueLog
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState
 from runtime.replica.schedule import Schedule
 from runtime.replica.state import ModuleState
 from runtime.replica.step import Stepper
-from runtime.worker.lockstep import Lockstep
+from runtime.worker.group import Lockstep
 
 logger = logging.getLogger(__name__)
 

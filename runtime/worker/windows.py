@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from coordinator.contents import EpochPlan
 from coordinator.dispatch import batch_bounds
+from coordinator.messages import EpochPlan
 from runtime.worker.config import WorkerConfig
 
 

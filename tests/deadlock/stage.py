@@ -13,9 +13,8 @@ import torch
 
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
-from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
-from coordinator.service import Service
+from coordinator.service import Inbox, Service
 from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import InlineLoader

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from coordinator import messages as m
-from coordinator.commands import Average, PublishEpoch, Send
 from coordinator.machine import Coordinator
+from coordinator.messages import Average, PublishEpoch, Send
 from coordinator.service import Service
 from tests.deadlock.faults import BOUND_S
 

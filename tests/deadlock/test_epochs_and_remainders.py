@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from coordinator.commands import PublishEpoch
+from coordinator.messages import PublishEpoch
 from runtime import current_worker
 from runtime.collective import Collective
 from tests.deadlock.faults import BOUND_S

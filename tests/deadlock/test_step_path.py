@@ -15,8 +15,15 @@ from tests.deadlock.faults import BOUND_S
 from tests.unit.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
 from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative
 
-ENTRIES = ("worker.py", "loader.py", "collective/thread.py", "collective/process_group.py")
-THE_DEVICE = {ROOT / "runtime" / name for name in ("device.py", "cuda_api.py")}
+ENTRIES = (
+    "worker/worker.py",
+    "data/loader.py",
+    "collective/thread.py",
+    "collective/process_group.py",
+)
+THE_DEVICE = {
+    ROOT / "runtime" / name for name in ("device/base.py", "device/cuda_api.py", "device/memory.py")
+}
 """The places that speak to a device, and where streams and events belong."""
 
 
@@ -58,8 +65,15 @@ def test_the_step_path_neither_syncs_a_device_nor_frees_its_memory(path):
 def test_the_step_path_holds_what_a_step_runs():
     """D9: the search above finds the files that matter."""
     found = {path.name for path in step_path()}
-    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "answers.py"}
-    assert found >= {"loader.py", "data.py", "base.py", "thread.py", "protocol.py", "schedule.py"}
+    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "rounds.py"}
+    assert found >= {
+        "loader.py",
+        "dataset.py",
+        "base.py",
+        "thread.py",
+        "protocol.py",
+        "schedule.py",
+    }
 
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from coordinator import messages as m
-from coordinator.commands import PublishEpoch
+from coordinator.messages import PublishEpoch
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.stage import running
 from tests.deadlock.tap import Sent, within

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.contents import EpochPlan
-from runtime.data.budget import DeviceBudget
+from coordinator.messages import EpochPlan
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.prefetch import PrefetchLoader, SlotStage
-from runtime.data.resident import ResidentData
-from runtime.data.stage import Pace
-from runtime.device.copying import CpuCopies
-from runtime.device.cuda_copies import CudaCopies
+from runtime.data.loader import Pace
+from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
+from runtime.data.slots import DeviceBudget
+from runtime.device.base import CpuCopies
+from runtime.device.cuda import CudaCopies
 from tests.gpu.delays import context_of, delay
 
 N, SIZE, WIDTH = 1000, 8, 4096

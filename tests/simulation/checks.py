@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from coordinator import messages as m
-from coordinator.commands import Average, Command, PublishEpoch, Send
+from coordinator.config import ApplyPolicy
 from coordinator.dispatch import count_batches
 from coordinator.errors import AveragingFailed, RunStalled
-from coordinator.outcome import Failure
-from coordinator.policy import ApplyPolicy
+from coordinator.messages import Average, Command, PublishEpoch, Send
 from coordinator.ranks import RankState
+from coordinator.state import Failure
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.saves import BEFORE, SaveChecks

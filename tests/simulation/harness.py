@@ -17,7 +17,9 @@ from itertools import count
 from typing import Any
 
 from coordinator import messages as m
-from coordinator.commands import (
+from coordinator.config import AverageBackend
+from coordinator.machine import Coordinator
+from coordinator.messages import (
     SAVE_ROUND,
     AbortCollective,
     Average,
@@ -26,12 +28,10 @@ from coordinator.commands import (
     SaveCheckpoint,
     Send,
 )
-from coordinator.inbox import HELD_S, Inbox
-from coordinator.machine import Coordinator
-from coordinator.policy import AverageBackend
+from coordinator.service import HELD_S, Inbox
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.worker.agreement import StopAgreement
 from runtime.worker.config import WAKE
+from runtime.worker.group import StopAgreement
 from tests.simulation.checks import Checks
 from tests.simulation.effects import SamplesOf, Traced, Violation, average, replica
 from tests.simulation.saves import Origin

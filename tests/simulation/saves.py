@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from coordinator.commands import SaveCheckpoint
+from coordinator.config import ApplyPolicy
 from coordinator.dispatch import count_batches
-from coordinator.policy import ApplyPolicy
+from coordinator.messages import SaveCheckpoint
 from tests.simulation.effects import Batch, Traced, Violation
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from coordinator.config import CoordinatorConfig
-from coordinator.policy import ApplyPolicy, AverageBackend
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator import messages as m
-from coordinator.policy import ApplyPolicy
+from coordinator.config import ApplyPolicy
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.worker.config import WAKE, Wake, WorkerConfig
-from runtime.worker.lockstep import Lockstep
+from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.reporter import Reporter
 from runtime.worker.windows import Windows

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from coordinator.inbox import Inbox
-from coordinator.policy import ApplyPolicy
+from coordinator.config import ApplyPolicy
+from coordinator.service import Inbox
 from tests.simulation.finding import STUCK, assert_is_found
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_late_schedule

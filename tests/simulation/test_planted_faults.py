@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from coordinator import messages as m
-from coordinator.gate import Gate
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool
+from coordinator.ranks import Gate
 from coordinator.rounds import Round
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly

@@ -7,15 +7,13 @@ import random
 import pytest
 
 from coordinator import messages as m
-from coordinator.config import CoordinatorConfig
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import Epochs
 from coordinator.failures import Survival
-from coordinator.ledger import Ledger
 from coordinator.machine import Coordinator
-from coordinator.policy import ApplyPolicy, AverageBackend
-from coordinator.pool import ChunkPool
-from coordinator.round_keeper import RoundKeeper
-from runtime.worker.lockstep import Lockstep
+from coordinator.pool import ChunkPool, Ledger
+from coordinator.rounds import RoundKeeper
+from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found
 from tests.simulation.harness import Simulation, SimulationFailed

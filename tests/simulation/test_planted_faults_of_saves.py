@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator import checkpoint as saving
+from coordinator import checkpoint
 from coordinator import messages as m
-from coordinator import run_state
-from coordinator.checkpoint import Saving
-from coordinator.policy import ApplyPolicy
+from coordinator.checkpoint import Note, Saving, capture_run
+from coordinator.config import ApplyPolicy
 from coordinator.pool import ChunkPool
-from coordinator.run_state import Note
-from runtime.worker.lockstep import Lockstep
+from runtime.worker.group import Lockstep
 from tests.simulation.finding import assert_is_found
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
 from tests.simulation.saves import Origin
@@ -25,9 +23,9 @@ def test_sums_that_hold_what_was_told_after_the_cut_are_found(monkeypatch):
     def late(core, closing, elapsed_s, notes, step):
         epochs = [*(epoch for epoch, _ in closing), *core.pool.epochs]
         now = {rank: replace(Note.of(core, epochs, rank), told=notes[rank].told) for rank in notes}
-        return run_state.capture_run(core, closing, elapsed_s, now, step)
+        return capture_run(core, closing, elapsed_s, now, step)
 
-    monkeypatch.setattr(saving, "capture_run", late)
+    monkeypatch.setattr(checkpoint, "capture_run", late)
     assert_is_found("samples of an epoch are in the checkpoint")
 
 
@@ -57,13 +55,13 @@ def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatc
     for schedule in itertools.islice(lockstep_schedules(), 60):
         seen += len(Simulation(schedule, LateParts()).run().saved)
     assert seen > 60
-    monkeypatch.setattr(run_state, "_told_later", lambda core, notes: {})
+    monkeypatch.setattr(checkpoint, "_told_later", lambda core, notes: {})
     with pytest.raises(SimulationFailed, match=r"told, not in it: \[\("):
         run_all(lockstep_schedules(), LateParts())
 
 
 def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
-    captured = run_state._epoch_state
+    captured = checkpoint._epoch_state
 
     def forgetful(core, epoch, notes, *, epoch_s=None):
         state = captured(core, epoch, notes, epoch_s=epoch_s)
@@ -74,7 +72,7 @@ def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
             state["consumed"] = [[b, b + 1] for b in done]
         return state
 
-    monkeypatch.setattr(run_state, "_epoch_state", forgetful)
+    monkeypatch.setattr(checkpoint, "_epoch_state", forgetful)
     assert_is_found("told, not in it: [(")
 
 
@@ -107,12 +105,12 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
 
 
 def test_a_pool_that_deals_consumed_batches_again_is_found(monkeypatch):
-    epoch_of = run_state._epoch_of
+    epoch_of = checkpoint._epoch_of
 
     def whole(core, saved, now):
         return epoch_of(core, {**saved, "consumed": [], "parts": None}, now)
 
-    monkeypatch.setattr(run_state, "_epoch_of", whole)
+    monkeypatch.setattr(checkpoint, "_epoch_of", whole)
     with pytest.raises(SimulationFailed, match="which rank -1 trained"):
         resume_all(replace(draw_schedule(seed), deaths=()) for seed in range(500))
 

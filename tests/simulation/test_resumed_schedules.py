@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.policy import ApplyPolicy
+from coordinator.config import ApplyPolicy
 from tests.simulation.finding import NUM_SCHEDULES
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.saves import Origin

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from coordinator.policy import ApplyPolicy
+from coordinator.config import ApplyPolicy
 from tests.simulation.checks import Checks
 from tests.simulation.effects import Violation
 from tests.simulation.finding import NUM_SCHEDULES

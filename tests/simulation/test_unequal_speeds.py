@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.config import CoordinatorConfig
-from coordinator.policy import ApplyPolicy, AverageBackend
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from tests.simulation.harness import Hooks, Simulation
 from tests.simulation.schedule import Pace, Schedule
 

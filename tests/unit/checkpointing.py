@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 
 import torch
 
-from runtime.checkpoint.contents import CheckpointData
+from runtime.checkpoint.format import CheckpointData
 
 
 def make(step=10, *, ranks=2, size=16, epoch=1):

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 import torch
 
-from runtime.data.budget import MemoryReading, padded_bytes
-from runtime.device.copying import CopyDevice
+from runtime.data.slots import padded_bytes
+from runtime.device.base import CopyDevice
+from runtime.device.memory import MemoryReading
 
 COMPUTE, COPY = "compute", "copy"
 GIB = 2**30

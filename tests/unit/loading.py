@@ -8,7 +8,7 @@ import threading
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.contents import EpochPlan
+from coordinator.messages import EpochPlan
 from runtime.core.context import current_worker
 from runtime.data.batches import batch_generator
 from runtime.data.dataset import EpochIndex, adapt_dataset

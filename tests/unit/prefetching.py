@@ -7,12 +7,11 @@ import threading
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.contents import EpochPlan
-from runtime.data.budget import DeviceBudget
+from coordinator.messages import EpochPlan
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.prefetch import PrefetchLoader, SlotStage
-from runtime.data.resident import ResidentData
-from runtime.data.stage import Pace
+from runtime.data.loader import Pace
+from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
+from runtime.data.slots import DeviceBudget
 from tests.unit.fake_streams import DelayedCopies
 from tests.unit.loading import INDEX, SEED, SIZE, Consumer, N
 

@@ -12,7 +12,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from runtime.worker.step_worker import StepWorker
+from runtime.worker.worker import StepWorker
 
 
 def checksums(tensors):

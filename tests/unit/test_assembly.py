@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coordinator.policy import AverageBackend
-from runtime.assembly import coordinator_config, worker_config
+from coordinator.config import AverageBackend
 from runtime.config import TrainConfig
+from runtime.run import coordinator_config, worker_config
 from tests.unit.running import count_up, counter, plain_sgd
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import mixing
+from coordinator import averaging as mixing
 from coordinator.averaging import Averager, payload_like
-from coordinator.contents import Payload
+from coordinator.messages import Payload
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 TOLERANCES = {

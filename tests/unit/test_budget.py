@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data.budget import (
+from runtime.data.slots import (
     MAX_DEPTH,
     DeviceBudget,
-    MemoryReading,
     capacity_bytes,
     host_depth,
     margin_bytes,
     num_slots,
     padded_bytes,
 )
+from runtime.device.memory import MemoryReading
 
 GIB, MIB = 2**30, 2**20
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.checkpoint.contents import plain
+from runtime.checkpoint.format import plain
 from runtime.core.errors import CheckpointError
 from tests.unit.checkpointing import same
 

@@ -10,9 +10,8 @@ import torch
 
 from runtime import CollectiveAborted
 from runtime.collective import create_collectives
-from runtime.collective.base import LONG
-from runtime.collective.noted import Meeting
-from runtime.timeline.causes import AVERAGING, COMPUTE, SYNC
+from runtime.collective.base import LONG, Meeting
+from runtime.timeline.events import AVERAGING, COMPUTE, SYNC
 from runtime.timeline.recorder import Lane
 
 WAIT_S = 0.05

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.data.columns import MappedArray
-from runtime.data.dataset import adapt_dataset
+from runtime.data.dataset import MappedArray, adapt_dataset
 
 N = 11
 INDICES = torch.tensor([7, 0, 10, 3])

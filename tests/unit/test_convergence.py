@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.convergence import ConvergenceGuard, Verdict
+from coordinator.cadence import ConvergenceGuard, Verdict
 
 STABLE, SUPPRESS, NUDGE = Verdict.STABLE, Verdict.SUPPRESS_GROWTH, Verdict.NUDGE_DOWN
 

@@ -11,13 +11,11 @@ from torch.utils.data import Dataset
 
 from runtime import run as run_module
 from runtime.data import path as data_path
-from runtime.data.budget import MemoryReading
 from runtime.data.prefetch import PrefetchLoader
 from runtime.data.slots import Layout, SlotPool, TensorSpec
 from runtime.device import memory as cuda_memory
-from runtime.device.cuda import CudaDevice
-from runtime.device.cuda_copies import CudaCopies
-from runtime.device.memory import CudaMemory, MemoryCaps, explain_out_of_memory
+from runtime.device.cuda import CudaCopies, CudaDevice
+from runtime.device.memory import CudaMemory, MemoryCaps, MemoryReading, explain_out_of_memory
 from tests.unit.fake_cuda import GPU, FakeCuda
 from tests.unit.running import WAIT_S, builder, count_up
 from tests.unit.test_data_path import loader_for

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.device.base import open_device
-from runtime.device.cuda import CudaDevice
+from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState
-from runtime.replica.reducer import GradientReducer
+from runtime.replica.step import GradientReducer
 from tests.unit.fake_cuda import GPU, FakeCuda
 
 ORDERS = list(permutations(range(3)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.device.base import StepMeter, ValueLog
 from runtime.device.cuda import CudaDevice
-from runtime.device.values import CAPACITY, NUM_BUFFERS
+from runtime.device.values import CAPACITY, NUM_BUFFERS, StepMeter, ValueLog
 from tests.unit.fake_cuda import GPU, FakeCuda
 
 NOTHING = (0.0, 0, ())

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from runtime.data.dataset import ColumnAdapter
-from runtime.device.cuda import CudaDevice
-from runtime.device.cuda_copies import CudaCopies
+from runtime.device.cuda import CudaCopies, CudaDevice
 from runtime.device.memory import CudaMemory
 from runtime.replica.build import BuildOrder
 from tests.unit.fake_cuda import CPU, GPU, FakeCuda

@@ -9,8 +9,8 @@ from coordinator import messages as m
 from runtime import run as run_module
 from runtime.collective import StagedThreadCollective, create_collectives
 from runtime.data.path import DataPath
-from runtime.device.base import CpuDevice, open_device
-from runtime.device.cuda import CudaDevice
+from runtime.device.base import CpuDevice
+from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica import build as replica
 from tests.unit.fake_cuda import GPU, FakeCuda, standing_in
 from tests.unit.running import ASYNC, CADENCE, LOCAL_WAYS, SYNC, WAIT_S, builder, train

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed
-from runtime.loop import loop_calls
+from runtime.loop import data_parallel as loop_calls
 from tests.unit.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of, state
 
 WAIT_S = 20.0

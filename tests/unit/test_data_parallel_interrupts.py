@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from runtime import ReplicaFailed
-from runtime.loop import data_parallel, loop_calls, loop_mirror, rank_threads
+from runtime.loop import data_parallel, rank_threads
+from runtime.loop import data_parallel as loop_calls
+from runtime.loop import data_parallel as loop_mirror
 from tests.unit.parallel import identical, loss_fn, mlp, replicas, samples_of
 
 # What of the standard library is written in Python can be left at any line, too.

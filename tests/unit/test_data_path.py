@@ -12,12 +12,11 @@ import torch
 from torch.utils.data import Dataset
 
 from runtime.config import TrainConfig
+from runtime.data import loader as stage
 from runtime.data import path as data_path
-from runtime.data import stage
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import InlineLoader, ThreadLoader
+from runtime.data.loader import HostStage, InlineLoader, Stage, ThreadLoader
 from runtime.data.path import DataPath
-from runtime.data.stage import HostStage, Stage
 from runtime.device.base import CpuDevice
 from tests.unit.running import WAIT_S, Gate, Trace, builder, count_up, counter, plain_sgd
 

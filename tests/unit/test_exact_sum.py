@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.contents import Tally
-from coordinator.exact_sum import ExactSum, RoundedSum
-from coordinator.metrics import EpochTally
+from coordinator.metrics import EpochTally, ExactSum, RoundedSum, Tally
 
 numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=30)
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.replica.flat import ALIGNMENT_BYTES, FlatState
-from runtime.replica.flat_math import norm
+from runtime.replica.flat import ALIGNMENT_BYTES, FlatState, norm
 from tests.unit.running import LOCAL_WAYS, WAIT_S, builder
 
 local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")

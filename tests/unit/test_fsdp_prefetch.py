@@ -14,7 +14,7 @@ from torch import nn
 
 from runtime import FSDP, create_collectives
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.fsdp.prefetch import Prefetch
+from runtime.fsdp.lifecycle import Prefetch
 from tests.unit.fake_cuda import GPU, FakeCuda, standing_in
 from tests.unit.fsdp_ranks import FREEING, Net, batch, loss_of, on_ranks, outcomes_of, share, wrap
 from tests.unit.posing import POSING, posing_group

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from coordinator.cadence import ElChe
-from coordinator.config import CoordinatorConfig
-from coordinator.gate import Gate
-from coordinator.policy import ApplyPolicy
+from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.pool import ChunkPool
-from coordinator.ranks import Rank, RankState
+from coordinator.ranks import Gate, Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from runtime.device.capture_gate import GateMember
-from runtime.replica.optimizer_state import load_optimizer_state
+from runtime.replica.step import load_optimizer_state
 from tests.unit.graphing import (
     DATA,
     a_run,

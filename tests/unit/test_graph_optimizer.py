@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.replica.graph_optimizer import CapturableOptimizer
+from runtime.replica.graphs import CapturableOptimizer
 from tests.unit.tape import Tape
 
 CPU = torch.device("cpu")

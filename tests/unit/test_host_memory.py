@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator import host_memory
+from coordinator import averaging as host_memory
 from coordinator.averaging import Averager
-from coordinator.contents import Payload
+from coordinator.messages import Payload
 from runtime.replica.flat import FlatState
 
 MANY = 9_000_001

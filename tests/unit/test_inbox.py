@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from coordinator import inbox as inbox_module
 from coordinator import messages as m
-from coordinator.commands import Send
-from coordinator.inbox import Inbox
+from coordinator import service as inbox_module
+from coordinator.messages import Send
+from coordinator.service import Inbox
 
 WAIT_S = 20.0
 

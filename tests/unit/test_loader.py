@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.contents import EpochPlan
+from coordinator.messages import EpochPlan
 from runtime.core.context import current_worker
 from runtime.data.batches import PlanQueue, batch_generator, move_batch
 from runtime.data.dataset import adapt_dataset

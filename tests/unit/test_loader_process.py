@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from coordinator.contents import EpochPlan
+from coordinator.messages import EpochPlan
 from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader
 from runtime.data.process_loader import ProcessLoader, check_picklable

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.contents import Tally
-from coordinator.exact_sum import ExactSum, WeightSum
-from coordinator.metrics import EpochTally
+from coordinator.metrics import EpochTally, ExactSum, Tally, WeightSum
 from runtime import (
     CollectiveAborted,
     GpuWorker,
@@ -24,8 +22,7 @@ from runtime import (
 )
 from runtime.core.weight import WindowWeight
 from runtime.replica.flat import FlatParams
-from runtime.replica.reducer import GradientReducer
-from runtime.replica.step import EMPTY, Stepper
+from runtime.replica.step import EMPTY, GradientReducer, Stepper
 from runtime.worker.config import UserFunctions, WorkerConfig
 from tests.unit.graphing import (
     DATA,

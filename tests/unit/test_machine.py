@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from coordinator.commands import FINAL_ROUND, AbortCollective, Average, PublishEpoch, Send
-from coordinator.config import CoordinatorConfig
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.errors import AveragingFailed
 from coordinator.machine import Coordinator
-from coordinator.outcome import Phase
-from coordinator.policy import ApplyPolicy, AverageBackend
+from coordinator.messages import FINAL_ROUND, AbortCollective, Average, PublishEpoch, Send
 from coordinator.ranks import Rank, RankState
+from coordinator.state import Phase
 
 EMPTY = m.Payload(params=())
 CPU, THREAD = AverageBackend.CPU, AverageBackend.THREAD

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coordinator.policy import ApplyPolicy
+from coordinator.config import ApplyPolicy
 from runtime import machine_report as module
 from runtime.machine_report import machine_report
 

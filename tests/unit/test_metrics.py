@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.contents import Tally
-from coordinator.metrics import EpochTally
+from coordinator.metrics import EpochTally, Tally
 
 
 def close(tally, **changes):

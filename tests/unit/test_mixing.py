@@ -9,7 +9,8 @@ import threading
 import pytest
 import torch
 
-from coordinator import blocks, mixing
+from coordinator import averaging as blocks
+from coordinator import averaging as mixing
 from tests.unit.test_averaging import DTYPES, bits
 
 

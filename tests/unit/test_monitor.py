@@ -18,9 +18,8 @@ import pytest
 from runtime import Cause, Monitor, Timeline, WorkerFailed, current_worker
 from runtime.monitor import page as page_module
 from runtime.monitor.feed import Feed, Thinned
-from runtime.monitor.past import past_ticks
-from runtime.monitor.reader import Reader
-from runtime.monitor.viewers import MAX_WAITING, Viewer, Viewers
+from runtime.monitor.reader import Reader, past_ticks
+from runtime.monitor.server import MAX_WAITING, Viewer, Viewers
 from tests.unit.running import WAIT_S, Counter, Gate, builder, count_up
 from tests.unit.test_timeline_outputs import HOSTILE, run_hostile
 from tests.unit.watching import history_of, open_page, over, request

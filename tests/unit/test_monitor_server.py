@@ -18,8 +18,7 @@ import pytest
 
 from runtime import Monitor
 from runtime.monitor import server as server_module
-from runtime.monitor.hosts import host_name, is_loopback, url_of
-from runtime.monitor.server import THREAD_NAME
+from runtime.monitor.server import THREAD_NAME, host_name, is_loopback, url_of
 from tests.unit.running import WAIT_S
 from tests.unit.watching import history_of, open_page, request
 

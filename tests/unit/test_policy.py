@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from coordinator.policy import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 
 CPUS = ("cpu", "cpu")
 GPUS = ("cuda:0", "cuda:1")

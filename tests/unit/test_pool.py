@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.ledger import Ledger
-from coordinator.pool import CHUNK_S, MIN_CHUNK_S, ChunkPool
+from coordinator.pool import CHUNK_S, MIN_CHUNK_S, ChunkPool, Ledger
 
 
 def pool_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):

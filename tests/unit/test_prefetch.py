@@ -8,13 +8,13 @@ from collections import namedtuple
 import pytest
 import torch
 
-from coordinator.contents import EpochPlan
-from runtime.data.budget import DeviceBudget
+from coordinator.messages import EpochPlan
 from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import Pace
 from runtime.data.prefetch import SlotStage
 from runtime.data.process_loader import ProcessLoader
-from runtime.data.stage import Pace
-from runtime.device.copying import CpuCopies
+from runtime.data.slots import DeviceBudget
+from runtime.device.base import CpuCopies
 from tests.unit import prefetching
 from tests.unit.fake_streams import GIB, DelayedCopies
 from tests.unit.loading import ALL, INDEX, SEED, SIZE, N, Noisy, assert_is_plan

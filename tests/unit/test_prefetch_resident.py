@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import adapt_dataset
-from runtime.data.resident import ResidentData
-from runtime.device.copying import CpuCopies
+from runtime.data.prefetch import ResidentData
+from runtime.data.slots import DeviceBudget
+from runtime.device.base import CpuCopies
 from tests.unit.fake_streams import GIB, DelayedCopies
 from tests.unit.loading import ALL, INDEX
 from tests.unit.prefetching import CALIBRATION, EPOCHS, TENSORS, Rig

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from coordinator import messages as m
-from coordinator.commands import AbortCollective, ReportStall
+from coordinator.config import ApplyPolicy
 from coordinator.errors import RunAborted, RunStalled
-from coordinator.outcome import Phase
-from coordinator.policy import ApplyPolicy
+from coordinator.messages import AbortCollective, ReportStall
+from coordinator.state import Phase
 from tests.unit.test_machine import CPU, EMPTY, THREAD, Run, at_a_round
 
 TIMEOUT_S = 100.0

@@ -8,11 +8,11 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from runtime.data import path as data_path
-from runtime.data import resident
-from runtime.data.budget import MemoryReading
+from runtime.data import prefetch as resident
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.resident import ResidentData, ResidentLoader, ResidentReader, can_reside
-from runtime.device.copying import CpuCopies
+from runtime.data.prefetch import ResidentData, ResidentLoader, ResidentReader, can_reside
+from runtime.device.base import CpuCopies
+from runtime.device.memory import MemoryReading
 from tests.unit.fake_streams import DelayedCopies
 from tests.unit.loading import ALL, INDEX, PLANS, SEED, SIZE, N, Noisy, assert_is_plan
 from tests.unit.running import WAIT_S, Trace, builder

@@ -20,13 +20,12 @@ from torch.utils.serialization import config
 
 from runtime import CheckpointError, saving
 from runtime.checkpoint import files, store
-from runtime.checkpoint.contents import plain
-from runtime.checkpoint.format import MANIFEST, Manifest
+from runtime.checkpoint.format import MANIFEST, Manifest, plain
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.store import write_checkpoint
 from runtime.checkpoint.writer import CheckpointWriter, save_once
 from runtime.core.signals import INTERRUPTS
-from runtime.device.base import open_device
+from runtime.device.cuda import open_device
 from runtime.worker.state import _generators, _restore_process
 from tests.unit.checkpointing import make, same
 from tests.unit.resuming import MarkingRun

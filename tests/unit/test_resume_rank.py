@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as lrs
 
 from coordinator import messages as m
 from runtime import CheckpointError, GpuWorker
-from runtime.checkpoint.contents import plain
+from runtime.checkpoint.format import plain
 from runtime.checkpoint.resume import ResumePoint
 from runtime.replica.flat import FlatParams
 from runtime.replica.schedule import Schedule

@@ -7,14 +7,11 @@ from typing import NamedTuple
 import pytest
 
 from coordinator import messages as m
-from coordinator.commands import Send
-from coordinator.config import CoordinatorConfig
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.machine import Coordinator
-from coordinator.outcome import Phase
-from coordinator.own_time import OwnTime
-from coordinator.policy import ApplyPolicy, AverageBackend
-from coordinator.round_keeper import OWN_SHARE, RATED_PER_S
-from coordinator.state import Core
+from coordinator.messages import Send
+from coordinator.rounds import OWN_SHARE, RATED_PER_S, OwnTime
+from coordinator.state import Core, Phase
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from coordinator import messages as m
-from coordinator.commands import SaveCheckpoint
-from coordinator.policy import AverageBackend
+from coordinator.config import AverageBackend
+from coordinator.messages import SaveCheckpoint
 from tests.unit.test_machine import EMPTY, Run
 
 

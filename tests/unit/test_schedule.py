@@ -9,9 +9,9 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
-from coordinator import inbox
 from coordinator import messages as m
-from coordinator.commands import Send
+from coordinator import service as inbox
+from coordinator.messages import Send
 from coordinator.service import Service
 from runtime import current_worker
 from runtime.replica.schedule import Schedule

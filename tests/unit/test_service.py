@@ -12,13 +12,12 @@ import torch
 from coordinator import messages as m
 from coordinator import service as service_module
 from coordinator.averaging import Averager
-from coordinator.commands import AbortCollective, Average, PublishEpoch, Send
 from coordinator.config import CoordinatorConfig
-from coordinator.inbox import Inbox
 from coordinator.machine import Coordinator
+from coordinator.messages import AbortCollective, Average, PublishEpoch, Send
 from coordinator.metrics import EpochTally
-from coordinator.round_keeper import RoundKeeper
-from coordinator.service import Service
+from coordinator.rounds import RoundKeeper
+from coordinator.service import Inbox, Service
 
 WAIT_S = 20.0
 """Bound of every wait: reached only by a test that fails."""

@@ -10,7 +10,7 @@ import torch
 from coordinator import messages as m
 from coordinator import service as service_module
 from coordinator.averaging import Averager
-from coordinator.commands import Average
+from coordinator.messages import Average
 from tests.unit.test_service import Bench, Scripted
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
-from runtime.loop.cadence import Cadence, rounds, sync_seconds, unequal_gpus
+from runtime.loop.balance import Cadence, rounds, sync_seconds, unequal_gpus
 from tests.unit.own_loop import (
     OneDevice,
     adamw,

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import GpuWorkerError, ReplicaFailed, Trainer
-from runtime.loop import replicas as replicas_file
-from runtime.loop import team as team_file
+from runtime.loop import engine as team_file
+from runtime.loop import runner as replicas_file
 from runtime.loop.replica import LoopReplica
-from runtime.loop.replicas import Job
+from runtime.loop.runner import Job
 from tests.unit.own_loop import (
     NUM_FEATURES,
     WAIT_S,

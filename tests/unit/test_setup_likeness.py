@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from runtime.loop import build
+from runtime.loop import module as build
 from runtime.loop import replica as replica_file
 from tests.unit.own_loop import (
     NUM_FEATURES,

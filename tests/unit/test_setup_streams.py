@@ -11,17 +11,13 @@ from torch import nn
 
 from runtime.collective import create_collectives
 from runtime.device.cuda import CudaDevice
-from runtime.loop import replicas as replicas_file
-from runtime.loop.balance import Balancer
-from runtime.loop.cadence import Cadence
+from runtime.loop import runner as replicas_file
+from runtime.loop.balance import Balancer, Cadence
 from runtime.loop.config import DdpConfig
-from runtime.loop.crossing import Crossing
-from runtime.loop.journal import Journal
+from runtime.loop.engine import Team
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.replica import LoopReplica
-from runtime.loop.replicas import ReplicaThreads
-from runtime.loop.runner import Ends, Runner
-from runtime.loop.team import Team
+from runtime.loop.runner import Crossing, Ends, Journal, ReplicaThreads, Runner
 from tests.unit.fake_cuda import CPU, GPU, FakeCuda
 from tests.unit.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.test_setup_cadence import loss_fn

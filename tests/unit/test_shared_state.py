@@ -11,8 +11,8 @@ import pytest
 
 from runtime.collective.barrier import Rendezvous
 from runtime.core.errors import CollectiveAborted
-from runtime.core.living import Living
-from runtime.replica.graph_fallback import Fallbacks
+from runtime.core.threads import Living
+from runtime.replica.graphs import Fallbacks
 from tests.unit.running import WAIT_S
 
 STRESS_S = 0.15

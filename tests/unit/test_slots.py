@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.data.slots import Layout, SlotPool, TensorSpec, slottable
-from runtime.device.copying import CpuCopies
+from runtime.device.base import CpuCopies
 from tests.unit.fake_streams import DelayedCopies
 
 SIZE = 4

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from coordinator.contents import EpochPlan
-from runtime.data import stage
-from runtime.data.loader import LoadedBatch, ThreadLoader
-from runtime.data.stage import HostStage, Pace, Stage
+from coordinator.messages import EpochPlan
+from runtime.data import loader as stage
+from runtime.data.loader import HostStage, LoadedBatch, Pace, Stage, ThreadLoader
 from tests.unit.loading import ALL, Consumer, N, Noisy, assert_is_plan
 
 MIB = 2**20

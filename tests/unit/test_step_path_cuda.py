@@ -39,10 +39,10 @@ FORBIDDEN = {
 }
 
 ALLOWED = {
-    ("runtime/replica/flat_math.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
+    ("runtime/replica/flat.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
     ("runtime/replica/step.py", "_weigh", "item"): "a weight of the CPU",
     (
-        "runtime/replica/reducer.py",
+        "runtime/replica/step.py",
         "unpack",
         "tolist",
     ): "flags of parameters that this rank has not used",
@@ -54,7 +54,7 @@ ALLOWED = {
     ("runtime/worker/state.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
     ("runtime/replica/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
     ("runtime/device/base.py", "_read", "tolist"): "the log of a CPU",
-    ("runtime/data/columns.py", "index_select", "numpy"): "indices, of the CPU",
+    ("runtime/data/dataset.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
     ("runtime/device/values.py", "_land", "tolist"): "pinned memory, behind its event",
 }

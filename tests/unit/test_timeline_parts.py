@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from runtime import Cause, Kind
 from runtime.timeline import recorder as lane_module
 from runtime.timeline import resources
-from runtime.timeline.coordinator_lane import spread
-from runtime.timeline.curves import Bins, Curve
-from runtime.timeline.recorder import Lane
-from runtime.timeline.ring import Ring
-from runtime.timeline.text import one_line, table_cell
+from runtime.timeline.export import one_line, table_cell
+from runtime.timeline.recorder import Lane, Ring, spread
+from runtime.timeline.resources import Bins, Curve
 
 WAIT_S = 20.0
 COMPUTE, DATA, SYNC, PARKED, IDLE = Cause.COMPUTE, Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE

@@ -456,7 +456,7 @@ def test_a_run_without_a_timeline_uses_the_plain_worker():
 
 
 def test_a_fault_in_the_observer_costs_the_timeline_and_not_the_run(monkeypatch, caplog):
-    from runtime.timeline.coordinator_lane import CoordinatorLane
+    from runtime.timeline.recorder import CoordinatorLane
 
     def broken(self, *args):
         raise RuntimeError("planted")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import Trainer
 from runtime.collective import create_collectives
-from runtime.core import vector_math
+from runtime.core import threads as vector_math
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
 

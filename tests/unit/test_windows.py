@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from coordinator.contents import EpochPlan
+from coordinator.messages import EpochPlan
 from runtime import WorkerConfig
 from runtime.worker.windows import Windows
 

@@ -25,7 +25,7 @@ from runtime.data.loader import InlineLoader, ThreadLoader
 from runtime.device.base import Arrival
 from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
-from runtime.worker.agreement import StopAgreement
+from runtime.worker.group import StopAgreement
 from runtime.worker.protocol import WorkerState
 from tests.unit.running import CPU, WAIT_S, Trace, count_up, counter, numbers, plain_sgd
 
