@@ -29,24 +29,28 @@ ROOT = Path(__file__).parents[1]
 SIMULATION = ["tests/simulation"]
 RUNS = ["tests/deadlock", "tests/unit/test_survival.py", "tests/unit/test_exactly_once.py"]
 TARGETS: dict[str, list[str]] = {
-    "coordinator": ["tests/unit/test_{stem}.py", "tests/unit/test_machine.py", *SIMULATION],
-    "runtime/worker/protocol.py": ["tests/unit/test_protocol.py", *SIMULATION, *RUNS],
-    "runtime/worker/rounds.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
-    "runtime/replica/averaging.py": ["tests/unit/test_averaging_runtime.py", *RUNS],
+    "coordinator": [
+        "tests/unit/test_{stem}.py",
+        "tests/unit/coordinator/test_machine.py",
+        *SIMULATION,
+    ],
+    "runtime/worker/protocol.py": ["tests/unit/worker/test_protocol.py", *SIMULATION, *RUNS],
+    "runtime/worker/rounds.py": ["tests/unit/replica/test_averaging_runtime.py", *RUNS],
+    "runtime/replica/averaging.py": ["tests/unit/replica/test_averaging_runtime.py", *RUNS],
     "runtime/worker/group.py": [*SIMULATION, *RUNS],
-    "runtime/worker/reporter.py": ["tests/unit/test_worker.py", *SIMULATION, *RUNS],
+    "runtime/worker/reporter.py": ["tests/unit/worker/test_worker.py", *SIMULATION, *RUNS],
     "runtime/checkpoint": [
         "tests/unit/test_checkpoint_{stem}.py",
-        "tests/unit/test_checkpoint_reader.py",
-        "tests/unit/test_checkpoint_store.py",
+        "tests/unit/checkpoint/test_reader.py",
+        "tests/unit/checkpoint/test_store.py",
         "tests/unit/test_checkpoint_content.py",
-        "tests/unit/test_resume_runs.py",
+        "tests/unit/checkpoint/test_resume_runs.py",
     ],
     "runtime/collective": [
-        "tests/unit/test_collectives.py",
-        "tests/unit/test_subgroups.py",
-        "tests/unit/test_averaging_runtime.py",
-        "tests/unit/test_nccl.py",
+        "tests/unit/collective/test_collectives.py",
+        "tests/unit/collective/test_subgroups.py",
+        "tests/unit/replica/test_averaging_runtime.py",
+        "tests/unit/collective/test_nccl.py",
     ],
 }
 """What is mutated, and the tests that shall see it, the quickest first; what is not there is left

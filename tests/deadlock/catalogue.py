@@ -19,64 +19,76 @@ ELSEWHERE = {
     "D8": [
         "tests/simulation/test_unequal_speeds.py::test_a_stalled_loader_delays_no_acknowledgement"
     ],
-    "D12": ["tests/unit/test_protocol.py::test_a_parked_worker_still_answers"],
-    "D15": ["tests/unit/test_rounds.py::test_a_reply_to_an_old_round_is_refused"],
-    "D17": ["tests/unit/test_averaging.py::test_tensors_off_the_cpu_are_refused"],
-    "D19": ["tests/unit/test_protocol.py::test_seven_and_four_minus_five_and_three_is_two_and_one"],
-    "D22": ["tests/unit/test_machine.py::test_ranks_that_do_not_leave_in_time_are_named"],
-    "D23": ["tests/unit/test_collectives.py::test_abort_wakes_a_waiting_rank_at_once_and_for_good"],
+    "D12": ["tests/unit/worker/test_protocol.py::test_a_parked_worker_still_answers"],
+    "D15": ["tests/unit/coordinator/test_rounds.py::test_a_reply_to_an_old_round_is_refused"],
+    "D17": ["tests/unit/coordinator/test_averaging.py::test_tensors_off_the_cpu_are_refused"],
+    "D19": [
+        "tests/unit/worker/test_protocol.py::test_seven_and_four_minus_five_and_three_is_two_and_one"
+    ],
+    "D22": [
+        "tests/unit/coordinator/test_machine.py::test_ranks_that_do_not_leave_in_time_are_named"
+    ],
+    "D23": [
+        "tests/unit/collective/test_collectives.py::test_abort_wakes_a_waiting_rank_at_once_and_for_good"
+    ],
     "D29": [
-        "tests/unit/test_collectives.py::test_a_rank_that_cannot_connect_is_reported_with_its_cause"
+        "tests/unit/collective/test_collectives.py::test_a_rank_that_cannot_connect_is_reported_with_its_cause"
     ],
     "D30": [
-        "tests/unit/test_cuda_device.py::test_accumulators_are_made_under_the_compute_stream_and_kept",
+        "tests/unit/device/test_cuda_device.py::test_accumulators_are_made_under_the_compute_stream_and_kept",
         "tests/gpu/test_streams.py::test_an_accumulator_of_another_stream_is_noticed",
     ],
-    "D31": ["tests/unit/test_loader.py::test_an_epoch_abandoned_half_way_leaves_nothing_behind"],
-    "D34": ["tests/unit/test_schedule.py::test_the_scale_multiplies_every_rate"],
+    "D31": [
+        "tests/unit/data/test_loader.py::test_an_epoch_abandoned_half_way_leaves_nothing_behind"
+    ],
+    "D34": ["tests/unit/replica/test_schedule.py::test_the_scale_multiplies_every_rate"],
     "S1": [
         "tests/simulation/test_unequal_speeds.py::test_no_rank_leads_by_more_than_max_batch_diff"
     ],
     "S4": [
-        "tests/unit/test_cuda_device.py::test_the_comm_stream_is_ordered_both_ways_whichever_stream_runs_first",
+        "tests/unit/device/test_cuda_device.py::test_the_comm_stream_is_ordered_both_ways_whichever_stream_runs_first",
         "tests/gpu/test_streams.py::test_a_wait_that_is_forgotten_shows",
     ],
     "S5": [
-        "tests/unit/test_cuda_device.py::test_an_update_adds_what_was_trained_since_the_snapshot",
+        "tests/unit/device/test_cuda_device.py::test_an_update_adds_what_was_trained_since_the_snapshot",
         "tests/gpu/test_streams.py::test_a_thousand_averagings_of_two_workers_on_one_gpu_are_exact",
     ],
     "S6": [
-        "tests/unit/test_cuda_device.py::test_a_snapshot_holds_the_state_at_its_step_and_is_late"
+        "tests/unit/device/test_cuda_device.py::test_a_snapshot_holds_the_state_at_its_step_and_is_late"
     ],
     "S7": [
-        "tests/unit/test_slots.py::test_no_slot_is_used_too_early_whatever_the_delays",
-        "tests/unit/test_slots.py::test_the_checker_finds_every_wait_that_is_left_out",
+        "tests/unit/data/test_slots.py::test_no_slot_is_used_too_early_whatever_the_delays",
+        "tests/unit/data/test_slots.py::test_the_checker_finds_every_wait_that_is_left_out",
     ],
     "S8": [
-        "tests/unit/test_averaging_runtime.py::test_what_is_trained_while_an_average_is_computed_stays"
+        "tests/unit/replica/test_averaging_runtime.py::test_what_is_trained_while_an_average_is_computed_stays"
     ],
     "S9": [
-        "tests/unit/test_averaging_runtime.py::test_every_transport_gives_the_same_average_and_divergence",
-        "tests/unit/test_averaging_runtime.py::test_buffers_are_averaged_and_integers_taken_from_the_most_samples",
+        "tests/unit/replica/test_averaging_runtime.py::test_every_transport_gives_the_same_average_and_divergence",
+        "tests/unit/replica/test_averaging_runtime.py::test_buffers_are_averaged_and_integers_taken_from_the_most_samples",
     ],
     "S11": [
-        "tests/unit/test_convergence.py::test_nudge_down_is_reached_after_three_rounds_that_do_not_fall"
+        "tests/unit/coordinator/test_convergence.py::test_nudge_down_is_reached_after_three_rounds_that_do_not_fall"
     ],
     "S13": [
         "tests/parity/test_sync_equals_ddp.py::test_sync_equals_distributed_data_parallel_on_the_same_batches"
     ],
     "S15": ["tests/unit/test_exactly_once.py::test_every_epoch_trains_every_index_exactly_once"],
-    "S17": ["tests/unit/test_resident.py::test_a_sample_counts_with_all_its_columns_and_its_dtype"],
-    "S18": ["tests/unit/test_setup_gradients.py::test_steps_equal_one_device_whatever_the_ratios"],
-    "S19": [
-        "tests/unit/test_non_finite.py::test_a_fault_of_one_rank_ends_the_run_before_anything_is_used"
+    "S17": [
+        "tests/unit/data/test_resident.py::test_a_sample_counts_with_all_its_columns_and_its_dtype"
     ],
-    "S20": ["tests/unit/test_metrics.py::test_throughput_divides_by_the_sum_of_compute_time"],
+    "S18": ["tests/unit/loop/test_gradients.py::test_steps_equal_one_device_whatever_the_ratios"],
+    "S19": [
+        "tests/unit/replica/test_non_finite.py::test_a_fault_of_one_rank_ends_the_run_before_anything_is_used"
+    ],
+    "S20": [
+        "tests/unit/coordinator/test_metrics.py::test_throughput_divides_by_the_sum_of_compute_time"
+    ],
     "S21": [
-        "tests/unit/test_resume_sync.py::test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been"
+        "tests/unit/checkpoint/test_resume_sync.py::test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been"
     ],
     "S27": [
-        "tests/unit/test_data_parallel.py::test_fewer_samples_than_replicas_leave_the_rest_identical"
+        "tests/unit/loop/test_data_parallel.py::test_fewer_samples_than_replicas_leave_the_rest_identical"
     ],
 }
 """Tests of other folders that show a hazard as well."""

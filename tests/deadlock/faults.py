@@ -19,7 +19,7 @@ from coordinator import messages as m
 from coordinator.machine import Coordinator
 from runtime import current_worker
 from runtime.data.batches import batch_generator
-from tests.unit.running import builder, count_up, counter, numbers, plain_sgd
+from tests.support.running import builder, count_up, counter, numbers, plain_sgd
 
 BOUND_S = 12.0
 """Bound of every wait in this folder, below its timeout."""

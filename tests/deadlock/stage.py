@@ -21,8 +21,8 @@ from runtime.data.loader import InlineLoader
 from runtime.replica.build import BuildOrder
 from runtime.worker.config import WorkerEndpoints
 from tests.deadlock.faults import BOUND_S
-from tests.unit.running import CADENCE, CPU, OVER_CPU, count_up, counter, numbers, plain_sgd
-from tests.unit.test_worker import Alone
+from tests.support.running import CADENCE, CPU, OVER_CPU, count_up, counter, numbers, plain_sgd
+from tests.unit.worker.test_worker import Alone
 
 
 @contextmanager

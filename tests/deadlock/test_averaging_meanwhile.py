@@ -20,7 +20,7 @@ from tests.deadlock.stage import running
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Schedule
 from tests.simulation.test_unequal_speeds import schedule_of
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     OVER_CPU,
@@ -31,8 +31,8 @@ from tests.unit.running import (
     count_up,
     counter,
 )
-from tests.unit.test_machine import at_a_round
-from tests.unit.test_worker import MANY, Alone, payload, start
+from tests.unit.coordinator.test_machine import at_a_round
+from tests.unit.worker.test_worker import MANY, Alone, payload, start
 
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 both = pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)

@@ -13,8 +13,8 @@ from runtime import WorkerFailed
 from runtime.data.loader import ThreadLoader
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
-from tests.unit.loading import ALL, PLANS, Consumer, Noisy, assert_is_plan
-from tests.unit.running import LOCAL_WAYS, OVER_CPU, SYNC, WAYS, builder
+from tests.support.loading import ALL, PLANS, Consumer, Noisy, assert_is_plan
+from tests.support.running import LOCAL_WAYS, OVER_CPU, SYNC, WAYS, builder
 
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 every_way = pytest.mark.parametrize("way", WAYS, **by_name)

@@ -14,7 +14,7 @@ from runtime import current_worker
 from runtime.collective import Collective
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.tap import Sent, within
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     LOCAL_WAYS,

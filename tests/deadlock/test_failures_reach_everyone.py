@@ -16,7 +16,7 @@ from runtime import run as run_module
 from runtime.collective import AbortableBarrier, process_group
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
-from tests.unit.running import (
+from tests.support.running import (
     CADENCE,
     GLOO,
     LOCAL_WAYS,

@@ -8,7 +8,7 @@ import pytest
 
 from runtime import WorkerFailed
 from tests.deadlock.faults import BOUND_S, Faults, Planted, Vanish
-from tests.unit.running import LOCAL_WAYS, SYNC, THREAD, Trace
+from tests.support.running import LOCAL_WAYS, SYNC, THREAD, Trace
 
 local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 

@@ -15,7 +15,7 @@ from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.deadlock.test_averaging_meanwhile import HeldAverage
 from tests.deadlock.test_throttle_and_gate import a_rank_too_far_ahead
-from tests.unit.running import ASYNC, CADENCE, GLOO, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, builder
+from tests.support.running import ASYNC, CADENCE, GLOO, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, builder
 from tests.unit.test_survival import BATCH, NUM_SAMPLES, effects, train_samples
 
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}

@@ -14,7 +14,7 @@ from runtime.worker.protocol import WorkerState
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.stage import Stage, running
 from tests.deadlock.tap import Sent, within
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     LOCAL_WAYS,
@@ -25,7 +25,7 @@ from tests.unit.running import (
     Trace,
     builder,
 )
-from tests.unit.test_worker import Alone, plan, start
+from tests.unit.worker.test_worker import Alone, plan, start
 
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 rounds = pytest.mark.parametrize("way", [w for w in WAYS if w[0] is not SYNC], **by_name)

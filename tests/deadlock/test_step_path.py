@@ -12,7 +12,7 @@ from torch import nn
 from runtime import record_scalar
 from runtime.replica.step import Stepper
 from tests.deadlock.faults import BOUND_S
-from tests.unit.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
 from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative
 
 ENTRIES = (

@@ -14,8 +14,8 @@ from tests.deadlock.stage import running
 from tests.deadlock.tap import Sent, within
 from tests.simulation.harness import Hooks, Simulation
 from tests.simulation.test_unequal_speeds import schedule_of
-from tests.unit.running import ASYNC, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, Trace, builder
-from tests.unit.test_worker import MANY, Alone, payload, start
+from tests.support.running import ASYNC, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, Trace, builder
+from tests.unit.worker.test_worker import MANY, Alone, payload, start
 
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 held_ways = pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is not SYNC], **by_name)

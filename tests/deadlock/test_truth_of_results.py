@@ -14,7 +14,7 @@ from tests.deadlock.faults import BOUND_S
 from tests.deadlock.tap import within
 from tests.simulation.harness import Simulation
 from tests.simulation.test_unequal_speeds import FAST_S, schedule_of
-from tests.unit.running import CADENCE, LOCAL_WAYS, OVER_CPU, builder, count_up
+from tests.support.running import CADENCE, LOCAL_WAYS, OVER_CPU, builder, count_up
 
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)

@@ -14,7 +14,7 @@ from runtime.device.cuda import MAX_RUN_AHEAD, CudaDevice
 from tests.gpu import replicas
 from tests.gpu.delays import GPU, LONG, DelayedApi, Delays
 from tests.gpu.no_sync import no_sync
-from tests.unit.fake_cuda import standing_in
+from tests.support.fake_cuda import standing_in
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.unit.graphing import capturable_on_cpu, posing
-from tests.unit.running import GLOO, SYNC, THREAD, WAIT_S, Trace, builder
+from tests.support.graphing import capturable_on_cpu, posing
+from tests.support.running import GLOO, SYNC, THREAD, WAIT_S, Trace, builder
 
 __all__ = ["capturable_on_cpu", "posing"]  # fixtures
 

@@ -8,7 +8,7 @@ import torch
 from coordinator.config import AverageBackend
 from runtime.config import TrainConfig
 from runtime.run import coordinator_config, worker_config
-from tests.unit.running import count_up, counter, plain_sgd
+from tests.support.running import count_up, counter, plain_sgd
 
 
 def config_of(**settings):

@@ -21,7 +21,7 @@ from runtime import (
     record_scalar,
 )
 from runtime.core.context import current_worker
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     GLOO,

@@ -15,7 +15,7 @@ from torch import nn
 
 from coordinator.dispatch import permutation
 from runtime import ApplyPolicy, current_worker
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     GLOO,

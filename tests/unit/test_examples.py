@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.unit.trace_format import load_trace
+from tests.support.trace_format import load_trace
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

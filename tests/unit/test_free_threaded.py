@@ -7,17 +7,17 @@ import sys
 
 import pytest
 
-from tests.unit import free_threaded
-from tests.unit.free_threaded import MARK, NAMES, VARIABLE, find, run_tests
+from tests.support import free_threaded
+from tests.support.free_threaded import MARK, NAMES, VARIABLE, find, run_tests
 
 RUN_S = 170.0
 PART = (
     "tests/unit/test_exactly_once.py",
-    "tests/unit/test_averaging.py",
-    "tests/unit/test_mixing.py",
-    "tests/unit/test_averaging_runtime.py",
-    "tests/unit/test_service.py",
-    "tests/unit/test_shared_state.py",
+    "tests/unit/coordinator/test_averaging.py",
+    "tests/unit/coordinator/test_mixing.py",
+    "tests/unit/replica/test_averaging_runtime.py",
+    "tests/unit/coordinator/test_service.py",
+    "tests/unit/worker/test_shared_state.py",
     "tests/unit/test_stall.py",
     "tests/deadlock/test_rounds_and_leaving.py",
     "tests/deadlock/test_throttle_and_gate.py",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runtime import current_worker
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     LOCAL_WAYS,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, Trainer
-from tests.unit.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 WAYS = [(CADENCE, OVER_CPU), (SYNC, THREAD), (ASYNC, THREAD), (SYNC, GLOO), (CADENCE, GLOO)]
 NUM_RUNS, NUM_BEFORE = 200, 20

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from runtime import WorkerFailed
-from tests.unit.running import (
+from tests.support.running import (
     CADENCE,
     GLOO,
     OVER_CPU,

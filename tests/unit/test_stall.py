@@ -15,7 +15,7 @@ from coordinator import messages as m
 from coordinator.errors import GpuWorkerError
 from coordinator.failures import KEPT, MAX_CHARS, MessageLog, thread_stacks
 from runtime import RunStalled
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     OVER_CPU,
@@ -27,7 +27,7 @@ from tests.unit.running import (
     count_up,
     train,
 )
-from tests.unit.test_service import Bench, Scripted
+from tests.unit.coordinator.test_service import Bench, Scripted
 
 TIMEOUT_S = 0.5
 BOUND_S = 5.0

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from runtime import AverageBackend, NonFiniteError, ReplicaMismatch, WorkerFailed, current_worker
-from tests.unit.running import (
+from tests.support.running import (
     ASYNC,
     CADENCE,
     GLOO,

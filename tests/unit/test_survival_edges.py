@@ -22,7 +22,7 @@ from runtime import ApplyPolicy, NonFiniteError, WorkerFailed, current_worker
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
 from tests.simulation.test_unequal_speeds import every_way, schedule_of
-from tests.unit.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Trace, builder, count_up
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Trace, builder, count_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +91,7 @@ def run_script(script, *arguments, **kwargs):
 
 EXIT = """
 import sys, threading
-from tests.unit.running import ApplyPolicy, AverageBackend, builder, count_up
+from tests.support.running import ApplyPolicy, AverageBackend, builder, count_up
 begun = threading.Event()
 def train(model, batch):
     begun.set()
@@ -118,7 +118,7 @@ GROUP = """
 import os, signal, sys, threading
 import torch
 from torch.utils.data import Dataset
-from tests.unit.running import builder, count_up
+from tests.support.running import builder, count_up
 class Read(Dataset):
     def __len__(self):
         return 1000

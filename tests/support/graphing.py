@@ -1,0 +1,99 @@
+"""Runs whose steps are graphs, on a stand-in for the device; what their tests share."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import record_scalar
+from runtime import run as run_module
+from runtime.data.path import DataPath
+from runtime.device.base import CpuDevice
+from runtime.device.capture_gate import CaptureGate
+from runtime.device.cuda import CudaDevice
+from tests.support.fake_cuda import GPU, FakeCuda
+from tests.support.running import CADENCE, OVER_CPU, WAIT_S, builder
+
+DATA = torch.randn(66, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def net(device):
+    layers = nn.BatchNorm1d(3), nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)
+    return nn.Sequential(*layers).to(device, torch.float64)
+
+
+def loss_of(model, batch):
+    record_scalar("mean", batch[0].mean())
+    record_scalar("one", 1.0)
+    return (model(batch[0]).squeeze(1) - batch[0].sum(1)).square().mean()
+
+
+def adamw(params):
+    # It counts in float32 then, with and without graphs.
+    return torch.optim.AdamW(params, 0.01, capturable=True)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.01, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def capturable_on_cpu(monkeypatch):
+    """PyTorch lets optimizers count their steps in tensors on accelerators alone."""
+    for name in ("adam", "rmsprop"):
+        module = importlib.import_module(f"torch.optim.{name}")
+        monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+
+
+class Posing:
+    """Runs on CPU devices that take them for GPUs."""
+
+    def __init__(self, monkeypatch):
+        self.fake = FakeCuda(patience=2)
+        gate = CaptureGate()
+
+        def data_path(config, adapter, index, contexts):
+            return DataPath(config, adapter, index, [CpuDevice(1) for _ in contexts])
+
+        def open_posing(device, num_cpu_workers):
+            return CudaDevice(GPU, api=self.fake, gate=gate)
+
+        monkeypatch.setattr(run_module, "open_device", open_posing)
+        monkeypatch.setattr(run_module, "DataPath", data_path)
+
+    @property
+    def num_replays(self):
+        return [graph.num_replays for graph in self.fake.graphs]
+
+
+@pytest.fixture
+def posing(monkeypatch):
+    posing = Posing(monkeypatch)
+    yield posing
+    assert posing.fake.violations == []
+
+
+def train(b):
+    return b.seed(3).run().join(WAIT_S)
+
+
+def a_run(*, model=net, optim=adamw, loss=loss_of, way=(CADENCE, OVER_CPU), ranks=1, **kwargs):
+    settings = {"dataset": (DATA,), "batch_size": 4, "epochs": 3} | kwargs
+    return builder(model=model, optim=optim, train=loss, way=way, ranks=ranks, **settings)
+
+
+def assert_equal_runs(actual, expected):
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(actual.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
+    for a, e in zip(actual.metrics, expected.metrics, strict=True):
+        assert a.avg_loss == pytest.approx(e.avg_loss)
+        assert a.scalars == pytest.approx(e.scalars)
+        assert a.num_samples == e.num_samples
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

@@ -1,0 +1,85 @@
+"""What the tests of prefetch share: a loader whose worker uses each batch late."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch.utils.data import Dataset
+
+from coordinator.messages import EpochPlan
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import Pace
+from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
+from runtime.data.slots import DeviceBudget
+from tests.support.fake_streams import DelayedCopies
+from tests.support.loading import INDEX, SEED, SIZE, Consumer, N
+
+CALIBRATION = 2
+EPOCHS = [EpochPlan(epoch=epoch, batches=(range(6),)) for epoch in range(4)]
+TENSORS = (torch.arange(N), torch.arange(N * 3.0).reshape(N, 3))
+
+
+class Numbers(Dataset):
+    """Sample i is i and a row; runs code, so that it is never resident."""
+
+    def __init__(self):
+        self.num_reads = 0
+
+    def __len__(self):
+        return N
+
+    def get_batch(self, indices):
+        self.num_reads += 1
+        return TENSORS[0][indices], TENSORS[1][indices]
+
+
+class Rig(Consumer):
+    """A prefetching loader, and a worker that uses each batch late."""
+
+    def __init__(self, dataset, *, copies=None, depth=None, resident=None, budget=None):
+        self.ready = threading.Semaphore(0)
+        self.copies = DelayedCopies() if copies is None else copies
+        adapter = adapt_dataset(dataset)
+        self.budget = budget or DeviceBudget(0.5, margin=0)
+        data = ResidentData(adapter) if resident is None and adapter.in_memory else resident or None
+        self.stage = SlotStage(
+            self.copies,
+            self.budget,
+            rank=0,
+            batch_size=SIZE,
+            pace=Pace(CALIBRATION),
+            depth=depth,
+            data=data,
+        )
+        self.loader = PrefetchLoader(
+            adapter,
+            EpochIndex(N, SIZE, SEED),
+            stage=self.stage,
+            copies=self.copies,
+            seed=SEED,
+            rank=0,
+            on_ready=self.ready.release,
+        )
+
+    def use(self, plan):
+        """Train a plan: every batch is looked at when the device gets there."""
+        self.loader.submit(plan)
+        for _ in range(plan.num_batches):
+            self.use_next()
+
+    def use_next(self):
+        loaded = self.next()
+        indices = INDEX.indices(loaded.epoch, loaded.batch)
+        assert loaded.num_samples == len(indices)
+        self.copies.use(list(loaded.data), [TENSORS[0][indices], TENSORS[1][indices]])
+        return loaded
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        if exception[0] is None and isinstance(self.copies, DelayedCopies):
+            self.copies.finish()
+
+
+def slot_bytes():
+    return 2 * 512  # each of the two tensors is padded to it

@@ -1,0 +1,83 @@
+"""What the tests of checkpoints of whole runs share."""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+
+import torch
+from torch import nn
+
+from coordinator.dispatch import permutation
+from runtime import CheckpointError, current_worker
+from tests.support.running import CADENCE, OVER_CPU, WAIT_S, builder, plain_sgd
+
+SEED = 3
+EPOCHS = 3
+
+
+class Marks(nn.Module):
+    """A number for each sample of each epoch: above 0 once its effect is in the weights."""
+
+    def __init__(self, num_epochs, num_samples):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(num_epochs, num_samples, dtype=torch.float64))
+
+
+class MarkingRun:
+    """Trains marks: which samples were trained by whom, and which are in which weights."""
+
+    def __init__(self, n=60, batch_size=2, ranks=2, way=(CADENCE, OVER_CPU), epochs=EPOCHS):
+        self.n, self.batch_size, self.epochs = n, batch_size, epochs
+        self.trained = Count()
+        self._ranks, self._way = ranks, way
+        self.on_step = lambda worker: None
+
+    def train(self, model, batch):
+        worker = current_worker()
+        self.on_step(worker)
+        self.trained.update((worker.current_epoch, i) for i in batch[0].tolist())
+        return -model.w[worker.current_epoch, batch[0]].sum()
+
+    def builder(self):
+        made = builder(
+            model=lambda device: Marks(self.epochs, self.n).to(device),
+            optim=plain_sgd,
+            train=self.train,
+            dataset=self.n,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            ranks=self._ranks,
+            way=self._way,
+        )
+        return made.seed(SEED).anchor(3).tune_allocator(False)
+
+    def all_samples(self):
+        return {(epoch, i) for epoch in range(self.epochs) for i in range(self.n)}
+
+
+def marked(weights):
+    """Samples whose effect is in the weights."""
+    return set(map(tuple, weights["w"].nonzero().tolist()))
+
+
+def consumed(data, n, batch_size):
+    """Samples that a checkpoint says are in it."""
+    found = {(m["epoch"], i) for m in data.run["metrics"] for i in range(n)}
+    for epoch in data.run["epochs"]:
+        order = permutation(n, epoch["epoch"], SEED).tolist()
+        for start, stop in epoch["consumed"]:
+            for i in order[start * batch_size : stop * batch_size]:
+                found.add((epoch["epoch"], i))
+    return found
+
+
+def capture_often(handle, most=40):
+    """Take the state again and again, as ``handle.save`` does; gives it, oldest first."""
+    taken = []
+    while handle.state is None and len(taken) < most:
+        try:
+            taken.append(handle._run.save(WAIT_S))
+        except CheckpointError:
+            break
+    handle.join(WAIT_S)
+    return taken

@@ -1,0 +1,91 @@
+"""A process that dies at any call while it writes leaves whole checkpoints only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+# A child is forked for each call that changes the disk, and kills itself before it.
+SCRIPT = """
+import logging, os, shutil, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # no threads, which a fork would lose
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import remove_old, write_checkpoint
+from tests.support.checkpointing import make, names, same
+
+logging.basicConfig(level="WARNING")
+CALLS = {
+    "mkdir", "open", "flock", "fsync", "rename", "unlink", "rmdir", "close", "write", "flush",
+    "serialize_file", "write_record", "write_end_of_file",
+}
+
+class Killer:
+    def __init__(self, number):
+        self.left, self.seen = number, []
+
+    def __call__(self, frame, event, function):
+        if event != "c_call" or function.__name__ not in CALLS:
+            return
+        self.seen.append(function.__name__)
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def work(directory, killer):
+    sys.setprofile(killer)
+    write_checkpoint(directory, make(3))
+    remove_old(directory, 2)
+    sys.setprofile(None)
+
+def prepare(root, name):
+    return Path(shutil.copytree(root / "before", root / name))
+
+root = Path(sys.argv[1])
+for step in (1, 2):
+    write_checkpoint(root / "before", make(step))
+counting = Killer(-1)
+work(prepare(root, "counted"), counting)
+new, num_left = 0, 0
+for number in range(1, len(counting.seen) + 1):
+    directory = prepare(root, str(number))
+    child = os.fork()
+    if child == 0:
+        work(directory, Killer(number))
+        os._exit(7)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, number
+    found = load_newest(directory)
+    step = found.data.global_step
+    assert found.refused == () and step in (2, 3) and same(found.data, make(step)), number
+    assert step >= 2 + bool(new), "once it is there, it stays"
+    new += step == 3
+    num_left += any(name.startswith(".") for name in names(directory))
+    # The next process removes what is left, and goes on.
+    write_checkpoint(directory, make(4))
+    remove_old(directory, 2)
+    kept = [int(name.split("-")[1]) for name in sorted(names(directory), key=lambda n: n[-6:])]
+    assert kept == [step, 4], kept
+    shutil.rmtree(directory)
+print(len(counting.seen), num_left, new, *sorted(set(counting.seen)))
+"""
+
+
+def test_whenever_it_is_killed_the_newest_whole_one_is_found(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    num_calls, num_left, num_new, *kinds = done.stdout.split()
+    assert int(num_calls) >= 30
+    assert 20 <= int(num_left) < int(num_calls)  # the deaths were in the middle of writing
+    assert 1 <= int(num_new) < int(num_calls) // 2
+    assert {"mkdir", "fsync", "rename", "serialize_file", "unlink", "rmdir"} <= set(kinds)

@@ -1,0 +1,144 @@
+"""Whole runs whose disk is full, closed, slow or holds torn checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import safetensors.torch
+import torch
+
+from runtime import CheckpointError
+from runtime.checkpoint import files, writer
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import entries
+from tests.support.checkpointing import names, same
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Counter, builder
+from tests.unit.checkpoint.test_writer import SlowDisk
+
+WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU)]
+both_ways = pytest.mark.parametrize("way", WAYS, ids=["SYNC", "CADENCE"])
+
+
+def trained_whole(state, epochs):
+    return [m.num_samples for m in state.metrics] == [20] * epochs and not state.stopped
+
+
+@both_ways
+@pytest.mark.parametrize("path", ["/dev/null/checkpoints", "/proc/checkpoints"])
+def test_a_path_that_cannot_be_written_to_stops_no_training(way, path, caplog):
+    state = builder(epochs=3, way=way).checkpoint_dir(path).run().join(WAIT_S)
+    assert trained_whole(state, 3)
+    assert len(state.checkpoint_errors) == 1
+    assert isinstance(state.checkpoint_errors[0], OSError)
+    assert f"could not be written to {path}" in caplog.text
+
+
+@both_ways
+def test_a_disk_that_is_full_for_a_while_stops_no_training(way, tmp_path, monkeypatch, caplog):
+    real, failed = files.os.fsync, []
+
+    def fsync(fd):
+        if not failed:
+            failed.append(fd)
+            raise OSError(errno.ENOSPC, "planted")
+        real(fd)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    state = builder(epochs=3, way=way).checkpoint_dir(tmp_path, keep=9).run().join(WAIT_S)
+    assert trained_whole(state, 3)
+    assert [e.errno for e in state.checkpoint_errors] == [errno.ENOSPC]
+    assert "planted; training goes on" in caplog.text
+    # What was written later is whole, and nothing of the other is left.
+    assert all(name.startswith("step-") for name in names(tmp_path))
+    found = load_newest(tmp_path)
+    assert (found.data.epoch, found.refused) == (3, ())
+    assert same(found.data.weights["w"], state.params["w"])
+
+
+@both_ways
+def test_a_slow_disk_holds_no_training(way, tmp_path, monkeypatch):
+    """All epochs close while the first checkpoint is being written."""
+    disk = SlowDisk(monkeypatch)
+    handle = builder(epochs=4, way=way).checkpoint_dir(tmp_path, keep=9).run()
+    closed = [handle.next_metrics(WAIT_S).epoch for _ in range(4)]
+    assert closed == [0, 1, 2, 3]
+    disk.await_begin(1)
+    assert names(tmp_path) == []
+    disk.allow(9)
+    state = handle.join(WAIT_S)
+    assert state.checkpoint_errors == ()
+    assert load_newest(tmp_path).data.epoch == 4
+    assert len(names(tmp_path)) <= 3  # others were overtaken while they waited
+
+
+def test_join_waits_for_what_is_being_written(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    handle = builder().checkpoint_dir(tmp_path).run()
+    disk.await_begin(1)
+    with pytest.raises(TimeoutError):
+        handle.join(0.05)
+    disk.allow(9)
+    handle.join(WAIT_S)
+    assert load_newest(tmp_path).data.epoch == 1
+
+
+@both_ways
+def test_a_torn_checkpoint_is_left_and_the_one_before_is_gone_on_from(way, tmp_path, caplog):
+    handle = builder(epochs=2, way=way).checkpoint_dir(tmp_path, keep=9).run()
+    handle.join(WAIT_S)
+    handle.save(tmp_path)  # another, so that there are two at the least
+    torn = entries(tmp_path)[0].path
+    os.truncate(torn / "weights.safetensors", 20)
+    state = builder(epochs=3, way=way).resume(tmp_path).run().join(WAIT_S)
+    assert trained_whole(state, 3)
+    assert f"checkpoint refused: {torn / 'weights.safetensors'}" in caplog.text
+
+
+def test_where_every_checkpoint_is_torn_run_says_so_before_any_thread_starts(tmp_path):
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    for entry in entries(tmp_path):
+        (entry.path / "state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"every checkpoint .* was refused.*state\.pt"):
+        builder().resume(tmp_path, missing_ok=True).run()
+
+
+@both_ways
+def test_save_raises_what_kept_it_from_writing_and_the_run_goes_on(way, tmp_path):
+    handle = builder(epochs=2, dataset=20, way=way).checkpoint_dir(tmp_path / "own").run()
+    with pytest.raises(NotADirectoryError):
+        handle.save("/dev/null/here")
+    assert trained_whole(handle.join(WAIT_S), 2)
+    path = handle.save(tmp_path / "after")  # after the end: the last state
+    assert same(load_newest(path).data.weights["w"], handle.state.params["w"])
+
+
+@both_ways
+def test_the_weights_of_a_run_load_into_a_bare_module(way, tmp_path):
+    state = builder(way=way).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    state.save(tmp_path / "final.safetensors")
+    for file in (
+        tmp_path / "final.safetensors",
+        load_newest(tmp_path).path / "weights.safetensors",
+    ):
+        model = Counter()
+        model.load_state_dict(safetensors.torch.load_file(file))
+        assert torch.equal(model.w.detach(), state.params["w"])
+
+
+def test_a_failed_write_in_the_writer_is_not_hidden_by_a_later_success(tmp_path, monkeypatch):
+    """The error stays on the state although the last checkpoint was written."""
+    real, calls = writer.write_checkpoint, []
+
+    def write(directory, data):
+        calls.append(data.epoch)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "planted")
+        return real(directory, data)
+
+    monkeypatch.setattr(writer, "write_checkpoint", write)
+    state = builder(epochs=2, way=(SYNC, THREAD)).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert calls[-1] == 2
+    assert [e.errno for e in state.checkpoint_errors] == [errno.EIO]
+    assert load_newest(tmp_path).data.epoch == 2

@@ -1,0 +1,37 @@
+"""A run that is killed again and again goes on from whole checkpoints, and loses no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+BOUND_S = 55
+
+
+@pytest.mark.parametrize(("policy", "count"), [("sync", 10), ("cadence", 4)])
+def test_every_life_after_a_kill_goes_on_from_a_whole_checkpoint(tmp_path, policy, count):
+    result = tmp_path / "result.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "benchmarks/checkpoint.py", "kills", "--count", str(count)),
+            *("--policy", policy, "--longest", "0.3", "--json", str(result)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    found = json.loads(result.read_text())
+    assert found["num_kills"] == count
+    assert found["num_while_writing"] >= 1
+    assert found["num_before_first"] < count
+    assert found["faults"] == []

@@ -1,0 +1,258 @@
+"""Torn, altered and hostile checkpoints are refused by name, and nothing is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import shutil
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime.checkpoint import reader
+from runtime.checkpoint.format import MANIFEST, Manifest
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import write_checkpoint
+from runtime.core.errors import CheckpointError
+from tests.support.checkpointing import make, same
+
+FILES = ["manifest.json", "ranks-00000.pt", "ranks-00001.pt", "state.pt", "weights.safetensors"]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two checkpoints; gives the newer one's directory."""
+    write_checkpoint(tmp_path, make(1))
+    return write_checkpoint(tmp_path, make(2))
+
+
+def check_refused(newer, file, caplog):
+    """The newer one is refused with the file's name, and the older one is taken."""
+    caplog.clear()
+    found = load_newest(newer.parent)
+    assert same(found.data, make(1))
+    assert len(found.refused) == 1
+    assert str(newer / file) in found.refused[0]
+    assert str(newer / file) in caplog.text
+
+
+def flip(file, position, mask=0xFF):
+    with open(file, "r+b") as f:
+        f.seek(position)
+        byte = f.read(1)[0]
+        f.seek(position)
+        f.write(bytes([byte ^ mask]))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_refused_wherever_it_is(pair, caplog, name):
+    size = (pair / name).stat().st_size
+    stride = 1 if name == MANIFEST else max(1, size // 40)
+    for position in {*range(0, size, stride), size - 1}:
+        mask = 1 << position % 8
+        flip(pair / name, position, mask)
+        check_refused(pair, name, caplog)
+        flip(pair / name, position, mask)
+    assert same(load_newest(pair.parent).data, make(2))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["cut", "empty", "longer", "missing", "a directory", "a pipe"])
+def test_a_damaged_file_is_refused(pair, caplog, name, damage):
+    file = pair / name
+    size = file.stat().st_size
+    if damage in ("cut", "empty", "longer"):
+        os.truncate(file, {"cut": size - 1, "empty": 0, "longer": size + 1}[damage])
+    else:
+        file.unlink()
+    if damage == "a directory":
+        file.mkdir()
+    if damage == "a pipe":
+        os.mkfifo(file)  # reading it would wait for ever
+    check_refused(pair, name, caplog)
+
+
+def test_files_that_do_not_belong_are_not_read(pair):
+    (pair / "ranks-00002.pt").write_bytes(b"junk")
+    (pair / "notes.txt").write_text("a note")
+    assert same(load_newest(pair.parent).data, make(2))
+
+
+def test_an_empty_directory_under_a_checkpoints_name_is_refused(pair, caplog):
+    shutil.rmtree(pair)
+    pair.mkdir()
+    check_refused(pair, MANIFEST, caplog)
+
+
+def test_files_of_two_checkpoints_do_not_mix(pair, caplog):
+    older = next(p for p in pair.parent.iterdir() if p != pair)
+    shutil.copy(older / "weights.safetensors", pair)
+    check_refused(pair, "weights.safetensors", caplog)
+
+
+def test_where_all_are_refused_each_is_named(pair):
+    for path in pair.parent.iterdir():
+        os.truncate(path / "state.pt", 10)
+    with pytest.raises(CheckpointError) as caught:
+        load_newest(pair.parent, missing_ok=True)  # what is torn is not missing
+    for path in pair.parent.iterdir():
+        assert str(path / "state.pt") in str(caught.value)
+
+
+def test_one_that_is_named_itself_has_none_before_it(pair):
+    flip(pair / "state.pt", 100)
+    with pytest.raises(CheckpointError, match=r"state\.pt: its SHA-256"):
+        load_newest(pair)
+    (pair / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        load_newest(pair, missing_ok=True)
+
+
+def test_a_later_format_is_refused_with_its_version(pair, caplog, monkeypatch):
+    monkeypatch.setattr("runtime.checkpoint.format.VERSION", 2)
+    write_checkpoint(pair.parent, make(3))
+    monkeypatch.undo()
+    assert same(load_newest(pair.parent).data, make(2))
+    assert "format version is 2, this program reads 1" in caplog.text
+
+
+def test_checkpoints_removed_while_they_are_looked_for_are_no_error(pair, monkeypatch):
+    """Another process writes a third one and removes the two that were listed."""
+    real, done = reader.entries, []
+
+    def list_then_remove(directory):
+        found = real(directory)
+        if not done:
+            done.append(write_checkpoint(directory, make(3)))
+            for entry in found:
+                shutil.rmtree(entry.path)
+        return found
+
+    monkeypatch.setattr(reader, "entries", list_then_remove)
+    assert same(load_newest(pair.parent).data, make(3))
+
+
+# -- code in a checkpoint --------------------------------------------------------------
+
+EXECUTED = []
+
+
+def executed(*arguments):
+    EXECUTED.append(arguments)
+
+
+class Code:
+    """Runs code when a plain unpickler reads it."""
+
+    def __reduce__(self):
+        return executed, (1,)
+
+
+def as_zip():
+    file = io.BytesIO()
+    torch.save({"run": Code()}, file)
+    return file.getvalue()
+
+
+def as_zip_with(content):
+    """A file of torch.save whose pickle is replaced."""
+    file, out = io.BytesIO(), io.BytesIO()
+    torch.save({}, file)
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
+    return out.getvalue()
+
+
+HOSTILE = {
+    "torch.save": as_zip,
+    "bare pickle": lambda: pickle.dumps({"run": Code()}, 2),
+    "eval in a zip": lambda: as_zip_with(
+        b"cbuiltins\neval\n(Vtests.unit.test_checkpoint_reader.executed(2)\ntR."
+    ),
+    "os.system": lambda: as_zip_with(b"cposix\nsystem\n(Vtouch executed\ntR."),
+}
+
+
+def reseal(directory):
+    """Make the manifest agree with the files, as whoever alters a checkpoint can."""
+    manifest = Manifest.from_bytes((directory / MANIFEST).read_bytes())
+    files = {}
+    for name in manifest.files:
+        content = (directory / name).read_bytes()
+        files[name] = (len(content), hashlib.sha256(content).hexdigest())
+    (directory / MANIFEST).write_bytes(replace(manifest, files=files).to_bytes())
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["altered", "sealed anew"])
+@pytest.mark.parametrize("name", ["ranks-00001.pt", "state.pt", "weights.safetensors"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_pickle_that_would_run_code_is_refused(pair, caplog, monkeypatch, kind, name, sealed):
+    monkeypatch.chdir(pair.parent.parent)
+    content = HOSTILE[kind]()
+    (pair / name).write_bytes(content)
+    if sealed:
+        reseal(pair)
+    check_refused(pair, name, caplog)
+    assert EXECUTED == []
+    assert not (pair.parent.parent / "executed").exists()
+
+
+def test_the_hostile_pickles_do_run_code_in_a_plain_unpickler():
+    """Else the test above would show nothing."""
+    pickle.loads(HOSTILE["bare pickle"]())
+    assert EXECUTED == [(1,)]
+    EXECUTED.clear()
+    torch.load(io.BytesIO(as_zip()), weights_only=False)
+    assert EXECUTED == [(1,)]
+    EXECUTED.clear()
+
+
+def test_nothing_is_parsed_before_its_digest_agrees(pair, monkeypatch, caplog):
+    parsed = []
+    monkeypatch.setattr(reader.torch, "load", lambda *a, **k: parsed.append(a))
+    monkeypatch.setattr(reader.safetensors.torch, "load", lambda *a: parsed.append(a))
+    for directory in pair.parent.iterdir():
+        for name in FILES[1:]:
+            flip(directory / name, 70)
+    with pytest.raises(CheckpointError):
+        load_newest(pair.parent)
+    assert parsed == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {},
+        {"epoch": 1, "global_step": 2, "others": {}, "names": [], "run": {}},
+        {
+            "epoch": 1,
+            "global_step": 99,
+            "others": {},
+            "names": [],
+            "run": {},
+            "compatible": {},
+        },
+        {"epoch": 1, "global_step": 2, "others": {}, "names": ["gone"]},
+        {"epoch": 1, "global_step": 2, "others": 5, "names": []},
+        {"epoch": 1, "global_step": 2, "others": {}, "names": [], "run": 3, "compatible": {}},
+    ],
+    ids=[
+        "list",
+        "empty",
+        "nothing to compare",
+        "other step",
+        "a name too many",
+        "no dict",
+        "no run",
+    ],
+)
+def test_a_sealed_state_of_another_shape_is_refused(pair, caplog, state):
+    torch.save(state, pair / "state.pt")
+    reseal(pair)
+    check_refused(pair, "state.pt", caplog)

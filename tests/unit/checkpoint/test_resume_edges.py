@@ -1,0 +1,218 @@
+"""The edges of checkpoints and of going on: what users change, hold and run into."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import hashlib
+import json
+import os
+import signal
+import threading
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.serialization import config
+
+from runtime import CheckpointError, saving
+from runtime.checkpoint import files, store
+from runtime.checkpoint.format import MANIFEST, Manifest, plain
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import write_checkpoint
+from runtime.checkpoint.writer import CheckpointWriter, save_once
+from runtime.core.signals import INTERRUPTS
+from runtime.device.cuda import open_device
+from runtime.worker.state import _generators, _restore_process
+from tests.support.checkpointing import make, same
+from tests.support.resuming import MarkingRun
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.signalling import Probe, Waits, as_found
+from tests.unit.checkpoint.test_writer import SlowDisk
+
+# -- settings ----------------------------------------------------------------------------
+
+
+def test_an_epoch_that_was_only_opened_ahead_is_not_trained_where_num_epochs_is_lower(tmp_path):
+    run, rest = MarkingRun(n=20), MarkingRun(n=20)
+    run.builder().num_epochs(2).max_steps(11).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    data = load_newest(tmp_path).data
+    (opened,) = data.run["epochs"]
+    opened.update(consumed=[], num_samples=0)
+    data.run.update(global_step=10)
+    data = replace(data, global_step=10)
+    for rank in opened["tally"]["ranks"]:
+        rank.update(num_samples=0)
+    path = save_once(tmp_path / "edited", data)
+    state = rest.builder().num_epochs(1).resume(path).run().join(WAIT_S)
+    assert [m.epoch for m in state.metrics] == [0]
+    assert not rest.trained
+
+
+def test_an_optimizer_of_another_class_is_refused_by_its_name(tmp_path):
+    builder(optim=lambda p: torch.optim.SGD(p, 1.0)).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    b = builder(optim=lambda p: torch.optim.AdamW(p), epochs=2)
+    with pytest.raises(CheckpointError, match="holds the state of SGD, not of AdamW"):
+        b.resume(tmp_path).run().join(WAIT_S)
+
+
+def test_checkpoints_of_another_run_in_the_directory_are_told_of(tmp_path, caplog):
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    builder(epochs=2).checkpoint_dir(tmp_path).resume(tmp_path).run().join(WAIT_S)
+    assert "of another run" not in caplog.text
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert "checkpoints of another run, which are removed" in caplog.text
+
+
+# -- what the user's code holds ------------------------------------------------------------
+
+
+class Failing(torch.optim.SGD):
+    def state_dict(self):
+        raise KeyError("planted")
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
+def test_an_optimizer_whose_state_dict_fails_stops_no_training(way, tmp_path, caplog):
+    b = builder(optim=lambda p: Failing(p, 1.0), epochs=3, way=way)
+    state = b.checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert len(state.metrics) == 3
+    assert "could not be taken: KeyError: 'planted'" in str(state.checkpoint_errors[0])
+    assert "its state could not be taken" in caplog.text
+    # A traceback would keep the replicas' memory as long as the user keeps the state.
+    assert state.checkpoint_errors[0].__traceback__ is None
+    assert state.checkpoint_errors[0].__cause__.__traceback__ is None
+
+
+class Marked(torch.Tensor):
+    """A subclass of which the safe reader does not know."""
+
+
+def test_a_tensor_that_the_safe_reader_would_refuse_is_not_written():
+    t = torch.zeros(2).as_subclass(Marked)
+    with pytest.raises(CheckpointError, match="state is of type Marked"):
+        plain(t, "state")
+    with torch.serialization.safe_globals([Marked]):
+        assert plain(t, "state") is not None
+    assert type(plain(nn.Parameter(torch.zeros(2)), "state")) is torch.Tensor
+
+
+def test_numpys_generator_comes_back_whichever_it_is(alone_context, caplog):
+    before = np.random.get_bit_generator()
+    try:
+        for kind in (np.random.PCG64, np.random.SFC64, np.random.Philox, np.random.MT19937):
+            np.random.set_bit_generator(kind(3))
+            saved = plain(_generators(torch.Generator(), alone_context), "state", copy=True)
+            expected = np.random.rand(3)
+            _restore_process(saved, alone_context)
+            assert (np.random.rand(3) == expected).all()
+        np.random.set_bit_generator(np.random.PCG64(3))
+        _restore_process(saved, alone_context)
+        assert "NumPy's global generator is not that of the checkpoint" in caplog.text
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.fixture
+def alone_context():
+    return open_device(torch.device("cpu"), 1)
+
+
+# -- files -----------------------------------------------------------------------------
+
+
+def test_directories_made_for_a_checkpoint_are_durable_too(tmp_path, monkeypatch):
+    flushed, real = [], files.flush_directory
+
+    def flush(path):
+        flushed.append(path)
+        real(path)
+
+    monkeypatch.setattr(files, "flush_directory", flush)
+    monkeypatch.setattr(store, "flush_directory", flush)
+    write_checkpoint(tmp_path / "a" / "b", make())
+    assert flushed[:2] == [tmp_path, tmp_path / "a"]
+    assert flushed[-1] == tmp_path / "a" / "b"
+
+
+@pytest.mark.parametrize("number", ["Infinity", "1e400", "-1", "[]"])
+def test_a_sealed_manifest_with_an_odd_number_is_refused(tmp_path, number):
+    path = write_checkpoint(tmp_path, make())
+    body = json.loads((path / MANIFEST).read_bytes().replace(b'"epoch": 1', b'"epoch": 17171717'))
+    del body["sha256"]
+    for file in body["files"].values():
+        file["bytes"] = 17171717
+    text = (json.dumps(body, indent=1) + "\n").replace("17171717", number)
+    digest = hashlib.sha256((json.dumps(json.loads(text), indent=1) + "\n").encode()).hexdigest()
+    sealed = json.dumps({**json.loads(text), "sha256": digest}, indent=1) + "\n"
+    (path / MANIFEST).write_text(sealed)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load_newest(path)
+    with pytest.raises(CheckpointError):
+        Manifest.from_bytes(sealed.encode())
+
+
+def test_a_process_that_maps_what_it_loads_reads_checkpoints_too(tmp_path):
+    path = write_checkpoint(tmp_path, make())
+    with config.patch("load.mmap", True):
+        assert same(load_newest(path).data, make())
+
+
+def test_a_state_is_saved_below_the_home_directory_by_its_short_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    builder().run().join(WAIT_S).save("~/weights.safetensors")
+    assert (tmp_path / "weights.safetensors").is_file()
+
+
+def test_a_failure_to_write_keeps_no_memory(tmp_path, monkeypatch):
+    def fsync(fd):
+        raise OSError(errno.ENOSPC, "planted")
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    writer = CheckpointWriter(tmp_path, keep=1)
+    data = make()
+    weight = weakref.ref(data.weights["z.weight"])
+    writer.submit(data)
+    assert writer.wait(WAIT_S)
+    del data
+    gc.collect()
+    assert writer.last_error.errno == errno.ENOSPC
+    assert weight() is None
+
+
+# -- a disk that does not answer ---------------------------------------------------------
+
+
+def test_the_second_signal_no_longer_waits_for_a_dead_disk(tmp_path, monkeypatch):
+    disk, told, probe = SlowDisk(monkeypatch), threading.Event(), Probe()
+    waits = Waits(monkeypatch)
+    monkeypatch.setattr(saving, "TELL_S", 0.0)
+    monkeypatch.setattr(saving.logger, "warning", lambda *args: told.set())
+    handle = builder().checkpoint_dir(tmp_path).run()
+    disk.await_begin(1)
+
+    def interrupt():
+        assert waits.entered.wait(WAIT_S)
+        assert told.wait(WAIT_S)
+        for answered in (probe.stopped, probe.aborted):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert answered.wait(WAIT_S)
+
+    thread = threading.Thread(target=interrupt)
+    with as_found():
+        INTERRUPTS.add(probe)
+        try:
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                handle.join()
+            thread.join(WAIT_S)
+        finally:
+            INTERRUPTS.remove(probe)
+            disk.allow(9)
+    assert len(handle.state.metrics) == 1
+    (error,) = handle.state.checkpoint_errors
+    assert f"did not wait for the last checkpoint to {tmp_path}" in str(error)
+    assert handle._run._saves._writer.wait(WAIT_S)

@@ -1,0 +1,142 @@
+"""Ctrl-C in an example, then the same command with ``--resume``: as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT_S = 50
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def command(*arguments, record=None):
+    program = [str(ROOT / "examples" / "digits.py")]
+    if record is not None:
+        program = [str(ROOT / "tests/support/recorded_example.py"), str(record), *program]
+    return [sys.executable, *program, "--epochs", "4", "--batch-size", "64", *map(str, arguments)]
+
+
+def run(*arguments, record=None):
+    done = subprocess.run(
+        command(*arguments, record=record),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def interrupt(*arguments, after, record=None):
+    """Run an example, send it Ctrl-C once it has printed an epoch; gives what it printed."""
+    process = subprocess.Popen(
+        command(*arguments, record=record),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(f"epoch {after:2}"):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130, "".join(lines)
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait(TIMEOUT_S)
+    return "".join(lines)
+
+
+def epochs_in(output):
+    """Epoch, loss and accuracy of each line."""
+    return re.findall(r"^epoch +(\d+)  loss ([\d.]+)  accuracy +([\d.]+)%", output, re.MULTILINE)
+
+
+def steps_in(record):
+    """What was recorded of each step, by step and rank."""
+    steps = map(json.loads, record.read_text().splitlines())
+    return {(step["step"], step["rank"]): step for step in steps}
+
+
+def first_difference(parts, whole):
+    """The first step of ``parts`` that was made otherwise in ``whole``, and in what."""
+    for at in sorted(parts):
+        one, other = parts[at], whole.get(at, {})
+        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        if names:
+            found = [f"  {name}: {one.get(name)}, straight {other.get(name)}" for name in names]
+            return "\n".join([f"step {at[0]} of rank {at[1]}:", *found])
+    return "none, each of its steps has the same bits"
+
+
+def account(outputs, records, stopped, saving):
+    """All that tells which of three runs went astray, and where.
+
+    Args:
+        outputs: What each of them printed, by name: interrupted, resumed, straight.
+        records: The files with their steps, in the same order.
+        stopped: A copy of the checkpoints as they were when the first had stopped.
+        saving: The arguments that the first and the second were given before a directory.
+    """
+    told, rest, straight = (steps_in(record) for record in records)
+    lines = []
+    for (name, output), made in zip(outputs.items(), (told, rest, straight), strict=True):
+        lines += [f"-- {name}: (step, rank) from {sorted(made)[:1]}, {len(made)} of them"]
+        lines += [output.strip()]
+        lines += [f"first difference to straight: {first_difference(made, straight)}"]
+    lines += [f"-- made twice: {sorted(told.keys() & rest.keys())}"]
+    lines += [f"-- checkpoints when it had stopped: {sorted(p.name for p in stopped.iterdir())}"]
+    print("\n".join(lines))  # at once: what follows may take too long
+    policy, directory = saving[:-1], saving[-1]
+    copy = shutil.copytree(stopped, stopped.with_name("copy"))
+    lines += ["-- resumed once more", run(*policy, directory, copy, "--resume").strip()]
+    lines += ["-- straight once more", run(*policy).strip()]
+    return "\n".join(lines)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_an_example_that_was_interrupted_goes_on_where_it_was(policy, tmp_path):
+    directory, stopped = tmp_path / "checkpoints", tmp_path / "stopped"
+    records = [tmp_path / name for name in ("interrupted", "resumed", "straight")]
+    chosen = ("--policy", policy, "--checkpoint-dir")
+    told = interrupt(*chosen, directory, after=0, record=records[0])
+    assert "goes on with --resume" in told
+    assert len(epochs_in(told)) < 4, "it was over before the signal came"
+    shutil.copytree(directory, stopped)
+    rest = run(*chosen, directory, "--resume", record=records[1])
+    parts = [*epochs_in(told), *epochs_in(rest)]
+    assert [int(epoch) for epoch, _, _ in parts] == [0, 1, 2, 3]
+    if policy == "sync":
+        straight = run("--policy", policy, record=records[2])
+        end = r"averagings; samples by rank"
+        assert re.search(rf"\d+ {end}", rest)[0] == re.search(rf"\d+ {end}", straight)[0]
+        made, whole = steps_in(records[0]) | steps_in(records[1]), steps_in(records[2])
+        if (parts, made) != (epochs_in(straight), whole):
+            outputs = {"interrupted": told, "resumed": rest, "straight": straight}
+            pytest.fail(account(outputs, records, stopped, chosen))
+
+
+def test_resume_without_a_directory_is_refused():
+    done = subprocess.run(
+        command("--resume"), capture_output=True, text=True, timeout=TIMEOUT_S, env=ENVIRONMENT
+    )
+    assert done.returncode == 2
+    assert "--resume needs --checkpoint-dir" in done.stderr

@@ -1,0 +1,285 @@
+"""Runs that go on from a checkpoint: every policy, other world sizes, what is refused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import CheckpointError, WorkerFailed
+from runtime.checkpoint.reader import load_newest
+from tests.support.resuming import MarkingRun, consumed, marked
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    Counter,
+    builder,
+)
+
+N = 60
+
+
+def stop_after(run, num_steps):
+    """Have the first rank that has made so many steps ask for the end."""
+    started, handles = threading.Event(), []
+
+    def on_step(worker):
+        if worker.local_step >= num_steps:
+            assert started.wait(WAIT_S)
+            handles[0].stop()
+
+    def start(handle):
+        handles.append(handle)
+        started.set()
+        return handle
+
+    run.on_step = on_step
+    return start
+
+
+def in_two_halves(path, *, first, second, num_steps=11):
+    """Stop one run, let another one go on; gives the second's state."""
+    state = stop_after(first, num_steps)(first.builder().checkpoint_dir(path).run()).join(WAIT_S)
+    assert state.stopped
+    data = load_newest(path).data
+    assert set(first.trained) == consumed(data, N, 2) == marked(data.weights)
+    assert torch.equal(data.weights["w"], state.state_dict()["w"])
+    assert data.global_step == sum(first.trained.values()) // 2
+    end = second.builder().resume(path).run().join(WAIT_S)
+    assert first.trained + second.trained == dict.fromkeys(first.all_samples(), 1)
+    assert marked(end.state_dict()) == first.all_samples()
+    assert [m.num_samples for m in end.metrics] == [N] * 3
+    assert [sum(r.num_samples for r in m.per_rank) for m in end.metrics] == [N] * 3
+    return end
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda way: "-".join(w.value for w in way))
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (2, 3), (3, 2), (1, 2), (2, 1)], ids=str)
+def test_every_sample_is_trained_once_over_the_two_halves(way, ranks, tmp_path):
+    first, second = (MarkingRun(n=N, ranks=r, way=way) for r in ranks)
+    in_two_halves(tmp_path, first=first, second=second)
+
+
+@pytest.mark.parametrize("ways", [((CADENCE, OVER_CPU), (ASYNC, THREAD)), ((ASYNC, THREAD),) * 2])
+def test_policy_and_backend_may_be_others_where_replicas_are_averaged(ways, tmp_path):
+    first, second = (MarkingRun(n=N, way=way) for way in ways)
+    in_two_halves(tmp_path, first=first, second=second, num_steps=20)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
+def test_a_checkpoint_after_a_death_holds_what_the_survivors_have(way, tmp_path):
+    first, second = (MarkingRun(n=N, ranks=3, way=way) for _ in range(2))
+    start = stop_after(first, 12)
+    stop = first.on_step
+
+    died = threading.Event()
+
+    def die(worker):
+        if worker.rank == 2 and worker.local_step == 2:
+            died.set()
+            raise RuntimeError("dead")
+        if worker.rank == 0 and worker.local_step == 11:
+            assert died.wait(WAIT_S)
+        stop(worker)
+
+    first.on_step = die
+    b = first.builder().on_worker_failure("continue").checkpoint_dir(tmp_path)
+    state = start(b.run()).join(WAIT_S)
+    assert [f.rank for f in state.failures] == [2]
+    data = load_newest(tmp_path).data
+    assert marked(data.weights) == consumed(data, N, 2)
+    assert len(data.ranks) == 2
+    end = second.builder().resume(tmp_path).run().join(WAIT_S)
+    assert set(second.trained) == first.all_samples() - consumed(data, N, 2)
+    assert marked(end.state_dict()) == first.all_samples()
+    assert end.failures == ()
+
+
+def test_a_failure_writes_no_checkpoint_and_leaves_the_earlier_ones(tmp_path):
+    run = MarkingRun(n=N, way=(SYNC, THREAD))
+
+    def die(worker):
+        if worker.current_epoch == 1 and worker.local_step == 20:
+            raise RuntimeError("dead")
+
+    run.on_step = die
+    with pytest.raises(WorkerFailed):
+        run.builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    data = load_newest(tmp_path).data
+    assert data.epoch == 1
+    assert len(marked(data.weights)) == N
+
+
+def test_num_epochs_may_be_raised(tmp_path):
+    run, more = MarkingRun(n=N), MarkingRun(n=N)
+    run.builder().num_epochs(1).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    state = more.builder().resume(tmp_path).run().join(WAIT_S)
+    assert {epoch for epoch, _ in more.trained} == {1, 2}
+    assert [m.epoch for m in state.metrics] == [0, 1, 2]
+
+
+# -- what is refused, before any thread starts unless it takes the model -----------------
+
+
+def changed(**settings):
+    def change(b):
+        for name, value in settings.items():
+            getattr(b, name)(value)
+        return b
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed(batch_size=3), "batch_size 2, this run has 3"),
+        (changed(dataset=(torch.arange(50),)), "length of the data set 60, this run has 50"),
+        (changed(seed=4), "seed 3, this run has 4"),
+        (changed(drop_last=True), "drop_last False"),
+        (changed(accumulate=2), "accumulate 1"),
+        (changed(policy=SYNC), "policy SYNC False"),
+        (changed(num_epochs=2), r"give at least 3"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_checkpoint_are_refused(change, message, tmp_path):
+    run = MarkingRun(n=N)
+    run.builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    with pytest.raises(CheckpointError, match=message):
+        change(run.builder()).resume(tmp_path).run()
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+class Extra(Counter):
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(1))
+
+
+class Single(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Wide, r"shape of 'w' is \(1,\) in the checkpoint and \(2,\)"),
+        (Extra, "the model has 'more', the checkpoint has not"),
+        (Single, "dtype of 'w' is torch.float64 there"),
+    ],
+)
+def test_another_model_is_refused_by_its_first_difference(model, message, tmp_path):
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    handle = builder(model=lambda device: model(), epochs=2).resume(tmp_path).run()
+    with pytest.raises(CheckpointError, match=message):
+        handle.join(WAIT_S)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    builder(optim=lambda p: torch.optim.Adam(p)).checkpoint_dir(tmp_path).run().join(WAIT_S)
+
+    def two_groups(params):
+        return torch.optim.Adam([{"params": params}, {"params": [], "lr": 0.1}])
+
+    handle = builder(optim=two_groups, epochs=2).resume(tmp_path).run()
+    with pytest.raises(CheckpointError, match="does not fit this optimizer"):
+        handle.join(WAIT_S)
+
+
+def test_a_directory_without_a_checkpoint_is_refused_unless_it_may_be_empty(tmp_path):
+    with pytest.raises(CheckpointError):
+        builder().resume(tmp_path / "absent").run()
+    state = builder().resume(tmp_path / "absent", missing_ok=True).run().join(WAIT_S)
+    assert [m.epoch for m in state.metrics] == [0]
+
+
+# -- save() and what cannot be written ---------------------------------------------------
+
+
+def test_save_in_a_workers_thread_says_that_it_would_wait_for_itself():
+    run, caught, handles, started = MarkingRun(n=N), [], [], threading.Event()
+
+    def save(worker):
+        assert started.wait(WAIT_S)
+        with pytest.raises(RuntimeError, match="a worker's own thread"):
+            handles[0].save("nowhere")
+        caught.append(worker.rank)
+
+    run.on_step = save
+    handles.append(run.builder().run())
+    started.set()
+    handles[0].join(WAIT_S)
+    assert caught
+
+
+def test_save_after_the_end_writes_the_last_state_where_it_was_kept(tmp_path):
+    run = MarkingRun(n=N)
+    handle = run.builder().checkpoint_dir(tmp_path / "own").run()
+    state = handle.join(WAIT_S)
+    written = handle.save(tmp_path / "other")
+    assert torch.equal(load_newest(written).data.weights["w"], state.state_dict()["w"])
+    handle = MarkingRun(n=N).builder().run()
+    handle.join(WAIT_S)
+    with pytest.raises(CheckpointError, match="kept no full state"):
+        handle.save(tmp_path / "other")
+
+
+def test_save_from_metrics_fn_works(tmp_path):
+    run, handles, saved, started = MarkingRun(n=N), [], [], threading.Event()
+
+    def save(metrics):
+        assert started.wait(WAIT_S)
+        if metrics.epoch == 0:
+            saved.append(handles[0].save(tmp_path, timeout=WAIT_S))
+
+    handles.append(run.builder().metrics_fn(save).run())
+    started.set()
+    handles[0].join(WAIT_S)
+    data = load_newest(saved[0]).data
+    assert marked(data.weights) == consumed(data, N, 2)
+
+
+def test_what_cannot_be_written_is_reported_and_stops_nothing(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    run = MarkingRun(n=N)
+    b = run.builder().checkpoint_dir(tmp_path / "file" / "below")
+    with caplog.at_level(logging.ERROR):
+        state = b.run().join(WAIT_S)
+    assert marked(state.state_dict()) == run.all_samples()
+    assert isinstance(state.checkpoint_errors[0], OSError)
+    assert any("could not be written" in r.getMessage() for r in caplog.records)
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer whose state holds what no file can."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "odd": object()}
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
+def test_a_state_that_cannot_be_saved_is_reported_and_stops_nothing(way, tmp_path, caplog):
+    b = builder(optim=lambda p: Odd(p, 1.0), dataset=40, epochs=3, way=way)
+    handle = b.checkpoint_dir(tmp_path / "own").run()
+    with pytest.raises(CheckpointError, match=r"optimizer.*odd"):
+        handle.save(tmp_path / "other")
+    state = handle.join(WAIT_S)
+    assert len(state.metrics) == 3
+    assert "odd" in str(state.checkpoint_errors[0])
+    assert "no checkpoint could be made" in caplog.text
+    assert not (tmp_path / "own").exists()

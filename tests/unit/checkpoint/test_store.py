@@ -1,0 +1,397 @@
+"""Checkpoints on the disk: what is written is what is read, and the last ones stay."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from runtime.checkpoint import files, store
+from runtime.checkpoint.format import Manifest
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import remove_old, write_checkpoint
+from runtime.checkpoint.writer import save_once
+from runtime.core.errors import CheckpointError
+from runtime.results import TrainedState
+from tests.support.checkpointing import make, names, same
+from tests.support.running import WAIT_S
+
+ROOT = Path(__file__).parents[3]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(3, 3)
+        self.two = nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+        self.norm = nn.BatchNorm1d(3)
+
+
+def steps(directory):
+    return [int(name.split("-")[1]) for name in names(directory) if name.startswith("step-")]
+
+
+# -- writing and reading ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_written_is_read(tmp_path, ranks):
+    data = make(ranks=ranks)
+    path = write_checkpoint(tmp_path / "new" / "place", data)
+    found = load_newest(tmp_path / "new" / "place")
+    assert same(found.data, data)
+    assert (found.path, found.name, found.refused) == (path, "step-0000000010-000001", ())
+    assert all(t.is_contiguous() for t in found.data.weights.values())
+    found.data.weights["z.weight"].add_(1)  # its own memory, and writable
+
+
+def test_a_checkpoints_own_directory_can_be_named(tmp_path):
+    first = write_checkpoint(tmp_path, make(1))
+    write_checkpoint(tmp_path, make(2))
+    assert load_newest(str(first)).data.global_step == 1
+    moved = first.rename(tmp_path / "best")
+    assert load_newest(moved).data.global_step == 1
+
+
+def test_a_bare_module_loads_the_weights_strictly(tmp_path):
+    model = Tied()
+    data = make()
+    object.__setattr__(data, "weights", dict(model.state_dict()))
+    path = write_checkpoint(tmp_path, data)
+    other = Tied()
+    other.load_state_dict(safetensors.torch.load_file(path / "weights.safetensors"))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert list(load_newest(path).data.weights) == list(model.state_dict())
+
+
+def test_views_are_written_without_what_they_are_views_of(tmp_path):
+    whole = torch.arange(1_000_000, dtype=torch.float32)
+    data = make()
+    data.weights.update(view=whole[10:13], transposed=whole[:6].view(2, 3).T, overlap=whole[11:15])
+    data.ranks[0]["optimizer"]["exp_avg"] = [whole[5:7], whole[::200_000]]
+    path = write_checkpoint(tmp_path, data)
+    assert sum(file.stat().st_size for file in path.iterdir()) < 50_000
+    assert same(load_newest(tmp_path).data, data)
+
+
+def test_the_newest_is_the_last_written_whatever_its_step(tmp_path):
+    for step in (100, 7, 7):
+        write_checkpoint(tmp_path, make(step, epoch=step))
+    assert names(tmp_path) == [
+        "step-0000000007-000002",
+        "step-0000000007-000003",
+        "step-0000000100-000001",
+    ]
+    assert load_newest(tmp_path).name == "step-0000000007-000003"
+
+
+def test_the_manifest_can_be_read_by_people(tmp_path):
+    path = write_checkpoint(tmp_path, make(ranks=2))
+    body = json.loads((path / "manifest.json").read_text())
+    assert (body["epoch"], body["global_step"]) == (1, 10)
+    sizes = {name: entry["bytes"] for name, entry in body["files"].items()}
+    assert sizes == {f.name: f.stat().st_size for f in path.iterdir() if f.name != "manifest.json"}
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "other files"])
+def test_no_checkpoint_is_an_error_unless_it_may_be_missing(tmp_path, kind):
+    directory = tmp_path / "checkpoints"
+    if kind != "missing":
+        directory.mkdir()
+    if kind == "other files":
+        (directory / "step-12").mkdir()
+        (directory / "step-0000000001-000001").write_text("a file")
+        (directory / ".unfinished-0123").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*missing_ok=True"):
+        load_newest(directory)
+    assert load_newest(directory, missing_ok=True) is None
+
+
+def test_a_file_in_place_of_the_directory_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_newest(file, missing_ok=True)
+    with pytest.raises(FileExistsError):
+        write_checkpoint(file, make())
+
+
+def test_no_checkpoint_goes_into_a_checkpoint(tmp_path):
+    path = write_checkpoint(tmp_path, make())
+    with pytest.raises(CheckpointError, match="is a checkpoint itself"):
+        save_once(path, make())
+
+
+def test_what_cannot_be_held_is_an_error_and_leaves_nothing(tmp_path):
+    data = make()
+    data.run["fn"] = threading.Lock()
+    with pytest.raises(CheckpointError, match=r"state\.pt could not .* pickle"):
+        write_checkpoint(tmp_path, data)
+    assert names(tmp_path) == []
+
+
+def test_everything_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
+    log = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd):
+        real_fsync(fd)
+        log.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}"))))
+
+    def rename(old, new):
+        log.append(("rename", Path(new)))
+        real_rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    path = write_checkpoint(tmp_path, make())
+    renamed = log.index(("rename", path))
+    temporary = log[0][1].parent
+    *contents, manifest, directory = [p for what, p in log[:renamed]]
+    assert sorted(contents) == [temporary / n for n in names(path) if n != "manifest.json"]
+    assert (manifest, directory) == (temporary / "manifest.json", temporary)
+    assert log[renamed + 1 :] == [("fsync", tmp_path)]
+
+    log.clear()
+    trained(Tied()).save(tmp_path / "model.safetensors")
+    assert [what for what, _ in log] == ["fsync", "rename", "fsync"]
+    assert log[2][1] == tmp_path
+
+
+# -- retention -----------------------------------------------------------------------
+
+
+def test_the_last_ones_stay(tmp_path):
+    for step in range(5):
+        write_checkpoint(tmp_path, make(step))
+        remove_old(tmp_path, 2)
+        assert steps(tmp_path) == [s for s in (step - 1, step) if s >= 0]
+
+
+@pytest.mark.parametrize("damage", ["manifest", "missing", "cut"])
+def test_a_torn_one_takes_no_place_of_those_that_stay(tmp_path, damage):
+    for step in (1, 2, 3):
+        path = write_checkpoint(tmp_path, make(step))
+    file = path / ("manifest.json" if damage == "manifest" else "state.pt")
+    file.unlink() if damage == "missing" else os.truncate(file, 5)
+    remove_old(tmp_path, 1)
+    assert steps(tmp_path) == [2, 3]  # the torn one stays to be looked at
+    write_checkpoint(tmp_path, make(4))
+    remove_old(tmp_path, 1)
+    assert steps(tmp_path) == [4]
+
+
+def test_other_files_are_never_removed(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "step-best").mkdir()
+    for step in range(3):
+        save_once(tmp_path, make(step))
+    remove_old(tmp_path, 1)
+    assert names(tmp_path) == ["notes.txt", "step-0000000002-000003", "step-best"]
+
+
+def test_what_cannot_be_removed_stays_and_is_logged(tmp_path, monkeypatch, caplog):
+    for step in range(2):
+        write_checkpoint(tmp_path, make(step))
+
+    def refuse(*paths):
+        raise PermissionError(errno.EACCES, "planted")
+
+    monkeypatch.setattr(store.os, "rename", refuse)
+    remove_old(tmp_path, 1)
+    assert steps(tmp_path) == [0, 1]
+    assert "could not be removed" in caplog.text
+
+
+# -- other processes -----------------------------------------------------------------
+
+BUSY = """
+import sys, time
+from pathlib import Path
+from runtime.checkpoint import store
+from tests.support.checkpointing import make
+
+def held(path, content):
+    print(path.parent.name, flush=True)
+    sys.stdin.readline()
+    return real(path, content)
+
+real, store.write_durably = store.write_durably, held
+store.write_checkpoint(Path(sys.argv[1]), make(5))
+"""
+
+
+def start(script, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_not(tmp_path):
+    with start(BUSY, tmp_path) as dead, start(BUSY, tmp_path) as living:
+        try:
+            left, busy = dead.stdout.readline().strip(), living.stdout.readline().strip()
+            assert names(tmp_path) == sorted([left, busy])
+            dead.kill()
+            dead.wait(WAIT_S)
+            path = write_checkpoint(tmp_path, make(6))
+            assert names(tmp_path) == sorted([busy, path.name])
+            living.communicate("\n", timeout=WAIT_S)
+        finally:
+            living.kill()
+            dead.kill()
+    assert living.returncode == 0
+    assert names(tmp_path) == ["step-0000000005-000002", path.name]
+
+
+MANY = """
+import sys
+from pathlib import Path
+from runtime.checkpoint.store import remove_old, write_checkpoint
+from tests.support.checkpointing import make
+
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(20):
+    write_checkpoint(Path(sys.argv[1]), make(step))
+    remove_old(Path(sys.argv[1]), 2)
+"""
+
+
+def test_two_processes_in_one_directory_leave_whole_checkpoints(tmp_path):
+    with start(MANY, tmp_path) as one, start(MANY, tmp_path) as two:
+        try:
+            for process in (one, two):
+                process.stdout.readline()
+            for process in (one, two):
+                process.stdin.write("\n")
+                process.stdin.flush()
+            while one.poll() is None or two.poll() is None:
+                # Read while they write and remove: always a whole one.
+                found = load_newest(tmp_path, missing_ok=True)
+                assert found is None or same(found.data, make(found.data.global_step))
+        finally:
+            one.kill()
+            two.kill()
+    assert (one.returncode, two.returncode) == (0, 0)
+    assert 2 <= len(names(tmp_path)) <= 3  # each may spare one that the other has just written
+    assert all(same(load_newest(tmp_path / n).data, make(19)) for n in names(tmp_path)[-1:])
+
+
+def test_threads_that_write_at_once_get_names_of_their_own(tmp_path):
+    threads = [
+        threading.Thread(target=write_checkpoint, args=(tmp_path, make(3))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert names(tmp_path) == [f"step-0000000003-{serial:06d}" for serial in range(1, 5)]
+
+
+@pytest.mark.parametrize("moment", ["open", "lock"])
+def test_a_directory_removed_before_its_writer_has_locked_it_is_replaced(
+    tmp_path, monkeypatch, moment
+):
+    """A cleaner that comes between mkdir and the lock: the writer takes another directory."""
+    real_open, real_lock, removed = os.open, files._lock, []
+
+    def clean():
+        found = names(tmp_path)
+        if found and not removed:
+            removed.extend(found)
+            files.remove_leftovers(tmp_path, ".unfinished-")
+            assert names(tmp_path) == []
+
+    def open_after_a_cleaner(path, *args, **kwargs):
+        if moment == "open":
+            clean()
+        return real_open(path, *args, **kwargs)
+
+    def lock_after_a_cleaner(fd, *, wait):
+        if moment == "lock" and wait:
+            clean()
+        return real_lock(fd, wait=wait)
+
+    monkeypatch.setattr(files.os, "open", open_after_a_cleaner)
+    monkeypatch.setattr(files, "_lock", lock_after_a_cleaner)
+    write_checkpoint(tmp_path, make())
+    monkeypatch.undo()
+    assert len(removed) == 1
+    assert same(load_newest(tmp_path).data, make())
+    assert len(names(tmp_path)) == 1
+
+
+def test_without_locks_checkpoints_are_written_and_no_leftover_is_removed(tmp_path, monkeypatch):
+    def flock(fd, how):
+        raise OSError(errno.ENOLCK, "planted")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    (tmp_path / ".unfinished-0123").mkdir()
+    write_checkpoint(tmp_path, make())
+    assert names(tmp_path) == [".unfinished-0123", "step-0000000010-000001"]
+
+
+# -- TrainedState.save --------------------------------------------------------------
+
+
+def trained(model):
+    return TrainedState(
+        params=dict(model.named_parameters(remove_duplicate=False)),
+        buffers=dict(model.named_buffers()),
+        _keys=tuple(model.state_dict()),
+    )
+
+
+def test_a_trained_state_saves_what_a_bare_module_loads(tmp_path):
+    model, path = Tied(), tmp_path / "model.safetensors"
+    for _ in range(2):  # the second time over the first
+        nn.init.normal_(model.one.weight)
+        trained(model).save(str(path))
+        other = Tied()
+        other.load_state_dict(safetensors.torch.load_file(path))
+        assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert names(tmp_path) == ["model.safetensors"]
+
+
+def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    trained(Tied()).save(path)
+    before = path.read_bytes()
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "planted")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="planted"):
+        trained(Tied()).save(path)
+    assert path.read_bytes() == before
+    assert names(tmp_path) == ["model.safetensors"]
+
+
+def test_a_manifest_names_only_files_of_its_own():
+    entry = (3, "0" * 64)
+    for listed in (
+        {},
+        {"weights.safetensors": entry, "state.pt": entry},
+        {"weights.safetensors": entry, "state.pt": entry, "ranks-00001.pt": entry},
+        {"weights.safetensors": entry, "state.pt": entry, "../ranks-00000.pt": entry},
+        {"weights.safetensors": entry, "state.pt": entry, "ranks-00000.pt": (-1, "0" * 64)},
+    ):
+        content = Manifest(epoch=0, global_step=0, files=listed, about={}).to_bytes()
+        with pytest.raises(CheckpointError, match="it"):
+            Manifest.from_bytes(content)

@@ -1,0 +1,280 @@
+"""The thread that writes checkpoints: it holds nobody up, and its failures stop nothing."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint import files, writer
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.writer import CheckpointWriter
+from runtime.core.errors import CheckpointError
+from tests.support.checkpointing import make, names, same
+from tests.support.running import WAIT_S
+
+ROOT = Path(__file__).parents[3]
+
+
+class SlowDisk:
+    """Each checkpoint waits until the test lets it through."""
+
+    def __init__(self, monkeypatch):
+        self.begun = []
+        self._changed = threading.Condition()
+        self._allowed = 0
+        real = writer.write_checkpoint
+
+        def write(directory, data):
+            with self._changed:
+                self.begun.append(data.global_step)
+                self._changed.notify_all()
+                number = len(self.begun)
+                assert self._changed.wait_for(lambda: self._allowed >= number, WAIT_S)
+            return real(directory, data)
+
+        monkeypatch.setattr(writer, "write_checkpoint", write)
+
+    def await_begin(self, number):
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) >= number, WAIT_S)
+
+    def allow(self, number):
+        with self._changed:
+            self._allowed += number
+            self._changed.notify_all()
+
+
+def counts(w):
+    return w.num_written, w.num_failed, w.num_superseded
+
+
+def writers():
+    return [t for t in threading.enumerate() if t.name == "checkpoint-writer"]
+
+
+def test_what_is_submitted_is_on_the_disk_once_it_is_closed(tmp_path):
+    w = CheckpointWriter(tmp_path, keep=2)
+    for step in range(4):
+        w.submit(make(step))
+        assert w.wait(WAIT_S)
+    assert w.close(WAIT_S)
+    assert w.close(WAIT_S)  # idempotent
+    assert counts(w) == (4, 0, 0)
+    assert w.last_error is None
+    assert w.newest == tmp_path / "step-0000000003-000004"
+    assert names(tmp_path) == ["step-0000000002-000003", "step-0000000003-000004"]
+    assert same(load_newest(tmp_path).data, make(3))
+    assert writers() == []
+
+
+def test_on_a_slow_disk_submit_returns_and_the_newest_one_is_written_next(
+    tmp_path, monkeypatch, caplog
+):
+    disk = SlowDisk(monkeypatch)
+    w = CheckpointWriter(tmp_path, keep=9)
+    w.submit(make(0))
+    disk.await_begin(1)
+    assert [t.daemon for t in writers()] == [True]
+    for step in (1, 2, 3):
+        w.submit(make(step))  # returns although the first is not written
+    assert counts(w) == (0, 0, 2)
+    assert names(tmp_path) == []
+    disk.allow(2)
+    assert w.close(WAIT_S)
+    assert disk.begun == [0, 3]
+    assert counts(w) == (2, 0, 2)
+    assert "step 1 is left out" in caplog.text
+    assert "step 2 is left out" in caplog.text
+
+
+def test_close_waits_no_longer_than_it_may_and_the_thread_ends_with_its_work(
+    tmp_path, monkeypatch, caplog
+):
+    disk = SlowDisk(monkeypatch)
+    w = CheckpointWriter(tmp_path, keep=1)
+    w.submit(make(1))
+    disk.await_begin(1)
+    before = time.monotonic()
+    assert not w.close(0.01)
+    assert time.monotonic() - before < 1.0
+    assert "still not written" in caplog.text
+    disk.allow(1)
+    assert w.wait(WAIT_S)
+    assert counts(w) == (1, 0, 0)
+
+
+def test_after_the_close_nothing_is_taken(tmp_path, caplog):
+    w = CheckpointWriter(tmp_path, keep=1)
+    assert w.close(WAIT_S)
+    w.submit(make(1))
+    assert counts(w) == (0, 1, 0)
+    assert "the run is over" in caplog.text
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("function", ["mkdir", "fsync", "rename", "urandom"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_failure_is_counted_and_the_next_one_is_written(
+    tmp_path, monkeypatch, caplog, function, code
+):
+    w = CheckpointWriter(tmp_path, keep=3)
+    w.submit(make(1))
+    assert w.wait(WAIT_S)
+
+    def fail(*args, **kwargs):
+        raise OSError(code, "planted")
+
+    monkeypatch.setattr(files.os, function, fail)
+    w.submit(make(2))
+    assert w.wait(WAIT_S)
+    monkeypatch.undo()
+    assert counts(w) == (1, 1, 0)
+    assert w.last_error.errno == code
+    assert "checkpoint of step 2 could not be written" in caplog.text
+    assert "planted; training goes on" in caplog.text
+    assert same(load_newest(tmp_path).data, make(1))
+    assert names(tmp_path) == ["step-0000000001-000001"]  # nothing is left of the second
+    w.submit(make(3))
+    assert w.close(WAIT_S)
+    assert counts(w) == (2, 1, 0)
+    assert load_newest(tmp_path).data.global_step == 3
+
+
+@pytest.mark.parametrize("path", ["/dev/null/checkpoints", "/proc/checkpoints"])
+def test_a_path_that_cannot_be_written_to_is_a_failure_like_any_other(path):
+    w = CheckpointWriter(path, keep=1)
+    w.submit(make())
+    assert w.close(WAIT_S)
+    assert counts(w) == (0, 1, 0)
+    assert isinstance(w.last_error, OSError)
+
+
+def test_what_a_checkpoint_cannot_hold_is_a_failure_like_any_other(tmp_path):
+    data = make()
+    data.run["lock"] = threading.Lock()
+    w = CheckpointWriter(tmp_path, keep=1)
+    w.submit(data)
+    assert w.close(WAIT_S)
+    assert counts(w) == (0, 1, 0)
+    assert isinstance(w.last_error, CheckpointError)
+
+
+def test_where_no_thread_can_be_started_it_is_counted(tmp_path, monkeypatch):
+    w = CheckpointWriter(tmp_path, keep=1)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    w.submit(make(1))
+    monkeypatch.undo()
+    assert counts(w) == (0, 1, 0)
+    w.submit(make(2))
+    assert w.close(WAIT_S)
+    assert counts(w) == (1, 1, 0)
+
+
+def test_many_threads_may_submit(tmp_path):
+    w = CheckpointWriter(tmp_path, keep=2)
+    threads = [threading.Thread(target=w.submit, args=(make(step),)) for step in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert w.close(WAIT_S)
+    assert w.num_written + w.num_superseded == 20
+    assert w.num_failed == 0
+    assert len(names(tmp_path)) == min(2, w.num_written)
+
+
+def test_the_state_is_let_go_once_it_is_written(tmp_path):
+    import gc
+    import weakref
+
+    w = CheckpointWriter(tmp_path, keep=2)
+    data = make()
+    weight = weakref.ref(data.weights["z.weight"])
+    w.submit(data)
+    assert w.wait(WAIT_S)
+    del data
+    gc.collect()
+    assert weight() is None
+
+
+# -- in processes of their own ---------------------------------------------------------
+
+LIMITED = """
+import resource, sys
+from runtime.checkpoint.writer import CheckpointWriter
+from tests.support.checkpointing import make
+import torch
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+w = CheckpointWriter(sys.argv[1], keep=3)
+for step, (weights, state) in enumerate([(16, 16), (99_000, 16), (16, 99_000), (16, 16)]):
+    data = make(step, size=weights)
+    data.ranks[1]["optimizer"]["exp_avg"] = torch.ones(state)
+    w.submit(data)
+    assert w.wait(20)
+    print(w.num_written, w.num_failed, str(w.last_error))
+"""
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+
+
+def test_when_the_system_takes_no_more_bytes_nothing_torn_is_left(tmp_path):
+    """A limit on file sizes, which stands for a full disk: the n-th byte is refused."""
+    lines = run(LIMITED, tmp_path).stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["1", "0"], ["1", "1"], ["1", "2"], ["2", "2"]]
+    assert "File too large" in lines[1]
+    assert "File too large" in lines[2]
+    assert names(tmp_path) == ["step-0000000000-000001", "step-0000000003-000002"]
+    found = load_newest(tmp_path)
+    assert found.refused == ()
+    assert found.data.global_step == 3
+
+
+def test_an_interpreter_that_ends_finishes_what_is_being_written(tmp_path):
+    script = """
+import sys, threading
+from runtime.checkpoint import writer
+from tests.support.checkpointing import make
+
+real, ending = writer.write_checkpoint, threading.Event()
+writer.write_checkpoint = lambda *a: ending.wait(20) and real(*a)
+w = writer.CheckpointWriter(sys.argv[1], keep=3)
+w.submit(make(1))
+w.submit(make(2))
+import atexit
+atexit.register(ending.set)  # runs before the hook that was registered earlier
+"""
+    run(script, tmp_path)
+    assert load_newest(tmp_path).data.global_step == 2
+
+
+def test_an_interpreter_that_ends_is_not_held_by_a_dead_disk(tmp_path):
+    script = """
+import sys, threading
+from runtime.checkpoint import writer
+from tests.support.checkpointing import make
+
+writer.EXIT_GRACE_S = 0.05
+writer.write_checkpoint = lambda *a: threading.Event().wait()
+writer.CheckpointWriter(sys.argv[1], keep=3).submit(make(1))
+"""
+    run(script, tmp_path)

@@ -1,0 +1,423 @@
+"""Groups over NCCL, with a backend that poses: how they are made, watched and ended."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed
+
+from runtime.collective import NcclCollective, create_collectives
+from runtime.collective import nccl as nccl_module
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from tests.support.fake_cuda import CPU, FakeCuda, standing_in
+from tests.support.posing import PosingBackend
+from tests.unit.collective.test_collectives import (
+    TIMEOUT_S,
+    errors_of,
+    on_ranks,
+    start_ranks,
+    until,
+)
+
+GPUS = [torch.device("cuda", i) for i in range(3)]
+SOON_S = 2.0
+
+
+class Scene:
+    """Groups of posing ranks, each with tensors of its own GPU.
+
+    Attributes:
+        fake: The stand-in for CUDA.
+        calls: Calls of all backends, in order.
+        backends: Backends, in the order in which they were made.
+    """
+
+    def __init__(self, monkeypatch):
+        self.fake = FakeCuda(patience=0, prompt=True)
+        self.calls, self.backends = [], []
+        self.kind = PosingBackend
+        self.groups = []
+        monkeypatch.setattr(nccl_module, "new_backend", self._new)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+
+    def _new(self, store, rank, world_size, timeout_s):
+        backend = self.kind(store, rank, world_size, timeout_s, self.calls)
+        self.backends.append(backend)
+        return backend
+
+    def group(self, world_size=2, timeout_s=TIMEOUT_S):
+        ends = create_collectives(world_size, "nccl", GPUS[:world_size], timeout_s)
+        self.groups.append(ends)
+        return ends
+
+    def tensor(self, end, value, size=3):
+        return self.fake.place(torch.full((size,), float(value)), GPUS[end.rank])
+
+    def on_stream(self, work):
+        """Runs a rank's work in a stream of its GPU."""
+
+        def run(end):
+            device = GPUS[end.rank]
+            with self.fake.on_device(device), self.fake.stream(self.fake.new_stream(device)):
+                return work(end)
+
+        return run
+
+    def reduce(self, ends):
+        tensors = [self.tensor(end, end.rank + 1) for end in ends]
+        on_ranks(ends, self.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+        return [t[0].item() for t in tensors]
+
+    def names(self):
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    scene = Scene(monkeypatch)
+    with standing_in(scene.fake):
+        yield scene
+        for ends in scene.groups:
+            for end in ends:
+                end.close()
+
+
+# -- birth -------------------------------------------------------------------------
+
+
+def test_the_environment_is_set_before_the_first_backend_and_the_users_values_stand(
+    scene, monkeypatch
+):
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+    found = []
+
+    class Looking(PosingBackend):
+        def __init__(self, *args):
+            super().__init__(*args)
+            found.append(dict(os.environ))
+
+    scene.kind = Looking
+    scene.group()
+    for environment in found:
+        assert environment == {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        }
+    assert len(found) == 2
+
+
+def test_nobody_connects_before_every_rank_has_its_backend(scene):
+    """D29: a connection that a peer does not join cannot be broken off."""
+    scene.group(3)
+    assert scene.names()[:3] == ["new"] * 3
+    assert sorted(scene.names()[3:6]) == ["connect"] * 3
+
+
+def test_every_incarnation_has_a_prefix_of_its_own(scene, monkeypatch):
+    prefixes = []
+    real = torch.distributed.PrefixStore
+
+    def prefix_store(prefix, store):
+        prefixes.append(prefix)
+        return real(prefix, store)
+
+    monkeypatch.setattr(torch.distributed, "PrefixStore", prefix_store)
+    for _ in range(3):
+        scene.group()
+    assert [prefixes.count(prefix) for prefix in set(prefixes)] == [2, 2, 2]
+
+
+def test_a_rank_that_cannot_make_its_backend_takes_the_others_out(scene):
+    class Failing(PosingBackend):
+        def __init__(self, store, rank, *rest):
+            super().__init__(store, rank, *rest)
+            if rank == 1:
+                raise OSError("planted")
+
+    scene.kind = Failing
+    begin = time.monotonic()
+    with pytest.raises(CollectiveAborted, match="rank 1 could not connect") as caught:
+        scene.group(3)
+    assert time.monotonic() - begin < SOON_S
+    assert isinstance(caught.value.__cause__, OSError)
+    until(lambda: scene.names().count("abort") == 2)
+    assert "connect" not in scene.names()
+
+
+def test_a_rank_that_does_not_come_to_the_connection_is_named(scene):
+    released = threading.Event()
+
+    class Slow(PosingBackend):
+        def __init__(self, store, rank, *rest):
+            super().__init__(store, rank, *rest)
+            assert rank != 1 or released.wait(TIMEOUT_S)
+
+        def abort(self):
+            super().abort()
+            released.set()
+
+    scene.kind = Slow
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        scene.group(2, timeout_s=0.3)
+
+
+# -- work --------------------------------------------------------------------------
+
+
+def test_an_exchange_runs_in_the_current_stream_between_what_is_before_and_behind(scene):
+    (end,) = scene.group(1)
+    stream = scene.fake.new_stream(GPUS[0])
+    with scene.fake.stream(stream):
+        scene.fake.mark("backward")
+        end.all_reduce_(scene.tensor(end, 1.0))
+        assert scene.fake.done == ["backward"]
+    (record,) = scene.fake.calls("record")
+    assert record[-1] == stream.name
+
+
+def test_a_second_incarnation_works_after_the_first_was_aborted(scene):
+    ends = scene.group()
+    assert scene.reduce(ends) == [3.0, 3.0]
+    ends[0].abort()
+    for end in ends:
+        end.close()
+    assert scene.reduce(scene.group()) == [3.0, 3.0]
+
+
+def test_low_precision_is_summed_in_float32(scene):
+    ends = scene.group()
+    tensors = [scene.tensor(end, 1.0).to(torch.bfloat16) for end in ends]
+    for end in ends:
+        scene.fake.place(tensors[end.rank], GPUS[end.rank])
+    sent = []
+    real = PosingBackend.allreduce
+
+    def allreduce(backend, wires, options):
+        sent.append(wires[0].dtype)
+        return real(backend, wires, options)
+
+    for backend in scene.backends:
+        backend.allreduce = allreduce.__get__(backend)
+    on_ranks(ends, scene.on_stream(lambda end: end.weighted_mean_([tensors[end.rank]], 1)))
+    assert sent == [torch.float32] * 2
+
+
+def test_small_decisions_of_the_host_are_taken_at_the_gate(scene):
+    """Weights and verdicts lie on the CPU: no kernel, no wait for the device."""
+    ends = scene.group()
+    del scene.calls[:]
+    told = [scene.fake.place(torch.zeros(2, dtype=torch.int64), CPU) for _ in ends]
+    mine = [scene.fake.place(torch.tensor([end.rank + 5]), CPU) for end in ends]
+    on_ranks(ends, lambda end: end.all_gather_into(told[end.rank], mine[end.rank]))
+    means = [scene.fake.place(torch.full((2,), float(end.rank)), CPU) for end in ends]
+    totals = on_ranks(ends, lambda end: end.weighted_mean_([means[end.rank]], 1 + end.rank))
+    assert [t.tolist() for t in told] == [[5, 6]] * 2
+    assert [t[0].item() for t in means] == [pytest.approx(2 / 3)] * 2
+    assert totals == [3.0, 3.0]
+    assert scene.calls == []
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [(CPU, "some tensors are on the CPU"), (GPUS[2], "rank 1 passed a tensor on cuda:2, not its")],
+)
+def test_tensors_that_lie_elsewhere_are_refused_on_every_rank(scene, place, why):
+    ends = scene.group()
+    tensors = [scene.tensor(ends[0], 1.0), scene.fake.place(torch.ones(3), place)]
+
+    def work(end):
+        with pytest.raises(ValueError, match=why):
+            end.all_reduce_(tensors[end.rank])
+
+    on_ranks(ends, scene.on_stream(work))
+    assert scene.reduce(ends) == [3.0, 3.0]
+
+
+# -- trouble -----------------------------------------------------------------------
+
+
+class Stuck(PosingBackend):
+    """Its kernels run until they are aborted, and then end as if nothing were wrong."""
+
+    def _run(self, name, options, *tensors):
+        self._note(name)
+
+
+@pytest.fixture
+def stuck(scene):
+    """A scene whose kernels end only by an abort of every rank."""
+    scene.kind = Stuck
+    scene.fake.patience = None
+    real, aborted = Stuck.abort, []
+
+    def abort(backend):
+        real(backend)
+        aborted.append(backend.rank)
+        if len(aborted) >= 2:
+            scene.fake.run_all()
+
+    Stuck.abort = abort
+    yield scene
+    Stuck.abort = real
+
+
+def test_an_exchange_that_does_not_end_is_aborted_on_every_rank_at_the_deadline(stuck):
+    ends = stuck.group(2, timeout_s=0.3)
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    begin = time.monotonic()
+    errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    assert 0.25 < time.monotonic() - begin < 0.3 + SOON_S
+    kinds = {type(error) for error in errors}
+    assert CollectiveTimeout in kinds
+    assert kinds <= {CollectiveTimeout, CollectiveAborted}
+    assert sorted(rank for name, rank in stuck.calls if name == "abort") == [0, 1]
+    for end in ends:
+        with pytest.raises(CollectiveAborted):
+            end.check()
+
+
+def test_an_aborted_exchange_is_not_trusted_though_it_ends_well(stuck):
+    """Its kernel ends, its tensors hold garbage, and NCCL raises nothing."""
+    ends = stuck.group()
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    work = stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank]))
+    futures = start_ranks(ends, work)
+    until(lambda: stuck.names().count("allreduce") == 2)
+    begin = time.monotonic()
+    ends[1].abort()
+    assert [type(future.exception(TIMEOUT_S)) for future in futures] == [CollectiveAborted] * 2
+    assert time.monotonic() - begin < SOON_S
+    assert all(event.reached == event.recorded for event in stuck.fake.events)
+
+
+def test_a_device_that_never_ends_holds_nobody_for_ever(scene, monkeypatch):
+    monkeypatch.setattr(nccl_module, "ABORT_GRACE_S", 0.1)
+    scene.kind = Stuck
+    scene.fake.patience = None
+    (end,) = scene.group(1, timeout_s=0.1)
+
+    begin = time.monotonic()
+    (error,) = errors_of([end], scene.on_stream(lambda e: e.all_reduce_(scene.tensor(e, 1.0))))
+    assert isinstance(error, CollectiveTimeout)
+    assert "all_reduce_ did not end within 0.1 s" in str(error)
+    assert time.monotonic() - begin < SOON_S
+
+
+def test_an_abort_waits_for_nobody_and_comes_once(scene):
+    released = threading.Event()
+
+    class Slow(PosingBackend):
+        def abort(self):
+            super().abort()
+            assert released.wait(TIMEOUT_S)
+
+    scene.kind = Slow
+    ends = scene.group(3)
+    begin = time.monotonic()
+    for end in ends:
+        end.abort()
+    assert time.monotonic() - begin < SOON_S
+    until(lambda: scene.names().count("abort") == 3)
+    released.set()
+    for end in ends:
+        end.close()
+    assert sorted(rank for name, rank in scene.calls if name == "abort") == [0, 1, 2]
+    assert "shutdown" not in scene.names()
+
+
+def test_a_backend_that_fails_to_abort_is_logged_and_stops_nothing(scene, caplog):
+    class Failing(PosingBackend):
+        def abort(self):
+            super().abort()
+            raise RuntimeError("planted")
+
+    scene.kind = Failing
+    ends = scene.group()
+    ends[0].abort()
+    for end in ends:
+        end.close()
+    assert scene.names().count("abort") == 2
+    assert "NCCL abort failed" in caplog.text
+
+
+def test_an_error_that_the_backend_has_noticed_is_seen_before_the_result_is_trusted(scene):
+    class Noticing(PosingBackend):
+        def get_error(self):
+            return torch._C._distributed_c10d.ErrorType.COMM_ERROR
+
+    scene.kind = Noticing
+    ends = scene.group()
+    tensors = [scene.tensor(end, 1.0) for end in ends]
+    work = scene.on_stream(lambda end: end.all_reduce_(tensors[end.rank]))
+    errors = errors_of(ends, work)
+    assert [type(error) for error in errors] == [CollectiveAborted] * 2
+    assert any("NCCL has failed: COMM_ERROR" in str(error) for error in errors)
+
+
+def test_an_exchange_that_raises_takes_the_peers_out(stuck, monkeypatch):
+    ends = stuck.group()
+
+    def raising(*_):
+        raise RuntimeError("planted: out of memory")
+
+    monkeypatch.setattr(stuck.backends[0], "_run", raising)
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    begin = time.monotonic()
+    errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    assert time.monotonic() - begin < SOON_S
+    assert [type(error) for error in errors] == [CollectiveAborted] * 2
+    assert any("planted" in str(error.__cause__) for error in errors)
+
+
+def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch):
+    """Were it told as an abort, each rank would wait for another to say what happened."""
+    ends = stuck.group()
+
+    def raising(*_):
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(stuck.backends[0], "_run", raising)
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    begin = time.monotonic()
+    errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    assert time.monotonic() - begin < SOON_S
+    assert [type(error) for error in errors] == [torch.OutOfMemoryError, CollectiveAborted]
+
+
+# -- the end -----------------------------------------------------------------------
+
+
+def test_backends_are_shut_down_together_once_the_last_rank_has_left(scene):
+    """NCCL ends a communicator only together with its peers."""
+    meeting = threading.Barrier(3)
+
+    class Meeting(PosingBackend):
+        def shutdown(self):
+            meeting.wait(TIMEOUT_S)
+            super().shutdown()
+
+    scene.kind = Meeting
+    ends = scene.group(3)
+    for end in ends[:2]:
+        end.close()
+        end.close()
+    assert "shutdown" not in scene.names()
+    ends[2].close()
+    assert scene.names().count("shutdown") == 3
+    assert "abort" not in scene.names()
+    assert not [t for t in threading.enumerate() if t.name.startswith("collective-")]
+
+
+def test_a_rank_that_left_is_told_so(scene):
+    ends = scene.group()
+    ends[0].close()
+    with pytest.raises(CollectiveAborted, match="rank 0 has left"):
+        ends[1].barrier()
+    assert isinstance(ends[0], NcclCollective)

@@ -1,0 +1,27 @@
+"""What a checkpoint says of the run, in the machine's words."""
+
+from __future__ import annotations
+
+from coordinator import messages as m
+from coordinator.config import AverageBackend
+from coordinator.messages import SaveCheckpoint
+from tests.unit.coordinator.test_machine import EMPTY, Run
+
+
+def test_what_a_dead_rank_trained_after_its_part_of_a_checkpoint_is_not_in_it():
+    """It dies before the others have theirs: what was lost with it was lost after the cut."""
+    run = Run(world=3, backend=AverageBackend.THREAD, anchor=50, continue_on_failure=True)
+    for rank in range(3):
+        run.end_plan(rank), run.end_plan(rank)
+    run.tell(m.SaveRequested(ticket=0))
+    for rank in (1, 2, 0):
+        average = EMPTY if rank == 0 else None
+        run.tell(m.SyncAck(rank=rank, round=1, extra={"rank": rank}, average=average))
+        if rank == 1:
+            run.report(1)
+            run.tell(m.Failed(rank=1, epoch=0, step=2, error=ValueError("planted")))
+    (saved,) = (c for c in run.others if isinstance(c, SaveCheckpoint))
+    (epoch, *_) = saved.run["epochs"]
+    assert (epoch["num_samples"], epoch["num_retrained"]) == (6, 0)
+    assert [rank["num_samples"] for rank in epoch["tally"]["ranks"]] == [2, 2, 2]
+    assert run.machine.core.pool.oldest.num_retrained == 1

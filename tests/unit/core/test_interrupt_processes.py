@@ -1,0 +1,105 @@
+"""Ctrl-C and SIGTERM in processes of their own: how they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.running import WAIT_S
+
+ROOT = Path(__file__).parents[3]
+GRACE_S = 0.2
+
+# The first step waits until join() has its handlers in place, then for a byte from outside.
+SCRIPT = f"""
+import os, signal, time
+import runtime.run
+from runtime.core.signals import INTERRUPTS
+from tests.support.running import builder, count_up
+
+runtime.run.WORKER_GRACE_S = {GRACE_S}
+default = signal.getsignal(signal.SIGTERM)
+
+def tell(text):
+    os.write(1, text.encode() + b"\\n")
+
+class Listener:
+    stop = lambda self: tell("asked to stop")
+    abort = lambda self: tell("asked to abort")
+    wait_threads = lambda self, timeout_s: None
+
+def train(model, batch):
+    while signal.getsignal(signal.SIGTERM) is default:
+        time.sleep(0.001)
+    tell("in a step")
+    os.read(0, 1)
+    tell("step done")
+    return count_up(model, batch)
+
+def caught(error):
+    tell(f"{{type(error).__name__}}, {{'no state' if handle.state is None else 'a state'}}")
+
+listener = Listener()
+INTERRUPTS.add(listener)
+handle = builder(train=train, dataset=100_000, ranks=1).run()
+try:
+    handle.join()
+except KeyboardInterrupt as error:
+    caught(error)
+    try:
+        handle.join()
+    except RuntimeError as error:
+        caught(error)
+    raise
+finally:
+    INTERRUPTS.remove(listener)
+"""
+
+
+@contextmanager
+def script_in_a_step():
+    command = [sys.executable, "-c", SCRIPT]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        try:
+            assert process.stdout.readline() == b"in a step\n", process.stderr.read()
+            yield process
+        finally:
+            process.kill()
+
+
+def send(process, signum, answer):
+    process.send_signal(signum)
+    assert process.stdout.readline() == answer
+
+
+def test_sigterm_ends_the_process_by_the_signal_once_the_run_is_over():
+    with script_in_a_step() as process:
+        send(process, signal.SIGTERM, b"asked to stop\n")
+        out, err = process.communicate(b".", WAIT_S)
+    assert out.splitlines()[0] == b"step done"
+    assert b"KeyboardInterrupt" not in out + err
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_ctrl_c_ends_a_script_as_it_does_any_python_script():
+    with script_in_a_step() as process:
+        send(process, signal.SIGINT, b"asked to stop\n")
+        out, err = process.communicate(b".", WAIT_S)
+    assert out.splitlines()[0] == b"step done"
+    assert out.splitlines()[-1] == b"KeyboardInterrupt, a state"
+    assert err.rstrip().endswith(b"KeyboardInterrupt")
+    assert process.returncode == -signal.SIGINT
+
+
+def test_a_second_ctrl_c_ends_a_script_that_is_stuck_in_a_step():
+    with script_in_a_step() as process:
+        send(process, signal.SIGINT, b"asked to stop\n")
+        send(process, signal.SIGINT, b"asked to abort\n")
+        process.wait(WAIT_S)  # no step is ever let go on
+        out = process.stdout.read()
+    assert out.splitlines() == [b"KeyboardInterrupt, no state", b"RunAborted, no state"]
+    assert process.returncode == -signal.SIGINT

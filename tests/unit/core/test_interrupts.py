@@ -1,0 +1,269 @@
+"""Ctrl-C and SIGTERM while runs are waited for: what the first, second and third do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from signal import SIGINT
+from types import SimpleNamespace
+
+import pytest
+
+from runtime import RunAborted
+from runtime.core.signals import INTERRUPTS, LOOK_S, Period
+from runtime.progress import MetricsThread
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.signalling import SOON_S, Probe, Waits, as_found, held_run, raising
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_as_found():
+    with as_found():
+        yield
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    return Waits(monkeypatch)
+
+
+@pytest.fixture
+def probe():
+    probe = Probe()
+    INTERRUPTS.add(probe)
+    yield probe
+    INTERRUPTS.remove(probe)
+
+
+def leave_a_block(handle):
+    with handle:
+        pass
+
+
+WAYS_TO_WAIT = {
+    "join": lambda handle: handle.join(),
+    "metrics": lambda handle: list(handle.metrics()),
+    "next_metrics": lambda handle: handle.next_metrics(WAIT_S),
+    "the end of a block": leave_a_block,
+}
+ways_to_wait = pytest.mark.parametrize("wait", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT.keys())
+
+
+# -- what one, two and three signals do -----------------------------------------
+
+
+@ways_to_wait
+def test_the_first_signal_stops_the_run_and_keeps_its_state(wait, waits):
+    gate, handle = held_run()
+    waits.actions = [[raising(SIGINT), gate.opened.set]]
+    with pytest.raises(KeyboardInterrupt):
+        wait(handle)
+    assert handle.state.stopped
+    assert handle.join() is handle.state
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
+def test_a_signal_from_outside_reaches_a_wait_without_a_timeout(way, waits, probe):
+    gate, handle = held_run(way=way)
+
+    def interrupt():
+        assert waits.entered.wait(WAIT_S)
+        os.kill(os.getpid(), SIGINT)
+        assert probe.stopped.wait(WAIT_S)
+        gate.opened.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        handle.join()
+    thread.join(WAIT_S)
+    assert handle.state.stopped
+    assert not probe.aborted.is_set()
+
+
+@ways_to_wait
+def test_the_second_signal_ends_a_run_that_is_stuck_in_user_code(wait, waits, monkeypatch):
+    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
+    gate, handle = held_run()
+    waits.actions = [[raising(SIGINT), raising(SIGINT)]]
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        wait(handle)
+    assert time.monotonic() - start < SOON_S
+    assert handle.state is None
+    with pytest.raises(RunAborted, match="aborted") as caught:
+        handle.join(WAIT_S)
+    assert "stuck in user code: gpu-worker-" in caught.value.__notes__[0]
+    gate.opened.set()
+
+
+def test_the_third_signal_no_longer_waits(waits, probe):
+    gate, handle = held_run()
+
+    def interrupt():
+        assert waits.entered.wait(WAIT_S)
+        for answered in (probe.stopped, probe.aborted):
+            os.kill(os.getpid(), SIGINT)
+            assert answered.wait(WAIT_S)
+        os.kill(os.getpid(), SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        handle.join()
+    assert time.monotonic() - start < SOON_S
+    thread.join(WAIT_S)
+    assert not handle._ended
+    gate.opened.set()
+    with pytest.raises(RunAborted):
+        handle.join(WAIT_S)
+
+
+def test_after_the_third_signal_the_end_of_the_block_does_not_wait_either(waits):
+    gate, handle = held_run()
+    waits.actions = [[raising(SIGINT)] * 3]
+
+    def block():
+        with handle:
+            handle.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert not handle._ended
+    gate.opened.set()
+    with pytest.raises(RunAborted):
+        handle.join(WAIT_S)
+
+
+def test_an_interrupted_wait_outlasts_its_timeout(waits):
+    gate, handle = held_run()
+    waits.actions = [[raising(SIGINT)], [gate.opened.set]]  # the second wait: 0.01 s are over
+    with pytest.raises(KeyboardInterrupt):
+        handle.join(0.01)
+    assert waits.actions == []
+    assert handle.state.stopped
+
+
+def test_an_interrupted_wait_for_an_epoch_lasts_until_the_run_is_over(waits):
+    gate, handle = held_run()
+    waits.actions = [[raising(SIGINT), lambda: handle.publish("an epoch")], [gate.opened.set]]
+    with pytest.raises(KeyboardInterrupt):
+        handle.next_metrics()
+    assert handle.state.stopped
+    assert handle.poll_metrics() == ["an epoch"]
+
+
+def test_the_main_thread_looks_for_signals_that_did_not_end_its_wait():
+    bounds = []
+    condition = SimpleNamespace(wait=bounds.append)
+    with INTERRUPTS.waiting() as period:
+        for timeout_s in (None, WAIT_S, 0.01):
+            period.wait(condition, timeout_s)
+    Period().wait(condition, None)  # in another thread, where no signal is seen
+    assert bounds == [LOOK_S, LOOK_S, 0.01, None]
+
+
+def test_a_signal_stops_every_run_of_the_process(waits):
+    gate, one = held_run(way=(CADENCE, OVER_CPU))
+    other_gate, other = held_run(way=(SYNC, THREAD))
+    waits.actions = [[raising(SIGINT), gate.opened.set, other_gate.opened.set]]
+    with pytest.raises(KeyboardInterrupt):
+        one.join()
+    assert one.state.stopped
+    assert other.join(WAIT_S).stopped
+
+
+def test_a_signal_that_comes_when_the_run_is_over_is_not_lost(waits):
+    handle = builder().run()
+    handle.join(WAIT_S)
+
+    def late():
+        handle._run.wait_threads = wait_threads
+        signal.raise_signal(SIGINT)
+
+    wait_threads, handle._run.wait_threads = handle._run.wait_threads, late
+    with pytest.raises(KeyboardInterrupt):
+        handle.join()
+    assert not handle.join().stopped
+
+
+@pytest.mark.leaks_thread("metrics")
+def test_the_second_signal_leaves_a_metrics_fn_that_does_not_return(waits, monkeypatch, caplog):
+    release, closing = threading.Event(), threading.Event()
+    real_close = MetricsThread.close
+
+    def close(self, *args):
+        closing.set()
+        real_close(self, *args)
+
+    monkeypatch.setattr(MetricsThread, "close", close)
+    handle = builder().metrics_fn(lambda metrics: release.wait(WAIT_S)).run()
+    assert closing.wait(WAIT_S)
+    waits.actions = [[raising(SIGINT), raising(SIGINT)]]
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        handle.join()
+    assert time.monotonic() - start < SOON_S
+    assert handle.join() is handle.state
+    assert "metrics_fn has not returned" in caplog.text
+    release.set()
+
+
+# -- other interrupts ----------------------------------------------------------------
+
+
+def test_an_interrupt_that_is_no_signal_of_ours_stops_the_run_too(waits):
+    def interrupt():
+        raise KeyboardInterrupt("mine")
+
+    gate, handle = held_run()
+    waits.actions = [[interrupt], [gate.opened.set]]
+    with pytest.raises(KeyboardInterrupt, match="mine"):
+        handle.join()
+    assert handle.state.stopped
+
+
+def test_an_interrupt_in_a_block_stops_the_run_and_goes_on():
+    gate, handle = held_run()
+
+    def block():
+        with handle:
+            gate.opened.set()
+            signal.raise_signal(SIGINT)  # Python's own handler
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert handle.state.stopped
+
+
+def test_signals_count_while_a_block_that_failed_waits_for_its_run(waits):
+    gate, handle = held_run()
+    waits.actions = [[raising(SIGINT), gate.opened.set]]
+
+    def block():
+        with handle:
+            raise LookupError
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        block()
+    assert isinstance(caught.value.__context__, LookupError)
+    assert handle.state.stopped
+
+
+def test_after_ctrl_c_in_a_block_the_next_is_the_second(waits, monkeypatch):
+    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
+    gate, handle = held_run()
+    waits.actions = [[raising(SIGINT)]]
+
+    def block():
+        with handle:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    with pytest.raises(RunAborted):
+        handle.join(WAIT_S)
+    gate.opened.set()

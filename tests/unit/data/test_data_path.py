@@ -1,0 +1,132 @@
+"""Which loader a run takes, and what the settings of the data path do to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from runtime.config import TrainConfig
+from runtime.data import loader as stage
+from runtime.data import path as data_path
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import HostStage, InlineLoader, Stage, ThreadLoader
+from runtime.data.path import DataPath
+from runtime.device.base import CpuDevice
+from tests.support.running import WAIT_S, Gate, Trace, builder, count_up, counter, plain_sgd
+
+
+class Counted(Dataset):
+    """Counts its reads, and notes the threads that read."""
+
+    def __init__(self, n=40):
+        self.n = n
+        self.readers = []
+
+    def __len__(self):
+        return self.n
+
+    def get_batch(self, indices):
+        self.readers.append(threading.current_thread().name)
+        return (indices,)
+
+
+class Worker:
+    rank = 0
+    world_size = 1
+
+
+@contextmanager
+def loader_for(dataset, contexts=None, **settings):
+    """The loader that rank 0 gets."""
+    config = TrainConfig(
+        model_factory=counter,
+        optim_factory=plain_sgd,
+        train_fn=count_up,
+        batch_size=2,
+        num_epochs=1,
+        **settings,
+    )
+    adapter = adapt_dataset(dataset)
+    index = EpochIndex(adapter.num_samples, 2, 0)
+    path = DataPath(config, adapter, index, contexts or [CpuDevice(1)])
+    yield path.make_loader(Worker(), lambda: None)
+    path.close()
+
+
+def test_tensors_in_memory_are_gathered_in_the_workers_thread():
+    for settings in ({}, {"prefetch": 3}):
+        with loader_for((torch.arange(6),), **settings) as loader:
+            assert type(loader) is InlineLoader
+
+
+def test_anything_else_is_loaded_ahead_by_measure_or_by_request():
+    with loader_for(Counted()) as loader:
+        assert type(loader) is ThreadLoader
+        assert type(loader._stage) is HostStage
+    with loader_for(Counted(), prefetch=3) as loader:
+        assert type(loader._stage) is Stage
+        assert loader._stage.depth == 3
+
+
+def test_memory_maps_are_streamed_unless_asked_for(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(8))
+    with loader_for((np.load(tmp_path / "x.npy", mmap_mode="r"),)) as loader:
+        assert type(loader) is ThreadLoader
+
+
+def test_the_first_steps_are_whole_windows():
+    with loader_for(Counted(), accumulate=4) as loader:
+        assert loader._stage._pace._num_left == 12
+
+
+def test_prefetch_of_zero_reads_in_the_workers_thread():
+    dataset = Counted()
+    with loader_for(dataset, prefetch=0) as loader:
+        assert type(loader) is InlineLoader
+    builder(dataset=dataset, ranks=1).prefetch(0).run().join(WAIT_S)
+    assert set(dataset.readers) == {"gpu-worker-0"}
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_so_many_batches_are_read_ahead_as_asked_for(depth):
+    dataset, gate = Counted(), Gate()
+    handle = builder(dataset=dataset, train=gate, ranks=1).prefetch(depth).run()
+    gate.await_entry()
+    deadline = time.monotonic() + WAIT_S
+    while len(dataset.readers) < 1 + depth:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(dataset.readers) == 1 + depth
+    gate.opened.set()
+    assert handle.join(WAIT_S).metrics[0].num_samples == 40
+    assert set(dataset.readers) == {"prefetch-0"}
+
+
+def test_the_depth_by_measure_grows_during_a_run(monkeypatch):
+    monkeypatch.setattr(stage, "available_host_bytes", lambda: 10**12)
+    made = []
+
+    class Kept(HostStage):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(data_path, "HostStage", Kept)
+    builder(dataset=Counted(80), ranks=1, epochs=2).run().join(WAIT_S)
+    assert made[0].depth == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_the_depth_changes_no_sample(depth):
+    trace = Trace()
+    builder(dataset=Counted(23), train=trace, ranks=2, epochs=2).prefetch(depth).run().join(WAIT_S)
+    for epoch in range(2):
+        seen = [index for _, indices in trace.of_epoch(epoch) for index in indices]
+        assert sorted(seen) == list(range(23))

@@ -1,0 +1,138 @@
+"""Batches from other processes: the same as in a thread, and the end of the processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from coordinator.messages import EpochPlan
+from runtime.data.dataset import adapt_dataset
+from runtime.data.loader import InlineLoader
+from runtime.data.process_loader import ProcessLoader, check_picklable
+from tests.support.loading import ALL, SIZE, Consumer, Noisy, Troubled, assert_is_plan, draws
+
+
+def children():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def test_processes_give_the_batches_and_draws_of_a_thread():
+    with Consumer(InlineLoader, Noisy()) as inline:
+        wanted = draws(inline.take(ALL))
+    before = children()
+    state = torch.get_rng_state()
+    with Consumer(ProcessLoader, Troubled(), rank=2, num_processes=2) as consumer:
+        assert torch.equal(torch.get_rng_state(), state)
+        pids = children() - before
+        assert len(pids) == 2
+        assert_is_plan(consumer.take(ALL), ALL)
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)  # as Ctrl-C does
+        taken = consumer.take(ALL)
+        assert_is_plan(taken, ALL)
+        assert draws(taken) == wanted
+        assert taken[0].data[2].tolist() == [2] * SIZE
+
+        queued = (EpochPlan(epoch=1, batches=(range(2, 6),)), ALL)
+        for plan in queued:
+            consumer.loader.submit(plan)
+        for plan in queued:
+            assert_is_plan([consumer.next() for _ in range(plan.num_batches)], plan)
+
+        consumer.loader.submit(ALL)
+        assert consumer.next().batch == 0
+        consumer.loader.cancel()
+        assert consumer.loader.try_next() is None
+        assert_is_plan(consumer.take(queued[0]), queued[0])
+
+        consumer.loader.submit(EpochPlan(epoch=1, batches=(range(3),)))
+        assert consumer.next().batch == 0
+        with pytest.raises(KeyError, match="no such sample"):
+            consumer.next()
+        assert consumer.next().batch == 2
+        assert children() - before == pids
+    assert children() == before
+    assert "QueueFeederThread" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.slow
+def test_a_dead_process_is_an_error_and_leaves_nothing():
+    # The fork server stays, so that it shall be there before files are counted.
+    first = multiprocessing.get_context("forkserver").Process(target=time.time)
+    first.start()
+    first.join(30)
+    first.close()
+    before, num_files = children(), len(os.listdir("/proc/self/fd"))
+    with Consumer(ProcessLoader, Troubled(), num_processes=1) as consumer:
+        consumer.take(EpochPlan(epoch=2, batches=(range(2),)))
+        for plan in (EpochPlan(epoch=2, batches=(range(2, 6),)), ALL):
+            consumer.loader.submit(plan)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="rank 0 died with exit code 7"):
+                    consumer.next()
+            consumer.loader.cancel()
+    assert len(os.listdir("/proc/self/fd")) <= num_files
+    assert children() == before
+
+
+class Stuck(Noisy):
+    """Says through a pipe that it is being read, and never returns."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def __getitem__(self, index):
+        self.pipe.write_bytes(b"!")
+        threading.Event().wait(60)
+
+
+@pytest.mark.slow
+def test_close_kills_a_process_that_is_stuck(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    before = children()
+    consumer = Consumer(ProcessLoader, Stuck(pipe), num_processes=1)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        consumer.loader.start()
+        consumer.loader.submit(ALL)
+        assert select.select([reader], [], [], 30)[0], "the data set is not read"
+    finally:
+        os.close(reader)
+    assert consumer.loader.try_next() is None
+    start = time.monotonic()
+    assert consumer.loader.close(0.5)
+    assert time.monotonic() - start < 15
+    assert children() == before
+    assert consumer.loader.close()
+
+
+def test_a_plan_before_start_is_an_error():
+    consumer = Consumer(ProcessLoader, Noisy(), num_processes=1)
+    with pytest.raises(RuntimeError, match="start"):
+        consumer.loader.submit(ALL)
+    assert consumer.loader.close()
+
+
+def test_what_cannot_be_sent_to_a_process_is_refused_at_start():
+    before = children()
+    adapter = adapt_dataset(Noisy(), collate_fn=lambda samples: samples)
+    consumer = Consumer(ProcessLoader, Noisy(), num_processes=1)
+    consumer.loader._adapter = adapter
+    with pytest.raises(TypeError, match=r"collate_fn.*cannot be pickled.*top of a module"):
+        consumer.loader.start()
+    assert children() == before
+
+
+def test_a_locked_data_set_and_big_tensors_can_be_sent_without_being_copied():
+    big = torch.empty(1 << 40, dtype=torch.uint8, device="meta")
+    check_picklable([adapt_dataset(Noisy(), lock=True), big])
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        check_picklable(threading.Lock())

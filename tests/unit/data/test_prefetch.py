@@ -1,0 +1,381 @@
+"""Prefetch through slots, on a device with delayed streams."""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+
+import pytest
+import torch
+
+from coordinator.messages import EpochPlan
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import Pace
+from runtime.data.prefetch import SlotStage
+from runtime.data.process_loader import ProcessLoader
+from runtime.data.slots import DeviceBudget
+from runtime.device.base import CpuCopies
+from tests.support import prefetching
+from tests.support.fake_streams import GIB, DelayedCopies
+from tests.support.loading import ALL, INDEX, SEED, SIZE, N, Noisy, assert_is_plan
+from tests.support.prefetching import CALIBRATION, EPOCHS, TENSORS, Numbers, Rig, slot_bytes
+
+
+@pytest.fixture(params=["slots", "tensors"])
+def streamed(request):
+    """A data set that is read and collated, and one that is gathered into the slots."""
+    return Numbers() if request.param == "slots" else TENSORS
+
+
+@pytest.mark.parametrize("depth", [None, 1, 3])
+def test_streamed_batches_are_exact_under_all_delays(streamed, depth):
+    for seed in range(8):
+        with Rig(streamed, copies=DelayedCopies(seed), depth=depth, resident=False) as rig:
+            for plan in EPOCHS:
+                rig.use(plan)
+        assert rig.copies.num_used == 24
+
+
+def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeypatch):
+    """Batches that no slot can hold may follow those that the first steps had."""
+
+    class TakenBack(SlotStage):
+        layout, num_reads = None, 0
+
+        @property
+        def _layout(self):
+            found, self.num_reads = self.layout, self.num_reads + 1
+            if found is not None and self._pool is None:
+                self.layout = None
+            return found
+
+        @_layout.setter
+        def _layout(self, value):
+            self.layout = value
+
+    monkeypatch.setattr(prefetching, "SlotStage", TakenBack)
+    with Rig(Numbers()) as rig:
+        for plan in EPOCHS:
+            rig.use(plan)
+        assert rig.stage.num_reads
+    assert rig.copies.num_used == 24
+
+
+def test_the_twin_without_streams_gives_the_same_batches():
+    class Roomy(CpuCopies):
+        def memory(self):
+            return DelayedCopies().memory()
+
+    with Rig(Noisy(), copies=Roomy()) as rig:
+        for plan in EPOCHS:
+            assert_is_plan(rig.take(plan), plan)
+        assert rig.stage.depth == 6
+
+
+def test_nothing_is_loaded_ahead_before_the_peak_is_known(streamed):
+    with Rig(streamed, resident=False) as rig:
+        rig.loader.submit(ALL)
+        assert rig.copies.num_resets == 1
+        for _ in range(CALIBRATION):
+            assert not rig.ready.acquire(timeout=0.02)
+            rig.use_next()
+            assert rig.stage.depth == 0
+            assert rig.budget.reserve_bytes is None
+        loaded = rig.use_next()
+        assert loaded.batch == CALIBRATION
+        assert rig.stage.depth == 6
+        assert rig.budget.reserve_bytes == 2 * GIB
+        assert rig.copies.allocated_bytes > 0
+        while rig.loader._positions:
+            assert rig.ready.acquire(timeout=30)
+
+
+def test_batches_reach_the_device_through_slots_alone(streamed):
+    with Rig(streamed, resident=False) as rig:
+        for plan in EPOCHS:
+            rig.use(plan)
+    # Two tensors of each batch of the first steps, and of the one that was asked for
+    # before the slots were there.
+    assert rig.copies.num_brought <= 2 * (CALIBRATION + 1)
+
+
+def test_the_budget_bounds_the_slots():
+    copies = DelayedCopies()
+    peak = 2 * GIB
+    copies.total_bytes = 2 * (peak + 3 * slot_bytes())
+    with Rig(Numbers(), copies=copies) as rig:
+        rig.use(ALL)
+        assert rig.stage.depth == 2
+        assert rig.stage._pool.num_device_slots == 3
+
+
+def test_without_room_batches_are_loaded_when_they_are_asked_for():
+    copies = DelayedCopies()
+    copies.total_bytes = 2 * (2 * GIB + slot_bytes())
+    with Rig(Numbers(), copies=copies) as rig:
+        rig.use(ALL)
+        assert rig.stage.depth == 0
+        assert copies.allocated_bytes == 0
+
+
+def test_more_than_the_budget_allows_is_told(caplog):
+    copies = DelayedCopies()
+    copies.total_bytes = 2 * (2 * GIB + 3 * slot_bytes())
+    with Rig(Numbers(), copies=copies, depth=5) as rig:
+        for plan in EPOCHS:
+            rig.use(plan)
+        assert rig.stage.depth == 2
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "prefetch(5)" in record.getMessage()
+    assert "raise vram_fraction" in record.getMessage()
+
+
+def test_the_depth_is_at_most_the_plans_batches_and_changes_where_a_plan_ends():
+    with Rig(Numbers()) as rig:
+        for num_batches, depth in ((6, 6), (2, 2), (4, 4)):
+            rig.use(EpochPlan(epoch=0, batches=(range(num_batches),)))
+            assert rig.stage.depth == depth
+        assert rig.stage._pool.num_device_slots == 7
+
+
+def test_a_worse_peak_leaves_slots_unused_and_frees_none():
+    with Rig(Numbers()) as rig:
+        rig.use(EPOCHS[0])
+        before = rig.copies.allocated_bytes
+        assert rig.stage.depth == 6
+        rig.copies.step_bytes = 8 * GIB - GIB - 3 * slot_bytes()
+        rig.use(EPOCHS[1])
+        assert rig.stage.depth == 2
+        assert rig.copies.allocated_bytes == before
+        rig.copies.step_bytes = 100 * GIB
+        rig.use(EPOCHS[2])
+        assert rig.stage.depth == 0
+        rig.use(EPOCHS[3])
+        assert rig.copies.allocated_bytes == before
+
+
+@pytest.mark.parametrize(("fitting", "depth"), [(4, 3), (1, 0)])
+def test_memory_that_is_not_there_in_the_end_costs_depth_and_no_retry(fitting, depth):
+    copies = DelayedCopies(limit_bytes=fitting * slot_bytes())
+    with Rig(Numbers(), copies=copies) as rig:
+        rig.use(EPOCHS[0])
+        assert rig.stage.depth == depth
+        copies._limit_bytes = None
+        for plan in EPOCHS[1:]:
+            rig.use(plan)
+        assert rig.stage.depth == depth
+
+
+# -- shapes ----------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_nested_batches_keep_their_form():
+    class Nested(Numbers):
+        def get_batch(self, indices):
+            x, y = super().get_batch(indices)
+            return {"pair": Pair(x, [y, "name"]), "n": 3, "scale": torch.tensor(2.0)}
+
+    with Rig(Nested()) as rig:
+        for plan in EPOCHS[:2]:
+            rig.loader.submit(plan)
+            for batch in range(6):
+                data = rig.next().data
+                indices = INDEX.indices(plan.epoch, batch)
+                assert type(data["pair"]) is Pair
+                assert data["pair"].y[1] == "name"
+                assert data["n"] == 3
+                x, y, scale = data["pair"].x, data["pair"].y[0], data["scale"]
+                rig.copies.use(
+                    [x, y, scale], [TENSORS[0][indices], TENSORS[1][indices], torch.tensor(2.0)]
+                )
+        assert rig.stage._pool is not None
+
+
+def test_changing_shapes_are_copied_without_slots_and_told_once(caplog):
+    class Ragged(Numbers):
+        def get_batch(self, indices):
+            x, _ = super().get_batch(indices)
+            width = 1 + int(x[0]) % 5
+            return x, x[:, None].expand(-1, width).float()
+
+    with Rig(Ragged()) as rig:
+        for plan in EPOCHS:
+            rig.loader.submit(plan)
+            for batch in range(6):
+                x, y = rig.next().data
+                indices = INDEX.indices(plan.epoch, batch)
+                wide = indices[:, None].expand(-1, 1 + int(indices[0]) % 5).float()
+                rig.copies.use([x, y], [indices, wide])
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "pad them" in record.getMessage()
+
+
+def test_batches_that_no_slot_can_hold_are_loaded_ahead_all_the_same():
+    class Packs(Numbers):
+        def get_batch(self, indices):
+            x, _ = super().get_batch(indices)
+            return x, torch.nn.utils.rnn.pack_sequence([x.float()])
+
+    with Rig(Packs()) as rig:
+        for plan in EPOCHS[:2]:
+            taken = rig.take(plan)
+            assert_is_plan(taken, plan)
+            assert taken[-1].data[1].data.tolist() == taken[-1].data[0].tolist()
+        assert rig.stage.depth == 6
+        assert rig.stage._pool is None
+
+
+# -- faults and ends -----------------------------------------------------------------
+
+
+def test_an_error_in_the_middle_comes_in_the_place_of_its_batch():
+    class Fails(Numbers):
+        def get_batch(self, indices):
+            if self.num_reads == 9:
+                self.num_reads += 1
+                raise KeyError("planted")
+            return super().get_batch(indices)
+
+    with Rig(Fails()) as rig:
+        rig.use(EPOCHS[0])
+        rig.loader.submit(EPOCHS[1])
+        for batch in range(6):
+            if batch == 3:
+                with pytest.raises(KeyError, match="planted"):
+                    rig.next()
+            else:
+                assert rig.use_next().batch == batch
+        rig.use(EPOCHS[2])
+
+
+def test_a_plan_abandoned_half_way_leaves_every_slot_free(streamed):
+    for seed in range(5):
+        with Rig(streamed, copies=DelayedCopies(seed), resident=False) as rig:
+            for plan in EPOCHS:
+                rig.loader.submit(plan)
+                for _ in range(4):
+                    rig.use_next()
+                rig.loader.cancel()
+                assert rig.loader.try_next() is None
+                rig.use(plan)
+            rig.loader.cancel()
+            rig.stage.advance()
+            pool = rig.stage._pool
+            assert len(pool._free) == pool.num_device_slots
+
+
+def test_a_data_set_slower_than_the_model_keeps_the_worker_waiting_not_blocked():
+    let = threading.Semaphore(0)
+
+    class Slow(Numbers):
+        def get_batch(self, indices):
+            assert let.acquire(timeout=30)
+            return super().get_batch(indices)
+
+    with Rig(Slow()) as rig:
+        rig.loader.submit(ALL)
+        for _ in range(6):
+            assert rig.loader.try_next() is None
+            let.release()
+            rig.use_next()
+
+
+def test_a_data_set_faster_than_the_model_stops_at_the_depth():
+    dataset = Numbers()
+    with Rig(dataset, depth=2) as rig:
+        rig.use(EPOCHS[0])
+        rig.loader.submit(EPOCHS[1])
+        rig.use_next()
+        while len(rig.loader._ready) < 2:
+            assert rig.ready.acquire(timeout=30)
+        while rig.ready.acquire(timeout=0.05):
+            pass
+        assert dataset.num_reads == 6 + 1 + 2
+        assert rig.stage._pool.num_device_slots == 3
+
+
+def test_close_ends_the_thread_and_lets_go_of_the_slots():
+    rig = Rig(Numbers())
+    rig.use(ALL)
+    rig.loader.submit(ALL)
+    rig.copies.finish()
+    assert rig.loader.close(20)
+    assert rig.stage._pool is None
+    assert rig.loader.try_next() is None
+    with pytest.raises(RuntimeError, match="closed"):
+        rig.loader.submit(ALL)
+    assert rig.loader.close(20)
+
+
+def test_close_does_not_let_go_while_a_copy_is_under_way():
+    rig = Rig(Numbers())
+    rig.use(EPOCHS[0])
+    slot = rig.stage._pool._all[0]
+    rig.copies.finish()
+    rig.copies.record(slot.ready)
+    rig.copies._streams["compute"].clear()
+    slot.ready.mark.done = False
+    assert not rig.loader.close(0.05)
+    assert rig.stage._pool is not None
+    slot.ready.mark.done = True
+    assert rig.loader.close(20)
+
+
+def test_a_data_set_that_comes_back_after_close_touches_no_device():
+    entered, let = threading.Event(), threading.Event()
+
+    class Stuck(Numbers):
+        def get_batch(self, indices):
+            if self.num_reads == 6:
+                entered.set()
+                assert let.wait(30)
+            return super().get_batch(indices)
+
+    rig = Rig(Stuck())
+    rig.use(EPOCHS[0])
+    rig.loader.submit(EPOCHS[1])
+    assert rig.loader.try_next() is None or entered.is_set()
+    assert entered.wait(30)
+    assert not rig.loader.close(0.05)
+    num_copies = sum(slot.ready.num_recorded for slot in rig.stage._pool._all)
+    pool = rig.stage._pool
+    let.set()
+    assert rig.loader.close(20)
+    assert sum(slot.ready.num_recorded for slot in pool._all) == num_copies
+
+
+def test_batches_of_loader_processes_go_through_slots():
+    copies, ready = DelayedCopies(4), threading.Semaphore(0)
+    stage = SlotStage(
+        copies,
+        DeviceBudget(0.5, margin=0),
+        rank=0,
+        batch_size=SIZE,
+        pace=Pace(CALIBRATION),
+    )
+    loader = ProcessLoader(
+        adapt_dataset(Noisy()),
+        EpochIndex(N, SIZE, SEED),
+        device=copies.device,
+        seed=SEED,
+        rank=0,
+        on_ready=ready.release,
+        num_processes=1,
+        stage=stage,
+    )
+    loader.start()
+    try:
+        for plan in EPOCHS[:2]:
+            loader.submit(plan)
+            for batch in range(6):
+                while (loaded := loader.try_next()) is None:
+                    assert ready.acquire(timeout=30)
+                indices = INDEX.indices(plan.epoch, batch)
+                copies.use([loaded.data[0]], [indices])
+        assert stage.depth == 6
+        assert stage._pool.num_device_slots == 7
+    finally:
+        copies.finish()
+        assert loader.close(20)

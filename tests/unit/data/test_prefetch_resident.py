@@ -1,0 +1,88 @@
+"""Data sets that are brought to the device once the first steps have shown that they fit."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from runtime.data.dataset import adapt_dataset
+from runtime.data.prefetch import ResidentData
+from runtime.data.slots import DeviceBudget
+from runtime.device.base import CpuCopies
+from tests.support.fake_streams import GIB, DelayedCopies
+from tests.support.loading import ALL, INDEX
+from tests.support.prefetching import CALIBRATION, EPOCHS, TENSORS, Rig
+
+
+def resident_total(data_bytes):
+    """A device on which exactly so much is left after the first steps."""
+    return 2 * (2 * GIB + data_bytes)
+
+
+def test_a_data_set_that_fits_is_brought_to_the_device_after_the_first_steps():
+    data_bytes = ResidentData(adapt_dataset(TENSORS)).num_bytes
+    assert data_bytes == 512  # 23 samples of 20 bytes, padded: not the bytes of one
+    for spare, fits in ((0, True), (-1, False)):
+        copies = DelayedCopies()
+        copies.total_bytes = resident_total(data_bytes + spare)
+        with Rig(TENSORS, copies=copies) as rig:
+            rig.loader.submit(EPOCHS[0])
+            for _ in range(CALIBRATION):
+                rig.use_next()
+                assert rig.stage.resident is None
+            for _ in range(6 - CALIBRATION):
+                rig.use_next()
+            assert (rig.stage.resident is not None) is fits
+            for plan in EPOCHS[1:]:
+                rig.use(plan)
+        assert copies.num_used == 24
+
+
+def test_resident_batches_need_no_thread_and_come_in_order():
+    with Rig(TENSORS) as rig:
+        rig.use(EPOCHS[0])
+        assert rig.stage.resident is not None
+        for plan in EPOCHS[1:]:
+            rig.loader.submit(plan)
+        before = len(rig.loader._ready)
+        for plan in EPOCHS[1:]:
+            for batch in range(6):
+                loaded = rig.loader.try_next()
+                assert (loaded.epoch, loaded.batch) == (plan.epoch, batch)
+                indices = INDEX.indices(plan.epoch, batch)
+                assert torch.equal(loaded.data[1], TENSORS[1][indices])
+        assert before == len(rig.loader._ready) == 0
+        assert rig.loader.try_next() is None
+        rig.loader.submit(ALL)
+        rig.loader.cancel()
+        assert rig.loader.try_next() is None
+
+
+def test_a_data_set_is_streamed_if_asked_for():
+    with Rig(TENSORS, resident=False) as rig:
+        rig.use(ALL)
+        assert rig.stage.resident is None
+        assert rig.stage.depth == 6
+
+
+def test_workers_on_a_device_share_resident_data():
+    data = ResidentData(adapt_dataset(TENSORS))
+    copies = DelayedCopies()
+    budget = DeviceBudget(0.5, 2, margin=0)
+    columns = []
+    for _ in range(2):
+        with Rig(TENSORS, copies=copies, resident=data, budget=budget) as rig:
+            rig.use(ALL)
+            assert rig.stage.resident is data
+            columns.append(rig.loader._reader._columns)
+            used = copies.allocated_bytes
+    assert columns[0] is columns[1]
+    assert copies.allocated_bytes == used == 2 * 512
+
+
+def test_a_subset_brings_its_own_rows_alone():
+    rows = [3, 1, 4, 15, 9, 2, 6, 5]
+    data = ResidentData(adapt_dataset(Subset(TensorDataset(*TENSORS), rows)))
+    (numbers, _) = data.load(CpuCopies())
+    assert numbers.tolist() == rows
+    assert data.num_bytes == 512

@@ -1,0 +1,245 @@
+"""The slot protocol under delayed events: no slot is used too early, whatever the delays."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+import torch
+
+from runtime.data.slots import Layout, SlotPool, TensorSpec, slottable
+from runtime.device.base import CpuCopies
+from tests.support.fake_streams import DelayedCopies
+
+SIZE = 4
+LAYOUT = Layout(
+    [
+        TensorSpec((3,), torch.float32, True),
+        TensorSpec((), torch.int64, True),
+        TensorSpec((2,), torch.float64, False),
+    ],
+    SIZE,
+)
+
+
+def batch(number, rows=SIZE):
+    return [
+        torch.full((rows, 3), float(number)),
+        torch.full((rows,), number),
+        torch.full((2,), float(number), dtype=torch.float64),
+    ]
+
+
+def writer(tensors):
+    def write(out):
+        for target, source in zip(out, tensors, strict=True):
+            target.copy_(source)
+
+    return write
+
+
+class FreesAtOnce(SlotPool):
+    """Returns a slot when it is taken, not after its last use."""
+
+    def take(self, slot):
+        super().take(slot)
+        super().release(slot)
+
+    def release(self, slot):
+        pass
+
+
+def drive(copies, *, depth=2, num_hosts=2, num_batches=24, seed=0, kind=SlotPool):
+    """A loader and a worker that take turns at random; fails where the order is broken."""
+    chance = random.Random(seed)
+    pool = kind(copies, LAYOUT)
+    assert pool.grow(depth + 1, num_hosts) == depth + 1
+    waiting, taken, loaded, used = deque(), None, 0, 0
+    while used < num_batches:
+        can_load = loaded < num_batches and len(waiting) < depth
+        if can_load and (not waiting or chance.random() < 0.6):
+            rows = chance.choice((SIZE, SIZE, 1, 3))
+            tensors = batch(loaded, rows)
+            slot, parts = pool.fill([rows, rows, None], writer(tensors))
+            waiting.append((slot, parts, tensors))
+            loaded += 1
+        elif waiting:
+            if taken is not None:
+                pool.release(taken)
+            taken, parts, tensors = waiting.popleft()
+            pool.take(taken)
+            copies.use(parts, tensors)
+            used += 1
+    copies.finish()
+    assert copies.num_used == num_batches
+    return pool
+
+
+@pytest.mark.parametrize(("depth", "num_hosts"), [(1, 1), (1, 2), (3, 2), (7, 4)])
+def test_no_slot_is_used_too_early_whatever_the_delays(depth, num_hosts):
+    for seed in range(60):
+        drive(DelayedCopies(seed), depth=depth, num_hosts=num_hosts, seed=seed)
+
+
+FAULTS = {
+    "free": "overwritten while in use",
+    "ready": "not its own",
+    "host": "before the copy out of it",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_checker_finds_every_wait_that_is_left_out(fault):
+    num_found = 0
+    for seed in range(30):
+        copies = DelayedCopies(seed, faults={fault})
+        try:
+            drive(copies, seed=seed)
+        except AssertionError:
+            num_found += any(FAULTS[fault] in violation for violation in copies.violations)
+    assert num_found >= 10
+
+
+def test_the_checker_finds_a_slot_that_is_freed_before_its_last_use():
+    num_found = 0
+    for seed in range(30):
+        copies = DelayedCopies(seed)
+        try:
+            drive(copies, seed=seed, kind=FreesAtOnce)
+        except AssertionError:
+            num_found += bool(copies.violations)
+    assert num_found >= 10
+
+
+def test_slots_and_events_are_allocated_once_and_used_again():
+    copies = DelayedCopies()
+    pool = drive(copies, depth=2, num_batches=40)
+    assert copies.allocated_bytes == 3 * LAYOUT.slot_bytes
+    assert sum(slot.ready.num_recorded for slot in pool._all) == 40
+    assert pool.num_device_slots == 3
+    assert pool.held_bytes == 3 * LAYOUT.slot_bytes
+
+
+def test_slots_grow_and_are_not_taken_away():
+    copies = DelayedCopies()
+    pool = SlotPool(copies, LAYOUT)
+    assert pool.grow(2, 1) == 2
+    assert pool.grow(4, 2) == 4
+    assert pool.grow(3, 1) == 4
+    assert len({slot.tensors[0].data_ptr() for slot in pool._all}) == 4
+
+
+def test_growing_stops_where_the_device_has_no_memory():
+    copies = DelayedCopies(limit_bytes=3 * LAYOUT.slot_bytes)
+    assert SlotPool(copies, LAYOUT).grow(8, 2) == 3
+
+
+def test_a_new_slot_is_written_to_only_after_the_work_before_its_allocation():
+    for seed in range(20):
+        copies, order = DelayedCopies(seed), []
+
+        def note(what, order=order):
+            order.append(what)
+
+        copies.push(lambda: note("compute"))
+        pool = SlotPool(copies, LAYOUT)
+        pool.grow(2, 1)
+        pool.fill([1, 1, None], lambda out: None)
+        with copies.copy_stream():
+            copies.push(lambda: note("copied"))
+        copies.finish()
+        assert order == ["compute", "copied"]
+
+
+def test_a_slot_that_nobody_took_is_used_again():
+    copies = DelayedCopies(1)
+    pool = SlotPool(copies, LAYOUT)
+    pool.grow(2, 1)
+    for number in range(6):
+        slot, parts = pool.fill([SIZE, SIZE, None], writer(batch(number)))
+        if number < 5:
+            pool.give_back(slot)
+    pool.take(slot)
+    copies.use(parts, batch(5))
+    copies.finish()
+
+
+def test_a_batch_that_cannot_be_written_costs_no_slot():
+    def fail(out):
+        raise KeyError("planted")
+
+    pool = SlotPool(CpuCopies(), LAYOUT)
+    pool.grow(2, 1)
+    for _ in range(5):
+        with pytest.raises(KeyError):
+            pool.fill([SIZE, SIZE, None], fail)
+    slot, parts = pool.fill([2, 2, None], writer(batch(7, 2)))
+    assert [part.tolist() for part in parts] == [part.tolist() for part in batch(7, 2)]
+    pool.release(slot)
+
+
+def test_settling_waits_for_copies_and_gives_up_in_time():
+    copies = DelayedCopies()
+    pool = SlotPool(copies, LAYOUT)
+    pool.grow(2, 1)
+    slot, _ = pool.fill([SIZE, SIZE, None], writer(batch(1)))
+    copies.record(slot.ready)
+    slot.ready.mark.done = False
+    copies._streams["copy"].clear()  # that never ends
+    copies._streams["compute"].clear()
+    assert not pool.settle(0.01)
+    slot.ready.mark.done = True
+    assert pool.settle(0.01)
+
+
+# -- what a slot can hold --------------------------------------------------------
+
+
+def test_a_layout_counts_rows_apart_from_shapes():
+    layout = Layout.of({"x": torch.zeros(3, 5), "pair": (torch.zeros(2), 7)}, 3, 8)
+    assert layout.specs[0] == TensorSpec((5,), torch.float32, True)
+    assert layout.specs[1] == TensorSpec((2,), torch.float32, False)
+    assert layout.specs[0].full_shape(8) == (8, 5)
+    assert layout.slot_bytes == 512 + 512
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)],
+        batch(0, SIZE + 1),
+        [torch.zeros(4, 2), *batch(0)[1:]],
+        [batch(0)[0].double(), *batch(0)[1:]],
+        [torch.zeros(()), *batch(0)[1:]],
+        [*batch(0)[:2], torch.zeros(3, dtype=torch.float64)],
+    ],
+    ids=["number", "rows", "shape", "dtype", "scalar", "fixed"],
+)
+def test_a_layout_refuses_what_is_not_like_it(tensors):
+    assert not LAYOUT.fits(tensors)
+
+
+def test_a_layout_takes_short_batches():
+    assert LAYOUT.fits(batch(0))
+    assert LAYOUT.fits(batch(0, 1))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.nn.utils.rnn.pack_sequence([torch.zeros(3)]),
+        torch.zeros(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.zeros(2, requires_grad=True),
+    ],
+    ids=["packed", "elsewhere", "sparse", "subclass", "gradient"],
+)
+def test_what_is_no_plain_tensor_lies_in_no_slot(part):
+    assert slottable((torch.zeros(2), part)) is None
+    assert Layout.of((torch.zeros(2), part), 2, 2) is None
+
+
+def test_a_batch_without_a_tensor_has_no_layout():
+    assert Layout.of(("name", 3), 2, 2) is None

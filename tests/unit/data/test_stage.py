@@ -1,0 +1,184 @@
+"""How far ahead batches are loaded, and when that is decided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from coordinator.messages import EpochPlan
+from runtime.data import loader as stage
+from runtime.data.loader import HostStage, LoadedBatch, Pace, Stage, ThreadLoader
+from tests.support.loading import ALL, Consumer, N, Noisy, assert_is_plan
+
+MIB = 2**20
+
+
+def test_a_depth_is_sized_after_the_first_steps():
+    pace = Pace(3)
+    pace.submitted(10)
+    dues = []
+    for _ in range(6):
+        dues.append(pace.due())
+        pace.taken()
+    assert dues == [None, None, None, 10, None, None]
+
+
+def test_a_depth_is_sized_anew_only_where_a_plan_ends():
+    pace = Pace(1)
+    pace.submitted(2)
+    pace.submitted(3)
+    dues = []
+    for _ in range(5):
+        pace.taken()
+        dues.append(pace.due())
+    assert dues == [2, 3, None, None, None]
+    pace.submitted(0)
+    assert pace.due() is None
+    pace.submitted(4)
+    assert pace.due() == 4
+    assert pace.due() is None
+
+
+def test_a_plan_that_ends_within_the_first_steps_decides_nothing():
+    pace = Pace(3)
+    for _ in range(2):
+        pace.submitted(1)
+        pace.taken()
+        assert pace.due() is None
+    pace.submitted(5)
+    assert pace.due() is None
+    pace.taken()
+    assert pace.due() == 5
+
+
+def test_sizings_keep_their_distance():
+    pace = Pace(2, spacing=5)
+    dues = []
+    for _ in range(12):
+        pace.submitted(1)
+        dues.append(pace.due() is not None)
+        pace.taken()
+    assert [batch for batch, due in enumerate(dues) if due] == [2, 7]
+
+
+def test_after_a_cancel_the_next_plan_is_sized():
+    pace = Pace(1)
+    pace.submitted(9)
+    pace.taken()
+    assert pace.due() == 9
+    pace.cancelled()
+    assert pace.due() is None
+    pace.submitted(4)
+    assert pace.due() == 4
+
+
+def loaded(num_bytes):
+    return LoadedBatch((torch.zeros(num_bytes, dtype=torch.uint8),), 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("available", "depth"), [(1000 * MIB, 8), (80 * MIB, 5), (8 * MIB, 1), (0, 1)]
+)
+def test_the_hosts_memory_decides_the_depth(monkeypatch, available, depth):
+    monkeypatch.setattr(stage, "available_host_bytes", lambda: available)
+    host = HostStage(2, Pace(2))
+    host.submitted(100)
+    for number in range(2):
+        host.advance()
+        assert host.depth == 1
+        host.put(loaded(MIB if number else 2 * MIB))
+        host.taken()
+    host.advance()
+    assert host.depth == depth
+
+
+def test_the_depth_is_at_most_the_plans_batches(monkeypatch):
+    monkeypatch.setattr(stage, "available_host_bytes", lambda: 10**12)
+    host = HostStage(1, Pace(1))
+    for plan, depth in ((3, 3), (20, 8), (2, 2)):
+        host.submitted(plan)
+        host.put(loaded(8))
+        host.taken()
+        host.advance()
+        assert host.depth == depth
+        host.cancelled()
+
+
+class Counted(Noisy):
+    def __init__(self):
+        self.num_batches = 0
+
+    def __getitems__(self, indices):
+        self.num_batches += 1
+        return [self[index] for index in indices]
+
+
+def test_a_depth_of_zero_loads_a_batch_when_it_is_asked_for():
+    dataset = Counted()
+    with Consumer(ThreadLoader, dataset, depth=0) as consumer:
+        consumer.loader.submit(ALL)
+        assert not consumer.ready.acquire(timeout=0.05)
+        assert dataset.num_batches == 0
+        for batch in range(6):
+            assert consumer.next().batch == batch
+            assert dataset.num_batches == batch + 1
+            # A wake-up may come behind the batch that it tells of, but none of another one.
+            while consumer.ready.acquire(timeout=0.02):
+                pass
+            assert dataset.num_batches == batch + 1
+
+
+def test_a_question_that_was_cancelled_is_not_answered():
+    dataset = Counted()
+    with Consumer(ThreadLoader, dataset, depth=0) as consumer:
+        consumer.loader.submit(ALL)
+        assert consumer.loader.try_next() is None
+        consumer.loader.cancel()
+        while consumer.ready.acquire(timeout=0.05):
+            pass
+        consumer.loader.submit(ALL)
+        assert not consumer.ready.acquire(timeout=0.05)
+        assert_is_plan([consumer.next() for _ in range(6)], ALL)
+
+
+def test_a_thread_loads_further_ahead_once_the_depth_has_grown():
+    class Grows(Stage):
+        def taken(self):
+            self.depth = 3
+
+    dataset = Counted()
+    with Consumer(ThreadLoader, dataset, stage=Grows(1)) as consumer:
+        consumer.loader.submit(ALL)
+        assert [consumer.next().batch for _ in range(2)] == [0, 1]
+        while len(consumer.loader._ready) < 3:
+            assert consumer.ready.acquire(timeout=30)
+        while consumer.ready.acquire(timeout=0.05):
+            pass
+        assert dataset.num_batches == 5
+
+
+def test_measured_depth_changes_no_batch(monkeypatch):
+    monkeypatch.setattr(stage, "available_host_bytes", lambda: 10**12)
+    plans = [ALL, EpochPlan(epoch=1, batches=(range(6),)), EpochPlan(epoch=2, batches=(range(2),))]
+    with Consumer(ThreadLoader, Noisy(), stage=HostStage(1, Pace(2))) as consumer:
+        for plan in plans:
+            assert_is_plan(consumer.take(plan), plan)
+            assert consumer.loader._stage.depth in (plan.num_batches, 2)
+
+
+def test_an_error_counts_as_a_batch_of_its_plan():
+    class Fails(Dataset):
+        def __len__(self):
+            return N
+
+        def get_batch(self, indices):
+            raise KeyError("planted")
+
+    host = HostStage(1, Pace(2))
+    with Consumer(ThreadLoader, Fails(), stage=host) as consumer:
+        consumer.loader.submit(ALL)
+        for _ in range(6):
+            with pytest.raises(KeyError):
+                consumer.next()
+        assert not host._pace._plans

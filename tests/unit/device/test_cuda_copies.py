@@ -1,0 +1,249 @@
+"""The calls that carry batches to a CUDA device, and the memory that is asked about."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from runtime import run as run_module
+from runtime.data import path as data_path
+from runtime.data.prefetch import PrefetchLoader
+from runtime.data.slots import Layout, SlotPool, TensorSpec
+from runtime.device import memory as cuda_memory
+from runtime.device.cuda import CudaCopies, CudaDevice
+from runtime.device.memory import CudaMemory, MemoryCaps, MemoryReading, explain_out_of_memory
+from tests.support.fake_cuda import GPU, FakeCuda
+from tests.support.running import WAIT_S, builder, count_up
+from tests.unit.data.test_data_path import loader_for
+
+GIB = 2**30
+
+
+class FakeMemory(CudaMemory):
+    """A device with 16 GiB, of which a step takes 2."""
+
+    def __init__(self, total_bytes=16 * GIB):
+        self.total = total_bytes
+        self.fractions = {}
+        self.num_resets = 0
+
+    def read(self, device):
+        return MemoryReading(
+            total_bytes=self.total,
+            free_bytes=self.total - GIB,
+            reserved_bytes=GIB,
+            active_bytes=GIB,
+            peak_bytes=2 * GIB,
+        )
+
+    def total_bytes(self, device):
+        return self.total
+
+    def reset_peak(self, device):
+        self.num_resets += 1
+
+    def fraction(self, device):
+        return self.fractions.get(device, 1.0)
+
+    def set_fraction(self, device, fraction):
+        self.fractions[device] = fraction
+
+
+class PosingCopies(CudaCopies):
+    """Host memory in place of the device's, filled late."""
+
+    def empty(self, shape, dtype):
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+    def bring(self, tensor):
+        target = torch.zeros_like(tensor)
+        self._api.copy(target, tensor)
+        self._api.run(self._api.current)  # what reads it is not queued behind it
+        return target
+
+
+def test_a_batch_takes_the_copy_stream_between_its_two_events():
+    fake = FakeCuda(patience=None)
+    device = CudaDevice(GPU, api=fake)
+    with device.activate():
+        copies = PosingCopies(GPU, lambda: device.copy, fake, FakeMemory())
+        pool = SlotPool(copies, Layout([TensorSpec((), torch.int64, True)], 2))
+        pool.grow(2, 1)
+        del fake.log[:]
+        slot, (part,) = pool.fill([2], lambda out: out[0].copy_(torch.tensor([3, 4])))
+        pool.take(slot)
+        pool.release(slot)
+        compute, copy = device.compute.name, device.copy.name
+        host = next(h for h in pool._hosts)
+        assert fake.log == [
+            ("wait_host", host.ready.number),
+            ("enter", copy),
+            ("wait", slot.free.number, copy),
+            ("copy", copy),
+            ("record", host.ready.number, copy),
+            ("record", slot.ready.number, copy),
+            ("leave", copy),
+            ("wait", slot.ready.number, compute),
+            ("record", slot.free.number, compute),
+        ]
+        assert part.tolist() == [0, 0]
+        fake.run(device.compute)
+        assert part.tolist() == [3, 4]
+    assert not fake.violations
+
+
+def test_a_pinned_copy_is_made_of_plain_host_tensors_alone():
+    fake = FakeCuda()
+    copies = CudaCopies(GPU, lambda: None, fake, FakeMemory())
+    tensor = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(copies.pin(tensor), tensor)
+    assert len(fake.calls("pin")) == 1
+    for other in (torch.zeros(2, device="meta"), torch.eye(2).to_sparse()):
+        assert copies.pin(other) is other
+
+
+# -- whole runs, on a device that runs late ----------------------------------------------
+
+
+class Reads(Dataset):
+    def __len__(self):
+        return 41
+
+    def get_batch(self, indices):
+        return (indices,)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Runs whose device is a stand-in; gives it and its memory."""
+    fake, memory = FakeCuda(patience=None), FakeMemory()
+    monkeypatch.setattr(run_module, "open_device", lambda *_: CudaDevice(GPU, api=fake))
+    monkeypatch.setattr(data_path, "CudaCopies", PosingCopies)
+    monkeypatch.setattr(data_path, "MEMORY", memory)
+    monkeypatch.setattr(data_path, "CAPS", MemoryCaps(memory))
+    monkeypatch.setattr(cuda_memory, "MEMORY", memory)
+    yield fake, memory
+    assert not fake.violations
+
+
+class Seen:
+    """A ``train_fn`` that looks at a batch when the compute stream has come to it."""
+
+    def __init__(self, fake):
+        self._fake = fake
+        self._lock = threading.Lock()
+        self.indices = []
+
+    def __call__(self, model, batch):
+        self._fake.run(self._fake.current)
+        with self._lock:
+            self.indices += batch[0].tolist()
+        return count_up(model, batch)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b,
+        lambda b: b.prefetch(2),
+        lambda b: b.prefetch(2).accumulate(2),
+        lambda b: b.dataset((torch.arange(41),)),
+        lambda b: b.dataset((torch.arange(41),)).resident(False),
+        lambda b: b.dataset((torch.arange(41),)).resident(True),
+    ],
+    ids=["auto", "depth", "windows", "fits", "streamed", "resident"],
+)
+def test_a_run_trains_every_sample_once_whatever_the_data_path(late, change, ranks):
+    fake, memory = late
+    seen = Seen(fake)
+    b = change(builder(dataset=Reads(), train=seen, epochs=3, ranks=ranks)).vram_fraction(0.75)
+    state = b.run().join(WAIT_S)
+    assert [m.num_samples for m in state.metrics] == [41] * 3
+    assert sorted(seen.indices) == sorted(list(range(41)) * 3)
+    assert memory.fractions == {GPU: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_mapped", "may_reside"),
+    [({}, False, True), ({}, True, False), ({"resident": False}, False, False)],
+    ids=["tensors", "mapped", "refused"],
+)
+def test_only_tensors_in_memory_are_made_resident_unasked(
+    late, settings, is_mapped, may_reside, tmp_path
+):
+    fake, _ = late
+    np.save(tmp_path / "x.npy", np.arange(8))
+    data = np.load(tmp_path / "x.npy", mmap_mode="r" if is_mapped else None)
+    with loader_for((data,), [CudaDevice(GPU, api=fake)], **settings) as loader:
+        assert type(loader) is PrefetchLoader
+        assert (loader._slots._data is not None) is may_reside
+
+
+def test_peaks_count_from_the_first_plan_on_and_memory_is_capped_meanwhile(late):
+    fake, memory = late
+    during = []
+
+    def train_fn(model, batch):
+        during.append((memory.num_resets, memory.fractions[GPU]))
+        fake.run(fake.current)
+        return count_up(model, batch)
+
+    b = builder(dataset=Reads(), train=train_fn, ranks=2).vram_fraction(0.5)
+    b.run().join(WAIT_S)
+    assert set(during) == {(1, 0.5)}
+
+
+def test_run_refuses_resident_data_above_the_budget(late):
+    _, memory = late
+    memory.total = 1000
+    b = builder(dataset=(torch.arange(200),)).resident(True).vram_fraction(0.5)
+    with pytest.raises(ValueError, match=r"needs 2,048 bytes and vram_fraction\(0.5\) of cuda:0"):
+        b.run()
+
+
+def test_an_out_of_memory_names_the_budget(late):
+    def train_fn(model, batch):
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+
+    handle = builder(dataset=Reads(), train=train_fn, ranks=1).vram_fraction(0.25).run()
+    with pytest.raises(RuntimeError, match=r"budget of 4.00 GiB.*smaller batch_size") as caught:
+        handle.join(WAIT_S)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert "Tried to allocate 20.00 GiB" in str(caught.value)
+
+
+# -- memory ------------------------------------------------------------------------------
+
+
+def test_the_smallest_fraction_of_the_runs_on_a_device_holds():
+    memory = FakeMemory()
+    memory.fractions[GPU] = 0.95
+    caps = MemoryCaps(memory)
+    caps.acquire(GPU, 0.9)
+    caps.acquire(GPU, 0.5)
+    assert memory.fractions[GPU] == 0.5
+    caps.release(GPU, 0.5)
+    assert memory.fractions[GPU] == 0.9
+    caps.release(GPU, 0.9)
+    assert memory.fractions[GPU] == 0.95
+
+
+def test_a_cap_that_the_user_has_set_is_not_raised():
+    memory = FakeMemory()
+    memory.fractions[GPU] = 0.3
+    caps = MemoryCaps(memory)
+    caps.acquire(GPU, 0.9)
+    assert memory.fractions[GPU] == 0.3
+
+
+def test_other_errors_are_left_alone():
+    for error, device in (
+        (RuntimeError("x"), GPU),
+        (torch.OutOfMemoryError("x"), torch.device("cpu")),
+    ):
+        assert explain_out_of_memory(error, device, 0.9, GIB) is error

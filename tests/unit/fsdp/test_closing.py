@@ -1,0 +1,144 @@
+"""The end of groups whose wrapper is garbage: no lock in a finalizer, no thread left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from runtime import ShardingStrategy, create_collectives
+from runtime.collective import split
+from runtime.core.errors import CollectiveAborted
+from runtime.fsdp import lifecycle as closing
+from tests.support.fsdp_ranks import outcomes_of, wrap
+
+WAIT_S = 5.0
+
+
+def closers():
+    return [t for t in threading.enumerate() if t.name == "fsdp-closer"]
+
+
+def end_of_closers():
+    for thread in closers():
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def ranks():
+    """Two wrappers, each with groups of its own."""
+    ends = create_collectives(2, timeout_s=20.0)
+    wrapped = outcomes_of(ends, lambda end: wrap(end, ShardingStrategy.HYBRID_SHARD))
+    yield wrapped
+    for fsdp in wrapped:
+        fsdp.close()
+    wrapped.clear()
+    for end in ends:
+        end.close()
+    end_of_closers()
+
+
+def test_a_wrapper_may_become_garbage_where_the_lock_of_its_group_is_held(ranks):
+    mutex = ranks[0]._groups.shard._group.barrier._mutex
+    gone = weakref.ref(ranks[0])
+
+    def collect():
+        # As if the collector ran in the middle of a meeting.
+        with mutex:
+            ranks.pop(0)
+            gc.collect()
+        collected.set()
+
+    collected = threading.Event()
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    in_time = collected.wait(WAIT_S)
+    if not in_time:
+        mutex.release()
+    thread.join(WAIT_S)
+    assert in_time
+    assert gone() is None
+
+
+def test_the_groups_of_a_wrapper_that_is_garbage_are_closed(ranks):
+    group = ranks[1]._groups.shard
+    assert len(closers()) == 1
+    ranks.pop(0)
+    gc.collect()
+    with pytest.raises(CollectiveAborted, match="rank 0 has left"):
+        group.barrier()
+    assert len(closers()) == 1  # there is another wrapper
+    ranks[0].close()
+    end_of_closers()
+
+
+def test_wrappers_without_groups_of_their_own_need_no_thread():
+    ends = create_collectives(2)
+    wrapped = outcomes_of(ends, wrap)
+    assert closers() == []
+    del wrapped
+    for end in ends:
+        end.close()
+
+
+class Owner:
+    """What a group may belong to."""
+
+    def __init__(self, groups):
+        self.owned = closing.OwnedGroups()
+        self.owned.add(groups)
+
+
+@pytest.fixture
+def subgroups():
+    ends = create_collectives(2, timeout_s=WAIT_S)
+    yield outcomes_of(ends, lambda end: split(end, end.rank))
+    for end in ends:
+        end.close()
+    end_of_closers()
+
+
+def test_groups_are_closed_once_and_by_the_caller_of_close(subgroups):
+    owner = Owner(subgroups)
+    owner.owned.close()
+    owner.owned.close()
+    assert all(group._closed for group in subgroups)
+    end_of_closers()
+    del owner
+    gc.collect()
+    assert closers() == []
+
+
+def test_a_thread_that_has_ended_is_followed_by_another(subgroups):
+    for group in subgroups:
+        owner = Owner([group])
+        (thread,) = closers()
+        del owner
+        gc.collect()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert group._closed
+
+
+def test_the_interpreter_closes_what_is_still_open(subgroups, monkeypatch):
+    closer = closing.Closer()
+    monkeypatch.setattr(closing, "CLOSER", closer)
+    owner = Owner(subgroups)
+    closer.close_all()
+    assert all(group._closed for group in subgroups)
+    assert closers() == []
+    owner.owned.close()
+
+
+def test_groups_are_closed_if_no_thread_can_be_started(subgroups, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            Owner(subgroups)
+    assert all(group._closed for group in subgroups)

@@ -1,0 +1,91 @@
+"""What a rank holds outside forward and backward, against the replicated run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import ShardingStrategy
+from runtime.fsdp import reachable_bytes
+from tests.support.fsdp_ranks import on_ranks, wrap
+
+FULL, GRAD_OP, NONE, HYBRID = ShardingStrategy
+MARGIN = 0.05
+
+
+def make_model():
+    return nn.Sequential(
+        nn.Embedding(101, 48), nn.Linear(48, 300), nn.LayerNorm(300), nn.Linear(300, 257)
+    )
+
+
+def full_bytes():
+    return reachable_bytes(make_model())
+
+
+def held_by_a_rank(end, strategy):
+    """Bytes after a step, with gradients and AdamW's state, and before a sync."""
+    fsdp = wrap(end, strategy, make_model())
+    optimizer = torch.optim.AdamW(fsdp.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        fsdp(torch.arange(101)).square().mean().backward()
+        end.barrier()  # what a peer has published in an exchange can be reached from here
+        within = reachable_bytes(fsdp, optimizer)
+        end.barrier()
+        fsdp.sync_gradients()
+        optimizer.step()
+        fsdp.broadcast_updated_params()
+    end.barrier()
+    after = reachable_bytes(fsdp, optimizer)
+    optimizer.zero_grad()
+    without_gradients = reachable_bytes(fsdp, optimizer)
+    end.barrier()
+    return after, without_gradients, within
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(world_size, kind):
+    ranks = on_ranks(world_size, lambda end: held_by_a_rank(end, FULL), kind)
+    replicated = on_ranks(1, lambda end: held_by_a_rank(end, NONE))[0][0]
+    assert replicated >= 4 * full_bytes()
+    for after, without_gradients, _ in ranks:
+        assert after <= (1 / world_size + MARGIN) * replicated
+        assert without_gradients <= 0.76 * after
+
+
+def test_a_rank_of_a_hybrid_holds_its_part_of_a_node():
+    ranks = on_ranks(4, lambda end: held_by_a_rank(end, HYBRID))
+    replicated = on_ranks(1, lambda end: held_by_a_rank(end, NONE))[0][0]
+    for after, _, _ in ranks:
+        assert after <= (1 / 2 + MARGIN) * replicated
+
+
+def test_gradients_and_optimizer_state_are_sharded_where_parameters_are_not():
+    ranks = on_ranks(4, lambda end: held_by_a_rank(end, GRAD_OP))
+    for after, _, _ in ranks:
+        # Full parameters, and a quarter each of the shard, its gradient and AdamW's two.
+        assert after <= (1 + 4 / 4 + 4 * MARGIN) * full_bytes()
+
+
+def test_within_a_step_there_are_full_parameters_and_gradients_beside():
+    for _, _, within in on_ranks(4, lambda end: held_by_a_rank(end, FULL)):
+        # Two of full size, and a quarter each of the shard and AdamW's two.
+        assert 2 * full_bytes() <= within <= (2 + 3 / 4 + 4 * MARGIN) * full_bytes()
+
+
+def test_memory_that_is_shared_counts_once():
+    whole = torch.zeros(100)
+    assert reachable_bytes([whole[:10], whole[50:], {"again": whole}]) == 400
+
+
+def test_gradients_hidden_references_and_cycles_are_followed():
+    parameter = nn.Parameter(torch.zeros(10))
+    parameter.grad = torch.zeros(10)
+    parameter.kept = torch.zeros(5)
+    holder = [parameter]
+    holder.append(holder)
+    assert reachable_bytes(holder) == 100
+    assert reachable_bytes(lambda: parameter) == 0

@@ -1,0 +1,404 @@
+"""Every misuse of FSDP is an error that names the remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import FSDP, ReplicaMismatch, ShardingStrategy, create_collectives
+from runtime.core.errors import CollectiveAborted
+from tests.support.fsdp_ranks import (
+    FREEING,
+    SHARDED,
+    STRATEGIES,
+    Net,
+    batch,
+    loss_of,
+    on_ranks,
+    outcomes_of,
+    wrap,
+)
+
+FULL, GRAD_OP, NONE, HYBRID = STRATEGIES
+
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+each_sharded = pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s.name)
+each_freeing = pytest.mark.parametrize("strategy", FREEING, ids=lambda s: s.name)
+
+
+@pytest.fixture
+def end():
+    """A world of one rank, in the test's own thread."""
+    (end,) = create_collectives(1)
+    yield end
+    end.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "error", "says"),
+    [
+        (4, {"strategy": HYBRID}, ValueError, "needs intra_node_size"),
+        (4, {"strategy": HYBRID, "intra_node_size": 3}, ValueError, "does not divide"),
+        (4, {"strategy": HYBRID, "intra_node_size": 0}, ValueError, "does not divide"),
+        (4, {"strategy": HYBRID, "intra_node_size": 8}, ValueError, "does not divide"),
+        (4, {"strategy": HYBRID, "intra_node_size": 2.0}, TypeError, "pass an int"),
+        (4, {"strategy": FULL, "intra_node_size": 2}, ValueError, "means nothing"),
+        (1, {"strategy": "full_shard"}, TypeError, "pass a ShardingStrategy"),
+        (1, {"module": nn.ReLU()}, ValueError, "no parameters"),
+        (1, {"module": Net}, TypeError, "wraps a torch.nn.Module"),
+        (1, {"module": nn.LazyLinear(3)}, ValueError, "is lazy"),
+        (1, {"module": nn.Linear(2, 2, device="meta")}, ValueError, "meta device"),
+        (1, {"module": nn.Linear(2, 2, dtype=torch.complex64)}, ValueError, "complex64"),
+        (1, {"collective": "thread"}, TypeError, "create_collectives"),
+    ],
+)
+def test_bad_arguments_are_errors_before_anything_is_exchanged(world_size, arguments, error, says):
+    # Rank 0 is alone: an exchange would time out.
+    ends = create_collectives(world_size, timeout_s=1.0)
+    try:
+        with pytest.raises(error, match=says):
+            FSDP(**{"module": nn.Linear(2, 2), "collective": ends[0], **arguments})
+        ends[0].check()
+    finally:
+        for end in ends:
+            end.close()
+
+
+def test_a_module_that_holds_an_fsdp_cannot_be_wrapped(end):
+    with pytest.raises(ValueError, match="contains an FSDP already"):
+        FSDP(nn.Sequential(wrap(end)), end)
+
+
+@pytest.mark.parametrize("held", ["all", "one"])
+def test_an_optimizer_built_before_wrapping_is_found(end, held):
+    net = Net()
+    params = net.parameters() if held == "all" else [{"params": [net.hidden.bias]}]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.step()
+    fsdp = wrap(end, module=net)
+    with pytest.raises(ValueError, match=r"built from '.*' before .* from fsdp.parameters\(\)"):
+        optimizer.step()
+    torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
+
+
+def test_lists_of_parameters_and_other_optimizers_are_no_matter(end):
+    net, other = Net(), Net()
+    kept = [list(net.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)]
+    wrap(end, module=net)
+    kept[1].step()
+    assert len(kept[0]) == len(list(net.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda rank: nn.Linear(3, 2 + rank), r"rank 1 .* shape \(3, 3\).* rank 0 .*\(2, 3\)"),
+        (lambda rank: nn.Linear(3, 2, bias=rank == 0), r"rank 1 .* nothing, rank 0 .*'bias'"),
+        (lambda rank: nn.Linear(3, 2).requires_grad_(rank == 0), r"has frozen .* trainable"),
+        (lambda rank: nn.Linear(3, 2).to([torch.float64, torch.float32][rank]), "float32"),
+        (lambda rank: [nn.LayerNorm(2), nn.BatchNorm1d(2)][rank], "running_mean"),
+    ],
+)
+def test_modules_that_differ_are_an_error_on_every_rank(make, says):
+    def work(end):
+        with pytest.raises(ReplicaMismatch, match=says):
+            FSDP(make(end.rank), end)
+
+    on_ranks(2, work)
+
+
+def test_strategies_that_differ_are_an_error_on_every_rank():
+    def work(end):
+        strategy = [FULL, GRAD_OP][end.rank]
+        with pytest.raises(ReplicaMismatch, match=r"SHARD_GRAD_OP .* FULL_SHARD"):
+            FSDP(nn.Linear(2, 2), end, strategy)
+
+    on_ranks(2, work)
+
+
+@each_strategy
+def test_syncing_before_a_forward_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        with pytest.raises(RuntimeError, match=r"before forward\(\)"):
+            fsdp.sync_gradients()
+        with torch.no_grad():
+            fsdp(batch(2)[0])
+        with pytest.raises(RuntimeError, match=r"before forward\(\)"):
+            fsdp.sync_gradients()
+        loss_of(fsdp, batch(2)).backward()
+        fsdp.sync_gradients()
+        with pytest.raises(RuntimeError, match=r"before forward\(\)"):
+            fsdp.sync_gradients()
+        end.check()
+
+    on_ranks(2, work)
+
+
+@each_strategy
+def test_clipping_before_a_sync_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        loss_of(fsdp, batch(2)).backward()
+        with pytest.raises(RuntimeError, match="sync first"):
+            fsdp.clip_grad_norm_(1.0)
+        end.check()
+
+    on_ranks(2, work)
+
+
+@each_freeing
+def test_prefetching_twice_is_an_error_and_the_first_one_counts(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        fsdp.prefetch_forward_params()
+        with pytest.raises(RuntimeError, match="twice without"):
+            fsdp.prefetch_forward_params()
+        assert fsdp.has_pending_prefetch
+        loss_of(fsdp, batch(2)).backward()
+        fsdp.sync_gradients()
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("strategy", [GRAD_OP, NONE], ids=lambda s: s.name)
+def test_prefetching_what_is_never_freed_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        with pytest.raises(RuntimeError, match=f"{strategy.name} keeps full parameters"):
+            fsdp.prefetch_forward_params()
+        assert not fsdp.has_pending_prefetch
+        end.check()
+
+    on_ranks(2, work)
+
+
+@each_freeing
+def test_prefetching_between_forward_and_sync_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        loss = loss_of(fsdp, batch(2))
+        with pytest.raises(RuntimeError, match="holds the full parameters"):
+            fsdp.prefetch_forward_params()
+        loss.backward()
+        fsdp.sync_gradients()
+        fsdp.prefetch_forward_params()
+        fsdp.close()
+
+    on_ranks(2, work)
+
+
+@each_freeing
+def test_a_step_behind_a_prefetch_is_an_error_and_the_prefetch_is_given_up(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        fsdp.prefetch_forward_params()
+        with torch.no_grad():
+            for p in fsdp.parameters():
+                p.mul_(0.5)
+        with pytest.raises(RuntimeError, match="step the optimizer first, then prefetch"):
+            fsdp(batch(2)[0])
+        with torch.no_grad():
+            logits = fsdp(batch(2)[0])
+        net = Net()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(0.5)
+            assert logits.equal(net(batch(2)[0]))
+
+    on_ranks(2, work)
+
+
+@each_strategy
+@pytest.mark.parametrize(
+    "change", [lambda flat: flat[:-1], lambda flat: torch.cat([flat, flat[:1]]), lambda f: f[None]]
+)
+def test_updating_shards_with_a_wrong_size_is_an_error(strategy, change):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        flat = torch.cat([p.detach().view(-1) for p in fsdp.parameters()])
+        numel = flat.numel()
+        with pytest.raises(ValueError, match=f"this rank has {numel} elements"):
+            fsdp.update_shards(change(flat))
+        with pytest.raises(TypeError, match="takes a tensor"):
+            fsdp.update_shards(flat.tolist())
+
+    on_ranks(3, work)
+
+
+@each_freeing
+def test_writing_shards_while_a_prefetch_is_pending_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        flat = torch.cat([p.detach().view(-1) for p in fsdp.parameters()])
+        state = fsdp.full_state_dict()
+        own = fsdp.state_dict()
+        fsdp.prefetch_forward_params()
+        for call in (
+            lambda: fsdp.update_shards(flat),
+            lambda: fsdp.load_full_state_dict(state),
+            lambda: fsdp.load_state_dict(own),
+        ):
+            with pytest.raises(RuntimeError, match="prefetch is pending"):
+                call()
+        fsdp.close()
+
+    on_ranks(2, work)
+
+
+@each_sharded
+def test_a_backward_after_the_sync_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        loss = loss_of(fsdp, batch(4))
+        loss.backward(retain_graph=True)
+        fsdp.sync_gradients()
+        with pytest.raises(RuntimeError, match=r"run every backward\(\) before sync_gradients"):
+            loss.backward()
+
+    on_ranks(2, work)
+
+
+@each_sharded
+def test_a_shard_that_was_moved_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        shard = dict(fsdp.named_parameters())["module.hidden.weight"]
+        shard.data = shard.data.clone()
+        with pytest.raises(RuntimeError, match=r"'hidden.weight' was moved .* in place"):
+            fsdp(batch(2)[0])
+
+    on_ranks(2, work)
+
+
+@each_sharded
+def test_freezing_after_wrapping_is_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        next(fsdp.parameters()).requires_grad_(False)
+        with pytest.raises(RuntimeError, match="before wrapping"):
+            fsdp(batch(2)[0])
+
+    on_ranks(2, work)
+
+
+@each_strategy
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.half(), lambda m: m.cpu()])
+def test_moving_and_converting_a_wrapped_module_is_an_error(end, strategy, move):
+    with pytest.raises(RuntimeError, match="before wrapping"):
+        move(wrap(end, strategy))
+
+
+@each_strategy
+def test_sparse_gradients_are_an_error(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy, nn.Embedding(5, 4, sparse=True))
+        fsdp(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(ValueError, match="sparse"):
+            fsdp.sync_gradients()
+
+    on_ranks(2, work)
+
+
+@each_strategy
+def test_nothing_can_be_done_with_a_closed_or_unwrapped_module(strategy):
+    def work(end):
+        closed, unwrapped = wrap(end, strategy), wrap(end, strategy)
+        closed.close()
+        closed.close()
+        unwrapped.unwrap()
+        for fsdp in (closed, unwrapped):
+            for call in (
+                lambda fsdp=fsdp: fsdp(batch(2)[0]),
+                fsdp.prefetch_forward_params,
+                fsdp.sync_gradients,
+                fsdp.broadcast_updated_params,
+                fsdp.full_state_dict,
+                fsdp.unwrap,
+                fsdp.reshard,
+            ):
+                with pytest.raises(RuntimeError, match="closed or unwrapped"):
+                    call()
+        end.check()
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_state_for_a_rank_that_is_not_there_is_an_error(rank):
+    def work(end):
+        with pytest.raises(ValueError, match=re.escape(f"rank={rank}: pass a rank under 2")):
+            wrap(end).full_state_dict(rank)
+
+    on_ranks(2, work)
+
+
+@each_strategy
+def test_a_rank_that_fails_in_an_exchange_wakes_the_others(strategy):
+    class Broken(RuntimeError):
+        pass
+
+    def work(end):
+        fsdp = wrap(end, strategy)
+        loss_of(fsdp, batch(4)).backward()
+        if end.rank == 1:
+            # As if memory ran out while gradients are put together.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fsdp._store, "reduce", lambda: (_ for _ in ()).throw(Broken()))
+                fsdp.sync_gradients()
+        fsdp.sync_gradients()
+
+    ends = create_collectives(4, timeout_s=20.0)
+    try:
+        outcomes = outcomes_of(ends, work)
+    finally:
+        for end in ends:
+            end.close()
+    assert isinstance(outcomes[1], Broken)
+    for rank in (0, 2, 3):
+        assert isinstance(outcomes[rank], CollectiveAborted)
+        assert "rank 1 has left" not in str(outcomes[rank])  # told before its loop ended
+
+
+@each_strategy
+def test_a_rank_that_leaves_its_loop_wakes_the_others(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        if end.rank == 2:
+            raise KeyError("user code")  # the helper closes its end, as a loop must
+        loss_of(fsdp, batch(4)).backward()
+        fsdp.sync_gradients()
+
+    ends = create_collectives(4, timeout_s=20.0)
+    try:
+        outcomes = outcomes_of(ends, work)
+    finally:
+        for end in ends:
+            end.close()
+    assert isinstance(outcomes[2], KeyError)
+    assert {type(outcomes[rank]).__name__ for rank in (0, 1, 3)} == {"CollectiveAborted"}
+
+
+@each_freeing
+def test_an_exception_in_the_module_frees_the_full_parameters(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        with pytest.raises(IndexError):
+            fsdp(torch.tensor([99]))
+        assert all(p.dim() == 1 for p in fsdp.module.parameters())
+        loss_of(fsdp, batch(2)).backward()
+        fsdp.sync_gradients()
+
+    on_ranks(2, work)
+
+
+def test_strategies_have_the_names_of_the_api():
+    assert [s.name for s in ShardingStrategy] == [
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+    ]

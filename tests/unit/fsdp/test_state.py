@@ -1,0 +1,271 @@
+"""The whole state: out of any world and strategy, into any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.fsdp_ranks import SHARDED, STRATEGIES, Net, batch, loss_of, on_ranks, share, wrap
+
+FULL, GRAD_OP, NONE, HYBRID = STRATEGIES
+
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+each_sharded = pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s.name)
+
+
+def state_of(seed):
+    state = Net(seed=seed).state_dict()
+    state["seen"] += seed
+    return state
+
+
+def assert_same(actual, expected):
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype is tensor.dtype
+        assert actual[name].equal(tensor), name
+
+
+@each_strategy
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+def test_the_state_is_that_of_the_bare_module_on_every_rank(strategy, kind):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        fsdp.load_full_state_dict(state_of(5))
+        state = fsdp.full_state_dict()
+        Net().load_state_dict(state)  # strict
+        with torch.no_grad():
+            logits = fsdp(batch(4)[0])
+        net = Net(seed=5)
+        assert logits.equal(net(batch(4)[0]))
+        return state
+
+    for state in on_ranks(3, work, kind):
+        assert_same(state, state_of(5))
+
+
+@pytest.mark.parametrize(
+    ("strategies", "world_sizes"),
+    [
+        ((FULL, FULL), (4, 3)),
+        ((HYBRID, GRAD_OP), (4, 1)),
+        ((NONE, FULL), (2, 4)),
+        ((GRAD_OP, HYBRID), (3, 4)),
+    ],
+)
+def test_training_goes_on_at_another_world_size(strategies, world_sizes):
+    def train(end, strategy, state, seeds):
+        fsdp = wrap(end, strategy)
+        if state is not None:
+            fsdp.load_full_state_dict(state)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.5)
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss_of(fsdp, share(batch(12, seed), end)).backward()
+            fsdp.sync_gradients()
+            optimizer.step()
+            fsdp.broadcast_updated_params()
+        return fsdp.full_state_dict()
+
+    first, second = range(3), range(3, 6)
+    half = on_ranks(world_sizes[0], lambda end: train(end, strategies[0], None, first))[0]
+    states = on_ranks(world_sizes[1], lambda end: train(end, strategies[1], half, second))
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for seed in (*first, *second):
+        optimizer.zero_grad()
+        loss_of(net, batch(12, seed)).backward()
+        optimizer.step()
+    for state in states:
+        for name, tensor in net.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@each_strategy
+def test_one_rank_may_get_the_state_alone(strategy):
+    ranks = on_ranks(3, lambda end: wrap(end, strategy).full_state_dict(rank=1))
+    assert [bool(state) for state in ranks] == [False, True, False]
+    assert_same(ranks[1], Net().state_dict())
+
+
+@each_strategy
+def test_the_state_owns_its_memory(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        for tensor in fsdp.full_state_dict().values():
+            tensor.zero_()
+        return fsdp.full_state_dict()
+
+    for state in on_ranks(2, work):
+        assert_same(state, Net().state_dict())
+
+
+@each_strategy
+def test_a_state_may_be_asked_for_between_forward_and_sync(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        loss = loss_of(fsdp, batch(4))
+        state = fsdp.full_state_dict()
+        own = fsdp.state_dict()
+        loss.backward()
+        fsdp.sync_gradients()
+        assert own["module.hidden.weight"].dim() == (2 if strategy is NONE else 1)
+        return state
+
+    expected = Net().state_dict()
+    expected["seen"] += 1
+    for state in on_ranks(2, work):
+        assert_same(state, expected)
+
+
+@each_strategy
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: s.pop("norm.bias"), r"missing \['norm.bias'\]"),
+        (lambda s: s.update(extra=torch.ones(1)), r"unexpected \['extra'\]"),
+        (lambda s: s.update(scale=torch.ones(1)), r"'scale' has the shape \(1,\), .* \(\)"),
+        (lambda s: s.update(seen=torch.ones(2)), "'seen' has the shape"),
+        (lambda s: s.update(scale=1.0), "'scale' is a float"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(strategy, change, says):
+    state = state_of(5)
+    change(state)
+
+    def work(end):
+        fsdp = wrap(end, strategy)
+        with pytest.raises(ValueError, match=says):
+            fsdp.load_full_state_dict(state)
+        return fsdp.full_state_dict()
+
+    for found in on_ranks(2, work):
+        assert_same(found, Net().state_dict())
+
+
+@each_strategy
+def test_a_part_of_a_state_is_loaded_where_that_is_asked_for(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        fsdp.load_full_state_dict({"hidden.weight": torch.ones(6, 5)}, strict=False)
+        with torch.no_grad():
+            return fsdp(batch(4)[0]), fsdp.full_state_dict()
+
+    net = Net()
+    with torch.no_grad():
+        net.hidden.weight.fill_(1.0)
+    for logits, state in on_ranks(2, work):
+        assert logits.equal(net(batch(4)[0]))
+        state["seen"] += 1
+        assert state["hidden.weight"].equal(net.hidden.weight)
+        assert state["embed.weight"].equal(net.embed.weight)
+
+
+@each_sharded
+def test_a_part_that_is_loaded_after_a_step_does_not_hide_the_step(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        with torch.no_grad():
+            for p in fsdp.parameters():
+                p.mul_(0.5)
+        fsdp.load_full_state_dict({"scale": torch.tensor(3.0)}, strict=False)
+        with torch.no_grad():
+            return fsdp(batch(4)[0])
+
+    net = Net()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.5)
+        net.scale.fill_(3.0)
+        for logits in on_ranks(2, work):
+            assert logits.equal(net(batch(4)[0]))
+
+
+def test_loading_between_forward_and_sync_is_an_error():
+    def work(end):
+        fsdp = wrap(end)
+        loss_of(fsdp, batch(4))
+        with pytest.raises(RuntimeError, match=r"reshard\(\)"):
+            fsdp.load_full_state_dict(state_of(1))
+        fsdp.reshard()
+        fsdp.load_full_state_dict(state_of(1))
+
+    on_ranks(2, work)
+
+
+class WithExtra(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.told = "fresh"
+
+    def get_extra_state(self):
+        return {"told": self.told}
+
+    def set_extra_state(self, state):
+        self.told = state["told"]
+
+
+@each_strategy
+def test_extra_state_travels(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy, nn.Sequential(WithExtra()))
+        state = fsdp.full_state_dict()
+        assert state["0._extra_state"] == {"told": "fresh"}
+        state["0._extra_state"] = {"told": "loaded"}
+        fsdp.load_full_state_dict(state)
+        assert fsdp.module[0].told == "loaded"
+
+    on_ranks(2, work)
+
+
+@each_strategy
+def test_a_rank_can_save_and_load_its_own_part(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        own = {name: tensor.clone() for name, tensor in fsdp.state_dict().items()}
+        with torch.no_grad():
+            for p in fsdp.parameters():
+                p.zero_()
+        fsdp.load_state_dict(own)
+        return fsdp.full_state_dict()
+
+    for state in on_ranks(3, work):
+        assert_same(state, Net().state_dict())
+
+
+@each_strategy
+def test_unwrapping_gives_the_bare_module_back(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.5)
+        loss_of(fsdp, share(batch(8), end)).backward()
+        fsdp.sync_gradients()
+        optimizer.step()
+        state = fsdp.full_state_dict()
+        bare = fsdp.unwrap()
+        assert type(bare) is Net
+        loss_of(bare, batch(4)).backward()  # a module as any other
+        torch.optim.SGD(bare.parameters(), lr=0.5).step()
+        return state, bare.seen.item()
+
+    for state, seen in on_ranks(2, work):
+        assert (state["seen"].item(), seen) == (1, 2)
+
+
+@each_strategy
+def test_updating_shards_writes_what_the_next_forward_uses(strategy):
+    def work(end):
+        fsdp = wrap(end, strategy)
+        flat = torch.cat([p.detach().view(-1) for p in fsdp.parameters()])
+        fsdp.update_shards(flat * 2)
+        with torch.no_grad():
+            return fsdp(batch(4)[0])
+
+    net = Net()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(2)
+        for logits in on_ranks(3, work):
+            assert logits.equal(net(batch(4)[0]))

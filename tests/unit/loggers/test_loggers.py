@@ -1,0 +1,273 @@
+"""Loggers for ``metrics_fn``: a table, TensorBoard's files, and several of them at once."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import logging
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+
+from coordinator.metrics import EpochMetrics, RankMetrics
+from runtime import CombinedLogger, CsvLogger, TensorBoardLogger, record_scalar
+from runtime.loggers.csv_file import FIRST_COLUMNS
+from tests.support.running import WAIT_S, builder, count_up
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "two\nlines\r\n\u2028",
+    "x" * 10_000,
+    '=HYPERLINK("http://localhost")',
+    "+1",
+    "-1",
+    "@SUM(A1)",
+    "\t=1",
+    "a,b;c\"d'e",
+    "\x00\ud800",
+    "",
+    "__proto__",
+    "epoch",
+    "time",
+    "rank0/throughput",
+    "two\\nlines\\r\\n\\u2028",  # as the one above looks when it is harmless
+]
+
+
+def metrics_of(number=0, named=None, **scalars):
+    ranks = tuple(
+        RankMetrics(
+            rank=rank, num_batches=2, num_samples=4, compute_s=0.5, avg_loss=1.5, throughput=8.0
+        )
+        for rank in range(2)
+    )
+    return EpochMetrics(
+        epoch=number,
+        avg_loss=1.25 + number,
+        scalars={**scalars, **(named or {})},
+        per_rank=ranks,
+        epoch_s=0.75,
+        num_samples=8,
+        num_retrained=0,
+        num_skipped=0,
+        num_averagings=3,
+        per_rank_throughput=(8.0, 8.0),
+        per_rank_batch_share=(0.5, 0.5),
+        devices=("cpu", "cpu"),
+    )
+
+
+def rows_of(path):
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- the table ------------------------------------------------------------------------------
+
+
+def test_a_run_writes_a_row_for_each_epoch(tmp_path):
+    def fit(model, batch):
+        record_scalar("accuracy", 0.5)
+        return count_up(model, batch)
+
+    log = CsvLogger(tmp_path / "deep" / "run.csv")
+    state = builder(train=fit, epochs=3).metrics_fn(log).run().join(WAIT_S)
+    rows = rows_of(tmp_path / "deep" / "run.csv")
+    assert [int(row["epoch"]) for row in rows] == [0, 1, 2]
+    for row, metrics in zip(rows, state.metrics, strict=True):
+        assert float(row["avg_loss"]) == metrics.avg_loss
+        assert int(row["num_samples"]) == metrics.num_samples
+        assert float(row["accuracy"]) == 0.5
+        assert float(row["rank1/throughput"]) == metrics.per_rank_throughput[1]
+        assert float(row["rank0/batch_share"]) == metrics.per_rank_batch_share[0]
+
+
+def test_what_a_metrics_fn_writes_to_its_metrics_is_its_own():
+    def note(metrics):
+        metrics.scalars["mine"] = 1.0
+
+    state = builder(epochs=2).metrics_fn(note).run().join(WAIT_S)
+    assert [dict(metrics.scalars) for metrics in state.metrics] == [{}, {}]
+
+
+def test_a_scalar_that_comes_later_gets_a_column(tmp_path):
+    path = tmp_path / "run.csv"
+    log = CsvLogger(path)
+    log(metrics_of(0, a=1.0))
+    log(metrics_of(1, a=2.0, b=3.0))
+    log(metrics_of(2, b=4.0))
+    rows = rows_of(path)
+    assert [(row["a"], row["b"]) for row in rows] == [("1.0", ""), ("2.0", "3.0"), ("", "4.0")]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_exists_is_gone_on_with(tmp_path):
+    path = tmp_path / "run.csv"
+    CsvLogger(path)(metrics_of(0, a=1.0))
+    CsvLogger(path)(metrics_of(0, b=2.0))
+    assert [(row["epoch"], row["a"], row["b"]) for row in rows_of(path)] == [
+        ("0", "1.0", ""),
+        ("0", "", "2.0"),
+    ]
+
+
+def test_a_row_that_was_cut_off_harms_no_other(tmp_path):
+    path = tmp_path / "run.csv"
+    log = CsvLogger(path)
+    log(metrics_of(0, a=1.0))
+    with path.open("a") as file:
+        file.write("1,2026-")
+    log = CsvLogger(path)
+    log(metrics_of(1, a=2.0))
+    log(metrics_of(2, a=3.0, b=4.0))
+    rows = rows_of(path)
+    assert [row["epoch"] for row in rows] == ["0", "1", "1", "2"]
+    assert [row["a"] for row in rows if row["a"]] == ["1.0", "2.0", "3.0"]
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("date,amount\n1,2\n")
+    with pytest.raises(ValueError, match="pass another path"):
+        CsvLogger(path)
+    assert path.read_text() == "date,amount\n1,2\n"
+
+
+def test_what_cannot_be_written_is_told_at_once(tmp_path):
+    with pytest.raises(OSError, match="directory"):
+        CsvLogger(tmp_path)
+    with pytest.raises(TypeError, match="pass a path"):
+        CsvLogger(7)
+
+
+def test_hostile_names_do_no_harm_in_a_table(tmp_path):
+    path = tmp_path / "run.csv"
+    log = CsvLogger(path)
+    log(metrics_of(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
+    log(metrics_of(1, {name: float(i) for i, name in enumerate(HOSTILE)}))
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) == 3
+    assert len(text) < 10_000
+    header, first, second = csv.reader(text.splitlines())
+    assert header[: len(FIRST_COLUMNS)] == list(FIRST_COLUMNS)
+    assert len(set(header)) == len(header), "no two scalars share a column"
+    assert not any(cell.lstrip().startswith(("=", "+", "-", "@")) for cell in header)
+    assert all(cell.isprintable() for cell in header)
+    assert first[0] == "0"
+    for row in (first, second):
+        assert [float(cell) for cell in row[-len(HOSTILE) :]] == list(range(len(HOSTILE)))
+
+
+def test_what_is_not_finite_is_written_as_such(tmp_path):
+    log = CsvLogger(tmp_path / "run.csv")
+    log(replace(metrics_of(0, low=-math.inf), avg_loss=math.nan))
+    (row,) = rows_of(tmp_path / "run.csv")
+    assert (row["avg_loss"], row["low"]) == ("nan", "-inf")
+
+
+# -- TensorBoard --------------------------------------------------------------------------------
+
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
+
+
+def scalars_of(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory)).Reload()
+    return {
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+@needs_tensorboard
+def test_tensorboard_gets_what_the_epochs_gave(tmp_path):
+    with TensorBoardLogger(tmp_path) as log:
+        state = builder(epochs=3).metrics_fn(log).run().join(WAIT_S)
+    found = scalars_of(tmp_path)
+    assert [step for step, _ in found["epoch/avg_loss"]] == [0, 1, 2]
+    assert [value for _, value in found["epoch/num_samples"]] == [
+        metrics.num_samples for metrics in state.metrics
+    ]
+    assert {"rank0/throughput", "rank1/batch_share"} <= set(found)
+
+
+@needs_tensorboard
+def test_each_epoch_is_on_the_disk_before_anything_is_closed(tmp_path):
+    log = TensorBoardLogger(tmp_path)
+    log(metrics_of(0, a=1.5))
+    assert scalars_of(tmp_path)["a"] == [(0, 1.5)]
+    log.close()
+    log.close()
+    assert "_AsyncWriterThread" not in {type(t).__name__ for t in threading.enumerate()}
+
+
+@needs_tensorboard
+def test_a_logger_that_goes_away_leaves_no_thread(tmp_path):
+    log = TensorBoardLogger(tmp_path)
+    log(metrics_of(0))
+    del log
+    assert "_AsyncWriterThread" not in {type(t).__name__ for t in threading.enumerate()}
+
+
+@needs_tensorboard
+def test_a_resumed_run_hides_the_epochs_it_trains_again(tmp_path):
+    with TensorBoardLogger(tmp_path) as log:
+        for epoch in range(3):
+            log(metrics_of(epoch, a=float(epoch)))
+    with TensorBoardLogger(tmp_path) as log:
+        log(metrics_of(2, a=7.0))
+    assert scalars_of(tmp_path)["a"] == [(0, 0.0), (1, 1.0), (2, 7.0)]
+
+
+@needs_tensorboard
+def test_hostile_names_do_no_harm_in_tensorboard(tmp_path):
+    with TensorBoardLogger(tmp_path) as log:
+        log(metrics_of(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
+    found = scalars_of(tmp_path)
+    assert all(tag.isprintable() and len(tag) <= 220 for tag in found)
+    values = sorted(
+        value
+        for tag, [(_, value)] in found.items()
+        if not tag.startswith(("epoch/", "rank0/", "rank1/")) or "#" in tag
+    )
+    assert values == list(range(len(HOSTILE)))
+
+
+def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'gpuworker\[monitor\]'"):
+        TensorBoardLogger(tmp_path)
+
+
+# -- several ------------------------------------------------------------------------------------
+
+
+def test_several_loggers_get_each_epoch_even_if_one_fails(caplog):
+    got = []
+
+    def broken(metrics):
+        raise OSError("planted: no space left")
+
+    log = CombinedLogger(broken, got.append)
+    with caplog.at_level(logging.ERROR, "runtime.loggers"):
+        assert log(metrics_of(4)) is True
+    assert [metrics.epoch for metrics in got] == [4]
+    assert "planted: no space left" in caplog.text
+
+
+def test_one_of_several_may_end_the_run():
+    seen = []
+    log = CombinedLogger(lambda metrics: metrics.epoch < 1, seen.append)
+    state = builder(epochs=200, dataset=200).metrics_fn(log).run().join(WAIT_S)
+    assert state.stopped
+    assert [metrics.epoch for metrics in seen][:2] == [0, 1]
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="pass loggers or functions"):
+        CombinedLogger("run.csv")

@@ -1,0 +1,329 @@
+"""Several batches for each device between two reductions."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runtime import DdpConfig, ReplicaFailed, Trainer
+from runtime.loop.balance import Cadence, rounds, sync_seconds, unequal_gpus
+from tests.support.own_loop import (
+    OneDevice,
+    adamw,
+    assert_close,
+    assert_identical,
+    make_batch,
+    make_net,
+    on_cpus,
+    sgd,
+    train_step,
+)
+
+
+def loss_fn(module, batch):
+    x, y = batch
+    return F.cross_entropy(module(x), y)
+
+
+def weighted_reference(alone, batches, counts, max_norm=None):
+    """Each rank's accumulated gradient clipped, divided by its count, averaged by count."""
+    params = list(alone.model.parameters())
+    total = [torch.zeros_like(p) for p in params]
+    start = 0
+    for count in counts:
+        alone.model.zero_grad()
+        for batch in batches[start : start + count]:
+            loss_fn(alone.model, batch).backward()
+        start += count
+        if not count:
+            continue
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(params, max_norm)
+        for sum_, p in zip(total, params, strict=True):
+            sum_ += p.grad / count * (count / sum(counts))
+    for sum_, p in zip(total, params, strict=True):
+        p.grad = sum_
+    alone.step()
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("optim", [sgd, adamw])
+def test_a_round_is_the_weighted_mean_of_what_each_device_accumulated(optim, max_norm):
+    net = make_net()
+    alone = OneDevice(net, optim)
+    config = DdpConfig(speed_hint=(1, 2.0), max_anchor=2, max_grad_norm=max_norm)
+    with on_cpus(net, 3, optim, config) as model:
+        assert model.batch_counts == (4, 2, 4)
+        loader = [make_batch(5) for _ in range(10)]
+        (batches,) = model.rounds(loader)
+        losses = model.accumulate(loss_fn, batches)
+        expected = torch.stack([loss_fn(alone.model, b) for b in loader])
+        assert torch.allclose(losses, expected, rtol=1e-12)
+        assert not losses.requires_grad
+        model.step()
+        weighted_reference(alone, loader, (4, 2, 4), max_norm)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+def test_without_clipping_a_round_equals_the_mean_over_its_batches():
+    net = make_net()
+    alone = OneDevice(net)
+    config = DdpConfig(speed_hint=(0, 3.0), max_anchor=1)
+    with on_cpus(net, 2, config=config) as model:
+        assert model.batch_counts == (1, 3)
+        batches = [make_batch(5) for _ in range(4)]
+        model.accumulate(loss_fn, batches)
+        model.step()
+        torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
+        alone.step()
+        assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3, 5])
+def test_a_short_round_is_dealt_in_proportion_and_idle_devices_have_no_weight(num_batches):
+    net = make_net()
+    alone = OneDevice(net, adamw)
+    config = DdpConfig(speed_hint=(1, 2.0), max_anchor=4)
+    with on_cpus(net, 2, adamw, config) as model:
+        assert model.batch_counts == (8, 4)
+        batches = [make_batch(5) for _ in range(num_batches)]
+        model.accumulate(loss_fn, batches)
+        model.step()
+        torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
+        alone.step()
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+def test_rounds_may_accumulate_in_several_calls():
+    net = make_net()
+    alone = OneDevice(net)
+    with on_cpus(net, 2, config=DdpConfig(max_anchor=1)) as model:
+        batches = [make_batch(5) for _ in range(6)]
+        for start in (0, 2, 4):
+            model.accumulate(loss_fn, batches[start : start + 2])
+        model.step()
+        torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
+        alone.step()
+        assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_loop_is_the_same_on_one_device(num_devices):
+    """One batch for each device and step, which is what any loop does."""
+    net = make_net()
+    alone = OneDevice(net)
+    loader = [make_batch(5) for _ in range(6)]
+    with on_cpus(net, num_devices) as model:
+        assert model.batch_counts == (1,) * num_devices
+        for batches in model.rounds(loader):
+            assert len(batches) == num_devices
+            model.accumulate(loss_fn, batches)
+            model.step()
+            torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
+            alone.step()
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_round_on_one_device_is_clipped_and_divided_alike(num_devices):
+    net = make_net()
+    alone = OneDevice(net)
+    config = DdpConfig(max_grad_norm=0.1, max_anchor=0)
+    batches = [make_batch(5) for _ in range(4)]
+    with on_cpus(net, num_devices, config=config) as model:
+        model.accumulate(loss_fn, batches)
+        model.step()
+    counts = (4,) if num_devices == 1 else (2, 2)
+    weighted_reference(alone, batches, counts, 0.1)
+    assert_close(net, alone.model)
+
+
+def test_the_usual_loop_works_with_a_cadence_too():
+    net = make_net()
+    alone = OneDevice(net)
+    with on_cpus(net, 2, config=DdpConfig(speed_hint=(0, 2.0))) as model:
+        assert model.batch_counts == (10, 20)
+        for _ in range(12):
+            x, y = make_batch(7)
+            train_step(model, x, y)
+            train_step(alone, x, y)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+def slow_on_rank_1(module, batch):
+    if threading.current_thread().name.endswith("-1"):
+        threading.Event().wait(0.01)
+    return loss_fn(module, batch)
+
+
+def test_measured_speeds_correct_the_counts_and_ratios_after_the_first_reduction():
+    config = DdpConfig(speed_hint=(0, 4.0), max_anchor=1)  # the wrong way round
+    with on_cpus(make_net(), 2, config=config) as model:
+        assert model.batch_counts == (1, 4)
+        assert model.chunk_ratios == (0.2, 0.8)
+        model.accumulate(slow_on_rank_1, [make_batch(5) for _ in range(5)])
+        model.step()
+        assert model.batch_counts[1] == 1
+        assert model.batch_counts[0] > 2
+        assert model.chunk_ratios[0] > 0.7
+
+
+def test_without_elche_counts_stay_one():
+    with on_cpus(make_net(), 2, config=DdpConfig(max_anchor=0)) as model:
+        model.accumulate(slow_on_rank_1, [make_batch(5)] * 2)
+        model.step()
+        assert model.batch_counts == (1, 1)
+
+
+def test_setup_runs_elche_for_unequal_gpus_only():
+    with on_cpus(make_net(), 2) as model:
+        assert model.batch_counts == (1, 1)
+    with on_cpus(make_net(), 2, config=DdpConfig()) as model:
+        assert model.batch_counts == (10, 10)
+
+
+def test_gpus_of_different_models_are_unequal(monkeypatch):
+    names = {0: "A", 1: "A", 2: "B"}
+
+    class Properties:
+        def __init__(self, device):
+            self.name = names[device.index]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    gpus = [torch.device("cuda", i) for i in range(3)]
+    cpu = torch.device("cpu")
+    assert unequal_gpus(gpus)
+    assert not unequal_gpus(gpus[:2])
+    assert not unequal_gpus([gpus[0], gpus[0], cpu])
+    assert not unequal_gpus([cpu, cpu])
+
+
+def test_an_anchor_is_capped_and_fitted_to_the_overhead():
+    cadence = Cadence.of(2, DdpConfig(max_anchor=16, overhead_target=0.5), spaced=True)
+    assert cadence.batch_counts == (10, 10)
+    for _ in range(5):
+        shares = cadence.report([(1.0, 10), (2.0, 10)], sync_s=100.0)
+    assert shares == pytest.approx((2 / 3, 1 / 3))
+    assert cadence.batch_counts == (32, 16)
+    assert Cadence.of(2, DdpConfig(max_anchor=3), spaced=True).batch_counts == (3, 3)
+    assert Cadence.of(1, DdpConfig(), spaced=True).batch_counts == (1,)
+
+
+def test_what_is_not_measured_yet_changes_nothing():
+    """On a GPU times come some steps late."""
+    cadence = Cadence.of(2, DdpConfig(), spaced=True)
+    assert cadence.report([(0.0, 0), (1.0, 10)], sync_s=math.nan) is None
+    assert cadence.batch_counts == (10, 10)
+    assert math.isnan(sync_seconds([(0.0, 0), (0.0, 0)]))
+    assert sync_seconds([(0.5, 1), (0.0, 0), (0.2, 1)]) == 0.2
+
+
+def test_rounds_ask_anew_how_many_are_due():
+    counts = [(1, 2)]
+    found = []
+    for given in rounds(range(10), lambda: counts[-1]):
+        found.append(given)
+        counts.append((2, 2))
+    assert found == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9]]
+
+
+# -- what cannot work ------------------------------------------------------------------------
+
+
+def test_the_two_ways_cannot_share_a_step():
+    with on_cpus(make_net(), 2) as model:
+        x, y = make_batch(4)
+        model.accumulate(loss_fn, [(x, y)] * 2)
+        with pytest.raises(RuntimeError, match="cannot share a step"):
+            F.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match="max_grad_norm"):
+            model.clip_grad_norm_(1.0)
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match="cannot share a step"):
+            model.accumulate(loss_fn, [(x, y)] * 2)
+        model.step()
+        assert_identical(model)
+
+
+def bad_loss(value):
+    return lambda module, batch: value
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (bad_loss(1.0), "return the batch's mean loss"),
+        (lambda m, b: m(b[0]), "scalar"),
+        (bad_loss(torch.tensor(1.0)), "without a gradient"),
+    ],
+)
+def test_losses_that_are_none_are_refused_and_the_module_goes_on(bad, match, num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        error = ReplicaFailed if num_devices > 1 else (TypeError, ValueError)
+        with pytest.raises(error, match=match):
+            model.accumulate(bad, [make_batch(4)] * 2)
+        train_step(model, *make_batch(4))
+        assert_identical(model)
+
+
+def test_a_failure_on_one_rank_drops_what_all_have_accumulated():
+    def failing(module, batch):
+        if threading.current_thread().name.endswith("-1"):
+            raise ZeroDivisionError("bad batch")
+        return loss_fn(module, batch)
+
+    with on_cpus(make_net(), 2) as model:
+        with pytest.raises(ReplicaFailed, match="rank 1 on cpu failed in accumulate"):
+            model.accumulate(failing, [make_batch(4)] * 2)
+        assert all(p.grad is None for r in model.replicas for p in r.parameters())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_bad_arguments_are_refused(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        with pytest.raises(TypeError, match="loss_fn must be a function"):
+            model.accumulate(3, [])
+        with pytest.raises(TypeError, match="list of batches"):
+            model.accumulate(loss_fn, torch.zeros(3))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+            model.accumulate(loss_fn, [make_batch(4)])
+        assert model.accumulate(loss_fn, []).shape == (0,)
+        model.step()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"speed_hint": 3}, TypeError, "slow rank, ratio"),
+        ({"speed_hint": (0, 0.5)}, ValueError, "at least 1"),
+        ({"speed_hint": (-1, 2.0)}, ValueError, "at least 0"),
+        ({"speed_hint": (0, "fast")}, TypeError, "pass a number"),
+        ({"overhead_target": 0.6}, ValueError, "0.5"),
+        ({"max_anchor": -1}, ValueError, "at least 0"),
+        ({"max_anchor": 1.5}, TypeError, "whole number"),
+        ({"max_grad_norm": 0.0}, ValueError, "above 0"),
+        ({"timeline": object()}, TypeError, "record"),
+    ],
+)
+def test_settings_out_of_range_are_refused(kwargs, error, match):
+    with pytest.raises(error, match=match):
+        DdpConfig(**kwargs)
+
+
+def test_a_hint_for_a_rank_that_does_not_exist_is_refused():
+    config = DdpConfig(speed_hint=(2, 2.0))
+    with pytest.raises(ValueError, match="no rank 2 of 2"):
+        Trainer.setup_with(make_net(), sgd, ["cpu"] * 2, config=config)
+    with pytest.raises(TypeError, match="DdpConfig"):
+        Trainer.setup_with(make_net(), sgd, ["cpu"], config={"max_anchor": 1})

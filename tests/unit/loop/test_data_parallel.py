@@ -1,0 +1,269 @@
+"""Replicas in parallel under one call: equal to one device, and equal to one another."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from runtime import AverageBackend, BatchResult
+from tests.support.parallel import (
+    adam,
+    equal,
+    identical,
+    loss_fn,
+    mlp,
+    replicas,
+    samples_of,
+    sgd,
+    state,
+)
+
+WAIT_S = 20.0
+
+
+def one_device(batches, *, optim=adam, max_norm=None):
+    """A plain loop over whole mini-batches, and what it says of each."""
+    model = mlp("cpu")
+    optimizer = optim(model.parameters())
+    results = []
+    for samples in batches:
+        optimizer.zero_grad()
+        loss, correct = loss_fn(model, samples)
+        loss.backward()
+        limit = float("inf") if max_norm is None else max_norm
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        results.append(BatchResult(loss.item(), int(correct), len(samples[1]), norm.item()))
+    return model, results
+
+
+def assert_close(actual, expected):
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", [AverageBackend.AUTO, AverageBackend.GLOO])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_batch_on_replicas_is_that_batch_on_one_device(world_size, backend):
+    batches = [samples_of(n, seed) for seed, n in enumerate((12, 7, 1, 2, 30))]
+    model, expected = one_device(batches)
+    with replicas(world_size, backend=backend) as coordinator:
+        results = [coordinator.train_batch(samples) for samples in batches]
+        assert identical(coordinator)
+        assert coordinator.num_devices == world_size
+    assert_close(state(coordinator.primary), state(model))
+    for result, wanted in zip(results, expected, strict=True):
+        assert (result.correct, result.total) == (wanted.correct, wanted.total)
+        assert result.avg_loss == pytest.approx(wanted.avg_loss, rel=1e-9)
+        assert result.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    world_size=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_replicas_are_identical_before_and_after_every_step(sizes, world_size, seed):
+    """C-DP-001 and C-DP-002, with fewer samples than replicas, and buffers too."""
+    batches = [samples_of(n, seed + i) for i, n in enumerate(sizes)]
+    model, _ = one_device(batches)
+    with replicas(world_size) as coordinator:
+        assert identical(coordinator)
+        for samples in batches:
+            before = state(coordinator.primary)
+            coordinator.train_batch(samples)
+            assert identical(coordinator)
+            assert not equal(state(coordinator.primary), before)
+    assert_close(state(coordinator.primary), state(model))
+
+
+def test_clipping_is_that_of_the_whole_batchs_gradient():
+    batches = [samples_of(10, seed) for seed in range(5)]
+    model, expected = one_device(batches, optim=sgd, max_norm=0.1)
+    with replicas(3, optim=sgd, max_grad_norm=0.1) as coordinator:
+        results = [coordinator.train_batch(samples) for samples in batches]
+        assert identical(coordinator)
+    assert_close(state(coordinator.primary), state(model))
+    assert [r.grad_norm for r in results] == [pytest.approx(r.grad_norm) for r in expected]
+    assert min(r.grad_norm for r in results) > 0.1
+
+
+def test_replicas_work_at_the_same_time_in_threads_that_stay():
+    meeting = threading.Barrier(3, timeout=WAIT_S)
+    seen = set()
+
+    def meet(model, samples):
+        meeting.wait()  # one after the other they would never meet
+        seen.add((threading.current_thread().name, threading.get_ident()))
+        return loss_fn(model, samples)
+
+    with replicas(3, loss=meet) as coordinator:
+        for _ in range(3):
+            coordinator.train_batch(samples_of(9))
+    assert sorted(name for name, _ in seen) == [f"data-parallel-{rank}" for rank in range(3)]
+
+
+def test_every_sample_is_trained_once_and_whatever_else_it_may_be():
+    trained = [[], [], []]
+
+    def loss(model, samples):
+        rank = int(threading.current_thread().name[-1])
+        trained[rank].extend(samples)
+        return model.weight.sum() * len(samples)
+
+    def model(device):
+        return nn.Linear(1, 1, bias=False)
+
+    with replicas(3, model=model, loss=loss) as coordinator:
+        result = coordinator.train_batch([f"sample {i}" for i in range(10)])
+    assert [len(own) for own in trained] == [3, 3, 4]
+    assert [s for own in trained for s in own] == [f"sample {i}" for i in range(10)]
+    assert (result.total, result.correct) == (10, 0)
+
+
+def test_fewer_samples_than_replicas_leave_the_rest_identical():
+    """S27: the seed trains one replica alone, and they differ from then on."""
+    used = set()
+
+    def count(model, samples):
+        used.add(threading.current_thread().name)
+        return loss_fn(model, samples)
+
+    samples = samples_of(2)
+    model, _ = one_device([samples])
+    with replicas(4, loss=count) as coordinator:
+        result = coordinator.train_batch(samples)
+        assert identical(coordinator)
+    assert len(used) == 2
+    assert result.total == 2
+    assert_close(state(coordinator.primary), state(model))
+
+
+def test_only_what_is_trainable_travels():
+    def adapted(device):
+        model = mlp(device)
+        model[0].requires_grad_(False)
+        return model
+
+    with replicas(2, model=adapted) as coordinator:
+        frozen = coordinator.primary[0].weight.clone()
+        coordinator.train_batch(samples_of(8))
+        assert torch.equal(coordinator.primary[0].weight, frozen)
+        flats = coordinator._replicas[0]._state.params.flats
+        travels = sum(flat.numel() for flat in flats)
+        assert travels < 64
+        assert all(model[0].weight.grad is None for model in coordinator.models)
+        assert identical(coordinator)
+
+
+def test_a_parameter_that_no_replica_used_is_not_touched_and_one_that_some_used_is():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.never = (nn.Linear(1, 1) for _ in range(3))
+
+        def forward(self, x):
+            return (self.second if x.sum() > 0 else self.first)(x)
+
+    def model(device):
+        torch.manual_seed(0)
+        return Branches()
+
+    with replicas(2, model=model, loss=lambda m, x: m(x).mean()) as coordinator:
+        before = state(coordinator.primary)
+        coordinator.train_batch(torch.tensor([[-1.0], [1.0]]))
+        after = state(coordinator.primary)
+        assert identical(coordinator)
+        grads = [coordinator.models[r].first.bias.grad.item() for r in range(2)]
+        assert grads == [0.5, 0.5]
+        assert all(m.never.weight.grad is None for m in coordinator.models)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert {name.split(".")[0] for name in changed} == {"first", "second"}
+
+
+def test_buffers_are_those_of_the_first_replica_that_had_samples():
+    def with_norm(device):
+        return mlp(device, norm=True)
+
+    samples = samples_of(9)
+    alone = with_norm("cpu").train()
+    alone(samples[0][:3])
+    with replicas(3, model=with_norm) as coordinator:
+        coordinator.train_batch(samples)
+        assert identical(coordinator)
+        torch.testing.assert_close(coordinator.primary[1].running_mean, alone[1].running_mean)
+        coordinator.primary.eval()  # one sample makes no statistics
+        coordinator.train_batch(samples_of(1))
+        assert identical(coordinator)
+
+
+def test_the_modes_of_modules_are_the_primarys():
+    modes = []
+
+    def look(model, samples):
+        modes.append((model.training, model[1].training))
+        return loss_fn(model, samples)
+
+    with replicas(2, model=lambda d: mlp(d, norm=True), loss=look) as coordinator:
+        for change in (lambda m: m, lambda m: m.eval(), lambda m: m.train(), lambda m: m[1].eval()):
+            change(coordinator.primary)
+            coordinator.train_batch(samples_of(8))
+    pairs = [(True, True), (False, False), (True, True), (True, False)]
+    assert modes == [pair for pair in pairs for _ in range(2)]
+
+
+def test_schedulers_on_every_optimizer_change_all_replicas_alike():
+    with replicas(2, optim=sgd) as coordinator:
+        schedulers = [
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for optimizer in coordinator.optimizers
+        ]
+        for seed in range(4):
+            coordinator.train_batch(samples_of(8, seed))
+            for scheduler in schedulers:
+                scheduler.step()
+        assert identical(coordinator)
+        assert coordinator.optimizers[1].param_groups[0]["lr"] == pytest.approx(0.1 / 16)
+
+
+def test_sync_params_gives_every_replica_the_primarys_weights():
+    other = mlp("cpu", norm=True)
+    nn.init.normal_(other[0].weight)
+    other[1].running_mean.fill_(3)
+    with replicas(3, model=lambda d: mlp(d, norm=True)) as coordinator:
+        coordinator.primary.load_state_dict(other.state_dict())
+        assert not identical(coordinator)
+        coordinator.sync_params()
+        assert identical(coordinator)
+        assert equal(state(coordinator.models[2]), state(other))
+        coordinator.train_batch(samples_of(6))
+        assert identical(coordinator)
+
+
+def test_replicas_on_devices_of_different_kinds_take_over_the_primarys_parameters(monkeypatch):
+    """Such devices round differently, so the optimizer here is made to."""
+    steps = []
+
+    class Drifting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            steps.append(threading.current_thread().name)
+            if steps[-1] != "data-parallel-0":
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.data.mul_(1 + 1e-12)
+
+    samples = samples_of(8)
+    with replicas(3, optim=lambda p: Drifting(p, 0.1)) as coordinator:
+        coordinator.train_batch(samples)
+        assert not identical(coordinator)
+        coordinator._unlike = True
+        coordinator.train_batch(samples)
+        assert identical(coordinator)
+    assert len(steps) == 6

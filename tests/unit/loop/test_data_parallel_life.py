@@ -1,0 +1,164 @@
+"""The beginning and the end of replicas in parallel: what is refused, and what is left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runtime import AverageBackend, DataParallelCoordinator, ReplicaMismatch
+from runtime.core.threads import IntraOpThreads
+from tests.support.parallel import adam, identical, loss_fn, mlp, replicas, samples_of
+
+WAIT_S = 20.0
+
+
+# -- what there is at the beginning -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"devices": []}, ValueError, "devices is empty"),
+        ({"devices": "cpu"}, TypeError, "pass a list"),
+        ({"devices": ["cpu", "tpu"]}, ValueError, "'tpu' is no device"),
+        ({"model": 3}, TypeError, "model_factory must be a function"),
+        ({"optim": None}, TypeError, "optim_factory must be a function"),
+        ({"loss": "mse"}, TypeError, "loss_fn must be a function"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm"),
+        ({"backend": "auto"}, TypeError, "pass an AverageBackend"),
+        ({"backend": AverageBackend.NCCL}, ValueError, "needs distinct CUDA devices"),
+        ({"model": lambda d: "model"}, TypeError, "return a torch.nn.Module"),
+        ({"optim": lambda p: "optimizer"}, TypeError, "return a torch.optim.Optimizer"),
+        ({"model": lambda d: nn.LazyLinear(1)}, ValueError, "is lazy"),
+        ({"model": lambda d: nn.ReLU()}, ValueError, "no parameter requires a gradient"),
+    ],
+)
+def test_wrong_arguments_are_named_and_leave_no_thread(change, error, match):
+    before = threading.enumerate()
+    given = {"model": mlp, "optim": adam, "loss": loss_fn, "devices": ["cpu"] * 2, **change}
+    names = ("model", "optim", "loss", "devices")
+    with pytest.raises(error, match=match):
+        DataParallelCoordinator(
+            *(given[n] for n in names), **{k: v for k, v in given.items() if k not in names}
+        )
+    assert [t for t in threading.enumerate() if t not in before] == []
+
+
+def test_models_that_differ_are_named_with_their_rank():
+    built = []
+
+    def growing(device):
+        built.append(nn.Linear(4, 2 + len(built)))
+        return built[-1]
+
+    with pytest.raises(ReplicaMismatch, match=r"gave rank 1 another model.*'weight'") as caught:
+        replicas(2, model=growing)
+    assert "while replica 1 was built on cpu" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_a_factory_raises_comes_out_with_its_rank(rank):
+    built = []
+
+    def factory(device):
+        built.append(device)
+        if len(built) == rank + 1:
+            raise LookupError("planted")
+        return mlp(device)
+
+    with pytest.raises(LookupError, match="planted") as caught:
+        replicas(3, model=factory)
+    # Behind rank 0 they build in any order.
+    assert ("replica 0" in caught.value.__notes__[0]) is (rank == 0)
+
+
+def test_models_are_built_one_at_a_time_and_start_from_the_primarys_weights():
+    at_work, most = [], []
+
+    def random(device):
+        at_work.append(device)
+        most.append(len(at_work))
+        model = nn.Linear(3, 3)
+        at_work.pop()
+        return model
+
+    with replicas(4, model=random) as coordinator:
+        assert identical(coordinator)
+    assert most == [1] * 4
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+def own_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("data-parallel-")]
+
+
+def test_the_cores_are_shared_out_and_given_back():
+    found = []
+
+    def look(model, samples):
+        found.append(torch.get_num_threads())
+        return loss_fn(model, samples)
+
+    before = torch.get_num_threads()
+    with replicas(2, loss=look) as coordinator:
+        coordinator.train_batch(samples_of(4))
+        assert torch.get_num_threads() == max(1, before // 2)  # the share of a rank
+    assert found == [max(1, IntraOpThreads.budget() // 2)] * 2
+    assert torch.get_num_threads() == before  # as the fixture sees to, in new threads too
+
+
+def test_threads_end_with_the_last_reference_and_keep_no_model():
+    coordinator = replicas(3)
+    coordinator.train_batch(samples_of(6))
+    threads = own_threads()
+    assert len(threads) == 3
+    model, gone = weakref.ref(coordinator.primary), weakref.ref(coordinator)
+    del coordinator
+    gc.collect()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert own_threads() == []
+    gc.collect()
+    assert (gone(), model()) == (None, None)
+
+
+def test_a_closed_coordinator_says_so_and_its_primary_still_works():
+    coordinator = replicas(2)
+    coordinator.train_batch(samples_of(4))
+    coordinator.close()
+    coordinator.close()
+    for call in (lambda: coordinator.train_batch(samples_of(4)), coordinator.sync_params):
+        with pytest.raises(RuntimeError, match="closed; build a new one"):
+            call()
+    assert coordinator.primary(samples_of(2)[0]).shape == (2, 3)
+    assert copy.deepcopy(coordinator.primary) is not None
+
+
+def test_many_coordinators_leave_nothing(caplog):
+    caplog.set_level(logging.WARNING)
+    for _ in range(15):
+        with replicas(2) as coordinator:
+            coordinator.train_batch(samples_of(4))
+    assert own_threads() == []
+    assert caplog.records == []
+
+
+def test_losses_without_a_count_of_correct_samples_are_enough():
+    def loss(model, samples):
+        return F.cross_entropy(model(samples["x"]), samples["y"])
+
+    x, y = samples_of(8)
+    with replicas(2, loss=loss) as coordinator:
+        result = coordinator.train_batch({"x": x, "y": y})
+    assert result.correct == 0
+    assert result.total == 8

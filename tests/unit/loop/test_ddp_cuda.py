@@ -1,0 +1,196 @@
+"""Means over replicas on GPUs, over the stand-in for CUDA: what waits for what."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from runtime.collective import nccl as nccl_module
+from runtime.core.errors import CollectiveAborted
+from runtime.loop import reduction as reduction_module
+from runtime.loop.reduction import GroupReduction, StagedReduction
+from tests.support.fake_cuda import CPU, GPU, FakeCuda, standing_in
+from tests.support.parallel import replicas, samples_of
+from tests.support.posing import PosingBackend
+
+OTHER_GPU = torch.device("cuda", 1)
+SHAPES = ((3, 2), (5,), ())
+
+
+@pytest.fixture
+def fake():
+    fake = FakeCuda(patience=1, allow_default=True, prompt=True)
+    with standing_in(fake):
+        yield fake
+
+
+def gradients(fake, devices, dtypes=(torch.float32, torch.float64, torch.float32)):
+    """``[rank][i]``: tensors full of ``10 ** rank``, posing as being on their devices."""
+    return [
+        [
+            fake.place(torch.full(shape, 10.0**rank, dtype=dtype), device)
+            for shape, dtype in zip(SHAPES, dtypes, strict=True)
+        ]
+        for rank, device in enumerate(devices)
+    ]
+
+
+def values(tensors):
+    return [t.unique().tolist() for own in tensors for t in own]
+
+
+@pytest.mark.parametrize("devices", [(GPU, GPU), (GPU, CPU), (CPU, GPU), (GPU, OTHER_GPU)], ids=str)
+def test_staged_gradients_become_their_weighted_mean(fake, devices):
+    tensors = gradients(fake, devices)
+    reduction = StagedReduction(devices)
+    reduction.mean_(tensors, [3, 1])
+    fake.run_all()
+    assert values(tensors) == [[3.25]] * 6
+    num_gpus = sum(device != CPU for device in devices)
+    assert len(fake.calls("copy")) == 2 * 2 * num_gpus  # two dtypes, there and back
+    reduction.close()
+    reduction.close()
+
+
+def test_what_the_stream_was_given_before_is_waited_for(fake):
+    devices = (GPU, GPU)
+    tensors = gradients(fake, devices)
+    reduction = StagedReduction(devices)
+    stream = fake.new_stream(GPU)
+    with fake.stream(stream):
+        fake.mark("backward")
+        reduction.mean_(tensors, [1, 1])
+        assert fake.done == ["backward"]
+        fake.mark("optimizer")
+    assert fake.done == ["backward"]  # nobody waits for what comes behind
+    assert values(tensors) == [[5.5]] * 6
+
+
+def test_a_call_in_another_stream_waits_until_the_last_result_has_left(fake):
+    devices = (GPU, GPU)
+    reduction = StagedReduction(devices)
+    with fake.stream(fake.new_stream(GPU)):
+        reduction.mean_(gradients(fake, devices), [1, 1])
+    fake.log.clear()
+    with fake.stream(fake.new_stream(GPU)):
+        reduction.mean_(gradients(fake, devices), [1, 1])
+    first_copy = next(i for i, entry in enumerate(fake.log) if entry[0] == "copy")
+    waited = [entry for entry in fake.log[:first_copy] if entry[0] == "wait_host"]
+    assert len(waited) >= 1
+    assert len(fake.calls("pin")) == 0  # and the memory of before serves again
+
+
+def test_pinned_memory_grows_with_what_is_used(fake):
+    reduction = StagedReduction((GPU, GPU))
+    for count in (2, 1, 2, 3, 3):
+        tensors = [own[:count] for own in gradients(fake, (GPU, GPU), [torch.float32] * 3)]
+        reduction.mean_(tensors, [1, 0])
+        fake.run_all()
+        assert values(tensors) == [[1.0]] * 2 * count
+    assert [size for _, size in fake.calls("pin")] == [44, 44, 48, 48]
+
+
+def test_strides_and_complex_gradients_come_through_the_stage(fake):
+    reduction = StagedReduction((GPU, CPU))
+    layout = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    tensors = [[torch.randn_like(layout), torch.randn(3, dtype=torch.complex64)] for _ in range(2)]
+    fake.place(tensors[1][0], CPU), fake.place(tensors[1][1], CPU)
+    expected = [(a + b) / 2 for a, b in zip(*tensors, strict=True)]
+    reduction.mean_(tensors, [1, 1])
+    fake.run_all()
+    for own in tensors:
+        assert own[0].stride() == layout.stride()
+        for mine, wanted in zip(own, expected, strict=True):
+            torch.testing.assert_close(mine, wanted)
+
+
+# -- over NCCL ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def posing_nccl(fake, monkeypatch):
+    """A reduction over two ranks that pose as being on GPUs, and NCCL's calls."""
+    calls = []
+
+    def new_backend(*args):
+        return PosingBackend(*args, calls)
+
+    def create(world_size, kind, devices, timeout_s):
+        assert (world_size, kind) == (2, "nccl")
+        return nccl_module.create_nccl_groups(devices, timeout_s)
+
+    monkeypatch.setattr(nccl_module, "new_backend", new_backend)
+    monkeypatch.setattr(reduction_module, "create_collectives", create)
+    reduction = GroupReduction((GPU, GPU), "nccl", 20.0)
+    yield reduction, calls
+    reduction.close()
+
+
+def test_nccl_averages_in_streams_of_its_own_behind_the_callers(fake, posing_nccl):
+    reduction, calls = posing_nccl
+    tensors = gradients(fake, (GPU, GPU))
+    with fake.stream(fake.new_stream(GPU)):
+        fake.mark("backward")
+        fake.log.clear()
+        reduction.mean_(tensors, [3, 1])
+        assert "backward" in fake.done  # the exchange's stream waited for it
+    assert len(fake.calls("wait")) == 2
+    assert values(tensors) == [[3.25]] * 6
+    assert sorted(calls).count(("allreduce", 0)) == 2  # one for each dtype
+    reduction.close()
+    assert {rank for name, rank in calls if name == "shutdown"} == {0, 1}
+    assert not [t for t in threading.enumerate() if t.name.startswith("ddp-")]
+
+
+def test_an_aborted_exchange_leaves_the_gradients(fake, posing_nccl):
+    reduction, calls = posing_nccl
+    tensors = gradients(fake, (GPU, GPU))
+    reduction._ends[0].abort()
+    with pytest.raises(CollectiveAborted):
+        reduction.mean_(tensors, [1, 1])
+    assert values(tensors) == [[1.0]] * 3 + [[10.0]] * 3
+    reduction.close()
+    assert {rank for name, rank in calls if name == "abort"} == {0, 1}
+
+
+def test_a_group_whose_threads_cannot_start_is_closed(monkeypatch):
+    ends = []
+
+    def create(*args):
+        ends.extend(original(*args))
+        return ends
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("can't start new thread")
+
+    original = reduction_module.create_collectives
+    monkeypatch.setattr(reduction_module, "create_collectives", create)
+    monkeypatch.setattr(reduction_module, "RankThreads", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        GroupReduction((CPU, CPU), "gloo")
+    assert len(ends) == 2
+    for end in ends:
+        with pytest.raises(CollectiveAborted):
+            end.barrier()
+
+
+# -- replicas in parallel -----------------------------------------------------------------------
+
+
+def test_replicas_wait_for_what_the_callers_streams_were_given(fake):
+    x, y = samples_of(6)
+    fake.place(x, OTHER_GPU), fake.place(y, CPU)
+    with replicas(3) as coordinator:
+        fake.log.clear()
+        with fake.stream(fake.new_stream(OTHER_GPU)):
+            fake.mark("samples")
+            coordinator.train_batch((x, y))
+        assert len(fake.calls("record")) == 1
+        assert len(fake.calls("wait")) == 3
+        fake.run_all()
+        assert fake.done == ["samples"]
+        fake.log.clear()
+        coordinator.train_batch((fake.place(x.clone(), CPU), y))
+        assert fake.calls("wait") == []

@@ -1,0 +1,375 @@
+"""What happens when a replica fails, and how the threads end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runtime import GpuWorkerError, ReplicaFailed, Trainer
+from runtime.loop import engine as team_file
+from runtime.loop import runner as replicas_file
+from runtime.loop.replica import LoopReplica
+from runtime.loop.runner import Job
+from tests.support.own_loop import (
+    NUM_FEATURES,
+    WAIT_S,
+    OneDevice,
+    adamw,
+    assert_close,
+    assert_identical,
+    gradients_travel,
+    make_batch,
+    make_net,
+    on_cpus,
+    sgd,
+    train_step,
+)
+
+FAST_S = 5.0
+"""A failure comes out at once, and not by a timeout."""
+
+
+@pytest.fixture(autouse=True, scope="module", params=["directly", "meeting"])
+def way(request):
+    with gradients_travel(request.param):
+        yield request.param
+
+
+def on_rank(rank):
+    return threading.current_thread().name.endswith(f"-{rank}")
+
+
+class Bomb(nn.Module):
+    """A net that raises on the ranks that are set, in forward or in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+        self.forward_ranks = self.backward_ranks = ()
+
+    def forward(self, x):
+        if any(on_rank(rank) for rank in self.forward_ranks):
+            raise ZeroDivisionError("forward went wrong")
+        out = self.net(x)
+        if out.requires_grad:
+            out.register_hook(self._check)
+        return out
+
+    def _check(self, grad):
+        if any(on_rank(rank) for rank in self.backward_ranks):
+            raise ZeroDivisionError("backward went wrong")
+
+
+def goes_on_as_one_device(model, alone):
+    x, y = make_batch(7)
+    train_step(model, x, y)
+    train_step(alone, x, y)
+    assert_identical(model)
+    assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_error_in_forward_names_the_rank_and_the_module_goes_on(rank):
+    net = Bomb()
+    alone = OneDevice(net)
+    with on_cpus(net, 3) as model:
+        goes_on_as_one_device(model, alone)
+        model.forward_ranks = (rank,)
+        with pytest.raises(ReplicaFailed, match=f"rank {rank} on cpu failed in forward") as found:
+            model(make_batch(6)[0])
+        assert isinstance(found.value.__cause__, ZeroDivisionError)
+        assert (found.value.rank, found.value.what) == (rank, "forward")
+        model.forward_ranks = ()
+        goes_on_as_one_device(model, alone)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_error_in_backward_names_the_rank_and_its_gradients_are_dropped(rank):
+    net = Bomb()
+    alone = OneDevice(net)
+    with on_cpus(net, 3) as model:
+        model.backward_ranks = (rank,)
+        out = model(make_batch(6)[0])
+        start = time.monotonic()
+        with pytest.raises(ReplicaFailed, match=f"rank {rank} on cpu failed in backward"):
+            out.sum().backward()
+        assert time.monotonic() - start < FAST_S
+        assert all(p.grad is None for r in model.replicas for p in r.parameters())
+        model.backward_ranks = ()
+        goes_on_as_one_device(model, alone)
+
+
+def test_errors_of_several_ranks_are_all_told():
+    net = Bomb()
+    net.forward_ranks = (1, 2)
+    with on_cpus(net, 3) as model:
+        with pytest.raises(ReplicaFailed, match="rank 1") as found:
+            model(make_batch(6)[0])
+        assert any("rank 2 failed too" in note for note in found.value.__notes__)
+
+
+class Grenade(torch.optim.SGD):
+    """Raises on one rank, before or after it has stepped."""
+
+    when: str | None = None
+
+    def step(self, closure=None):
+        if on_rank(1) and self.when == "before":
+            raise ZeroDivisionError("step went wrong")
+        super().step()
+        if on_rank(1) and self.when == "after":
+            raise ZeroDivisionError("step went wrong")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_in_a_step_leaves_the_replicas_at_rank_zeros_state(when, monkeypatch):
+    net = make_net()
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    alone = OneDevice(net, lambda params: torch.optim.SGD(params, **momentum))
+    with on_cpus(net, 3, lambda params: Grenade(params, **momentum)) as model:
+        goes_on_as_one_device(model, alone)
+        monkeypatch.setattr(Grenade, "when", when)
+        x, y = make_batch(5)
+        with pytest.raises(ReplicaFailed, match="rank 1 on cpu failed in step"):
+            train_step(model, x, y)
+        monkeypatch.setattr(Grenade, "when", None)
+        train_step(alone, x, y)  # as rank 0 did
+        goes_on_as_one_device(model, alone)
+
+
+def test_a_rank_that_fails_before_the_reduction_wakes_its_peers():
+    net = make_net()
+    with on_cpus(net, 2) as model:
+        F.cross_entropy(model(make_batch(5)[0]), make_batch(5)[1]).backward()
+        rank0 = net[0].weight
+        kept = rank0.data
+        rank0.data = kept.clone()  # moved out of the flat tensor
+        start = time.monotonic()
+        with pytest.raises(ReplicaFailed, match=r"rank 0.*moved to other memory"):
+            model.step()
+        assert time.monotonic() - start < FAST_S
+        rank0.data = kept
+        train_step(model, *make_batch(5))
+        assert_identical(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("num_given", [0, 1])
+def test_gradients_that_reach_some_replicas_alone_are_dropped(num_given, error, monkeypatch):
+    """The step ends while the caller hands rank 0's gradients out."""
+    given = []
+
+    def take_from(replica, first):
+        if len(given) == num_given:
+            raise error
+        given.append(replica)
+        plain(replica, first)
+
+    plain = LoopReplica.take_from
+    with gradients_travel("directly"), on_cpus(make_net(), 3, adamw) as model:
+        train_step(model, *make_batch(6))
+        alone = twin(model)
+        x, y = make_batch(7)
+        F.cross_entropy(model(x), y).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(LoopReplica, "take_from", take_from)
+            with pytest.raises((error, ReplicaFailed)):
+                model.step()
+        assert all(p.grad is None for replica in model.replicas for p in replica.parameters())
+        model.optimizer.zero_grad()
+        train_step(model, x, y)
+        train_step(alone, x, y)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "step"])
+def test_a_caller_that_is_interrupted_can_go_on(what, monkeypatch):
+    """Ctrl-C comes while the replicas work; what they still do harms nothing."""
+    net = make_net()
+    x, y = make_batch(6)
+    wait = Job.wait
+
+    def interrupted(job, threads):
+        monkeypatch.setattr(Job, "wait", wait)
+        raise KeyboardInterrupt
+
+    def interrupt():
+        monkeypatch.setattr(Job, "wait", interrupted)
+
+    with on_cpus(net, 2, adamw) as model:
+        train_step(model, x, y)
+        alone = twin(model)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            if what == "forward":
+                interrupt()
+            loss = F.cross_entropy(model(x), y)
+            if what == "backward":
+                interrupt()
+            loss.backward()
+            interrupt()
+            model.step()
+        if what == "step":  # which was made, or was not
+            model.sync_params()
+            alone = twin(model)
+        for _ in range(2):
+            train_step(model, x, y)
+            train_step(alone, x, y)
+            assert_identical(model)
+            assert_close(model, alone.model)
+
+
+def twin(model):
+    """A plain loop that goes on from where a model stands."""
+    alone = OneDevice(model.module, adamw)
+    alone.optimizer.load_state_dict(copy.deepcopy(model.optimizer_state_dict()))
+    return alone
+
+
+def test_a_replica_that_calls_the_model_it_is_part_of_is_refused():
+    net = Bomb()
+    with on_cpus(net, 2) as model:
+        holder = [model]
+        net.net.register_forward_pre_hook(lambda m, args: holder[0](*args))
+        with pytest.raises(ReplicaFailed, match="cannot call the model that it is a part of"):
+            model(make_batch(4)[0])
+
+
+def replica_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("replica-")]
+
+
+def test_close_ends_the_threads_and_keeps_the_module():
+    model = Trainer.setup(make_net(), sgd, ["cpu"] * 3)
+    threads = replica_threads()
+    assert len(threads) == 3
+    assert all(thread.daemon for thread in threads)
+    model.close()
+    model.close()
+    assert replica_threads() == []
+    x, _ = make_batch(4)
+    with pytest.raises(RuntimeError, match="was closed"):
+        model(x)
+    assert model.module(x).shape == (4, 3)
+    assert len(model.state_dict()) == 6
+
+
+def test_threads_end_when_the_module_and_its_outputs_are_collected():
+    model = Trainer.setup(make_net(), sgd, ["cpu"] * 2)
+    out = model(make_batch(4)[0])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    threads = replica_threads()
+    assert len(threads) == 2  # the graph still needs them
+    out.sum().backward()
+    del out
+    gc.collect()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert replica_threads() == []
+
+
+def test_replicas_are_freed_with_the_module():
+    model = Trainer.setup(make_net(), adamw, ["cpu"] * 2)
+    train_step(model, *make_batch(4))
+    refs = [weakref.ref(replica) for replica in model.replicas]
+    threads = replica_threads()
+    del model
+    gc.collect()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_activations_are_freed_by_backward():
+    held = []
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            hidden = x * self.w
+            out = hidden.square() * 2
+            held.extend((weakref.ref(hidden), weakref.ref(out)))
+            return out
+
+    with on_cpus(Held(), 2) as model:
+        out = model(torch.ones(4, 3))
+        loss = out.sum()
+        loss.backward()
+        assert out.shape == (4, 3)  # still held by the caller, as in a loop
+        assert [ref() for ref in held] == [None] * 4
+
+
+def test_setup_that_fails_leaves_no_thread():
+    def factory(device):
+        if replica_threads() and on_rank(1):
+            raise ZeroDivisionError("no model")
+        return make_net()
+
+    with pytest.raises(ZeroDivisionError, match="no model") as found:
+        Trainer.setup(factory, sgd, ["cpu"] * 2)
+    assert "rank 1" in found.value.__notes__[0]
+    del found
+    assert replica_threads() == []
+
+
+def test_a_thread_stuck_in_the_model_is_named_by_close(monkeypatch):
+    monkeypatch.setattr(replicas_file, "END_S", 0.1)
+    monkeypatch.setattr(team_file, "END_S", 0.1)
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Stuck(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            if on_rank(1):
+                entered.set()
+                assert go_on.wait(WAIT_S)
+            return x * self.w
+
+    model = Trainer.setup(Stuck(), sgd, ["cpu"] * 2)
+    caller = threading.Thread(target=lambda: model(torch.ones(2)))
+    caller.start()
+    assert entered.wait(WAIT_S)
+    try:
+        with pytest.raises(GpuWorkerError, match="-1;"):
+            model.close()
+    finally:
+        go_on.set()
+        caller.join(WAIT_S)
+
+
+def test_a_program_that_never_closes_its_model_ends_in_silence():
+    code = (
+        "import torch\n"
+        "from torch import nn\n"
+        "from runtime import Trainer\n"
+        f"net = nn.Linear({NUM_FEATURES}, 2)\n"
+        "model = Trainer.setup(net, lambda p: torch.optim.SGD(p, 0.1), ['cpu', 'cpu'])\n"
+        f"out = model(torch.ones(4, {NUM_FEATURES}))\n"
+        "out.sum().backward()\n"
+        "model.step()\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=root, capture_output=True, timeout=50
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

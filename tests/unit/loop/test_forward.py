@@ -1,0 +1,370 @@
+"""One batch over several replicas: what goes in, what comes out, and where it runs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from runtime import DdpConfig, Trainer
+from runtime.loop.balance import share_out, shares_of
+from runtime.loop.scatter import Scatter
+from tests.support.own_loop import (
+    NUM_FEATURES,
+    WAIT_S,
+    assert_identical,
+    make_net,
+    on_cpus,
+    sgd,
+)
+
+CPU = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+    extra: object = None
+
+
+class Echo(nn.Module):
+    """Returns what a function makes of its inputs, times a parameter."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.make = make
+
+    def forward(self, *args, **kwargs):
+        return self.make(self, *args, **kwargs)
+
+
+def numbers(n, width=1):
+    return torch.arange(n * width, dtype=torch.float64).view(n, width)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7))
+def test_pieces_are_complete_and_disjoint(num_samples, weights):
+    x = numbers(num_samples)
+    scatter = Scatter((x,), {"twice": [x * 2]})
+    start, found, twice = 0, [], []
+    for size in share_out(num_samples, shares_of(weights)):
+        piece = scatter.piece(start, start + size, CPU)
+        found += piece.args[0].flatten().tolist()
+        twice += piece.kwargs["twice"][0].flatten().tolist()
+        start += size
+    assert found == x.flatten().tolist()
+    assert twice == (x * 2).flatten().tolist()
+
+
+def nested(model, x, *, more, flag):
+    assert flag == "on"
+    left, (right, scale) = more["left"], more["right"]
+    return (x * model.w + left) * scale + right
+
+
+def test_nested_positional_and_keyword_inputs_are_cut_alike():
+    x, left, right = numbers(7), numbers(7) * 10, numbers(7) * 100
+    more = {"left": left, "right": Pair(right, torch.tensor(3.0, dtype=torch.float64))}
+    with on_cpus(Echo(nested), 3) as model:
+        out = model(x, more=more, flag="on")
+        assert torch.equal(out, (x + left) * 3 + right)
+        out.sum().backward()
+        assert model.w.grad == (x * 3).sum()
+
+
+def several(model, x):
+    y = x * model.w
+    inner = OrderedDict(b=y[:, 0], a=(y, [y * 2, None]))
+    table = defaultdict(list)
+    table["rows"] = y
+    return Pair(inner, [Output(logits=y, extra=("text", 3, CPU)), table, y.argmax(1), y.mean()])
+
+
+def test_nested_outputs_come_back_as_one_device_gives_them():
+    x = torch.randn(7, 2, dtype=torch.float64)
+    echo = Echo(several)
+    expected = echo(x)
+    with on_cpus(echo, 3) as model:
+        out = model(x)
+    assert type(out) is Pair
+    assert type(out.left) is OrderedDict
+    assert list(out.left) == ["b", "a"]
+    assert torch.equal(out.left["b"], expected.left["b"])
+    assert type(out.left["a"]) is tuple
+    assert torch.equal(out.left["a"][1][0], expected.left["a"][1][0])
+    assert out.left["a"][1][1] is None
+    output, table, indices, mean = out.right
+    assert type(output) is Output
+    assert output.extra == ("text", 3, CPU)
+    assert torch.equal(output.logits, expected.right[0].logits)
+    assert type(table) is defaultdict
+    assert table.default_factory is list
+    assert torch.equal(indices, expected.right[2])
+    assert not indices.requires_grad
+    assert mean.shape == ()
+    assert torch.allclose(mean, expected.right[3], rtol=1e-12)
+
+
+def test_an_output_of_several_rows_for_each_sample_keeps_their_order():
+    x = numbers(5, 4)
+    with on_cpus(Echo(lambda m, x: (x * m.w).view(-1, 2)), 2) as model:
+        assert torch.equal(model(x), x.view(-1, 2))
+
+
+def test_a_mean_loss_as_output_is_weighted_by_samples():
+    """S18: with unequal pieces the mean of means would be another number."""
+    x = torch.randn(7, 1, dtype=torch.float64)
+    with on_cpus(Echo(lambda m, x: (x * m.w).square().mean()), 2) as model:
+        loss = model(x)
+        assert torch.allclose(loss, x.square().mean(), rtol=1e-12)
+        loss.backward()
+        assert torch.allclose(model.w.grad, 2 * x.square().mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3])
+def test_a_batch_smaller_than_the_devices_runs_on_the_first_of_them(num_samples):
+    ran = []
+    lock = threading.Lock()
+
+    def note(model, x):
+        with lock:
+            ran.append(len(x))
+        return x * model.w
+
+    with on_cpus(Echo(note), 4) as model:
+        x = numbers(num_samples)
+        out = model(x)
+        assert torch.equal(out, x)
+        assert ran == [1] * num_samples
+        out.sum().backward()
+        assert model.w.grad == x.sum()
+        model.step()
+        assert_identical(model)
+
+
+def test_a_batch_without_samples_runs_on_the_first_device():
+    with on_cpus(make_net(), 2) as model:
+        assert model(torch.empty(0, NUM_FEATURES, dtype=torch.float64)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_output_has_no_graph(mode):
+    net = make_net()
+    x = torch.randn(5, NUM_FEATURES, dtype=torch.float64)
+    expected = net(x)
+    with on_cpus(net, 2) as model:
+        model.eval()
+        with mode():
+            out = model(x)
+    assert not out.requires_grad
+    assert torch.allclose(out, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_callers_gradient_mode_holds_in_the_replicas(mode):
+    found = []
+
+    def note(model, x):
+        found.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return x * model.w
+
+    with on_cpus(Echo(note), 2) as model, mode():
+        expected = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        model(numbers(4))
+    assert found == [expected] * 2
+
+
+def test_autocast_of_the_caller_holds_in_the_replicas():
+    with on_cpus(make_net(torch.float32), 2) as model:
+        x = torch.randn(4, NUM_FEATURES)
+        assert model(x).dtype is torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype is torch.bfloat16
+
+
+class Meeting(torch.autograd.Function):
+    """Waits in forward and in backward until all replicas are there."""
+
+    barrier = None
+    threads = None
+
+    @staticmethod
+    def forward(ctx, x):
+        Meeting.barrier.wait(WAIT_S)
+        Meeting.threads["forward"].add(threading.current_thread().name)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Meeting.barrier.wait(WAIT_S)
+        Meeting.threads["backward"].add(threading.current_thread().name)
+        return grad
+
+
+def test_replicas_run_forward_and_backward_at_the_same_time_in_threads_of_their_own():
+    Meeting.barrier, Meeting.threads = threading.Barrier(3), defaultdict(set)
+    with on_cpus(Echo(lambda m, x: Meeting.apply(x * m.w)), 3) as model:
+        model(numbers(6)).sum().backward()
+        model.step()
+    assert len(Meeting.threads["forward"]) == 3
+    assert Meeting.threads["forward"] == Meeting.threads["backward"]
+    assert threading.current_thread().name not in Meeting.threads["forward"]
+
+
+@pytest.fixture
+def num_threads():
+    """More than one intra-op thread, whatever the machine; put back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+def test_cpu_replicas_and_the_caller_share_the_cores_until_the_end(num_threads):
+    found = []
+
+    def note(model, x):
+        found.append(torch.get_num_threads())
+        return x * model.w
+
+    with on_cpus(Echo(note), 2) as model, on_cpus(Echo(note), 2) as other:
+        model(numbers(2))
+        other(numbers(2))
+        assert torch.get_num_threads() == 1
+    assert found == [1] * 4
+    assert torch.get_num_threads() == num_threads
+
+
+def test_a_caller_that_never_closes_has_its_cores_again(num_threads):
+    model = Trainer.setup(make_net(), sgd, ["cpu", "cpu"])
+    assert torch.get_num_threads() == 1
+    threads = [t for t in threading.enumerate() if t.name.startswith("replica-")]
+    del model
+    gc.collect()
+    assert torch.get_num_threads() == num_threads
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_a_model_that_another_thread_closes_is_no_loss_to_the_next_one(num_threads):
+    model = Trainer.setup(make_net(), sgd, ["cpu", "cpu"])
+    closer = threading.Thread(target=model.close)
+    closer.start()
+    closer.join(WAIT_S)
+    assert torch.get_num_threads() == 1
+    with on_cpus(make_net(), 2):
+        pass
+    assert torch.get_num_threads() == num_threads
+
+
+def test_intra_op_threads_set_meanwhile_stay(num_threads):
+    with on_cpus(make_net(), 3):
+        torch.set_num_threads(7)
+    assert torch.get_num_threads() == 7
+
+
+def test_work_is_shared_out_by_measured_throughput():
+    calibrated = []
+
+    def slow_in_one_thread(model, x):
+        if threading.current_thread().name.endswith("-1"):
+            threading.Event().wait(0.002 * len(x))
+        return x * model.w
+
+    with on_cpus(Echo(slow_in_one_thread), 2) as model:
+        assert model.chunk_ratios == (0.5, 0.5)
+        for _ in range(10):
+            calibrated.append(model.chunk_ratios)
+            model(numbers(4)).sum().backward()
+            model.step()
+        assert set(calibrated) == {(0.5, 0.5)}
+        assert model.chunk_ratios[0] > 0.6
+        assert sum(model.chunk_ratios) == pytest.approx(1.0)
+
+
+def test_a_speed_hint_gives_the_first_ratios():
+    config = DdpConfig(speed_hint=(0, 3.0), max_anchor=0)
+    sizes = []
+    lock = threading.Lock()
+
+    def note(model, x):
+        with lock:
+            sizes.append((threading.current_thread().name[-1], len(x)))
+        threading.Event().wait(0.003 * len(x))  # alike, against the hint
+        return x * model.w
+
+    with on_cpus(Echo(note), 2, config=config) as model:
+        assert model.chunk_ratios == (0.25, 0.75)
+        model(numbers(8)).sum().backward()
+        assert sorted(sizes) == [("0", 2), ("1", 6)]
+        model.step()
+        assert model.chunk_ratios[0] > 0.3
+
+
+# -- what cannot work ------------------------------------------------------------------------
+
+
+def refused(make, *args, error, match, **kwargs):
+    with on_cpus(Echo(make), 2, sgd) as model:
+        with pytest.raises(error, match=match):
+            model(*args, **kwargs)
+        model.make = lambda m, x: x * m.w
+        assert torch.equal(model(numbers(3)), numbers(3))  # and goes on
+
+
+def test_inputs_without_a_batch_are_refused():
+    refused(lambda m, *a: m.w, 3, torch.tensor(1.0), error=ValueError, match="dimension to share")
+
+
+def test_inputs_of_different_sizes_are_refused():
+    refused(
+        lambda m, *a: m.w, numbers(3), numbers(4), error=ValueError, match=r"\(3, 1\), \(4, 1\)"
+    )
+
+
+def test_numpy_inputs_are_refused():
+    refused(lambda m, *a: m.w, np.zeros(3), error=TypeError, match="as_tensor")
+
+
+def test_sparse_inputs_are_refused():
+    sparse = torch.eye(3).to_sparse()
+    refused(lambda m, *a: m.w, sparse, error=TypeError, match="dense")
+
+
+def test_packed_sequences_are_refused():
+    packed = pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([3, 2]))
+    refused(lambda m, *a: m.w, packed, error=TypeError, match="padded")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda m, x: x.sum(0), ValueError, "batch first"),
+        (lambda m, x: (x * m.w).T, ValueError, "batch first"),
+        (lambda m, x: torch.tensor(len(x)), ValueError, "one value for each sample"),
+        (lambda m, x: {"n": len(x)}, ValueError, "rank 1 returned another output"),
+        (lambda m, x: (x,) * len(x), ValueError, "rank 1 returned another output"),
+        (lambda m, x: x if len(x) > 1 else [x], ValueError, "rank 1 returned another output"),
+        (lambda m, x: {x, m.w}, RuntimeError, "rank 0.*TypeError.*a set"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together_are_refused(make, error, match):
+    refused(make, numbers(3), error=error, match=match)

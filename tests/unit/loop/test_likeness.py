@@ -1,0 +1,467 @@
+"""What the caller does to the model or its optimizer from outside holds for every replica."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+from runtime.loop import module as build
+from runtime.loop import replica as replica_file
+from tests.support.own_loop import (
+    NUM_FEATURES,
+    OneDevice,
+    adamw,
+    assert_close,
+    assert_identical,
+    make_batch,
+    make_net,
+    on_cpus,
+    train_step,
+)
+
+one_or_two = pytest.mark.parametrize("num_devices", [1, 2])
+
+
+# -- buffers -----------------------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    """A net whose output depends on a buffer in every mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+        self.register_buffer("shift", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.net(x) + self.shift
+
+
+def in_place(net):
+    net.shift.fill_(2.0)
+
+
+def replaced(net):
+    net.shift = torch.full((3,), 2.0, dtype=torch.float64)
+
+
+def loaded(net):
+    net.load_state_dict({"shift": torch.full((3,), 2.0, dtype=torch.float64)}, strict=False)
+
+
+@pytest.mark.parametrize("change", [in_place, replaced, loaded])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_buffer_changed_by_the_caller_reaches_the_replicas_before_they_compute(change, training):
+    net = Shifted()
+    x, y = make_batch(6)
+    with on_cpus(net, 3) as model:
+        train_step(model, x, y)
+        model.train(training)
+        model(x)
+        change(net)
+        assert_close([model(x)], [net(x)])
+        assert_identical(model)
+        change(net)
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+def test_a_buffer_changed_between_forward_and_backward_reaches_the_replicas():
+    net = Shifted().eval()
+    x, y = make_batch(6)
+    with on_cpus(net, 2) as model:
+        model.eval()
+        loss = F.cross_entropy(model(x), y)
+        in_place(net)
+        loss.backward()
+        assert_close([model(x)], [net(x)])
+
+
+def test_statistics_of_the_first_replicas_own_forward_are_no_change_of_the_callers(monkeypatch):
+    copies = []
+    copy_buffers = replica_file.LoopReplica.copy_buffers
+
+    def counted(replica, first):
+        copies.append(replica.rank)
+        copy_buffers(replica, first)
+
+    monkeypatch.setattr(replica_file.LoopReplica, "copy_buffers", counted)
+    net = nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.BatchNorm1d(4)).double()
+    with on_cpus(net, 3) as model:
+        for _ in range(3):
+            for _ in range(2):  # they differ until the step
+                model(make_batch(12)[0]).square().mean().backward()
+            first, second, _ = (r[1].running_mean for r in model.replicas)
+            assert not torch.equal(first, second)
+            model.step()
+            assert_identical(model)
+        assert sorted(copies) == [1] * 3 + [2] * 3  # once for each step
+
+
+def test_statistics_are_those_of_the_first_device_where_a_part_goes_into_eval_mode():
+    net = nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.BatchNorm1d(4)).double()
+    with on_cpus(net, 2) as model:
+        x, _ = make_batch(12)
+        model(x)
+        net[1].eval()
+        assert_close([model(x)], [net(x)])
+
+
+def test_a_buffer_of_another_shape_is_refused_and_the_model_goes_on():
+    net = Shifted()
+    x, _ = make_batch(6)
+    with on_cpus(net, 2) as model:
+        net.shift = torch.ones(1, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match=r"'shift' was replaced by one of shape \(1,\)"):
+            model(x)
+        replaced(net)
+        assert_close([model(x)], [net(x)])
+
+
+class Keeping(nn.Module):
+    """Replaces a buffer in forward, as a cache does."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x):
+        self.last = self.last + 1
+        return x * self.w + self.last
+
+
+@pytest.mark.parametrize("through_collective", [True, False])
+def test_buffers_made_in_inference_mode_can_be_trained_on(through_collective):
+    net = Keeping()
+    with on_cpus(net, 2) as model:
+        model._engine._on_cpu = not through_collective
+        with torch.inference_mode():
+            model(torch.ones(4, 3))
+        model.step()
+        assert_identical(model)
+        with torch.no_grad():
+            net.w.fill_(2.0)
+        model(torch.ones(4, 3)).sum().backward()
+        model.step()
+        assert_identical(model)
+
+
+# -- attributes and parts ----------------------------------------------------------------------
+
+
+@one_or_two
+def test_tensors_set_as_attributes_are_each_replicas_own(num_devices):
+    with on_cpus(Shifted(), num_devices) as model:
+        mask, table = torch.ones(3), {"a": [torch.zeros(2), 1]}
+        model.mask, model.table = mask, table
+        assert model.mask is mask
+        assert model.module.table is table
+        for replica in model.replicas[1:]:
+            assert torch.equal(replica.mask, mask)
+            assert replica.mask.data_ptr() != mask.data_ptr()
+            assert torch.equal(replica.table["a"][0], torch.zeros(2))
+            assert replica.table["a"][0] is not table["a"][0]
+            assert replica.table["a"][1] == 1
+        x, y = make_batch(6)
+        model.shift = torch.full((3,), 3.0, dtype=torch.float64)
+        assert_close([model(x)], [model.module(x)])
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+def test_a_tensor_set_as_an_attribute_is_moved_to_each_device():
+    assert replica_file.placed(torch.ones(2), torch.device("meta"), copy=False).is_meta
+    moved = replica_file.placed([{"a": (torch.ones(2), None)}], torch.device("meta"), copy=False)
+    assert moved[0]["a"][0].is_meta
+
+
+@one_or_two
+def test_a_tensor_with_a_gradient_cannot_be_an_attribute(num_devices):
+    with on_cpus(Shifted(), num_devices) as model:
+        with pytest.raises(ValueError, match="requires a gradient"):
+            model.prompt = [torch.ones(3, requires_grad=True)]
+        assert not hasattr(model.module, "prompt")
+
+
+@one_or_two
+def test_an_attribute_of_the_models_own_with_an_underscore_reaches_all(num_devices):
+    class Private(Shifted):
+        _factor = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self._factor
+
+    net = Private()
+    with on_cpus(net, num_devices) as model:
+        model._factor = 3.0
+        model._note = "mine"
+        assert [r._factor for r in model.replicas] == [3.0] * num_devices
+        assert not hasattr(net, "_note")
+        assert model._note == "mine"
+
+
+@one_or_two
+def test_a_buffer_registered_on_the_way_is_in_all_replicas(num_devices):
+    net = make_net()
+    with on_cpus(net, num_devices) as model:
+        model.register_buffer("seen", torch.zeros(2))
+        model.register_buffer("scratch", torch.zeros(1), persistent=False)
+        assert [r.seen.tolist() for r in model.replicas] == [[0.0, 0.0]] * num_devices
+        assert "seen" in model.state_dict()
+        assert "scratch" not in model.state_dict()
+        assert len({r.seen.data_ptr() for r in model.replicas}) == num_devices
+        net.seen.fill_(4.0)
+        train_step(model, *make_batch(5))
+        assert_identical(model)
+        with pytest.raises(KeyError, match="already exists"):
+            model.register_buffer("0", torch.zeros(2))
+
+
+def test_a_buffer_may_change_its_shape_where_all_replicas_are_told():
+    with on_cpus(Shifted(), 2) as model:
+        model._engine._on_cpu = False  # buffers travel through the collective
+        for size in (3, 1, 3):
+            model.shift = torch.ones(size, dtype=torch.float64)
+            train_step(model, *make_batch(5))
+            assert_identical(model)
+
+
+@one_or_two
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda m: m.register_parameter("extra", nn.Parameter(torch.ones(1))),
+        lambda m: m.add_module("extra", nn.Linear(1, 1)),
+        lambda m: m.register_module("extra", nn.Linear(1, 1)),
+        lambda m: m.set_submodule("0.extra", nn.Linear(1, 1)),
+        lambda m: setattr(m, "extra", nn.Parameter(torch.ones(1))),
+    ],
+)
+def test_parameters_and_parts_cannot_be_added(add, num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        with pytest.raises(RuntimeError, match=r"extra'.*before Trainer\.setup"):
+            add(model)
+        train_step(model, *make_batch(5))
+
+
+def test_a_part_or_parameter_that_was_replaced_is_told_and_can_be_put_back():
+    net = make_net()
+    linear = net[0]
+    kept = dict(net[3].named_parameters())
+    x, y = make_batch(5)
+    with on_cpus(net, 2) as model:
+        net[0] = nn.Linear(NUM_FEATURES, 8).double()
+        with pytest.raises(RuntimeError, match="'0' of a Sequential was replaced"):
+            model(x)
+        net[0] = linear
+        net[3].load_state_dict(make_net()[3].state_dict(), assign=True)
+        with pytest.raises(RuntimeError, match="without assign"):
+            model.step()
+        for name, p in kept.items():
+            setattr(net[3], name, p)
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+# -- the optimizer's groups --------------------------------------------------------------------
+
+
+def of_the_head(params):
+    return torch.optim.AdamW(list(params)[-2:], 1e-2)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_a_parameter_group_added_on_the_way_is_trained_by_all(num_devices):
+    net = make_net()
+    alone = OneDevice(net, of_the_head)
+    with on_cpus(net, num_devices, of_the_head) as model:
+        for step in range(4):
+            if step == 1:
+                for loop in (model.optimizer, net), (alone.optimizer, alone.model):
+                    loop[0].add_param_group({"params": [*loop[1][0].parameters()], "lr": 0.05})
+            x, y = make_batch(7)
+            train_step(model, x, y)
+            train_step(alone, x, y)
+            alone.model.zero_grad()  # of what its optimizer does not hold yet
+            assert_identical(model)
+            assert_close(model, alone.model)
+        assert [len(o.param_groups) for o in model.optimizers] == [2] * num_devices
+        model.load_optimizer_state_dict(model.optimizer_state_dict())
+        model.optimizer.param_groups.pop()
+        train_step(model, *make_batch(7))
+        assert [len(o.param_groups) for o in model.optimizers] == [1] * num_devices
+        assert all(
+            torch.equal(a, b)
+            for r in model.replicas
+            for a, b in zip(net.parameters(), r.parameters(), strict=True)
+        )
+
+
+def test_a_parameter_that_is_not_trained_here_is_taken_out_again():
+    net = make_net()
+    net[0].requires_grad_(False)
+    with on_cpus(net, 2) as model:
+        train_step(model, *make_batch(5))
+        net[0].requires_grad_(True)
+        model.optimizer.add_param_group({"params": list(net[0].parameters())})
+        x, y = make_batch(5)
+        with pytest.raises(ValueError, match=r"required a gradient in Trainer\.setup"):
+            model(x)
+        assert len(model.optimizer.param_groups) == 1
+        net[0].requires_grad_(False)
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+@one_or_two
+def test_a_scale_holds_for_a_group_that_was_added_and_a_scheduler_is_to_be_set_again(num_devices):
+    net = make_net()
+
+    def optim(params):
+        return torch.optim.SGD(list(params)[-2:], 0.1)
+
+    with on_cpus(net, num_devices, optim) as model:
+        model.set_lr_scale(0.5)
+        model.optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 1.0})
+        train_step(model, *make_batch(4))
+        assert [g["lr"] for g in model.optimizer.param_groups] == pytest.approx([0.05, 0.5])
+        model.set_scheduler(lambda o: StepLR(o, step_size=1, gamma=0.1))
+        assert [g["lr"] for g in model.optimizer.param_groups] == pytest.approx([0.05, 0.5])
+        model.optimizer.add_param_group({"params": list(net[2].parameters()), "lr": 1.0})
+        with pytest.raises(RuntimeError, match=r"set_scheduler\(\.\.\.\) again"):
+            train_step(model, *make_batch(4))
+        model.set_scheduler(lambda o: StepLR(o, step_size=1, gamma=0.1))
+        model.zero_grad()
+        train_step(model, *make_batch(4))
+        rates = [g["lr"] for g in model.optimizer.param_groups]
+        assert rates == pytest.approx([0.005, 0.05, 0.05])
+        assert_identical(model)
+
+
+def test_a_state_of_the_optimizer_is_copied_and_not_shared():
+    with on_cpus(make_net(), 2, adamw) as model:
+        train_step(model, *make_batch(5))
+        model.load_optimizer_state_dict(model.optimizer_state_dict())
+        states = [list(o.state.values()) for o in model.optimizers]
+        for first, second in zip(*states, strict=True):
+            assert all(first[key] is not second[key] for key in first)
+        train_step(model, *make_batch(5))
+        assert_identical(model)
+
+
+# -- drift -------------------------------------------------------------------------------------
+
+
+class Drifting(torch.optim.SGD):
+    """Two kinds of devices: all but the first one step a little differently."""
+
+    made = 0
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        self.error = 1e-3 * (Drifting.made > 0)
+        Drifting.made += 1
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(self.error)
+
+
+@pytest.mark.parametrize("unlike", [True, False])
+def test_replicas_on_unlike_devices_do_not_drift_apart(unlike, monkeypatch):
+    kinds = iter(range(3))
+    monkeypatch.setattr(Drifting, "made", 0)
+    monkeypatch.setattr(build, "kind_of", lambda device: next(kinds) if unlike else "cpu")
+    net = make_net()
+    alone = OneDevice(net)
+    with on_cpus(net, 3, Drifting) as model:
+        for _ in range(3):
+            x, y = make_batch(7)
+            train_step(model, x, y)
+            train_step(alone, x, y)
+            first, second, _ = (r[0].weight for r in model.replicas)
+            assert torch.equal(first, second) == unlike
+        if unlike:
+            assert_identical(model)
+            assert_close(model, alone.model)
+
+
+# -- what is done to gradients, optimizers and frozen parameters ---------------------------------
+
+
+@one_or_two
+def test_gradients_zeroed_by_the_optimizer_are_gone_for_good(num_devices):
+    net, batches = make_net(), [make_batch(4) for _ in range(4)]
+
+    def loss_fn(module, batch):
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+    with on_cpus(net, num_devices) as model:
+        alone = OneDevice(model.module)
+        for order in (batches, batches[2:]):
+            model.accumulate(loss_fn, order[:2])
+            model.optimizer.zero_grad()
+            if order is batches:
+                model.accumulate(loss_fn, order[2:])
+                (sum(loss_fn(alone, b) for b in order[2:]) / 2).backward()
+            model.step()
+            alone.step()
+            assert_close(model, alone.model)
+        model.accumulate(loss_fn, batches[:2])
+        model.optimizer.zero_grad()
+        train_step(model, *batches[0])  # no mix: there is nothing left of the other
+        train_step(alone, *batches[0])
+        assert_close(model, alone.model)
+
+
+def test_a_state_that_was_cleared_is_cleared_for_all():
+    with on_cpus(make_net(), 3, adamw) as model:
+        train_step(model, *make_batch(6))
+        model.optimizer.state.clear()
+        train_step(model, *make_batch(6))
+        assert_identical(model)
+
+
+@pytest.mark.parametrize("when", ["forward", "step"])
+def test_a_parameter_that_no_optimizer_holds_cannot_be_unfrozen(when):
+    net = make_net()
+    net[0].requires_grad_(False)
+    x, y = make_batch(6)
+    with on_cpus(net, 2) as model:
+        train_step(model, x, y)
+        F.cross_entropy(model(x), y).backward()
+        net[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was frozen in Trainer\.setup"):
+            model(x) if when == "forward" else model.step()
+        net[0].requires_grad_(False)
+        model.zero_grad()
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+class Counting(nn.Module):
+    """Writes to a buffer in every mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen += x.detach().sum()
+        return self.net(x)
+
+
+def test_buffers_written_in_eval_mode_are_rank_zeros_after_a_step():
+    with on_cpus(Counting(), 3) as model:
+        model.eval()
+        for _ in range(2):
+            train_step(model, *make_batch(6))
+            assert_identical(model)

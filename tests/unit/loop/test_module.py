@@ -1,0 +1,480 @@
+"""The module that a loop gets: its face, its settings, and what it is made from."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from runtime import DdpConfig, ReplicaFailed, ReplicaMismatch, ReplicatedModule, Trainer
+from tests.support.own_loop import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    OneDevice,
+    adamw,
+    assert_close,
+    assert_identical,
+    make_batch,
+    make_net,
+    on_cpus,
+    sgd,
+    train_step,
+)
+
+one_or_two = pytest.mark.parametrize("num_devices", [1, 2])
+
+
+@one_or_two
+def test_the_module_is_kept_with_its_weights_and_keys(num_devices):
+    net = make_net()
+    before = copy.deepcopy(net.state_dict())
+    with on_cpus(net, num_devices) as model:
+        assert isinstance(model, nn.Module)
+        assert model.module is net
+        assert model.training
+        assert net.training
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+        assert [n for n, _ in model.named_parameters()] == list(before)
+        assert list(model.parameters()) == list(net.parameters())
+        assert list(model.modules()) == list(net.modules())
+        assert list(model.children()) == list(net.children())
+        assert model.world_size == num_devices
+        assert model.devices == (torch.device("cpu"),) * num_devices
+        make_net().load_state_dict(model.state_dict())
+
+
+@one_or_two
+def test_a_loaded_state_reaches_all_replicas(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        other = make_net().state_dict()
+        model.load_state_dict(other)
+        assert all(torch.equal(model.state_dict()[k], v) for k, v in other.items())
+        assert_identical(model)
+        with pytest.raises(ValueError, match="assign=True"):
+            model.load_state_dict(other, assign=True)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
+
+
+@one_or_two
+def test_train_and_eval_mode_hold_for_every_replica_and_part(num_devices):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    x = torch.ones(8, 2)
+    with on_cpus(net, num_devices) as model:
+        assert not torch.equal(model(x), net[0](x))
+        model.eval()
+        assert not model.training
+        assert torch.allclose(model(x), net[0](x))
+        model.train()
+        model.module[1].eval()
+        assert torch.allclose(model(x), net[0](x))
+        assert [r[1].training for r in model.replicas] == [False] * num_devices
+        assert model.training
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES).double()
+        self.scale = 1.0
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+    def describe(self):
+        return f"scaled by {self.scale}"
+
+
+@one_or_two
+def test_attributes_and_methods_of_the_model_are_there_and_can_be_set(num_devices):
+    with on_cpus(Scaled(), num_devices) as model:
+        x, _ = make_batch(4)
+        before = model(x)
+        model.scale = 2.0
+        assert torch.allclose(model(x), before * 2)
+        assert [r.scale for r in model.replicas] == [2.0] * num_devices
+        assert model.describe() == "scaled by 2.0"
+        assert model.linear is model.module.linear
+        with pytest.raises(AttributeError, match="missing"):
+            _ = model.missing
+        with pytest.raises(RuntimeError, match=r"before Trainer\.setup"):
+            model.extra = nn.Linear(1, 1)
+
+
+@one_or_two
+def test_what_would_take_the_model_apart_is_refused(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        with pytest.raises(RuntimeError, match="stays where"):
+            model.to(torch.float32)
+        with pytest.raises(TypeError, match=r"deepcopy\(model.module\)"):
+            copy.deepcopy(model)
+        with pytest.raises(TypeError, match="state_dict"):
+            pickle.dumps(model)
+        assert "devices=[cpu" in repr(model)
+
+
+@one_or_two
+def test_apply_and_requires_grad_hold_for_every_replica(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        model.apply(lambda m: nn.init.zeros_(m.weight) if hasattr(m, "weight") else None)
+        assert_identical(model)
+        assert all((r[0].weight == 0).all() for r in model.replicas)
+        model.requires_grad_(False)
+        assert not model(make_batch(4)[0]).requires_grad
+        assert not any(p.requires_grad for r in model.replicas for p in r.parameters())
+
+
+# -- learning rate and optimizer -------------------------------------------------------------
+
+
+def one_cycle(optimizer):
+    return OneCycleLR(optimizer, max_lr=0.5, total_steps=20)
+
+
+@one_or_two
+def test_a_scheduler_takes_one_step_for_each_step(num_devices):
+    net = make_net()
+    alone = OneDevice(net, adamw)
+    scheduler = one_cycle(alone.optimizer)
+    with on_cpus(net, num_devices, adamw) as model:
+        model.set_scheduler(one_cycle)
+        for _ in range(8):
+            assert model.current_lr == pytest.approx(alone.optimizer.param_groups[0]["lr"])
+            x, y = make_batch(6)
+            train_step(model, x, y)
+            train_step(alone, x, y)
+            scheduler.step()
+        assert_identical(model)
+        assert_close(model, alone.model)
+        # It moves the momentum too.
+        assert model.optimizer.param_groups[0]["betas"] != (0.9, 0.999)
+
+
+@one_or_two
+def test_a_scale_multiplies_the_schedule_at_every_step(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        model.set_scheduler(lambda o: StepLR(o, step_size=2, gamma=0.1))
+        model.set_lr_scale(3.0)
+        found = []
+        for _ in range(4):
+            found.append(model.current_lr)
+            train_step(model, *make_batch(4))
+        assert found == pytest.approx([0.3, 0.3, 0.03, 0.03])
+        assert_identical(model)
+
+
+@one_or_two
+def test_a_scale_holds_without_a_scheduler_and_for_one_set_later(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        model.set_lr_scale(0.5)
+        for _ in range(3):
+            train_step(model, *make_batch(4))
+            assert model.current_lr == pytest.approx(0.05)
+        model.set_lr_scale(2.0)
+        assert model.current_lr == pytest.approx(0.2)
+
+
+def test_settings_of_the_first_optimizer_hold_for_all():
+    net = make_net()
+    alone = OneDevice(net)
+    with on_cpus(net, 2) as model:
+        for lr in (0.1, 0.5, 0.01):
+            for optimizer in (model.optimizer, alone.optimizer):
+                optimizer.param_groups[0]["lr"] = lr
+            x, y = make_batch(5)
+            train_step(model, x, y)
+            train_step(alone, x, y)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_followed_too():
+    def optim(params):
+        return torch.optim.AdamW(params, torch.tensor(0.01), foreach=False)
+
+    with on_cpus(make_net(), 2, optim) as model:
+        model.optimizer.param_groups[0]["lr"].fill_(0.5)
+        train_step(model, *make_batch(5))
+        rates = [o.param_groups[0]["lr"] for o in model.optimizers]
+        assert rates[0] is not rates[1]
+        assert rates[0] == rates[1] == 0.5
+        assert_identical(model)
+
+
+@one_or_two
+def test_training_goes_on_from_a_saved_optimizer(num_devices):
+    net = make_net()
+    with on_cpus(net, num_devices, adamw) as model:
+        train_step(model, *make_batch(5))
+        saved = copy.deepcopy((model.state_dict(), model.optimizer_state_dict()))
+        batch = make_batch(5)
+        train_step(model, *batch)
+        expected = copy.deepcopy(model.state_dict())
+    with on_cpus(make_net(), num_devices, adamw) as model:
+        model.load_state_dict(saved[0])
+        model.load_optimizer_state_dict(saved[1])
+        assert_identical(model)
+        train_step(model, *batch)
+        assert_identical(model)
+        for name, tensor in expected.items():
+            assert torch.allclose(model.state_dict()[name], tensor, rtol=1e-12)
+
+
+# -- what it is made from --------------------------------------------------------------------
+
+
+@one_or_two
+def test_a_factory_is_called_for_each_device_and_all_get_the_first_weights(num_devices):
+    made = []
+
+    def factory(device):
+        made.append(make_net().to(device))
+        return made[-1]
+
+    with on_cpus(factory, num_devices) as model:
+        assert len(made) == num_devices
+        assert model.replicas == tuple(made)
+        assert_identical(model)
+
+
+class Head:
+    """A task head as libraries have them: no module itself, but around one."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def compute_loss(self, x, y):
+        return F.cross_entropy(self.module(x), y)
+
+
+@one_or_two
+@pytest.mark.parametrize("factory", [False, True])
+def test_a_task_head_trains_through_the_replicas(num_devices, factory):
+    net = make_net()
+    alone = OneDevice(net)
+    head = Head(net)
+    given = (lambda device: Head(copy.deepcopy(net))) if factory else head
+    with on_cpus(given, num_devices) as model:
+        head = model.head
+        assert head.module is model
+        for _ in range(3):
+            x, y = make_batch(5)
+            head.compute_loss(x, y).backward()
+            head.module.step()
+            train_step(alone, x, y)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+def test_a_module_with_a_part_called_module_is_a_module():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = make_net()
+
+        def forward(self, x):
+            return self.module(x) * 2
+
+    outer = Outer()
+    with on_cpus(outer, 2) as model:
+        assert model.module is outer
+        assert next(iter(model.state_dict())) == "module.0.weight"
+
+
+def test_factories_that_differ_are_refused():
+    sizes = iter((3, 4))
+    with pytest.raises(ReplicaMismatch, match="rank 1"):
+        Trainer.setup(lambda device: nn.Linear(2, next(sizes)), sgd, ["cpu"] * 2)
+    shared = make_net()
+    with pytest.raises(ValueError, match="of rank 0 itself"):
+        Trainer.setup(lambda device: shared, sgd, ["cpu"] * 2)
+    layers = iter((nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    with pytest.raises(ReplicaMismatch, match="number of modules"):
+        Trainer.setup(lambda device: next(layers), sgd, ["cpu"] * 2)
+
+
+class Uncopyable(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise NotImplementedError("no copies")
+
+
+def frozen():
+    return make_net().requires_grad_(False)
+
+
+def optim_of_lbfgs(params):
+    return torch.optim.LBFGS(params)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "optim", "error", "match"),
+    [
+        (3, sgd, TypeError, "torch.nn.Module"),
+        (make_net(), None, TypeError, "optim_factory"),
+        (lambda device: 3, sgd, TypeError, "return a torch.nn.Module"),
+        (nn.LazyLinear(3), sgd, ValueError, "lazy"),
+        (frozen(), sgd, ValueError, "requires a gradient"),
+        (lambda device: frozen(), sgd, ValueError, "requires a gradient"),
+        (make_net(), lambda p: 3, TypeError, "torch.optim.Optimizer"),
+        (make_net(), optim_of_lbfgs, ValueError, "closure"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(model, optim, error, match, num_devices):
+    with pytest.raises(error, match=match):
+        Trainer.setup(model, optim, ["cpu"] * num_devices)
+
+
+def test_what_cannot_be_trained_on_several_devices_is_refused():
+    with pytest.raises(ValueError, match="pass a factory"):
+        Trainer.setup(Uncopyable(2, 2), sgd, ["cpu"] * 2)
+    with pytest.raises(ValueError, match="complex"):
+        Trainer.setup(nn.Linear(2, 2, dtype=torch.complex64), sgd, ["cpu"] * 2)
+    with on_cpus(make_net(), 2) as model, pytest.raises(ValueError, match="set up before"):
+        Trainer.setup(Head(model), sgd, ["cpu"] * 2)
+
+
+@pytest.mark.parametrize("devices", [[], ["gpu"], "cpu", ["cuda:99"]])
+def test_devices_that_there_are_not_are_refused(devices):
+    with pytest.raises((TypeError, ValueError), match="devices"):
+        Trainer.setup(make_net(), sgd, devices)
+
+
+def test_the_devices_go_to_the_log(caplog):
+    with caplog.at_level(logging.INFO, "runtime.loop"), on_cpus(make_net(), 2):
+        assert "2 x cpu" in caplog.text
+        assert "thread" in caplog.text
+
+
+# -- one device ------------------------------------------------------------------------------
+
+
+def test_one_device_calls_the_model_straight():
+    net = make_net()
+    with on_cpus(net, 1) as model:
+        assert model.__dict__["forward"] is net
+        x, _ = make_batch(4)
+        before = threading.enumerate()
+        assert torch.equal(model(x), net(x))
+        assert threading.enumerate() == before
+
+
+def test_one_device_equals_a_plain_loop_bit_for_bit():
+    net = make_net()
+    alone = OneDevice(net, adamw)
+    with on_cpus(net, 1, adamw) as model:
+        for _ in range(5):
+            x, y = make_batch(6)
+            train_step(model, x, y)
+            train_step(alone, x, y)
+        for a, b in zip(net.parameters(), alone.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_default_is_every_gpu_or_one_cpu():
+    model = Trainer.setup(make_net(torch.float32), sgd)
+    count = torch.cuda.device_count()
+    assert [d.type for d in model.devices] == (["cuda"] * count or ["cpu"])
+    model.close()
+    assert isinstance(model, ReplicatedModule)
+
+
+# -- the timeline ----------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self):
+        self.events = []
+
+    def record(self, event, *, rank, step, start_s, end_s):
+        assert start_s <= end_s
+        self.events.append((event, rank, step))
+
+
+@one_or_two
+def test_a_timeline_is_told_what_each_replica_did(num_devices):
+    timeline = Recorder()
+    config = DdpConfig(timeline=timeline, speed_hint=(0, 2.0), max_anchor=1)
+    with on_cpus(make_net(), num_devices, config=config) as model:
+        train_step(model, *make_batch(6))
+        model.accumulate(lambda m, b: m(b[0]).square().mean(), [make_batch(4)] * 3)
+        model.step()
+    told = {"forward", "accumulate", "step"}
+    if num_devices == 2:
+        told |= {"backward", "reduce", "rebalance"}
+    assert {event for event, _, _ in timeline.events} == told
+    assert {rank for _, rank, _ in timeline.events} == set(range(num_devices))
+    assert [e for e in timeline.events if e[0] == "step" and e[1] == 0] == [
+        ("step", 0, 0),
+        ("step", 0, 1),
+    ]
+
+
+def test_a_timeline_that_fails_stops_nothing(caplog):
+    class Broken:
+        def record(self, event, **kwargs):
+            raise OSError("disk full")
+
+    with on_cpus(make_net(), 2, config=DdpConfig(timeline=Broken())) as model:
+        for _ in range(3):
+            train_step(model, *make_batch(6))
+        assert_identical(model)
+    assert caplog.text.count("the timeline failed") == 1
+
+
+def test_a_state_loaded_into_the_first_optimizer_by_hand_reaches_all():
+    with own_loop_model() as model:
+        train_steps(model, 3)
+        saved = copy.deepcopy(model.optimizer.state_dict())
+        train_steps(model, 3)
+        model.optimizer.load_state_dict(saved)
+        train_steps(model, 2)
+        first, second = (list(replica.parameters()) for replica in model.replicas)
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("touch", ["zero_grad", "attribute"])
+def test_a_replica_that_touches_the_model_is_told_so_and_does_not_hang(touch):
+    with own_loop_model() as model:
+
+        def loss_fn(module, batch):
+            if touch == "zero_grad":
+                model.zero_grad()
+            else:
+                model.seen = 1
+            return module(batch).square().mean()
+
+        with pytest.raises(ReplicaFailed, match="cannot call the model that it is a part of"):
+            model.accumulate(loss_fn, [torch.ones(2, 3), torch.ones(2, 3)])
+
+
+def test_a_head_of_the_models_own_is_not_hidden():
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.head(x)
+
+    with Trainer.setup(Headed(), lambda p: torch.optim.SGD(p, 0.1), ["cpu", "cpu"]) as model:
+        assert isinstance(model.head, nn.Linear)
+
+
+def own_loop_model():
+    return Trainer.setup(nn.Linear(3, 1), lambda p: torch.optim.Adam(p, 0.1), ["cpu", "cpu"])
+
+
+def train_steps(model, count):
+    for _ in range(count):
+        model(torch.randn(4, 3)).square().mean().backward()
+        model.step()

@@ -1,0 +1,223 @@
+"""Several batches for each device between two steps: one device refuses what many refuse."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runtime import DdpConfig, ReplicaFailed, Trainer
+from runtime.loop.engine import CLIP_LATE, MIXED
+from tests.support.own_loop import (
+    WAIT_S,
+    OneDevice,
+    assert_close,
+    assert_identical,
+    gradients,
+    make_batch,
+    make_net,
+    on_cpus,
+    sgd,
+    train_step,
+)
+from tests.unit.loop.test_cadence import loss_fn
+
+one_or_two = pytest.mark.parametrize("num_devices", [1, 2])
+
+
+def told(error):
+    """What an error says on its own account, without the rank."""
+    return str(error.value)
+
+
+@one_or_two
+def test_backward_after_batches_that_were_accumulated_is_refused(num_devices):
+    net = make_net()
+    alone = OneDevice(net)
+    x, y = make_batch(4)
+    batches = [make_batch(4), make_batch(4)]
+    with on_cpus(net, num_devices) as model:
+        model.accumulate(loss_fn, batches)
+        before = gradients(net)
+        with pytest.raises(RuntimeError) as error:
+            F.cross_entropy(model(x), y).backward()
+        assert told(error) == MIXED
+        with pytest.raises(RuntimeError) as error:
+            model.clip_grad_norm_(1.0)
+        assert told(error) == CLIP_LATE
+        assert all(torch.equal(a, b) for a, b in zip(before, gradients(net), strict=True))
+        model.step()  # of what was accumulated, and of nothing else
+        torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
+        alone.step()
+        assert_close(model, alone.model)
+        train_step(model, x, y)
+        train_step(alone, x, y)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+@one_or_two
+@pytest.mark.parametrize("through", ["the model", "the first replica"])
+def test_batches_after_a_backward_cannot_be_accumulated(num_devices, through):
+    with on_cpus(make_net(), num_devices) as model:
+        x, y = make_batch(4)
+        used = model if through == "the model" else model.module
+        F.cross_entropy(used(x), y).backward()
+        with pytest.raises(RuntimeError) as error:
+            model.accumulate(loss_fn, [make_batch(4)])
+        assert told(error) == MIXED
+        model.zero_grad()
+        model.accumulate(loss_fn, [make_batch(4)])
+        model.zero_grad()
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+@one_or_two
+def test_no_batches_leave_the_step_open(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        model.accumulate(loss_fn, [])
+        train_step(model, *make_batch(4))
+        assert_identical(model)
+
+
+def test_gradients_that_are_asked_for_pass_on_one_device():
+    net = make_net()
+    x, y = make_batch(4)
+    with on_cpus(net, 1) as model:
+        model.accumulate(loss_fn, [(x, y)])
+        found = torch.autograd.grad(F.cross_entropy(model(x), y), list(net.parameters()))
+        assert_close(found, gradients(net))
+
+
+@one_or_two
+def test_a_failure_drops_what_was_accumulated(num_devices):
+    calls = []
+
+    def failing(module, batch):
+        calls.append(batch)
+        if len(calls) > 2:
+            raise ZeroDivisionError("bad batch")
+        return loss_fn(module, batch)
+
+    with on_cpus(make_net(), num_devices) as model:
+        with pytest.raises((ZeroDivisionError, ReplicaFailed), match="bad batch"):
+            model.accumulate(failing, [make_batch(4)] * 4)
+        assert all(p.grad is None for r in model.replicas for p in r.parameters())
+        train_step(model, *make_batch(4))
+        assert_identical(model)
+
+
+class Exact(nn.Module):
+    """Multiplies in full precision, whatever the caller has on."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.w = nn.Parameter(weight.clone())
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return x @ self.w
+
+
+@one_or_two
+def test_backward_of_accumulated_batches_runs_outside_autocast(num_devices):
+    net = Exact(torch.randn(8, 8))
+    x = torch.randn(6, 8)
+    expected = torch.autograd.grad(net(x).square().mean(), net.w)[0]
+    with on_cpus(net, num_devices) as model:
+        with torch.autocast("cpu", torch.bfloat16):
+            model.accumulate(lambda m, b: m(b).square().mean(), [x] * num_devices)
+        assert_close([r.w.grad for r in model.replicas], [expected] * num_devices, 1e-5)
+
+
+def test_one_device_is_freed_with_batches_accumulated():
+    net = make_net()
+    model = Trainer.setup(net, sgd, ["cpu"])
+    model.accumulate(loss_fn, [make_batch(4)])
+    engine, gone = weakref.ref(model._engine), weakref.ref(net)
+    del model, net
+    gc.collect()
+    assert (engine(), gone()) == (None, None)
+
+
+# -- several devices: what could hang, or be read too early -------------------------------------
+
+
+def in_time(work):
+    """Run it in a thread, which has to come to an end; gives what it raised."""
+    found = []
+
+    def body():
+        try:
+            work()
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it hangs"
+    return found
+
+
+def test_a_replica_that_runs_backward_through_an_output_of_the_model_is_refused():
+    with on_cpus(make_net(), 2) as model:
+        out = model(make_batch(4)[0])
+
+        def using_out(module, batch):
+            out.sum().backward()
+            return loss_fn(module, batch)
+
+        found = in_time(lambda: model.accumulate(using_out, [make_batch(4)] * 2))
+        assert isinstance(found[0], ReplicaFailed)
+        assert "cannot call the model that it is a part of" in str(found[0])
+        train_step(model, *make_batch(4))
+        assert_identical(model)
+
+
+class Calling:
+    """A timeline that calls the model it is told about."""
+
+    model = None
+    errors: tuple[RuntimeError, ...] = ()
+
+    def record(self, event, **kwargs):
+        if event == "backward" and not self.errors:
+            try:
+                self.model.zero_grad()
+            except RuntimeError as error:
+                self.errors = (error,)
+
+
+def test_a_timeline_that_calls_the_model_in_a_backward_pass_is_refused():
+    timeline = Calling()
+    with on_cpus(make_net(), 2, config=DdpConfig(timeline=timeline)) as model:
+        timeline.model = model
+        assert in_time(lambda: train_step(model, *make_batch(4))) == []
+        assert "from inside one of its own calls" in str(timeline.errors[0])
+        timeline.model = None
+
+
+def test_no_copy_to_the_cpu_is_left_unwaited_for(monkeypatch):
+    """One from a GPU would still be under way when the host reads it."""
+    wrong, to = [], torch.Tensor.to
+
+    def noting(tensor, device, *args, **kwargs):
+        if torch.device(device).type == "cpu" and kwargs.get("non_blocking"):
+            wrong.append(tensor.shape)
+        return to(tensor, device, *args, **kwargs)
+
+    with on_cpus(make_net(), 2) as model:
+        monkeypatch.setattr(torch.Tensor, "to", noting)
+        x, y = make_batch(4)
+        train_step(model, x.requires_grad_(), y)
+        model.accumulate(loss_fn, [make_batch(4)] * 2)
+        model.step()
+        monkeypatch.undo()
+    assert wrong == []

@@ -1,0 +1,322 @@
+"""Threads that carry out calls for each rank: order, failures, and every way to end."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from runtime.loop import rank_threads
+from runtime.loop.rank_threads import RankThreads
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(num=3, context=nullcontext, **kwargs):
+        made.append(RankThreads("ranks", [context] * num, **kwargs))
+        return made[-1]
+
+    yield make
+    for threads in made:
+        threads.close()
+
+
+def values(call):
+    assert call.wait(WAIT_S)
+    return [outcome.value for outcome in call.outcomes]
+
+
+def names():
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("ranks-"))
+
+
+def end_of(threads):
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_every_rank_works_in_a_daemon_thread_of_its_own_that_stays(make):
+    threads = make()
+
+    def who(rank):
+        return rank, threading.current_thread().name, threading.current_thread().daemon
+
+    expected = [(rank, f"ranks-{rank}", True) for rank in range(3)]
+    assert values(threads.start(who)) == expected
+    assert values(threads.start(who)) == expected
+    assert names() == ["ranks-0", "ranks-1", "ranks-2"]
+
+
+def test_ranks_work_at_the_same_time(make):
+    meeting = threading.Barrier(3, timeout=WAIT_S)
+    assert sorted(values(make().start(lambda rank: meeting.wait()))) == [0, 1, 2]
+
+
+def test_calls_are_carried_out_in_order(make):
+    threads, done = make(2), [[], []]
+    calls = [threads.start(lambda rank, i=i: done[rank].append(i)) for i in range(50)]
+    assert calls[-1].wait(WAIT_S)
+    assert done == [list(range(50))] * 2
+
+
+def test_the_threads_know_each_other_and_nobody_else(make):
+    threads = make(2)
+    assert values(threads.start(lambda rank: threads.has_caller())) == [True, True]
+    assert not threads.has_caller()
+    threads.close()
+    assert threads.dead() == ["ranks-0", "ranks-1"]
+    found = []
+    for _ in range(20):  # which get the numbers of those that have ended
+        other = threading.Thread(target=lambda: found.append(threads.has_caller()))
+        other.start()
+        end_of([other])
+    assert found == [False] * 20
+
+
+def test_work_goes_to_the_ranks_that_are_named_and_to_no_other(make):
+    done, through = [], threading.Event()
+
+    class Noting:
+        def carry_out(self, rank, broken):
+            done.append((rank, broken))
+            through.set()
+
+    threads = make()
+    threads.post(Noting(), [1])
+    assert through.wait(WAIT_S)
+    assert values(threads.start(lambda rank: rank)) == [0, 1, 2]
+    assert done == [(1, None)]
+
+
+def test_a_failure_is_the_outcome_of_its_rank_alone(make):
+    def fail(rank):
+        if rank == 1:
+            raise SystemExit(3)
+        return rank
+
+    threads = make()
+    call = threads.start(fail)
+    assert values(call) == [0, None, 2]
+    assert isinstance(call.outcomes[1].error, SystemExit)
+    assert values(threads.start(lambda rank: rank)) == [0, 1, 2]
+
+
+def test_a_context_that_fails_is_the_outcome_of_every_call(make):
+    @contextmanager
+    def broken():
+        raise OSError("no device")
+        yield
+
+    threads = make(2, broken)
+    for _ in range(2):
+        call = threads.start(lambda rank: rank)
+        assert values(call) == [None, None]
+        assert {str(outcome.error) for outcome in call.outcomes} == {"no device"}
+
+
+def test_work_is_done_inside_the_context_which_is_left_at_the_end(make):
+    inside = threading.local()
+    left = []
+
+    @contextmanager
+    def context():
+        inside.here = True
+        yield
+        left.append(threading.current_thread().name)
+
+    threads = make(2, context)
+    assert values(threads.start(lambda rank: inside.here)) == [True, True]
+    threads.close()
+    assert sorted(left) == ["ranks-0", "ranks-1"]
+
+
+def test_a_wait_can_be_bounded(make):
+    threads, go = make(1), threading.Event()
+    call = threads.start(lambda rank: go.wait(WAIT_S))
+    assert not call.wait(0.01)
+    go.set()
+    assert values(call) == [True]
+
+
+def test_close_ends_the_threads_behind_their_calls_once(make):
+    ended = []
+    threads = make(2, on_end=lambda: ended.append(threading.current_thread().name))
+    calls = [threads.start(lambda rank, i=i: i) for i in range(20)]
+    threads.close()
+    threads.close()
+    assert [values(call) for call in calls] == [[i, i] for i in range(20)]
+    assert len(ended) == 1
+    assert ended[0].startswith("ranks-")
+    assert names() == []
+    with pytest.raises(RuntimeError, match="the threads of ranks are closed"):
+        threads.start(lambda rank: rank)
+
+
+def test_close_names_threads_that_do_not_come_back(make):
+    go = threading.Event()
+    threads = make(2)
+    threads.start(lambda rank: rank == 1 or go.wait(WAIT_S))
+    with pytest.raises(RuntimeError, match=r"ranks-0 did not end within 0\.05 s: user code"):
+        threads.close(0.05)
+    go.set()
+    threads.close()
+
+
+def test_close_from_one_of_the_threads_does_not_wait_for_itself(make):
+    threads = make(1)
+    alive = threading.enumerate()
+    assert values(threads.start(lambda rank: threads.close() or "closed")) == ["closed"]
+    end_of([t for t in alive if t.name == "ranks-0"])
+
+
+def test_threads_end_when_nobody_refers_to_them():
+    ended = threading.Event()
+    owner = {"threads": RankThreads("ranks", [nullcontext] * 2, ended.set)}
+    started = [t for t in threading.enumerate() if t.name.startswith("ranks-")]
+    assert owner["threads"].start(lambda rank, owner=owner: owner).wait(WAIT_S)  # refers to them
+    del owner
+    gc.collect()
+    end_of(started)
+    assert ended.is_set()
+
+
+def test_a_thread_that_waits_keeps_nothing_of_the_last_call_alive(make):
+    class Thing:
+        pass
+
+    threads, thing = make(2), Thing()
+    gone = weakref.ref(thing)
+    call = threads.start(lambda rank, thing=thing: thing)
+    assert call.wait(WAIT_S)
+    del call, thing
+    # The thread lets go of a call right behind its end.
+    assert values(threads.start(lambda rank: None)) == [None, None]
+    assert gone() is None
+
+
+def test_a_thread_that_cannot_start_ends_those_that_did(monkeypatch):
+    ended, started = threading.Event(), []
+
+    class Failing(threading.Thread):
+        def start(self):
+            if len(started) == 2:
+                raise RuntimeError("can't start new thread")
+            super().start()
+            started.append(self)
+
+    monkeypatch.setattr(rank_threads.threading, "Thread", Failing)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        RankThreads("ranks", [nullcontext] * 4, ended.set)
+    end_of(started)
+    assert len(started) == 2
+    assert ended.wait(WAIT_S)
+
+
+SCRIPT = """
+from contextlib import contextmanager
+from runtime.loop.rank_threads import RankThreads
+
+@contextmanager
+def context():
+    yield
+    print("left", flush=True)
+
+threads = RankThreads("ranks", [context] * 2)
+call = threads.start(lambda rank: rank)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "code"), [("", 0), ("call.wait(); raise ValueError('planted')", 1)]
+)
+def test_threads_end_with_the_interpreter(then, code):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(then=then)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count("left")) == (code, 2), done.stderr
+    assert ("planted" in done.stderr) is (code == 1)
+    assert "Fatal" not in done.stderr
+
+
+def test_ctrl_c_interrupts_a_wait_while_the_ranks_go_on(make):
+    go, waiting = threading.Event(), threading.Event()
+
+    def interrupt():
+        assert waiting.wait(WAIT_S)
+        _thread.interrupt_main()
+
+    call = make(1).start(lambda rank: go.wait(WAIT_S))
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        waiting.set()
+        call.wait()
+    thread.join()
+    go.set()
+    assert values(call) == [True]
+
+
+def test_a_fork_is_told_that_its_threads_stayed_behind(monkeypatch):
+    threads = RankThreads("here", [nullcontext, nullcontext])
+    try:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RuntimeError, match="not in this fork"):
+            threads.start(lambda rank: rank)
+    finally:
+        monkeypatch.undo()
+        threads.close()
+
+
+class Interrupted:
+    """An inbox that Ctrl-C comes in front of, once."""
+
+    def __init__(self, inbox):
+        self._inbox = inbox
+        self.left = 1
+
+    def put(self, call):
+        if self.left:
+            self.left -= 1
+            raise KeyboardInterrupt
+        self._inbox.put(call)
+
+    def __getattr__(self, name):
+        return getattr(self._inbox, name)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_call_whose_delivery_was_interrupted_can_be_completed_and_is_done_once(make, at):
+    threads, done = make(3), []
+    threads._inboxes[at] = Interrupted(threads._inboxes[at])
+    call = threads.new_call(done.append)
+    assert not call.is_begun
+    with pytest.raises(KeyboardInterrupt):
+        threads.deliver(call)
+    assert call.is_begun
+    assert not call.wait(0.01)
+    for _ in range(2):
+        threads.deliver(call)
+    assert call.wait(WAIT_S)
+    assert threads.start(lambda rank: None).wait(WAIT_S)
+    assert sorted(done) == [0, 1, 2]

@@ -1,0 +1,224 @@
+"""Stream order between a loop and its replicas, over the stand-in for CUDA."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.collective import create_collectives
+from runtime.device.cuda import CudaDevice
+from runtime.loop import runner as replicas_file
+from runtime.loop.balance import Balancer, Cadence
+from runtime.loop.config import DdpConfig
+from runtime.loop.engine import Team
+from runtime.loop.module import ReplicatedModule
+from runtime.loop.replica import LoopReplica
+from runtime.loop.runner import Crossing, Ends, Journal, ReplicaThreads, Runner
+from tests.support.fake_cuda import CPU, GPU, FakeCuda
+from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
+from tests.unit.loop.test_cadence import loss_fn
+
+OTHER = torch.device("cuda", 1)
+NUM_REPLICAS = 2
+
+
+def crossed(fake, crossing):
+    """The caller on one stream, a replica on another; gives both."""
+    mine, theirs = fake.new_stream(GPU), fake.new_stream(GPU)
+    with fake.stream(mine):
+        fake.mark("input")
+        events = crossing.depart()
+    with fake.stream(theirs):
+        crossing.arrive(GPU, events)
+        fake.mark("replica")
+        done = crossing.leave(GPU)
+    with fake.stream(mine):
+        crossing.rejoin([done, None])
+        fake.mark("after")
+    return mine, theirs
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_replicas_come_after_the_caller_and_the_caller_after_them(first):
+    fake = FakeCuda(patience=None)
+    streams = crossed(fake, Crossing([GPU], fake))
+    fake.run(streams[first], streams[1 - first])
+    assert fake.done == ["input", "replica", "after"]
+    assert fake.calls("wait_host") == []  # the host waits for nothing
+
+
+def test_inputs_on_a_gpu_without_a_replica_are_waited_for_too():
+    fake = FakeCuda(patience=None, allow_default=True)
+    crossing = Crossing([CPU], fake)
+    x = fake.place(torch.ones(1), OTHER)
+    assert crossing.depart([fake.place(torch.ones(1), CPU)]) == []
+    assert len(crossing.depart([x])) == 1
+    assert len(Crossing([GPU, GPU], fake).depart([x])) == 2
+
+
+def test_a_replica_on_the_cpu_waits_with_the_host():
+    fake = FakeCuda(patience=None, allow_default=True)
+    crossing = Crossing([CPU, GPU], fake)
+    crossing.arrive(CPU, crossing.depart())
+    assert len(fake.calls("wait_host")) == 1
+    assert crossing.leave(CPU) is None
+
+
+class PosingCrossing(Crossing):
+    """Takes the replicas, whose tensors lie on the CPU, for replicas on a GPU."""
+
+    def __init__(self, api):
+        super().__init__([GPU], api)
+
+    def arrive(self, device, events):
+        super().arrive(GPU, events)
+
+    def leave(self, device):
+        return super().leave(GPU)
+
+
+class Marking(nn.Module):
+    """A net that gives its stream a mark in forward and in backward."""
+
+    def __init__(self, fake):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        self.fake = fake
+
+    def forward(self, x):
+        self.fake.mark("forward")
+        out = self.net(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.fake.mark("backward"))
+        return out
+
+
+class MarkingAdamW(torch.optim.AdamW):
+    fake = None
+
+    def step(self, closure=None):
+        self.fake.mark("step")
+        return super().step(closure)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    found = FakeCuda(patience=1, allow_default=True, prompt=True)
+    monkeypatch.setattr(
+        replicas_file, "open_device", lambda device, n: CudaDevice(CPU, api=found, max_run_ahead=9)
+    )
+    monkeypatch.setattr(MarkingAdamW, "fake", found)
+    return found
+
+
+def posing_team(fake, net, config=None):
+    """Replicas whose threads work on streams of the stand-in."""
+    config = config or DdpConfig()
+    devices = (CPU,) * NUM_REPLICAS
+    ends = Ends(partial(create_collectives, NUM_REPLICAS))
+    threads = ReplicaThreads(devices, ends.close)
+    journal = Journal(None)
+    used = [[] for _ in devices]
+    models = [net]
+    for _ in devices[1:]:
+        models.append(Marking(fake))
+        models[-1].load_state_dict(net.state_dict())
+    tasks = [
+        partial(LoopReplica, rank, context, model, optim, used)
+        for rank, (context, model) in enumerate(zip(threads.contexts, models, strict=True))
+    ]
+    outcomes = threads.run(tasks)
+    assert [o.error for o in outcomes] == [None] * NUM_REPLICAS
+    runner = Runner(threads, devices, ends, journal, PosingCrossing(fake))
+    cadence = Cadence.of(NUM_REPLICAS, config, spaced=True)
+    team = Team([o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), cadence, journal, None)
+    team._on_cpu = False  # buffers travel through the collective
+    return ReplicatedModule(team)
+
+
+def optim(params):
+    return MarkingAdamW(params, 1e-2)
+
+
+@pytest.mark.parametrize("replicas_first", [False, True])
+def test_a_step_is_in_order_in_both_directions(fake, replicas_first):
+    caller = fake.new_stream(GPU)
+    with posing_team(fake, Marking(fake)) as model, fake.stream(caller):
+        for _ in range(3):
+            fake.done.clear()
+            fake.mark("input")
+            out = model(make_batch(6)[0])
+            fake.mark("loss")
+            out.sum().backward()
+            fake.mark("clip")
+            model.step()
+            fake.mark("after")
+            if replicas_first:  # each as far as it may
+                fake.run(*(stream for stream in fake.streams if stream is not caller))
+            fake.run(caller)
+            assert fake.done == [
+                "input",
+                *["forward"] * NUM_REPLICAS,
+                "loss",
+                *["backward"] * NUM_REPLICAS,
+                "clip",
+                *["step"] * NUM_REPLICAS,
+                "after",
+            ]
+    assert fake.violations == []
+
+
+def test_a_replica_never_works_on_the_callers_stream(fake):
+    names = {}
+
+    class Noting(Marking):
+        def forward(self, x):
+            names[threading.current_thread().name] = fake.current.name
+            return super().forward(x)
+
+    caller = fake.new_stream(GPU)
+    with posing_team(fake, Noting(fake)) as model, fake.stream(caller):
+        model(make_batch(6)[0])
+    assert caller.name not in names.values()
+    assert len(names) == 1
+
+
+def test_training_over_streams_equals_one_device(fake):
+    net = Marking(fake)
+    net.net[1].eval()  # its statistics depend on the pieces
+    with posing_team(fake, net) as model:
+        alone = OneDevice(net.net, adamw)
+        alone.optimizer = torch.optim.AdamW(alone.model.parameters(), 1e-2)
+        for loop in (model, alone):
+            loop.module.net[1].eval() if loop is model else loop.model[1].eval()
+        for _ in range(4):
+            x, y = make_batch(7)
+            for loop in (model, alone):
+                nn.functional.cross_entropy(loop(x), y).backward()
+                loop.step()
+            assert_identical(model)
+            assert_close(model.module.net, alone.model)
+
+
+def test_buffers_travel_through_the_collective(fake):
+    with posing_team(fake, Marking(fake)) as model:
+        for _ in range(2):
+            model(make_batch(8)[0]).sum().backward()
+            model.step()
+            assert_identical(model)
+        assert model.module.net[1].num_batches_tracked == 2
+
+
+def test_rounds_are_timed_by_events(fake):
+    with posing_team(fake, Marking(fake), DdpConfig(max_anchor=2)) as model:
+        assert model.batch_counts == (2, 2)
+        for _ in range(4):
+            model.accumulate(loss_fn, [make_batch(4) for _ in range(4)])
+            model.step()
+            assert_identical(model)
+        fake.run_all()
+        assert sum(model.chunk_ratios) == pytest.approx(1.0)

@@ -1,0 +1,433 @@
+"""Averaging as the replicas live it: nothing trained is lost, nothing else travels."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from coordinator import service
+from coordinator.averaging import Averager
+from runtime import CollectiveAborted, create_collectives, current_worker
+from runtime.device.base import CpuDevice
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    GLOO,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    WAYS,
+    Trace,
+    builder,
+)
+
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+# -- nothing trained is lost ---------------------------------------------------
+
+
+def _squares(payload):
+    return tuple(float(t.double().square().sum()) for t in payload.params)
+
+
+class WatchedAverager:
+    """Notes every average over the CPU path; holds the first until training went on."""
+
+    def __init__(self, monkeypatch, hold):
+        self.calls = []  # (snapshots, weights, average)
+        self.squares = []  # (told by the ranks, those of the snapshots)
+        self.meanwhile = 0
+        real = Averager.average
+
+        def average(averager, payloads, weights, squares):
+            if not self.calls:
+                self.meanwhile = hold()
+            result = real(averager, payloads, weights, squares)
+            values = [float(p.params[0][0]) for p in payloads]
+            self.calls.append((values, tuple(weights), float(result.average.params[0][0])))
+            self.squares.append((squares, [_squares(p) for p in payloads]))
+            return result
+
+        monkeypatch.setattr(Averager, "average", average)
+        monkeypatch.setattr(service, "INLINE_BYTES", -1)  # as for a state that is not small
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
+def test_what_is_trained_while_an_average_is_computed_stays(monkeypatch, policy):
+    """Every step adds 1, so that a replica is its own steps plus what averages brought."""
+    trace = Trace()
+
+    def hold():
+        before = dict(trace.steps)
+        trace.wait_for(
+            lambda: (
+                all(trace.steps[r] >= before.get(r, 0) + 3 for r in (0, 1))
+                or sum(trace.steps.values()) == 200
+            )
+        )
+        return sum(trace.steps.values()) - sum(before.values())
+
+    watched = WatchedAverager(monkeypatch, hold)
+    b = builder(train=trace, dataset=200, batch_size=1, way=(policy, OVER_CPU))
+    state = b.anchor(2).max_overshoot(200).run().join(WAIT_S)
+    assert watched.meanwhile >= 6  # the average really was computed beside training
+    *rounds, (finals, weights, result) = watched.calls
+    assert len(rounds) >= 1
+    for rank, final in enumerate(finals):
+        brought = sum(average - snapshots[rank] for snapshots, _, average in rounds)
+        assert final == pytest.approx(trace.steps[rank] + brought, abs=1e-9)
+    mean = sum(f * w for f, w in zip(finals, weights, strict=True)) / sum(weights)
+    assert result == pytest.approx(mean, abs=1e-9)
+    assert float(state.params["w"]) == result
+    # The ranks have told the norms of these very snapshots.
+    for told, own in watched.squares[:-1]:
+        assert [pytest.approx(of_rank) for of_rank in told] == own
+    # And weights count each sample in exactly one round.
+    assert sum(sum(w) for _, w, _ in watched.calls) == 200
+
+
+class Norm(nn.Module):
+    """A parameter, a float and an integer buffer, a frozen and a tied parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.tied = self.w
+        self.single = nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Parameter(torch.full((5,), 7.0), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("flag", torch.zeros(2, dtype=torch.bool), persistent=False)
+
+
+def norm(device):
+    return Norm().to(device)
+
+
+def train_norm(model, batch):
+    rank = current_worker().rank
+    model.mean.fill_(float(rank + 1))
+    model.count += 1
+    model.flag.fill_(True)
+    return -(model.w.sum() + model.single.sum())
+
+
+@every_way
+@pytest.mark.parametrize("heaviest", [0, 1])
+def test_buffers_are_averaged_and_integers_taken_from_the_most_samples(way, heaviest):
+    """One rank trains three of four batches: 3/4 of its buffer, and its integers."""
+    b = builder(model=norm, train=train_norm, dataset=8, batch_size=2, way=way)
+    ratios = [1, 3] if heaviest else [3, 1]
+    state = b.partition_ratios(ratios).anchor(100).run().join(WAIT_S)
+    assert state.buffers["mean"].tolist() == [1.75 if heaviest else 1.25] * 4
+    assert int(state.buffers["count"]) == 3
+    assert state.buffers["flag"].tolist() == [True, True]
+    assert state.params["frozen"].tolist() == [7.0] * 5
+    steps = 3.0 if way[0] is SYNC else 3 * 0.75 + 1 * 0.25
+    assert state.params["w"].tolist() == pytest.approx([steps] * 3)
+    assert torch.equal(state.params["w"], state.params["tied"])
+
+
+@every_way
+def test_a_rank_without_samples_takes_the_average(way):
+    last = {}
+
+    def evaluate(model, epoch):
+        return {"w": float(model.w.detach()[0])}
+
+    def epoch_fn(epoch, worker):
+        last[epoch, worker.rank] = worker.model.w.detach().clone()
+
+    b = builder(model=norm, train=train_norm, dataset=8, batch_size=2, epochs=2, way=way)
+    b.partition_ratios([0, 1]).eval_fn(evaluate).epoch_fn(epoch_fn)
+    state = b.run().join(WAIT_S)
+    first, second = (m.scalars["eval/w"] for m in state.metrics)
+    assert 4.0 <= first <= 8.0  # over the CPU path the next epoch may have begun
+    assert second == 8.0
+    assert state.params["w"].tolist() == [8.0] * 3
+    assert state.buffers["mean"].tolist() == [2.0] * 4
+
+
+# -- one averaging, alike over every transport ---------------------------------
+
+
+def states(values):
+    """A replica's flat state for each rank, filled from ``(w, half, mean, count)``."""
+    found = []
+    for w, half, mean, count in values:
+        model = Norm()
+        state = FlatState(model)
+        with torch.no_grad():
+            model.w.copy_(torch.tensor(w))
+            model.single.fill_(half)
+            model.mean.fill_(mean)
+            model.count.fill_(count)
+        found.append((model, state))
+    return found
+
+
+VALUES = [
+    ([1.0, 2.0, 3.0], 0.5, 1.0, 10),
+    ([2.0, -2.0, 0.0], 1.5, 2.0, 20),
+    ([9.0, 9.0, 9.0], float("nan"), float("nan"), 30),
+]
+WEIGHTS = [30, 10, 0]
+
+
+def average_over_cpu(replicas, weights):
+    averagers = [ReplicaAverager(state, CpuDevice(1), None) for _, state in replicas]
+    payloads = [a.snapshot(reuse=True) for a in averagers]
+    result = Averager().average(payloads, weights)
+    for averager in averagers:
+        averager.take(result.average)
+    return result.divergences
+
+
+def average_over(kind, replicas, weights, then=None):
+    """Average over a collective; ``then`` is called with each rank's averager after it."""
+    collectives = create_collectives(len(replicas), kind, None, WAIT_S)
+    found = {}
+
+    def rank(i):
+        averager = ReplicaAverager(replicas[i][1], CpuDevice(1), collectives[i])
+        with torch.no_grad():
+            found[i] = averager.all_reduce(weights[i])[0]
+            if then is not None:
+                then(i, averager)
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(replicas))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    for collective in collectives:
+        collective.close()
+    return tuple(found[i] for i in range(len(replicas)))
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+def test_every_transport_gives_the_same_average_and_divergence(kind):
+    over_cpu, over_kind = states(VALUES[:2]), states(VALUES[:2])
+    a = average_over_cpu(over_cpu, WEIGHTS[:2])
+    b = average_over(kind, over_kind, WEIGHTS[:2])
+    assert a == pytest.approx(b)
+    assert min(a) > 0
+    for (one, _), (two, _) in zip(over_cpu, over_kind, strict=True):
+        for tensor, other in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
+            torch.testing.assert_close(tensor, other)
+    model = over_kind[1][0]
+    assert model.w.tolist() == pytest.approx([1.25, 1.0, 2.25])
+    assert model.single.tolist() == pytest.approx([0.75, 0.75])
+    assert model.mean.tolist() == pytest.approx([1.25] * 4)
+    assert int(model.count) == 10  # of rank 0, which has most samples
+    assert model.tied is model.w
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+@pytest.mark.parametrize(
+    ("weights", "heaviest"), [([1, 2, 3], 2), ([1, 3, 2], 1), ([0, 2, 2], 1), ([0, 0, 1], 2)]
+)
+def test_integers_come_from_the_heaviest_rank_whichever_it_is(kind, weights, heaviest):
+    replicas = states([([0.0] * 3, 0.0, 0.0, count) for count in (10, 20, 30)])
+    for rank, (model, _) in enumerate(replicas):
+        model.flag.copy_(torch.tensor([rank == heaviest, rank != heaviest]))
+    average_over(kind, replicas, weights)
+    for model, _ in replicas:
+        assert int(model.count) == 10 * (heaviest + 1)
+        assert model.flag.tolist() == [True, False]
+
+
+# -- taking a round back -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+def test_an_undone_round_leaves_what_was_before_it_and_what_was_trained_since(kind):
+    replicas = states(VALUES[:2])
+    for rank, (model, _) in enumerate(replicas):
+        model.flag.copy_(torch.tensor([rank == 0, False]))
+    averaged = {}
+
+    def train_on_and_undo(rank, averager):
+        model = replicas[rank][0]
+        averaged[rank] = (model.w.tolist(), int(model.count), model.flag.tolist())
+        model.w.add_(0.5)
+        model.single.add_(0.25)
+        model.mean.add_(2.0)
+        model.count.add_(7)
+        model.flag[1] = True
+        averager.undo_all_reduce()
+        assert averager.version == 0
+
+    average_over(kind, replicas, WEIGHTS[:2], train_on_and_undo)
+    assert averaged[1] == (pytest.approx([1.25, 1.0, 2.25]), 10, [True, False])  # it took place
+    for rank, (model, _) in enumerate(replicas):
+        w, single, mean, count = VALUES[rank]
+        assert model.w.tolist() == pytest.approx([v + 0.5 for v in w])
+        assert model.single.tolist() == pytest.approx([single + 0.25] * 2)
+        assert model.mean.tolist() == pytest.approx([mean + 2.0] * 4)
+        assert int(model.count) == count + 7
+        assert model.flag.tolist() == [rank == 0, True]
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+def test_a_collective_lets_no_nan_of_a_weightless_rank_in(kind):
+    replicas = states(VALUES)
+    average_over(kind, replicas, WEIGHTS)
+    for model, _ in replicas:
+        assert model.w.tolist() == pytest.approx([1.25, 1.0, 2.25])
+        assert model.single.tolist() == pytest.approx([0.75, 0.75])
+
+
+@pytest.mark.parametrize("kind", ["thread", "gloo"])
+def test_all_weights_zero_change_nothing(kind):
+    replicas = states(VALUES[:2])
+    assert average_over(kind, replicas, [0, 0]) == (0.0, 0.0)
+    assert [int(model.count) for model, _ in replicas] == [10, 20]
+    assert replicas[1][0].w.tolist() == VALUES[1][0]
+    assert replicas[1][0].mean.tolist() == [2.0] * 4
+
+
+def test_an_aborted_collective_leaves_the_replica_as_it_was():
+    replicas = states(VALUES[:2])
+    collectives = create_collectives(2, "thread", None, WAIT_S)
+    averager = ReplicaAverager(replicas[0][1], CpuDevice(1), collectives[0])
+    timer = threading.Thread(target=collectives[1].abort)
+    timer.start()
+    with pytest.raises(RuntimeError, match="abort"):
+        averager.all_reduce(5)
+    timer.join()
+    assert replicas[0][0].w.tolist() == VALUES[0][0]
+    assert averager.version == 0
+
+
+class Scribbling:
+    """A collective that is aborted when it has written to the tensors."""
+
+    rank, world_size = 0, 2
+
+    def barrier(self):
+        """Nobody else is there."""
+
+    def weighted_mean_(self, tensors, weight):
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+        raise CollectiveAborted("planted")
+
+
+def test_a_collective_aborted_half_way_leaves_the_replica_as_it_was():
+    ((model, state),) = states(VALUES[:1])
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    averager = ReplicaAverager(state, CpuDevice(1), Scribbling())
+    with pytest.raises(CollectiveAborted):
+        averager.all_reduce(5)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def test_a_reused_snapshot_is_one_buffer_and_aliases_nothing():
+    ((model, state),) = states(VALUES[:1])
+    averager = ReplicaAverager(state, CpuDevice(1), None)
+    first, second = averager.snapshot(reuse=True), averager.snapshot(reuse=True)
+    assert first is second
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    for tensor in (*first.params, *first.buffers, *first.taken):
+        assert tensor.untyped_storage().data_ptr() not in own
+
+
+# -- evaluation and checkpoints hold the average -------------------------------
+
+
+@every_way
+def test_eval_fn_and_checkpoint_fn_see_the_average(monkeypatch, way):
+    """Over the CPU path an average is known offline: the one that closed the epoch."""
+    watched = WatchedAverager(monkeypatch, lambda: 0)
+    evaluated, handed = [], []
+
+    def evaluate(model, epoch):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        evaluated.append((epoch, model.w.item()))
+        return {"w": model.w.item()}
+
+    b = builder(dataset=30, batch_size=1, epochs=4, ranks=3, way=way).eval_fn(evaluate)
+    b.checkpoint_fn(lambda version, model: handed.append((version, model.w.item())))
+    state = b.checkpoint_every(2).anchor(3).run().join(WAIT_S)
+    assert [epoch for epoch, _ in evaluated] == [0, 1, 2, 3]
+    assert [m.scalars["eval/w"] for m in state.metrics] == [w for _, w in evaluated]
+    assert handed == [(2, evaluated[1][1]), (4, evaluated[3][1])]
+    if way[0] is SYNC:
+        assert [w for _, w in evaluated] == [10.0, 20.0, 30.0, 40.0]
+    elif way[1] is OVER_CPU:
+        averages = [average for _, _, average in watched.calls]
+        assert all(w in averages for _, w in evaluated)
+    assert float(state.params["w"]) == evaluated[-1][1]
+
+
+@local_ways
+def test_a_failing_checkpoint_fn_is_logged_and_stops_nothing(way, caplog):
+    def fail(version, model):
+        raise OSError("disk full")
+
+    state = builder(epochs=2, way=way).checkpoint_fn(fail).run().join(WAIT_S)
+    assert len(state.metrics) == 2
+    assert "checkpoint_fn failed for version 1" in caplog.text
+    assert "disk full" in caplog.text
+
+
+# -- memory --------------------------------------------------------------------
+
+NUMEL = 1 << 18
+
+
+class Big(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(NUMEL))
+
+
+def model_sized():
+    """Memory blocks of the size of the model that any tensor holds on to."""
+    found = {}
+    for thing in gc.get_objects():
+        dense = type(thing) in (torch.Tensor, nn.Parameter) and thing.layout is torch.strided
+        if dense and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            if storage.nbytes() >= NUMEL * 4:
+                found[storage.data_ptr()] = storage.nbytes()
+    return len(found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (ASYNC, THREAD), (CADENCE, GLOO)])
+def test_averaging_holds_one_snapshot_a_rank_and_two_buffers_more(way, ranks):
+    gc.collect()
+    before = model_sized()
+    averaged, opened = threading.Semaphore(0), threading.Event()
+
+    def train(model, batch):
+        if current_worker().current_version >= 3 and not opened.is_set():
+            averaged.release()
+            assert opened.wait(WAIT_S)
+        return -model.w[:4].sum()
+
+    b = builder(model=lambda d: Big(), train=train, dataset=100_000, ranks=ranks, way=way)
+    with b.batch_size(1).anchor(2).max_anchor(2).run() as handle:
+        for _ in range(ranks):
+            assert averaged.acquire(timeout=WAIT_S)
+        # Every rank stands still, and the coordinator too while its lock is held.
+        with handle._run._service._lock:
+            count = model_sized() - before
+        opened.set()
+        handle.stop()
+    models_and_gradients = 2 * ranks
+    assert ranks < count <= models_and_gradients + ranks + 2

@@ -1,0 +1,184 @@
+"""Steps as graphs, on a stand-in that records the operations of PyTorch and repeats them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import current_worker, record_scalar
+from tests.support.graphing import (
+    DATA,
+    a_run,
+    adamw,
+    assert_equal_runs,
+    capturable_on_cpu,
+    loss_of,
+    posing,
+    sgd,
+    train,
+)
+from tests.support.running import LOCAL_WAYS, SYNC, THREAD
+
+__all__ = ["capturable_on_cpu", "posing"]  # fixtures
+
+every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+# -- a captured run is the eager one ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("optim", [adamw, sgd])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_graph_trains_what_eager_steps_train(optim, accumulate, posing):
+    def run(flag):
+        b = a_run(optim=optim).accumulate(accumulate).max_grad_norm(0.5)
+        return train(b.cuda_graphs(flag))
+
+    expected = run(False)
+    assert posing.num_replays == []
+    assert_equal_runs(run(True), expected)
+    windows = 3 * (16 // accumulate)  # each epoch ends with a short batch
+    assert posing.num_replays == [windows - 3]
+
+
+def test_under_lockstep_two_graphs_stand_around_the_reduction(posing):
+    def run(flag):
+        return train(a_run(way=(SYNC, THREAD), ranks=2).max_grad_norm(0.5).cuda_graphs(flag))
+
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    assert len(posing.fake.graphs) == 4
+    assert all(n >= 8 for n in posing.num_replays)
+
+
+@every_way
+def test_every_policy_trains_every_sample_with_graphs(way, posing):
+    state = train(a_run(way=way, ranks=3, epochs=6).cuda_graphs(True))
+    assert [e.num_samples for e in state.metrics] == [66] * 6
+    assert state.metrics[-1].avg_loss < state.metrics[0].avg_loss
+    assert sum(posing.num_replays) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_scheduler_moves_the_learning_rate_of_a_graph(ranks, posing):
+    def run(flag):
+        b = a_run(way=(SYNC, THREAD), ranks=ranks)
+        b.scheduler(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60))
+        return train(b.cuda_graphs(flag))
+
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    assert sum(posing.num_replays) > 15
+
+
+def test_a_generator_of_the_worker_goes_on_drawing(posing):
+    def noisy(model, batch):
+        draw = torch.rand(1, generator=current_worker().generator, dtype=torch.float64)
+        record_scalar("draw", draw)
+        return loss_of(model, batch) * draw.sum()
+
+    state = train(a_run(loss=noisy).cuda_graphs(True))
+    draws = [e.scalars["draw"] for e in state.metrics]
+    assert len(set(draws)) == 3
+    assert posing.num_replays == [45]
+
+
+def test_short_batches_are_trained_without_a_graph(posing):
+    train(a_run(epochs=6).cuda_graphs(True))
+    assert posing.num_replays == [6 * 16 - 3]
+
+
+def test_a_rank_that_waits_for_messages_is_no_obstacle_to_a_capture(posing):
+    """Rank 1 has no batch in the whole run."""
+    state = train(a_run(ranks=2).partition_ratios([1, 0]).cuda_graphs(True))
+    assert [e.num_samples for e in state.metrics] == [66] * 3
+    assert posing.num_replays == [45]
+
+
+# -- what a graph holds on to ------------------------------------------------------------------
+
+
+def test_a_graph_goes_when_the_state_of_its_optimizer_is_replaced(posing):
+    seen = []
+
+    def restart(epoch, worker):
+        seen.append(len(posing.fake.graphs))
+        if epoch == 1:
+            worker.optimizer.load_state_dict(worker.optimizer.state_dict())
+
+    def run(flag):
+        return train(a_run(optim=sgd).epoch_fn(restart).cuda_graphs(flag))
+
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    assert posing.num_replays == [13, 29]
+
+
+def test_forgetting_the_graphs_takes_a_change_of_python_up(posing):
+    weight = [1.0]
+
+    def weighted(model, batch):
+        return loss_of(model, batch) * weight[0]
+
+    def heavier(epoch, worker):
+        weight[0] = 1.0 + epoch
+        worker.forget_graphs()
+
+    def run(flag):
+        return train(a_run(loss=weighted).epoch_fn(heavier).cuda_graphs(flag))
+
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    assert posing.num_replays == [13, 13, 13]
+
+
+def test_skipped_steps_are_judged_between_two_graphs(posing):
+    data = DATA.clone()
+    data[41] = torch.nan
+
+    def run(flag):
+        b = a_run(
+            model=lambda d: nn.Sequential(nn.Linear(3, 1)).to(d, torch.float64), dataset=(data,)
+        )
+        return train(b.on_non_finite("skip").cuda_graphs(flag))
+
+    expected = run(False)
+    actual = run(True)
+    assert_equal_runs(actual, expected)
+    assert [e.num_skipped for e in actual.metrics] == [e.num_skipped for e in expected.metrics]
+    assert sum(e.num_skipped for e in actual.metrics) >= 3
+    assert posing.num_replays[0] == 45
+
+
+def test_batches_of_several_shapes_get_a_graph_each(posing):
+    lengths = [3, 5]
+
+    class Ragged(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            raise AssertionError("batches are asked for")
+
+        def __getitems__(self, indices):
+            length = lengths[indices[0] % 2]
+            return [torch.full((length,), float(i), dtype=torch.float64) / 64 for i in indices]
+
+    def loss(model, batch):
+        return (model.w * batch).sum(1).square().mean() + model.w.square().sum()
+
+    def run(flag):
+        b = a_run(model=_one_number, loss=loss, dataset=Ragged(), optim=sgd)
+        return train(b.cuda_graphs(flag))
+
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    assert len(posing.num_replays) == 2
+    assert sum(posing.num_replays) == 48 - 6
+
+
+def _one_number(device):
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    return model.to(device)

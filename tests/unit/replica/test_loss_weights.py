@@ -1,0 +1,591 @@
+"""``(loss, weight)`` from ``train_fn``: what it changes, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from coordinator.metrics import EpochTally, ExactSum, Tally, WeightSum
+from runtime import (
+    CollectiveAborted,
+    GpuWorker,
+    NonFiniteError,
+    WorkerFailed,
+    create_collectives,
+    current_worker,
+    record_scalar,
+)
+from runtime.core.weight import WindowWeight
+from runtime.replica.flat import FlatParams
+from runtime.replica.step import EMPTY, GradientReducer, Stepper
+from runtime.worker.config import UserFunctions, WorkerConfig
+from tests.support.graphing import (
+    DATA,
+    a_run,
+    adamw,
+    assert_equal_runs,
+    capturable_on_cpu,
+    loss_of,
+    posing,
+    sgd,
+    train,
+)
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    CPU,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    Trace,
+    builder,
+    counter,
+    plain_sgd,
+)
+from tests.support.tape import Tape
+from tests.unit.test_survival import Dies
+
+__all__ = ["capturable_on_cpu", "posing"]  # fixtures
+
+AVERAGED = [(policy, backend) for policy in (CADENCE, ASYNC) for backend in (OVER_CPU, THREAD)]
+averaged = pytest.mark.parametrize("way", AVERAGED, ids=lambda w: f"{w[0].name}-{w[1].name}")
+both = pytest.mark.parametrize("is_prompt", [True, False], ids=["host", "device"])
+
+
+# -- one round of parameters -------------------------------------------------------------------
+
+
+def units(batch):
+    """Of every third batch 0, and no whole numbers."""
+    return 0.0 if batch[0] % 3 == 0 else float(sum(batch)) / 8
+
+
+class OneRound:
+    """A run whose ranks meet once: where its epoch closes, or as they leave when it is stopped."""
+
+    def __init__(self, way, weight=lambda batch: torch.tensor(units(batch)), stop_at=None):
+        handles, started = [], threading.Event()
+
+        def fit(model, batch):
+            (x,) = batch
+            worker = current_worker()
+            if worker.rank == 0 and worker.local_step == stop_at:
+                assert started.wait(WAIT_S)
+                handles[0].stop()
+            lost = torch.nan if units(x) == 0 else 1.0
+            return -model.w.sum() * x.double().mean() * lost, weight(x)
+
+        self.trace = Trace(fit)
+        b = builder(train=self.trace, dataset=32, batch_size=2, ranks=2, way=way)
+        b.progressive_dispatch(False).anchor(100).eval_fn(lambda model, _: {"w": float(model.w)})
+        handles.append(b.run())
+        started.set()
+        self.state = handles[0].join(WAIT_S)
+        assert self.state.stopped == (stop_at is not None)
+
+    def check(self):
+        wanted = pytest.approx(self.by_hand(), rel=1e-12)
+        assert float(self.state.params["w"]) == wanted
+        for metrics in self.state.metrics:  # of an epoch that has closed
+            assert metrics.scalars["eval/w"] == wanted
+
+    def by_hand(self):
+        """The mean of the replicas, each the sum of its steps, weighted by their weights."""
+        total, weights = 0.0, 0.0
+        for rank in (0, 1):
+            own = [torch.tensor(i) for r, i in self.trace.of_epoch(0) if r == rank]
+            weight = sum(map(units, own))
+            total += weight * sum(float(x.double().mean()) for x in own if units(x) > 0)
+            weights += weight
+        return total / weights
+
+
+ends = pytest.mark.parametrize("stop_at", [None, 4], ids=["closing", "stopped"])
+
+
+@averaged
+@ends
+@pytest.mark.parametrize("kind", [torch.tensor, float], ids=["tensor", "number"])
+def test_a_round_is_the_mean_by_the_sums_of_the_weights(way, stop_at, kind):
+    OneRound(way, lambda batch: kind(units(batch)), stop_at).check()
+
+
+@averaged
+@ends
+def test_a_round_on_devices_reads_weights_that_were_summed_there(way, stop_at, posing):
+    OneRound(way, stop_at=stop_at).check()
+
+
+@averaged
+def test_no_weight_is_lost_between_rounds(way, monkeypatch):
+    """Every round's weights are what was trained since the last, also meanwhile."""
+    from coordinator.averaging import Averager
+    from runtime.collective import Collective
+
+    seen = []
+    average, mean = Averager.average, Collective.weighted_mean_
+
+    def watched_average(averager, payloads, weights, squares):
+        seen.extend(weights)
+        return average(averager, payloads, weights, squares)
+
+    def watched_mean(collective, tensors, weight, **kwargs):
+        seen.append(weight)
+        return mean(collective, tensors, weight, **kwargs)
+
+    monkeypatch.setattr(Averager, "average", watched_average)
+    monkeypatch.setattr(Collective, "weighted_mean_", watched_mean)
+
+    def fit(model, batch):
+        return -model.w.sum(), batch[0].sum() / 4
+
+    b = builder(train=fit, dataset=400, batch_size=2, ranks=2, epochs=2, way=way)
+    state = b.anchor(3).run().join(WAIT_S)
+    assert state.metrics[0].num_averagings > 3
+    assert sum(seen) == pytest.approx(2 * sum(range(400)) / 4, rel=1e-12)
+
+
+# -- one step ----------------------------------------------------------------------------------
+
+
+def two_numbers():
+    model = nn.Linear(2, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def make_stepper(model, optimizer, **kwargs):
+    return Stepper(model, FlatParams(model), optimizer, device=CPU, **kwargs)
+
+
+def weighted(value, weight):
+    """A loss whose gradient is ``value``, with a weight."""
+
+    def train_fn(model, batch):
+        return (model.weight * value).sum(), weight
+
+    return train_fn
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, 1.0, momentum=0.5),
+    "fused sgd": lambda params: torch.optim.SGD(params, 1.0, momentum=0.5, fused=True),
+    "fused adamw": lambda params: torch.optim.AdamW(params, 1.0, fused=True),
+}
+
+
+@both
+@pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_step_of_weight_0_is_not_made(optim, is_prompt):
+    model = two_numbers()
+    stepper = make_stepper(model, optim(model.parameters()), is_prompt=is_prompt)
+    states = []
+    for weight in (1.0, 0.0):
+        stepper.begin()
+        value = 1.0 if weight else torch.nan
+        loss = stepper.micro_step(weighted(value, torch.tensor(weight)), None)
+        assert float(loss) == 0.0
+        stepper.finish(1)
+        states.append(model.weight.detach().clone())
+    assert float(states[0].norm()) > 0
+    assert states[1].equal(states[0])
+
+
+@both
+@pytest.mark.parametrize("weights", [(2.0, 6.0), (0.0, 6.0), (6.0, 0.0), (None, 2.0), (2.0, None)])
+def test_micro_batches_count_by_their_weights(weights, is_prompt):
+    """Those without a weight count by their samples: 3 each."""
+    model = two_numbers()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    stepper = make_stepper(model, optimizer, is_prompt=is_prompt)
+    stepper.begin()
+    for value, weight in zip((1.0, 5.0), weights, strict=True):
+        if weight is None:
+            stepper.micro_step(lambda m, b, v=value: (m.weight * v).sum(), None, 0.5, 3)
+        else:
+            lost = value if weight else torch.nan
+            stepper.micro_step(weighted(lost, torch.tensor(weight)), None, 0.5, 3)
+    assert stepper.finish(6) == EMPTY
+    first, second = (3.0 if weight is None else weight for weight in weights)
+    mean = (first * 1.0 + second * 5.0) / (first + second)
+    torch.testing.assert_close(model.weight.data, torch.full((1, 2), -mean, dtype=torch.float64))
+    assert float(stepper.window.total) == first + second
+
+
+@pytest.mark.parametrize("optim", ["fused sgd", "fused adamw"])
+@pytest.mark.parametrize("fractions", [(1.0,), (0.5, 0.5)])
+def test_nothing_of_a_device_is_read_where_the_optimizers_kernels_can_skip(optim, fractions):
+    model = two_numbers()
+    optimizer = OPTIMIZERS[optim](model.parameters())
+    stepper = make_stepper(model, optimizer, is_prompt=False)
+    for weight in (torch.tensor(1.0), torch.tensor(0)):
+        stepper.begin()
+        stepper._checked = True
+        if optimizer.state:  # made with reads of nothing
+            with Tape():  # an operation that reads raises
+                for fraction in fractions:
+                    stepper.micro_step(weighted(1.0, weight), None, fraction)
+                stepper.finish(1)
+        else:
+            for fraction in fractions:
+                stepper.micro_step(weighted(1.0, weight), None, fraction)
+            stepper.finish(1)
+
+
+@both
+def test_low_precision_scales_a_weighted_loss_as_any_other(is_prompt):
+    """Tokens by the thousand do not overflow where the plain mean does not."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    stepper = make_stepper(model, optimizer, precision="fp16", is_prompt=is_prompt)
+    before = stepper._scaler.get_scale()
+    stepper.begin()
+    for _ in range(2):
+        stepper.micro_step(
+            lambda m, b: (m(b).float().sum() / 2, torch.tensor(4096)), torch.ones(1, 2), 0.5
+        )
+    stepper.finish(2)
+    assert stepper._scaler.get_scale() == before
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_low_precision_takes_weights(precision, way):
+    def fit(model, batch):
+        y = model(batch[0].float())
+        return (y - 1).square().mean(), (batch[0] > 0).sum()
+
+    def net(device):
+        torch.manual_seed(0)
+        return nn.Linear(3, 1)
+
+    settings = {"model": net, "dataset": (DATA,), "train": fit, "way": way, "epochs": 8}
+    b = builder(**settings).precision(precision).max_grad_norm(1.0).accumulate(2)
+    b.on_non_finite("raise")
+    metrics = b.run().join(WAIT_S).metrics
+    assert metrics[-1].avg_loss < metrics[0].avg_loss
+
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+def on_ranks(function, num_ranks):
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return [f.result(WAIT_S) for f in [pool.submit(function, r) for r in range(num_ranks)]]
+
+
+class Ranks:
+    def __init__(self, dtype, num_ranks=2):
+        self.models = [nn.Linear(2, 1, bias=False).to(dtype) for _ in range(num_ranks)]
+        self.ends = create_collectives(num_ranks, timeout_s=WAIT_S)
+        self.reducers = [
+            GradientReducer(FlatParams(m), e) for m, e in zip(self.models, self.ends, strict=True)
+        ]
+
+    def reduce(self, values, weights, num_samples):
+        """The reduced gradient of each rank; weights of ``None`` are none."""
+
+        def step(rank):
+            reducer, model, weight = self.reducers[rank], self.models[rank], weights[rank]
+            model.weight.grad = torch.full_like(model.weight, values[rank])
+            window = None if weight is None else WindowWeight(weight, 1.0)
+            reducer.pack(num_samples[rank], (), window)
+            assert reducer.exchange(num_samples[rank])
+            reducer.unpack()
+            return float(model.weight.grad[0, 0]), reducer.is_empty
+
+        return on_ranks(step, len(self.models))
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_ranks_agree_whoever_tells_a_weight(dtype):
+    ranks = Ranks(dtype)
+    values, samples = (1.0, 4.0), (2, 3)
+    for weights in (
+        (None, None),
+        (10.0, None),
+        (None, None),
+        (None, 0.5),
+        (1e-4, 3e-4),
+        (0.0, 7.0),
+    ):
+        plain = [n if w is None else w for n, w in zip(samples, weights, strict=True)]
+        mean = sum(w * v for w, v in zip(plain, values, strict=True)) / sum(plain)
+        for found, is_empty in ranks.reduce(values, weights, samples):
+            assert found == pytest.approx(mean, rel=1e-2 if dtype is torch.bfloat16 else 1e-6)
+            assert not is_empty
+    assert [empty for _, empty in ranks.reduce((0.0, 0.0), (0.0, 0.0), samples)] == [True] * 2
+    ranks.close()
+
+
+def test_a_weight_of_a_reduction_that_failed_is_forgotten():
+    ranks = Ranks(torch.float32)
+    broken, ranks.ends = ranks.ends, create_collectives(2, timeout_s=WAIT_S)
+    model, reducer = ranks.models[0], ranks.reducers[0]
+    model.weight.grad = torch.ones_like(model.weight)
+    reducer.pack(2, (), WindowWeight(50.0, 1.0))
+    broken[1].abort()
+    with pytest.raises(CollectiveAborted):
+        reducer.exchange(2)
+    for end, other in zip(ranks.ends, ranks.reducers, strict=True):
+        other.collective = end
+    found = ranks.reduce((1.0, 4.0), (None, 8.0), (2, 2))
+    assert [value for value, _ in found] == pytest.approx([3.4, 3.4])
+    ranks.close()
+
+
+def test_weights_that_are_the_samples_change_nothing_but_rounding():
+    def run(fit):
+        b = builder(model=two_numbers_on, dataset=(DATA,), train=fit, ranks=3, way=(SYNC, THREAD))
+        return b.accumulate(2).seed(1).run().join(WAIT_S)
+
+    def two_numbers_on(device):
+        torch.manual_seed(0)
+        return nn.Linear(3, 1).double()
+
+    def plain(model, batch):
+        return (model(batch[0]) - 1).square().mean()
+
+    expected = run(plain)
+    assert_equal_runs(run(lambda model, batch: (plain(model, batch), len(batch[0]))), expected)
+
+
+def test_ranks_that_outlive_another_go_on_with_weights():
+    models = {}
+
+    def fit(model, batch):
+        models[current_worker().rank] = model
+        (x,) = batch
+        return (model(x) - 1).square().mean(), (x > 0).sum()
+
+    def net(device):
+        torch.manual_seed(0)
+        return nn.Linear(3, 1).double()
+
+    fault = Dies((1, 3), inner=fit)
+    settings = {"ranks": 3, "epochs": 3, "optim": sgd, "way": (SYNC, THREAD)}
+    b = builder(model=net, dataset=(DATA,), train=fault, **settings)
+    state = b.on_worker_failure("continue").run().join(WAIT_S)
+    assert fault.num_shots == 1
+    assert [m.num_samples for m in state.metrics] == [66] * 3
+    assert state.metrics[-1].avg_loss < state.metrics[0].avg_loss
+    for key, value in models[0].state_dict().items():
+        assert torch.equal(value, models[2].state_dict()[key]), key
+
+
+# -- values that are not finite ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+@pytest.mark.parametrize("mode", ["raise", "skip", "ignore"])
+def test_a_nan_of_weight_0_is_none(way, mode):
+    def fit(model, batch):
+        is_dead = bool(batch[0][0] % 2)
+        record_scalar("loss", torch.tensor(torch.nan if is_dead else 1.0))
+        return model.w.sum() * (torch.nan if is_dead else 1.0), 0 if is_dead else 1.5
+
+    b = builder(train=fit, dataset=20, batch_size=5, epochs=3, way=way).on_non_finite(mode)
+    state = b.run().join(WAIT_S)
+    for metrics in state.metrics:
+        assert metrics.num_skipped == 0
+        assert metrics.avg_loss == metrics.avg_loss
+        assert metrics.scalars["loss"] == 1.0
+    assert torch.isfinite(state.params["w"]).all()
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_nan_with_a_weight_is_a_fault(way):
+    def fit(model, batch):
+        return model.w.sum() * torch.nan, 1
+
+    with pytest.raises(WorkerFailed) as caught:
+        builder(train=fit, way=way).run().join(WAIT_S)
+    assert isinstance(caught.value.__cause__, NonFiniteError)
+    state = builder(train=fit, way=way).on_non_finite("skip").run().join(WAIT_S)
+    assert state.metrics[0].num_skipped == 20
+
+
+# -- graphs ------------------------------------------------------------------------------------
+
+
+def of_tokens(model, batch):
+    """Of some batches nothing counts."""
+    (x,) = batch
+    is_counted = (x[:, 0] > 0.3) & (x[:1, 1] > -0.5)
+    loss = loss_of(model, batch)
+    errors = (model(x).squeeze(1) - x.sum(1)).square()
+    return 0 * loss + (errors * is_counted).sum() / is_counted.sum(), is_counted.sum()
+
+
+def fused(params):
+    return torch.optim.SGD(params, 0.01, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("optim", [adamw, sgd, fused])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_graph_weighs_as_eager_steps_do(optim, accumulate, posing):
+    def run(flag):
+        b = a_run(optim=optim, loss=of_tokens).accumulate(accumulate).max_grad_norm(0.5)
+        return train(b.cuda_graphs(flag))
+
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    (replays, *second) = posing.num_replays
+    assert replays == 3 * (16 // accumulate) - 3
+    assert len(second) == (optim is not fused)  # else a read stands between two graphs
+
+
+def test_graphs_of_ranks_weigh_as_eager_steps_do(posing):
+    def run(flag):
+        return train(a_run(loss=of_tokens, way=(SYNC, THREAD), ranks=2).cuda_graphs(flag))
+
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    assert all(n >= 8 for n in posing.num_replays)
+
+
+def test_a_weight_that_first_comes_in_a_capture_makes_room_for_its_read(posing):
+    """Python code that changes its mind: what follows is captured in two parts."""
+    calls = []
+
+    def fit(model, batch):
+        calls.append(0)
+        loss = loss_of(model, batch)
+        return loss if len(calls) < 4 else (loss, (batch[0] > 0).sum())
+
+    state = train(a_run(loss=fit, optim=sgd).cuda_graphs(True))
+    assert state.metrics[-1].num_samples == 66
+    assert len(posing.num_replays) == 2
+    assert posing.num_replays[1] > 10
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def test_losses_and_scalars_are_means_by_weight():
+    def fit(model, batch):
+        record_scalar("first", float(batch[0]))
+        return model.w.sum() * 0 + float(batch[0]), 0.25 * float(batch[0])
+
+    metrics = builder(train=fit, dataset=10, batch_size=1, ranks=1).run().join(WAIT_S).metrics[0]
+    mean = sum(i * i for i in range(10)) / sum(range(10))
+    assert metrics.avg_loss == pytest.approx(mean)
+    assert metrics.scalars["first"] == pytest.approx(mean)
+    assert metrics.per_rank[0].avg_loss == pytest.approx(mean)
+    assert metrics.num_samples == 10
+
+
+def test_sums_of_weights_do_not_depend_on_where_they_are_cut():
+    values = [0.1 * i for i in range(50)] + [3, 2.0, 2**60 + 1]
+    for cut in (1, 7, 49):
+        whole = WeightSum()
+        for part in (values[:cut], values[cut:]):
+            piece = WeightSum()
+            piece.add_all(part)
+            whole.add(piece.value())
+        exact = ExactSum(values[:50])
+        exact.add_all([2.0**60, 6.0])
+        assert float(whole.value()) == float(exact.value())
+    alone = WeightSum()
+    alone.add_all([1, 2.0, 3])
+    assert alone.value() == 6
+    assert isinstance(alone.value(), int)
+
+
+def test_partial_sums_with_weights_come_back_from_a_checkpoint():
+    tally, again = EpochTally(1), EpochTally(1)
+    weights = WeightSum()
+    weights.add_all([0.1, 0.2, 0.3])
+    tally.add(0, Tally(loss_sum=1.0, loss_samples=weights.value(), scalars=(("x", 1.0, 0.1),)))
+    tally.add(0, Tally(loss_sum=2.0, loss_samples=4, scalars=(("x", 2.0, 3),)))
+    again.load_state_dict(tally.state_dict())
+    closing = {"epoch": 0, "epoch_s": 1.0, "num_samples": 1, "devices": ["cpu"]}
+    assert again.close(**closing) == tally.close(**closing)
+    assert again.close(**closing).avg_loss == pytest.approx(3.0 / 4.6)
+
+
+def test_a_step_tells_its_weight():
+    def worker():
+        endpoints, _ = GpuWorker.channels()
+        functions = UserFunctions(
+            model_factory=counter, optim_factory=plain_sgd, train_fn=lambda m, b: m.w.sum()
+        )
+        return GpuWorker(WorkerConfig(), functions, endpoints)
+
+    made = worker()
+    batch = (torch.arange(3),)
+    assert made.train_step(batch).weight == 3
+    result = made.train_step(batch, lambda model, b: (model.w.sum(), torch.tensor(7)))
+    assert result.weight == 7
+    assert made.snapshot_params().weight == 10
+    assert made.snapshot_params().num_samples == 6
+    made.close()
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+BAD = {
+    "negative": (-1, ValueError, "the weight -1"),
+    "nan": (float("nan"), ValueError, "the weight nan"),
+    "infinite": (float("inf"), ValueError, "the weight inf"),
+    "bool": (True, TypeError, "of type bool"),
+    "text": ("1", TypeError, "of type str"),
+    "none": (None, TypeError, "of type NoneType"),
+    "vector": (torch.ones(2), ValueError, r"of shape \(2,\)"),
+    "mask": (torch.tensor(True), TypeError, "of torch.bool"),
+    "complex": (torch.tensor(1j), TypeError, "of torch.complex64"),
+    "negative tensor": (torch.tensor(-2.0), ValueError, "the weight -2"),
+    "nan tensor": (torch.tensor(torch.nan), ValueError, "the weight nan"),
+}
+
+
+def refused(weight, **kwargs):
+    with pytest.raises(WorkerFailed) as caught:
+        builder(train=lambda m, b: (m.w.sum(), weight), **kwargs).run().join(WAIT_S)
+    return caught.value.__cause__
+
+
+@pytest.mark.parametrize(("weight", "kind", "said"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_what_is_no_weight_is_refused(weight, kind, said, way):
+    cause = refused(weight, way=way)
+    assert type(cause) is kind
+    assert cause.args[0].startswith("train_fn returned")
+    with pytest.raises(kind, match=said):
+        raise cause
+    assert "return (loss, weight) with the mean loss" in str(cause)
+
+
+@pytest.mark.parametrize("weight", [-2.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("mode", ["raise", "ignore"])
+def test_a_weight_of_a_device_is_refused_when_it_is_read(weight, mode, posing):
+    handle = (
+        builder(train=lambda m, b: (m.w.sum(), torch.tensor(weight)), ranks=1)
+        .on_non_finite(mode)
+        .run()
+    )
+    with pytest.raises(WorkerFailed) as caught:
+        handle.join(WAIT_S)
+    assert f"the weight {float(weight)} in step 0" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("result", [(), (1,), (1, 2, 3)])
+def test_tuples_of_another_length_are_refused(result):
+    with pytest.raises(WorkerFailed, match=f"a tuple of {len(result)}: return"):
+        builder(train=lambda m, b: result).run().join(WAIT_S)
+
+
+@pytest.mark.parametrize("weight", [2, np.int64(2), np.float32(2.0), torch.tensor([2])])
+def test_numbers_and_scalars_of_any_kind_are_weights(weight):
+    state = builder(train=lambda m, b: (m.w.sum(), weight), dataset=8).run().join(WAIT_S)
+    assert state.metrics[0].num_samples == 8

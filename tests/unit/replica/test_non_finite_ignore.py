@@ -1,0 +1,207 @@
+"""``on_non_finite("ignore")``: a spoilt replica takes its peers' average, or the run ends."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from coordinator.averaging import usable_weights
+from runtime import NonFiniteError, WorkerFailed, create_collectives, current_worker
+from runtime.device.base import CpuDevice
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
+from tests.support.faulty import (
+    AVERAGED_WAYS,
+    Pair,
+    Spoilt,
+    SpoiltLater,
+    Watch,
+    is_finite,
+    spoilt_run,
+    way_id,
+)
+from tests.support.running import CADENCE, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, WAIT_S
+
+PEERLESS = [(way, 1) for way in LOCAL_WAYS] + [((SYNC, THREAD), 2)]
+averaged_ways = pytest.mark.parametrize("way", AVERAGED_WAYS, ids=way_id)
+ruinous = pytest.mark.parametrize("kind", ["loss", "gradient"])
+
+
+def momentum_sgd(params):
+    return torch.optim.SGD(params, 1.0, momentum=0.5)
+
+
+def warned(caplog):
+    return [r.getMessage() for r in caplog.records if "new optimizer state" in r.getMessage()]
+
+
+# -- healed --------------------------------------------------------------------------
+
+
+@ruinous
+@pytest.mark.parametrize("rank", [0, 1])  # rank 0 evaluates
+@averaged_ways
+def test_a_spoilt_replica_takes_the_average_and_goes_on(monkeypatch, caplog, way, rank, kind):
+    watch = Watch(monkeypatch)
+    spoilt = SpoiltLater(kind, rank, lambda: ("evaluated", True) in watch.seen)
+    b = spoilt_run("ignore", spoilt, watch=watch, way=way, optim=momentum_sgd, epochs=60)
+    state = b.run().join(WAIT_S)
+    spoilt.check()
+    watch.check()
+    assert is_finite(state.params.values())
+    assert watch.seen.count(("evaluated", True)) == 60
+    assert watch.seen.count(("checkpointed", True)) == 60
+    skipped = sum(metrics.num_skipped for metrics in state.metrics)
+    assert skipped >= 2
+    # Every sample went into a round once, or was counted as skipped.
+    assert sum(watch.weights) + skipped == sum(spoilt.samples.values()) == 60 * 40
+    (line,) = warned(caplog)
+    parameter = "first" if kind == "loss" else "second"
+    assert f"rank {rank}" in line
+    assert repr(parameter) in line
+
+
+@averaged_ways
+def test_the_optimizer_of_a_healed_replica_starts_anew(monkeypatch, way):
+    watch = Watch(monkeypatch)
+    inner = SpoiltLater("loss", 1, lambda: ("evaluated", True) in watch.seen)
+    states = []
+
+    def train(model, batch):
+        worker = current_worker()
+        if worker.rank == 1 and inner.at is not None:
+            states.append([is_finite(s.values()) for s in worker.optimizer.state.values()])
+        return inner(model, batch)
+
+    b = spoilt_run("ignore", train, watch=watch, way=way, optim=momentum_sgd, epochs=60)
+    b.run().join(WAIT_S)
+    inner.check()
+    # Momentum of NaN where a step is made before the round, then none, then a sound one.
+    healed = states.index([])
+    assert all(state == [False, False] for state in states[:healed])
+    assert all(state == [True, True] for state in states[healed + 1 :])
+
+
+@averaged_ways
+def test_a_loss_that_spoils_nothing_is_let_through(monkeypatch, caplog, way):
+    watch = Watch(monkeypatch)
+    spoilt = Spoilt("value", (1, 3))
+    state = spoilt_run("ignore", spoilt, watch=watch, way=way).run().join(WAIT_S)
+    spoilt.check()
+    assert all(metrics.num_skipped == 0 for metrics in state.metrics)
+    assert any(math.isnan(metrics.avg_loss) for metrics in state.metrics)
+    assert warned(caplog) == []
+
+
+def test_a_stopped_run_returns_the_healthy_state():
+    spoilt = Spoilt("gradient", (1, 1), hold=(1, 3))
+    b = spoilt_run("ignore", spoilt, way=(CADENCE, OVER_CPU), dataset=4000, anchor=10**6)
+    state = spoilt.stop_while_held(b.max_anchor(10**6)).join(WAIT_S)
+    spoilt.check()
+    assert state.stopped
+    assert torch.equal(
+        state.params["second"], torch.full((3,), spoilt.steps[0], dtype=torch.float64)
+    )
+
+
+# -- nothing healthy is left -----------------------------------------------------------
+
+
+def assert_fails(handle, ranks):
+    with pytest.raises(WorkerFailed) as caught:
+        handle.join(WAIT_S)
+    cause = caught.value.__cause__
+    assert isinstance(cause, NonFiniteError)
+    assert caught.value.rank == cause.rank
+    assert cause.rank in ranks
+    assert cause.what == "parameter"
+    assert handle.state is None
+
+
+@ruinous
+@averaged_ways
+def test_a_round_in_which_every_replica_is_spoilt_ends_the_run(monkeypatch, way, kind):
+    watch = Watch(monkeypatch)
+    spoilt = Spoilt(kind, (0, 1), (1, 1))
+    b = spoilt_run("ignore", spoilt, way=way, anchor=10).checkpoint_fn(watch.checkpoint)
+    assert_fails(b.eval_fn(watch.evaluate).run(), (0, 1))
+    spoilt.check()
+    assert [s for s in watch.seen if s[0] != "averaged" and not s[1]] == []
+
+
+def test_a_stopped_run_without_a_healthy_state_returns_none():
+    spoilt = Spoilt("gradient", (0, 0), (1, 1), hold=(1, 3))
+    b = spoilt_run("ignore", spoilt, way=(CADENCE, OVER_CPU), dataset=4000, anchor=10**6)
+    assert_fails(spoilt.stop_while_held(b.max_anchor(10**6)), (0,))
+
+
+@ruinous
+@pytest.mark.parametrize(
+    ("way", "ranks"), PEERLESS, ids=lambda x: x if isinstance(x, int) else way_id(x)
+)
+def test_without_peers_to_heal_it_nothing_spoilt_is_used(monkeypatch, way, ranks, kind):
+    watch = Watch(monkeypatch, collectives=False)
+    b = spoilt_run("ignore", Spoilt(kind, (0, 15)), watch=watch, way=way, ranks=ranks)
+    handle = b.run()
+    assert_fails(handle, range(ranks))
+    watch.check()
+
+
+# -- parts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "weights"),
+    [
+        ([4, 6], [4, 6]),
+        ([0, 0], [0, 0]),
+        ([None, 6], [0, 6]),
+        ([None, 0, 6], [0, 0, 6]),
+        ([None, 0, 0], [0, 1, 1]),
+        ([None, None], [0, 0]),
+    ],
+)
+def test_states_that_can_be_used_carry_the_round(samples, weights):
+    assert usable_weights(samples) == weights
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"), [((4, 0), 2.0), ((4, 6), 2.0), ((0, 0), 2.0)], ids=str
+)
+def test_over_a_collective_an_idle_replica_heals_one_that_trained(samples, expected):
+    modules = [Pair(), Pair()]
+    with torch.no_grad():
+        for p in modules[0].parameters():
+            p.fill_(float("nan"))
+        for p in modules[1].parameters():
+            p.fill_(expected)
+    ends = create_collectives(2, timeout_s=WAIT_S)
+
+    def join(rank):
+        averager = ReplicaAverager(FlatState(modules[rank]), CpuDevice(1), ends[rank])
+        averager.all_reduce(samples[rank], healthy=rank == 1)
+        return [p.tolist() for p in modules[rank].parameters()]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(join, range(2)))
+    for end in ends:
+        end.close()
+    assert found == [[[expected] * 2, [expected] * 3]] * 2
+
+
+@averaged_ways
+def test_an_idle_replica_heals_one_that_trained_alone(monkeypatch, way):
+    """Rank 0 gets no data, so that in no round anybody else has samples."""
+    watch = Watch(monkeypatch)
+    spoilt = Spoilt("loss", (1, 3))
+    b = spoilt_run("ignore", spoilt, watch=watch, way=way, epochs=2).partition_ratios([0.0, 1.0])
+    state = b.run().join(WAIT_S)
+    spoilt.check()
+    watch.check()
+    assert is_finite(state.params.values())
+    skipped = sum(metrics.num_skipped for metrics in state.metrics)
+    assert skipped >= 2
+    assert sum(watch.weights) + skipped == 80

@@ -1,0 +1,228 @@
+"""The learning rate: torch schedulers at the position of the whole run, and the scale."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+
+from coordinator import messages as m
+from coordinator import service as inbox
+from coordinator.messages import Send
+from coordinator.service import Service
+from runtime import current_worker
+from runtime.replica.schedule import Schedule
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    WAYS,
+    builder,
+    count_up,
+)
+
+FACTORIES = {
+    "LambdaLR": lambda o: LambdaLR(o, lambda i: 1.0 + i),
+    "StepLR": lambda o: StepLR(o, 3, 0.5),
+    "OneCycleLR": lambda o: OneCycleLR(o, 0.4, total_steps=21),
+}
+by_name = pytest.mark.parametrize("name", FACTORIES)
+
+
+def optimizer(lr=0.1):
+    # Two groups, of which the scheduler knows both.
+    groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": 2 * lr}]
+    return SGD(groups, lr, momentum=0.9)
+
+
+def rates(o):
+    return [group["lr"] for group in o.param_groups]
+
+
+def reference(name, steps, scale=1.0):
+    """The rates after each number of steps of a plain torch loop."""
+    o = optimizer()
+    scheduler = FACTORIES[name](o)
+    found = [rates(o)]
+    for _ in range(steps):
+        o.step()
+        scheduler.step()
+        found.append(rates(o))
+    return [[scale * r for r in row] for row in found]
+
+
+@by_name
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("positions", [range(21), [0, 3, 4, 11, 20], [20]])
+def test_a_position_gives_the_rate_of_a_torch_loop(name, scale, positions):
+    o = optimizer()
+    schedule = Schedule(o, FACTORIES[name], 20)
+    schedule.set_scale(scale)
+    wanted = reference(name, 20, scale)
+    for position in positions:
+        schedule.advance(position)
+        assert rates(o) == pytest.approx(wanted[position])
+    assert schedule.current == pytest.approx(wanted[positions[-1]][0])
+
+
+@by_name
+def test_positions_past_the_end_and_behind_change_nothing(name):
+    o = optimizer()
+    schedule = Schedule(o, FACTORIES[name], 20)
+    for position in (20, 500, 3, 0):
+        schedule.advance(position)
+        assert rates(o) == pytest.approx(reference(name, 20)[20])
+
+
+def test_a_scheduler_overwrites_what_was_set_by_hand():
+    o = optimizer()
+    schedule = Schedule(o, FACTORIES["LambdaLR"])
+    schedule.set_lr(9.0)
+    assert rates(o) == [9.0, 9.0]
+    schedule.advance(1)
+    assert rates(o) == pytest.approx([0.2, 0.4])
+
+
+def test_without_a_scheduler_positions_mean_nothing():
+    o = optimizer()
+    schedule = Schedule(o)
+    schedule.advance(5)
+    schedule.scale_lr(3.0)
+    assert rates(o) == pytest.approx([0.3, 0.6])
+
+
+def test_a_rate_that_is_a_tensor_stays_one():
+    o = SGD([torch.zeros(1)], torch.tensor(0.5))
+    schedule = Schedule(o)
+    lr = o.param_groups[0]["lr"]
+    schedule.set_lr(0.25)
+    assert o.param_groups[0]["lr"] is lr
+    assert schedule.current == 0.25
+
+
+def test_what_is_no_scheduler_is_refused():
+    with pytest.raises(TypeError, match="not a torch"):
+        Schedule(optimizer(), lambda o: 3)
+
+
+# -- in a run ------------------------------------------------------------------
+
+
+class Rates:
+    """Notes the rate of every batch, by rank."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.of = {}
+
+    def __call__(self, model, batch):
+        worker = current_worker()
+        with self._lock:
+            self.of.setdefault(worker.rank, []).append(worker.current_lr)
+        return count_up(model, batch)
+
+
+def counting(o):
+    """The rate is the position, from 1."""
+    return LambdaLR(o, lambda i: 1.0 + i)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_lockstep_ranks_count_the_batches_of_all(ranks):
+    found = Rates()
+    b = builder(train=found, dataset=22, epochs=2, ranks=ranks, way=(SYNC, THREAD))
+    b.scheduler(counting).run().join(WAIT_S)
+    # 11 batches an epoch, and the last step of an epoch may be short of ranks.
+    steps = [i for epoch in (0, 11) for i in range(epoch, epoch + 11, ranks)]
+    for rank in range(ranks):
+        short = [i for i in steps if (i % 11) + rank < 11]
+        assert found.of[rank] == [1.0 + i for i in short]
+
+
+def test_a_window_is_one_position_of_the_schedule():
+    found = Rates()
+    b = builder(train=found, dataset=20, batch_size=1, epochs=1, ranks=2, way=(SYNC, THREAD))
+    b.accumulate(3).scheduler(counting).run().join(WAIT_S)
+    windows = [1.0] * 3 + [7.0] * 3 + [13.0] * 3 + [19.0]
+    assert found.of == {0: windows, 1: windows}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+def test_the_position_ends_at_the_batches_of_all_ranks(way):
+    """A probe of the final position: no rate is beyond it, and a late one is near it."""
+    found = Rates()
+    b = builder(train=found, dataset=60, batch_size=1, epochs=3, ranks=2, way=way)
+    handle = b.anchor(2).max_anchor(2).scheduler(counting).run()
+    handle.join(WAIT_S)
+    assert handle.statistics().global_step == 180
+    every = [rate for of in found.of.values() for rate in of]
+    assert max(every) <= 181.0
+    for of in found.of.values():
+        assert of == sorted(of)
+        assert of[0] == 1.0
+    if way[0] is SYNC:
+        assert max(every) == 179.0
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
+def test_the_scale_multiplies_every_rate(way):
+    found = Rates()
+    b = builder(train=found, dataset=20, ranks=2, way=way)
+    b.lr_scale_ratio(0.5).scheduler(lambda o: StepLR(o, 1000)).run().join(WAIT_S)
+    assert {rate for of in found.of.values() for rate in of} == {1.5}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_scale_without_a_scheduler_acts_once(ranks):
+    found = Rates()
+    builder(train=found, dataset=12, ranks=ranks).lr_scale_ratio(1.0).run().join(WAIT_S)
+    assert {rate for of in found.of.values() for rate in of} == {float(ranks)}
+
+
+def test_a_scale_set_before_the_scheduler_holds_from_the_first_step():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    schedule = Schedule(torch.optim.SGD([parameter], 0.1))
+    schedule.set_scale(2.0)
+    schedule.attach(lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+    assert schedule.current == pytest.approx(0.2)
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(TypeError, match="ReduceLROnPlateau"):
+        Schedule(torch.optim.SGD([parameter], 0.1), torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
+    """Else every rate lags behind by what the ranks trained for the last round."""
+    monkeypatch.setattr(inbox, "HELD_S", 10 * WAIT_S)
+    sent, told = threading.Event(), {}
+    execute = Service._execute
+
+    def tapped(service, command, now):
+        execute(service, command, now)
+        if isinstance(command, Send) and isinstance(command.message, m.SetGlobalStep):
+            sent.set()
+
+    def first_step_after_a_round(model, batch):
+        worker = current_worker()
+        if worker.rank not in told and worker._protocol.batches == 0 and worker.local_step >= 4:
+            told[worker.rank] = sent.wait(WAIT_S / 4)
+        return count_up(model, batch)
+
+    monkeypatch.setattr(Service, "_execute", tapped)
+    way = (CADENCE, THREAD)
+    handle = (
+        builder(dataset=400, train=first_step_after_a_round, ranks=2, way=way)
+        .anchor(4)
+        .max_anchor(4)
+        .run()
+    )
+    handle.join(WAIT_S)
+    assert told == {0: True, 1: True}

@@ -1,0 +1,526 @@
+"""What a timeline says of real runs: where their time went, and what happened."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from runtime import Cause, Kind, Timeline, WorkerFailed, current_worker
+from runtime.timeline.resources import THREAD_NAME
+from runtime.worker.worker import GpuWorker
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    WAYS,
+    Counter,
+    Gate,
+    builder,
+    count_up,
+)
+
+MAX_UNATTRIBUTED = 0.01
+HICCUP_S = 0.02
+"""Of a run that is over in no time, this may be the time in which others had the core."""
+WAITS = {Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.GONE}
+policies = pytest.mark.parametrize(
+    "way",
+    [(CADENCE, OVER_CPU), (SYNC, THREAD), (ASYNC, THREAD)],
+    ids=["cadence", "sync", "async"],
+)
+ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+def record(*, change=lambda b: b, **kwargs):
+    """Run to the end with a timeline; gives it, and the seconds that the run took."""
+    timeline = Timeline(poll_s=0.005, step_interval_s=0.0)
+    start = time.monotonic()
+    state = change(builder(**kwargs).timeline(timeline)).run().join(WAIT_S)
+    return timeline, state, time.monotonic() - start
+
+
+def causes_of(timeline, rank):
+    return timeline.summary().ranks[rank].causes
+
+
+def kinds_of(timeline, rank):
+    return {event.kind for event in timeline.events() if event.rank == rank}
+
+
+def check_totals(timeline, wall_s=None, hiccup_s=HICCUP_S):
+    """Every rank's causes sum to the time of the run, and next to nothing is unknown."""
+    summary = timeline.summary()
+    assert summary.ranks
+    for rank in summary.ranks:
+        assert sum(rank.causes.values()) == pytest.approx(summary.wall_s, rel=1e-6)
+        assert rank.wall_s == pytest.approx(summary.wall_s, rel=1e-6)
+        assert rank.unattributed_share <= max(MAX_UNATTRIBUTED, hiccup_s / rank.wall_s)
+        assert min(rank.causes.values()) >= 0
+        assert rank.idle_share == pytest.approx(
+            sum(rank.causes[c.label] for c in WAITS) / rank.wall_s
+        )
+        width_s, bins = timeline.profile(rank.rank)
+        sums = [sum(column) for column in zip(*bins, strict=True)]
+        assert sums == pytest.approx(list(rank.causes.values()), abs=1e-4)
+        assert len(bins) <= 1025
+        assert width_s > 0
+    if wall_s is not None:
+        assert summary.wall_s <= wall_s
+        assert summary.wall_s >= wall_s - 0.5  # checking the settings comes before the start
+
+
+@ways
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_causes_of_each_rank_sum_to_the_time_of_the_run(way, ranks):
+    own = [0.0] * ranks
+
+    def fit(model, batch):
+        start = time.monotonic()
+        loss = count_up(model, batch)
+        own[current_worker().rank] += time.monotonic() - start
+        return loss
+
+    timeline, state, wall_s = record(
+        way=way,
+        ranks=ranks,
+        dataset=240,
+        batch_size=4,
+        epochs=2,
+        train=fit,
+        change=lambda b: b.eval_fn(lambda model, epoch: {"a": 1.0}),
+    )
+    check_totals(timeline, wall_s)
+    summary = timeline.summary()
+    assert summary.state == "finished"
+    assert (summary.num_epochs, summary.model) == (2, "Counter")
+    assert sum(rank.num_samples for rank in summary.ranks) == 480
+    assert sum(rank.num_steps for rank in summary.ranks) >= 120
+    for rank in summary.ranks:
+        assert rank.causes["compute"] >= own[rank.rank]
+        assert Kind.EPOCH in kinds_of(timeline, rank.rank)
+        assert Kind.CHUNK in kinds_of(timeline, rank.rank)
+        assert Kind.STEP in kinds_of(timeline, rank.rank)
+    assert summary.num_averagings == sum(m.num_averagings for m in state.metrics)
+    assert {Kind.RUN, Kind.EPOCH} <= kinds_of(timeline, None)
+    assert (Kind.AVERAGING in kinds_of(timeline, None)) == (ranks > 1 and way[0] is not SYNC)
+
+
+@policies
+def test_of_a_run_of_some_time_a_hundredth_is_unattributed_at_most(way):
+    def fit(model, batch):
+        time.sleep(0.001)
+        return count_up(model, batch)
+
+    timeline, _, wall_s = record(way=way, train=fit, dataset=800, epochs=2)
+    assert wall_s > 0.4
+    check_totals(timeline, wall_s, hiccup_s=0.0)
+    for rank in timeline.summary().ranks:
+        assert rank.causes["compute"] >= 0.001 * rank.num_steps
+        assert rank.causes["control"] < 0.5 * (rank.wall_s - rank.causes["startup"])
+
+
+def test_what_no_part_of_a_workers_life_accounts_for_is_unattributed(monkeypatch):
+    def wander(self):
+        while (plan := self.wait_for_epoch_plan()) is not None:
+            time.sleep(0.02)
+            if self.run_epoch_plan(plan):
+                return
+
+    monkeypatch.setattr(GpuWorker, "_train_plans", wander)
+    timeline, _, _ = record(epochs=3, ranks=1)
+    assert causes_of(timeline, 0)["unattributed"] >= 3 * 0.02
+
+
+def test_the_work_of_a_step_is_compute():
+    def slow(model, batch):
+        time.sleep(0.01)
+        return count_up(model, batch)
+
+    timeline, _, _ = record(train=slow, dataset=40, ranks=1)
+    assert causes_of(timeline, 0)["compute"] >= 20 * 0.01
+    check_totals(timeline)
+
+
+class SlowData(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.tensor(index)
+
+
+class BrokenData(SlowData):
+    """Slow, and then broken; says what the rank's lane tells meanwhile."""
+
+    def __init__(self, timeline):
+        self.timeline = timeline
+        self.seen = []
+
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        self.seen.append(self.timeline.lane(0).cause)
+        raise OSError("no such sample")
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_data_set_that_fails_in_the_end_is_data_all_the_time(accumulate):
+    timeline = Timeline()
+    data = BrokenData(timeline)
+    made = builder(dataset=data, ranks=1).prefetch(0).accumulate(accumulate).timeline(timeline)
+    with pytest.raises(WorkerFailed, match="no such sample"):
+        made.run().join(WAIT_S)
+    assert data.seen == [Cause.DATA]
+    assert causes_of(timeline, 0)["data"] >= 0.1
+    check_totals(timeline)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_waiting_for_a_slow_data_set_is_data(prefetch):
+    timeline, _, _ = record(dataset=SlowData(), ranks=1, change=lambda b: b.prefetch(prefetch))
+    assert causes_of(timeline, 0)["data"] >= 0.15
+    assert Kind.DATA in kinds_of(timeline, 0)
+    gaps = [gap for gap in timeline.idle_gaps(0.005) if gap.cause is Cause.DATA]
+    assert gaps
+    check_totals(timeline)
+
+
+def slow_rank(rank, seconds):
+    def fit(model, batch):
+        if current_worker().rank == rank:
+            time.sleep(seconds)
+        return count_up(model, batch)
+
+    return fit
+
+
+def test_waiting_for_a_slow_peer_in_each_step_is_sync():
+    timeline, _, _ = record(train=slow_rank(1, 0.01), way=(SYNC, THREAD), dataset=80)
+    causes = causes_of(timeline, 0)
+    assert causes["sync"] >= 20 * 0.005
+    assert causes["sync"] > 2 * causes_of(timeline, 1)["sync"]
+    assert [gap for gap in timeline.idle_gaps(0.005) if gap.cause is Cause.SYNC]
+    check_totals(timeline)
+
+
+def test_waiting_for_a_peer_that_has_not_joined_a_round_is_sync():
+    """The slow rank is in a step of 30 ms when the other one joins, or was just before."""
+    timeline, _, _ = record(
+        train=slow_rank(1, 0.03),
+        way=(CADENCE, THREAD),
+        dataset=80,
+        change=lambda b: b.anchor(2).max_anchor(2).partition_ratios([3, 1]),
+    )
+    assert timeline.summary().num_averagings > 2
+    assert causes_of(timeline, 0)["sync"] > causes_of(timeline, 1)["sync"]
+    told = [e for e in timeline.events() if e.kind is Kind.SYNC and e.rank == 0]
+    assert told
+    check_totals(timeline)
+
+
+def test_a_throttled_rank_is_parked_until_it_is_resumed():
+    timeline, _, _ = record(
+        train=slow_rank(1, 0.01), dataset=80, change=lambda b: b.max_batch_diff(1)
+    )
+    rank = timeline.summary().ranks[0]
+    assert rank.causes["parked"] >= 0.1
+    throttles = [e for e in timeline.events() if e.kind is Kind.THROTTLE and e.rank == 0]
+    resumes = [e for e in timeline.events() if e.kind is Kind.RESUME and e.rank == 0]
+    assert rank.num_throttles == len(throttles) == len(resumes) > 1
+    assert sum(e.duration_s for e in throttles) >= rank.causes["parked"] - 1e-6
+    steps = [e for e in timeline.events() if e.kind is Kind.STEP and e.rank == 0]
+    assert steps
+    assert not any(t.start_s < s.start_s < t.end_s for s in steps for t in throttles)
+    check_totals(timeline)
+
+
+def test_callbacks_are_counted_and_are_events():
+    def change(b):
+        b.epoch_fn(lambda epoch, worker: time.sleep(0.01))
+        b.eval_fn(lambda model, epoch: (time.sleep(0.02), {"a": 1.0})[1])
+        return b.checkpoint_fn(lambda version, model: time.sleep(0.03))
+
+    timeline, _, _ = record(change=change, epochs=3)
+    assert causes_of(timeline, 0)["callbacks"] >= 3 * (0.01 + 0.02 + 0.03)
+    events = [e for e in timeline.events() if e.rank == 0]
+    told = {
+        kind: [tuple(e.args.values()) for e in events if e.kind is kind]
+        for kind in (Kind.EPOCH_FN, Kind.EVALUATION, Kind.CHECKPOINT)
+    }
+    assert told == {
+        Kind.EPOCH_FN: [(0,), (1,), (2,)],
+        Kind.EVALUATION: [(0,), (1,), (2,)],
+        Kind.CHECKPOINT: [(1,), (2,), (3,)],
+    }
+    check_totals(timeline)
+
+
+def test_building_the_models_is_startup():
+    def slow(device):
+        time.sleep(0.05)
+        return Counter()
+
+    timeline, _, _ = record(model=slow)
+    assert causes_of(timeline, 1)["startup"] >= 0.1  # one at a time
+    assert causes_of(timeline, 0)["startup"] >= 0.1  # it waits for the other
+    check_totals(timeline)
+
+
+def test_anchor_changes_are_events_and_a_curve():
+    timeline, _, _ = record(
+        way=(CADENCE, THREAD), dataset=600, change=lambda b: b.anchor(1).overhead_target(0.01)
+    )
+    changes = [e for e in timeline.events() if e.kind is Kind.ANCHOR]
+    assert changes
+    curve = timeline.anchor_curve()
+    assert curve[0] == (0.0, 1.0)
+    assert [row[1] for row in curve[1:]] == [e.args["anchor"] for e in changes]
+    assert timeline.summary().anchor == curve[-1][1]
+
+
+def test_the_throughput_sums_to_the_samples():
+    timeline, _, _ = record(dataset=400, epochs=3)
+    width_s, rates = timeline.throughput()
+    ends = [min((i + 1) * width_s, timeline.summary().wall_s) for i in range(len(rates))]
+    lasted = [max(width_s, b - a) for a, b in zip([0.0, *ends], ends, strict=False)]
+    assert len(rates) <= 62
+    for rank in timeline.summary().ranks:
+        sums = sum(row[rank.rank] * s for row, s in zip(rates, lasted, strict=True))
+        assert sums == pytest.approx(rank.num_samples, rel=0.25)
+
+
+def test_the_load_of_the_machine_is_read():
+    gate = Gate()
+    timeline = Timeline(poll_s=0.002)
+    handle = builder(train=gate).timeline(timeline).run()
+    gate.await_entry()
+    deadline = time.monotonic() + WAIT_S
+    while len(timeline.resources()[1]) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    gate.opened.set()
+    handle.join(WAIT_S)
+    columns, rows = timeline.resources()
+    assert columns[:2] == ("process_cpu_percent", "process_rss_bytes")
+    assert all(row[0] >= 0 and row[2] > 1e6 for row in rows)
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+
+
+@policies
+@pytest.mark.parametrize("mode", ["raise", "continue"])
+def test_a_failure_is_told_and_the_rest_stays(way, mode):
+    def fit(model, batch):
+        worker = current_worker()
+        if worker.rank == 1 and worker.local_step >= 3:
+            raise RuntimeError("planted\n<script>")
+        time.sleep(0.001)
+        return count_up(model, batch)
+
+    timeline = Timeline()
+    b = builder(train=fit, way=way, dataset=80).timeline(timeline).on_worker_failure(mode)
+    handle = b.run()
+    if mode == "raise":
+        with pytest.raises(WorkerFailed):
+            handle.join(WAIT_S)
+    else:
+        handle.join(WAIT_S)
+    (failure,) = [e for e in timeline.events() if e.kind is Kind.FAILURE]
+    assert failure.rank == 1
+    assert failure.args["error"] == "RuntimeError: planted\\n<script>"
+    summary = timeline.summary()
+    assert summary.state == ("failed" if mode == "raise" else "finished")
+    assert (summary.error is not None) == (mode == "raise")
+    if mode == "continue":
+        assert summary.ranks[1].causes["gone"] > 0
+    check_totals(timeline)
+
+
+@policies
+def test_a_run_that_is_stopped_leaves_what_was_recorded(way, tmp_path):
+    gate = Gate()
+    timeline = Timeline()
+    handle = builder(train=gate, way=way, epochs=50).timeline(timeline).run()
+    gate.await_entry()
+    assert timeline.summary().state == "running"
+    handle.stop()
+    gate.opened.set()
+    assert handle.join(WAIT_S).stopped
+    assert timeline.summary().state == "stopped"
+    assert [e.args["reason"] for e in timeline.events() if e.kind is Kind.STOP] == [
+        "stop requested"
+    ]
+    timeline.save_json(tmp_path / "t.json")
+    check_totals(timeline)
+
+
+def test_a_run_in_progress_can_be_read_and_saved(tmp_path):
+    gate = Gate(rank=1)
+    timeline = Timeline()
+    handle = builder(train=gate, dataset=80).timeline(timeline).run()
+    gate.await_entry()
+    first, second = timeline.summary(), timeline.summary()
+    assert second.wall_s >= first.wall_s
+    for rank in second.ranks:
+        assert sum(rank.causes.values()) == pytest.approx(rank.wall_s)
+        assert rank.wall_s == pytest.approx(second.wall_s, abs=0.5)
+    for name in ("trace", "json", "csv", "html"):
+        getattr(timeline, f"save_{name}")(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 0
+    gate.opened.set()
+    handle.join(WAIT_S)
+
+
+def test_following_a_run_shows_each_event_once():
+    timeline = Timeline()
+    handle = builder(dataset=200, epochs=3).timeline(timeline).run()
+    seen, cursor = [], None
+    while handle.state is None:
+        events, cursor = timeline.read(cursor)
+        seen += events
+        time.sleep(0.001)
+    handle.join(WAIT_S)
+    events, cursor = timeline.read(cursor)
+    seen += events
+    assert timeline.read(cursor)[0] == []
+
+    def key(event):
+        return (event.kind.value, event.rank or -1, event.start_s, event.end_s, str(event.args))
+
+    wanted = [event for event in timeline.events() if event.kind is not Kind.RUN]
+    assert sorted(map(key, seen)) == sorted(map(key, wanted))
+
+
+def test_a_timeline_records_one_run():
+    timeline, _, _ = record()
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match="new Timeline"):
+        builder().timeline(timeline).run()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_run_that_cannot_start_leaves_no_thread_and_an_unused_timeline():
+    timeline = Timeline()
+    with pytest.raises(ValueError, match="num_epochs"):
+        (builder().timeline(timeline)._set(num_epochs=None)).run()
+    assert timeline.summary().state == "empty"
+    assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (ASYNC, OVER_CPU)], ids=["sync", "async"])
+def test_a_timeline_keeps_no_model_alive(way):
+    models = []
+
+    def model(device):
+        built = Counter()
+        models.append(weakref.ref(built))
+        return built
+
+    timeline, _, _ = record(model=model, way=way)
+    gc.collect()
+    assert [ref() for ref in models] == [None, None]
+    assert timeline.summary().num_epochs == 1
+
+
+def test_a_timeline_keeps_nothing_of_the_run_alive():
+    timeline = Timeline()
+    handle = builder().timeline(timeline).run()
+    kept = [weakref.ref(handle._run), weakref.ref(handle._run._machine.core)]
+    handle.join(WAIT_S)
+    del handle
+    deadline = time.monotonic() + WAIT_S
+    while any(ref() is not None for ref in kept):  # join() is told before the thread has ended
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        gc.collect()
+
+
+def test_a_run_without_a_timeline_uses_the_plain_worker():
+    kinds = set()
+
+    def fit(model, batch):
+        kinds.add(type(current_worker()).__name__)
+        return count_up(model, batch)
+
+    builder(train=fit).run().join(WAIT_S)
+    assert kinds == {"GpuWorker"}
+
+
+def test_a_fault_in_the_observer_costs_the_timeline_and_not_the_run(monkeypatch, caplog):
+    from runtime.timeline.recorder import CoordinatorLane
+
+    def broken(self, *args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(CoordinatorLane, "_look", broken)
+    timeline, state, _ = record(epochs=2)
+    assert len(state.metrics) == 2
+    assert [r.message for r in caplog.records if "timeline" in r.message] == [
+        "the timeline could not follow the coordinator, and gives it up"
+    ]
+    check_totals(timeline)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"poll_s": 0}, ValueError),
+        ({"poll_s": float("nan")}, ValueError),
+        ({"poll_s": "1"}, TypeError),
+        ({"poll_s": True}, TypeError),
+        ({"max_events": 0}, ValueError),
+        ({"max_events": 1.5}, TypeError),
+        ({"min_gap_s": -1}, ValueError),
+        ({"step_interval_s": float("inf")}, ValueError),
+    ],
+)
+def test_bad_settings_are_refused(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        Timeline(**settings)
+
+
+def test_a_builder_takes_nothing_but_a_timeline():
+    with pytest.raises(TypeError, match=r"runtime\.Timeline"):
+        builder().timeline("run.json")
+
+
+def test_an_empty_timeline_can_be_asked_and_saved(tmp_path):
+    timeline = Timeline()
+    assert timeline.summary().state == "empty"
+    assert timeline.events() == []
+    assert timeline.idle_gaps() == []
+    for name in ("trace", "json", "csv", "html"):
+        getattr(timeline, f"save_{name}")(tmp_path / name)
+
+
+@pytest.mark.parametrize("signals", [1, 2], ids=["stopped", "aborted"])
+def test_a_run_that_is_interrupted_leaves_what_was_recorded(signals, tmp_path):
+    timeline = Timeline()
+    raised = threading.Event()
+
+    def fit(model, batch):
+        worker = current_worker()
+        if worker.rank == 0 and worker.local_step >= 5 and not raised.is_set():
+            raised.set()
+            for _ in range(signals):
+                signal.raise_signal(signal.SIGINT)
+        return count_up(model, batch)
+
+    handle = builder(train=fit, dataset=100_000).timeline(timeline).run()
+    with pytest.raises(KeyboardInterrupt):
+        handle.join(WAIT_S)
+    summary = timeline.summary()
+    assert summary.state == ("stopped" if handle.state is not None else "failed")
+    assert summary.ranks[0].num_steps >= 5
+    assert Kind.STOP in kinds_of(timeline, None)
+    timeline.save_html(tmp_path / "t.html")
+    check_totals(timeline)

@@ -1,0 +1,250 @@
+"""Workers whose device runs late: what is told, and when, and that nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coordinator import messages as m
+from runtime import run as run_module
+from runtime.collective import StagedThreadCollective, create_collectives
+from runtime.data.path import DataPath
+from runtime.device.base import CpuDevice
+from runtime.device.cuda import CudaDevice, open_device
+from runtime.replica import build as replica
+from tests.support.fake_cuda import GPU, FakeCuda, standing_in
+from tests.support.running import ASYNC, CADENCE, LOCAL_WAYS, SYNC, WAIT_S, builder, train
+from tests.unit.worker.test_worker import BATCH, Alone
+
+every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+@pytest.fixture
+def fake():
+    return FakeCuda(patience=None)
+
+
+@pytest.fixture
+def device(fake):
+    device = CudaDevice(GPU, api=fake)
+    with device.activate():
+        yield device
+
+
+@pytest.fixture
+def alone(device):
+    alone = Alone(world_size=2, device=device)
+    yield alone
+    alone.worker.close()
+
+
+def kinds(reports):
+    return [type(report) for report in reports]
+
+
+def test_a_snapshot_is_sent_when_it_has_arrived_and_nothing_overtakes_it(fake, alone):
+    alone.worker.train_step(BATCH)
+    alone.send(m.RequestParams(round=1))
+    alone.worker.handle_control()
+    alone.worker.train_step(BATCH)
+    alone.worker.report_timing()
+    alone.worker.handle_control()
+    assert alone.take() == []
+    fake.run_all()
+    alone.worker.handle_control()
+    snapshot, report = alone.take()
+    assert (type(snapshot), type(report)) == (m.ParamSnapshot, m.BatchReport)
+    assert snapshot.payload.params[0][0].item() == 1.0
+    assert (snapshot.num_batches, snapshot.report.tally.num_batches) == (1, 1)
+    assert report.tally.num_batches == 1
+
+
+def test_an_average_is_acknowledged_when_it_has_arrived(fake, alone):
+    alone.worker.train_step(BATCH)
+    alone.send(m.RequestParams(round=1))
+    alone.worker.handle_control()
+    fake.run_all()
+    alone.worker.handle_control()
+    (snapshot,) = alone.take()
+    average = m.Payload(params=tuple(t.clone() + 4 for t in snapshot.payload.params))
+    alone.worker.train_step(BATCH)
+    alone.send(m.Update(round=1, average=average))
+    alone.worker.handle_control()
+    assert alone.take() == []
+    assert alone.w == 6.0  # 1 + 4, and the step since
+    alone.worker.handle_control()
+    assert alone.take() == []
+    fake.run_all()
+    alone.worker.handle_control()
+    assert kinds(alone.take()) == [m.SyncAck]
+
+
+def test_a_worker_that_would_wait_sends_what_it_holds_first(fake, alone):
+    """The coordinator may be waiting for just that."""
+    alone.worker.train_step(BATCH)
+    alone.send(m.RequestParams(round=1))
+    alone.worker.handle_control()
+    assert alone.take() == []
+    alone.send(m.Shutdown(snapshot=True))
+    assert alone.worker.wait_for_epoch_plan() is None
+    alone.worker.send_final_snapshot()
+    alone.worker.report_exiting()
+    assert kinds(alone.take()) == [m.ParamSnapshot, m.FinalSnapshot, m.Exiting]
+
+
+def test_a_new_round_first_sends_the_answer_to_the_old_one(fake, alone):
+    """Both use the same memory."""
+    alone.worker.train_step(BATCH)
+    alone.send(m.RequestParams(round=1), m.RequestParams(round=2))
+    alone.worker.handle_control()
+    (first,) = alone.take()
+    assert first.round == 1
+    fake.run_all()
+    alone.worker.handle_control()
+    (second,) = alone.take()
+    assert second.round == 2
+
+
+def test_a_step_waits_for_no_event_but_that_of_the_run_ahead(fake, alone):
+    for _ in range(10):
+        alone.worker.train_step(BATCH)
+    waits = [number for _, number in fake.calls("wait_host")]
+    fake.log.clear()
+    for _ in range(10):
+        alone.worker.train_step(BATCH)
+        alone.worker.handle_control()
+    assert waits
+    assert len(fake.calls("wait_host")) == 10
+    assert fake.calls("copy") == []
+
+
+def test_the_time_of_a_step_is_a_handle(alone):
+    result = alone.worker.train_step(BATCH)
+    assert result.compute_s == pytest.approx(0.001)
+
+
+def test_a_rank_that_halts_has_nothing_left_on_its_device(fake, alone):
+    """A peer may copy its replica as soon as it has told where it stands."""
+    fake.mark("step")
+    alone.worker._halt()
+    assert fake.done == ["step"]
+    assert kinds(alone.take()) == [m.Halted]
+
+
+def test_rank_0_is_built_before_its_weights_are_copied(fake, device, monkeypatch):
+    """Others copy them under streams of their own."""
+
+    def model(where):
+        fake.mark("initialised")
+        return torch.nn.Linear(2, 2)
+
+    published = []
+    publish = replica.BuildOrder.publish
+    monkeypatch.setattr(
+        replica.BuildOrder, "publish", lambda *a: (published.append(list(fake.done)), publish(*a))
+    )
+    Alone(model=model, device=device).worker.close()
+    assert published == [["initialised"]]
+
+
+def test_a_worker_keeps_its_accumulators_and_reduces_in_the_comm_stream(fake, device):
+    (end,), streams = create_collectives(1), []
+    alone = Alone(device=device, policy=SYNC, collective=end)
+    assert len(device._accumulators) == 1
+    end.weighted_mean_ = lambda *_: streams.append(fake.current)
+    alone.worker.train_step(BATCH)
+    assert streams == [device.comm_stream]
+    alone.worker.close()
+    end.close()
+
+
+# -- whole runs --------------------------------------------------------------------------
+
+
+def pose(monkeypatch, make_fake=lambda: FakeCuda(patience=2)):
+    """Let runs on CPU devices take them for a GPU, all but the loading; gives the stand-ins."""
+    fakes = []
+
+    def open_posing(device, num_cpu_workers):
+        fakes.append(make_fake())
+        return CudaDevice(GPU, api=fakes[-1])
+
+    def data_path(config, adapter, index, contexts):
+        return DataPath(config, adapter, index, [CpuDevice(1) for _ in contexts])
+
+    monkeypatch.setattr(run_module, "open_device", open_posing)
+    monkeypatch.setattr(run_module, "DataPath", data_path)
+    return fakes
+
+
+@pytest.fixture
+def posing(monkeypatch):
+    fakes = pose(monkeypatch)
+    yield fakes
+    assert [fake.violations for fake in fakes] == [[] for _ in fakes]
+
+
+@every_way
+def test_a_run_trains_every_sample_once(way, posing):
+    state = train(way=way, dataset=41, epochs=3)
+    steps = state.params["w"].item()
+    assert len(posing) == 2
+    assert [e.num_samples for e in state.metrics] == [41] * 3
+    assert all(e.avg_loss <= 0 for e in state.metrics)
+    if way[0] is SYNC:
+        assert steps == 3 * 11  # 21 batches an epoch, two a step
+
+
+@pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is SYNC], ids=lambda w: w[1].name)
+def test_a_lockstep_run_gives_what_a_cpu_run_gives(way, monkeypatch):
+    def linear(device):
+        layers = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+        return torch.nn.Sequential(*layers).to(device, torch.float64)
+
+    def loss(model, batch):
+        return (model(batch[0]).squeeze(1) - batch[0].sum(1)).square().mean()
+
+    def state():
+        settings = {"model": linear, "train": loss, "dataset": (data,), "batch_size": 4}
+        optim = {"optim": lambda params: torch.optim.Adam(params, 0.01)}
+        b = builder(**settings, **optim, way=way, epochs=2).seed(3)
+        return b.run().join(WAIT_S)
+
+    data = torch.randn(64, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = state()
+    pose(monkeypatch)
+    actual = state()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(actual.state_dict()[name], tensor)
+    losses = [[e.avg_loss for e in state.metrics] for state in (actual, expected)]
+    assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
+def test_two_workers_on_one_gpu_meet_through_pinned_memory(policy, monkeypatch):
+    """Each rank's tensors pose as a GPU's, for the collective too."""
+    fake = FakeCuda(patience=2)
+    pose(monkeypatch, lambda: fake)
+    real, ends = run_module.create_collectives, []
+
+    def create(world_size, kind, devices, timeout_s):
+        made = real(world_size, kind, [GPU] * world_size, timeout_s)
+        ends.extend(made)
+        return made
+
+    monkeypatch.setattr(run_module, "create_collectives", create)
+    with standing_in(fake):
+        state = train(way=(policy, LOCAL_WAYS[1][1]), dataset=80)
+    assert [type(end) for end in ends] == [StagedThreadCollective] * 2
+    assert state.metrics[0].num_samples == 80
+    assert state.metrics[0].num_averagings > 0
+    assert fake.violations == []
+
+
+def test_the_twin_of_a_cpu_needs_no_stand_in():
+    device = open_device(torch.device("cpu"), 1)
+    payload = m.Payload(params=(torch.ones(2),))
+    assert device.host_twin(payload) is payload
+    assert device.fetch(payload, payload) is None
+    assert device.stage(payload, payload) is payload
+    assert device.arrival() is None

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from runtime.collective import create_collectives
+from runtime.core.errors import CollectiveAborted
+from runtime.worker.group import Groups
+from tests.support.running import WAIT_S
+
+
+class Maker:
+    """Makes groups of threads, and counts them."""
+
+    def __init__(self, hold=None):
+        self.made = []
+        self._hold = hold
+        self.entered = threading.Event()
+
+    def __call__(self, ranks):
+        self.made.append(tuple(ranks))
+        self.entered.set()
+        if self._hold is not None:
+            assert self._hold.wait(WAIT_S)
+        return create_collectives(len(ranks), "thread", timeout_s=WAIT_S)
+
+
+def in_threads(*functions):
+    """Call each in a thread of its own; gives what they returned or raised."""
+    found = [None] * len(functions)
+
+    def call(i):
+        try:
+            found[i] = functions[i]()
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    return found
+
+
+def test_a_group_is_made_once_and_each_rank_gets_its_own_end():
+    make = Maker()
+    groups = Groups(make)
+    ends = in_threads(*(lambda r=r: groups.end(1, (0, 2, 5), r) for r in (0, 2, 5)))
+    assert make.made == [(0, 2, 5)]
+    assert [end.rank for end in ends] == [0, 1, 2]
+    assert in_threads(*(end.barrier for end in ends)) == [None] * 3
+    groups.close()
+
+
+def test_a_group_that_broke_before_it_was_made_comes_broken():
+    groups = Groups(Maker())
+    groups.abort(1)
+    with pytest.raises(CollectiveAborted):
+        groups.end(1, (0, 1), 0).barrier()
+    groups.end(2, (0,), 0).barrier()
+    groups.close()
+
+
+def test_a_group_can_be_broken_while_it_is_made():
+    hold = threading.Event()
+    make = Maker(hold)
+    groups = Groups(make)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(groups.end(1, (0, 1), 0)))
+    thread.start()
+    assert make.entered.wait(WAIT_S)
+    groups.abort(1)  # does not wait for it
+    hold.set()
+    thread.join(WAIT_S)
+    with pytest.raises(CollectiveAborted):
+        found[0].barrier()
+    groups.close()
+
+
+def test_breaking_one_group_leaves_the_others():
+    groups = Groups(Maker())
+    old = groups.end(0, (0,), 0)
+    new = groups.end(1, (0,), 0)
+    groups.abort(0)
+    with pytest.raises(CollectiveAborted):
+        old.barrier()
+    new.barrier()
+    groups.abort()
+    with pytest.raises(CollectiveAborted):
+        new.barrier()
+    groups.close()
+
+
+def test_when_the_run_is_over_no_group_is_made_any_more():
+    make = Maker()
+    groups = Groups(make)
+    groups.close()
+    with pytest.raises(CollectiveAborted, match="over"):
+        groups.end(0, (0, 1), 0)
+    assert make.made == []
+
+
+def test_a_run_that_ends_while_a_group_is_made_closes_it():
+    hold = threading.Event()
+    make = Maker(hold)
+    groups = Groups(make)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(groups.end(1, (0, 1), 0)))
+    thread.start()
+    assert make.entered.wait(WAIT_S)
+    groups.close()
+    hold.set()
+    thread.join(WAIT_S)
+    with pytest.raises(CollectiveAborted):
+        found[0].barrier()
+
+
+@pytest.mark.parametrize("made_first", [True, False])
+def test_a_run_that_fails_while_a_group_is_made_breaks_that_group_too(made_first):
+    """Its ranks would meet nobody, and wait for them until their timeout."""
+    hold = threading.Event()
+    make = Maker(hold)
+    groups = Groups(make)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(groups.end(1, (0,), 0)))
+    if not made_first:
+        groups.abort()
+    thread.start()
+    assert make.entered.wait(WAIT_S)
+    if made_first:
+        groups.abort()
+    hold.set()
+    thread.join(WAIT_S)
+    with pytest.raises(CollectiveAborted):
+        found[0].barrier()
+    groups.close()

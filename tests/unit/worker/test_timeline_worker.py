@@ -1,0 +1,242 @@
+"""The recorder keeps up with the worker: its methods, its messages, checkpoints and graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+
+import pytest
+import torch
+
+from coordinator import messages as m
+from coordinator.config import CoordinatorConfig
+from coordinator.machine import Coordinator
+from runtime import CheckpointError, Kind, Timeline
+from runtime.timeline.recorder import CoordinatorLane
+from runtime.timeline.timeline import RunFacts
+from runtime.worker import recorded as recorded_worker
+from runtime.worker.recorded import RecordedWorker
+from runtime.worker.state import RankState
+from runtime.worker.worker import GpuWorker
+from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
+from tests.support.trace_format import load_trace
+from tests.unit.coordinator.test_machine import at_a_round
+from tests.unit.timeline.test_runs import causes_of, check_totals
+
+OWN = {"_end_epoch", "_end_throttle", "_waits_for"}
+"""Methods of the recorder that override none."""
+WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
+ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+def mismatches(recorder, worker):
+    """Methods of the recorder that do not override the worker's as they should."""
+    found = set()
+    for name, method in vars(recorder).items():
+        if not inspect.isfunction(method) or name in OWN | {"__init__"}:
+            continue
+        base = getattr(worker, name, None)
+        if base is None or inspect.signature(method) != inspect.signature(base):
+            found.add(name)
+    return found
+
+
+def test_each_override_has_the_signature_of_what_it_overrides():
+    assert mismatches(RecordedWorker, GpuWorker) == set()
+    assert not any(hasattr(GpuWorker, name) for name in OWN)
+
+
+def test_a_method_that_changes_or_goes_away_is_found():
+    class Grown:
+        def run(self, slowly: bool = False) -> None: ...
+
+    for name in ("_await_batch", "_halt"):
+        setattr(Grown, name, getattr(GpuWorker, name))
+    found = mismatches(RecordedWorker, Grown)
+    assert {"run", "_receive", "_next_message"} <= found
+    assert not {"_await_batch", "_halt"} & found
+
+
+def test_the_recorder_takes_what_the_worker_takes():
+    wanted = list(inspect.signature(GpuWorker.__init__).parameters.values())
+    given = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
+    positional = [None for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
+    lane = None
+    inspect.signature(RecordedWorker.__init__).bind(*positional[:1], lane, *positional[1:], **given)
+
+
+def test_each_message_to_a_worker_counts_as_something():
+    assert set(recorded_worker._WORK) == set(typing.get_args(m.ToWorker))
+
+
+def make_machine(ranks=2):
+    return Coordinator(
+        CoordinatorConfig(devices=("cpu",) * ranks, num_samples=8, batch_size=2, num_epochs=1)
+    )
+
+
+def test_each_report_to_the_coordinator_is_counted():
+    report = m.BatchReport(rank=1, epoch=0, tally=m.Tally(num_batches=1, num_samples=2))
+    carriers = [
+        kind
+        for kind in typing.get_args(m.FromWorker)
+        if "report" in {f.name for f in dataclasses.fields(kind)}
+    ]
+    assert len(carriers) >= 4
+    lane = CoordinatorLane(make_machine(), 0.0, 16)
+    for kind in carriers:
+        wanted = [f.name for f in dataclasses.fields(kind) if f.name != "report"]
+        lane.observe(kind(**dict.fromkeys(wanted, 1), report=report), [], 1.0)
+        lane.observe(kind(**dict.fromkeys(wanted, 1), report=None), [], 1.0)
+    assert lane.num_samples == [0, 2 * len(carriers)]
+
+
+def test_a_round_ends_when_its_last_rank_was_done_not_when_that_was_told():
+    """Acknowledgements that bring nothing on are told with the next report."""
+    run = at_a_round(THREAD)
+    lane = CoordinatorLane(run.machine, 0.0, 16)
+
+    def tell(event, now):
+        run.machine.handle(event, now)
+        lane.observe(event, [], now)
+
+    tell(m.Tick(), 1.0)
+    tell(m.SyncAck(rank=1, round=1, at=1.5), 9.0)
+    tell(m.SyncAck(rank=0, round=1, at=2.0), 9.0)
+    events = lane._ring.read()[0]
+    ended = [(start, end) for _, kind, start, end, _ in events if kind is Kind.AVERAGING]
+    assert ended == [(1.0, 2.0)]
+
+
+# -- checkpoints -----------------------------------------------------------------------
+
+
+def of_kind(timeline, kind, rank):
+    return [event for event in timeline.events() if event.kind is kind and event.rank == rank]
+
+
+def record(timeline, way, tmp_path, ranks=2, **kwargs):
+    return (
+        builder(way=way, ranks=ranks, dataset=120, epochs=3, **kwargs)
+        .timeline(timeline)
+        .checkpoint_dir(tmp_path / "kept")
+    )
+
+
+@ways
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_are_events_and_count_as_callbacks(way, ranks, tmp_path):
+    timeline, gate = Timeline(poll_s=0.02), Gate()
+    handle = record(timeline, way, tmp_path, ranks, train=gate).run()
+    gate.await_entry()
+    ticket = handle._run._saves.ticket()[0]
+    handle._run._inbox.put(m.SaveRequested(ticket=ticket))
+    gate.opened.set()
+    handle.join(WAIT_S)
+    told = of_kind(timeline, Kind.CHECKPOINT, None)
+    parts = [event.args["part"] for event in told]
+    assert parts.count("asked for") == 1
+    assert parts[-1] == "saved at the end"
+    assert told[-1].args["version"] == 3
+    num_saved = sum(part.startswith("saved") for part in parts)
+    assert num_saved >= 2
+    for rank in range(ranks):
+        states = of_kind(timeline, Kind.CHECKPOINT, rank)
+        assert len(states) >= num_saved
+        assert {event.args["part"] for event in states} == {"state"}
+        taken = sum(event.duration_s for event in states)
+        assert 0 < taken <= causes_of(timeline, rank)["callbacks"] + 1e-6
+    check_totals(timeline)
+    timeline.save_trace(tmp_path / "t.json")
+    names = {e["name"] for e in load_trace(tmp_path / "t.json") if e.get("cat") == "checkpoint"}
+    assert {"checkpoint state", "checkpoint asked for", "checkpoint 3 saved at the end"} <= names
+
+
+def test_a_checkpoint_that_cannot_be_made_is_told_on_one_line(monkeypatch, tmp_path):
+    def refuse(self, **where):
+        raise CheckpointError(f"<script>\n{'x' * 10_000}")
+
+    monkeypatch.setattr(RankState, "capture", refuse)
+    timeline = Timeline()
+    record(timeline, (CADENCE, OVER_CPU), tmp_path).run().join(WAIT_S)
+    parts = [event.args["part"] for event in of_kind(timeline, Kind.CHECKPOINT, None)]
+    assert parts
+    assert all(part.startswith("failed: CheckpointError: <script>\\n") for part in parts)
+    assert all(len(part) < 250 for part in parts)
+    check_totals(timeline)
+
+
+@ways
+def test_a_run_that_goes_on_from_a_checkpoint_is_recorded_from_there(way, tmp_path):
+    record(Timeline(), way, tmp_path).run().join(WAIT_S)
+    timeline = Timeline()
+    b = record(timeline, way, tmp_path).num_epochs(5).resume(tmp_path / "kept")
+    b.run().join(WAIT_S)
+    summary = timeline.summary()
+    assert summary.num_epochs == 2
+    assert sum(rank.num_samples for rank in summary.ranks) == 2 * 120
+    assert summary.ranks[0].causes["startup"] > 0
+    check_totals(timeline)
+
+
+# -- graphs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["cadence", "sync"])
+def test_a_run_with_graphs_on_the_cpu_is_recorded_as_one_without(way, tmp_path):
+    timeline = Timeline()
+    b = builder(way=way, dataset=120).timeline(timeline).cuda_graphs(True)
+    b.run().join(WAIT_S)
+    assert sum(rank.num_samples for rank in timeline.summary().ranks) == 120
+    check_totals(timeline)
+
+
+@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["cadence", "sync"])
+def test_steps_that_are_captured_and_replayed_are_recorded(way, posing, tmp_path):  # noqa: F811
+    timeline = Timeline(step_interval_s=0.0)
+    b = builder(model=net, optim=sgd, train=loss_of, dataset=(DATA,), batch_size=6, epochs=4)
+    b.policy(way[0]).backend(way[1]).cuda_graphs(True).timeline(timeline).run().join(WAIT_S)
+    assert sum(posing.num_replays) > 0
+    for rank in timeline.summary().ranks:
+        assert len(of_kind(timeline, Kind.STEP, rank.rank)) == rank.num_steps > 0
+        assert rank.causes["compute"] > 0
+    check_totals(timeline)
+    timeline.save_trace(tmp_path / "t.json")
+    load_trace(tmp_path / "t.json")
+
+
+# -- the end -------------------------------------------------------------------------------
+
+
+def test_a_rank_that_was_stuck_changes_nothing_when_it_comes_back():
+    timeline = Timeline(min_gap_s=0.0)
+    facts = RunFacts(devices=("cpu", "cpu"), policy="CADENCE", backend="CPU")
+    timeline.begin(facts, [torch.device("cpu")] * 2, make_machine())
+    stuck, left = timeline.lane(0), timeline.lane(1)
+    left.close()
+    timeline.finish(stopped=False, error=RuntimeError("rank 0 is stuck"))
+    before = timeline.summary(), timeline.events(), timeline.idle_gaps(), timeline.profile(0)
+    stuck.note(Kind.CHUNK, stuck.since, 0, 1)
+    stuck.end_step(stuck.enter(2), stuck.since, [2])
+    timeline.lane(0).close()
+    assert before == (
+        timeline.summary(),
+        timeline.events(),
+        timeline.idle_gaps(),
+        timeline.profile(0),
+    )
+    check_totals(timeline)
+
+
+def test_a_rank_that_gets_no_work_is_idle_once_the_run_has_begun():
+    def wait(model, batch):
+        torch.randn(200, 200) @ torch.randn(200, 200)
+        return -model.w.sum()
+
+    timeline = Timeline()
+    builder(train=wait, dataset=2, batch_size=2, epochs=30).timeline(timeline).run().join(WAIT_S)
+    shares = [rank.causes for rank in timeline.summary().ranks]
+    assert max(causes["idle"] for causes in shares) > 0
+    check_totals(timeline)
