@@ -14,6 +14,7 @@ from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.dispatch import count_batches
 from coordinator.metrics import EpochMetrics
 from runtime.core.checks import check_directory
+from runtime.data.path import DataOptions
 from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
@@ -91,6 +92,20 @@ class TrainConfig:
     tune_allocator: bool = True
     progress: bool | None = None
     timeline: Timeline | None = None
+
+    def data_options(self) -> DataOptions:
+        """How the data set is read."""
+        assert self.batch_size is not None
+        return DataOptions(
+            batch_size=self.batch_size,
+            seed=self.seed or 0,
+            accumulate=self.accumulate,
+            cuda_graphs=self.cuda_graphs,
+            vram_fraction=self.vram_fraction,
+            prefetch=self.prefetch,
+            resident=self.resident,
+            loader_workers=self.loader_workers,
+        )
 
     def total_batches(self, num_samples: int) -> int:
         """Batches of the whole run, over all ranks, for a data set of that length."""

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,15 +16,14 @@ from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
 from coordinator.ranks import Statistics
 from runtime.checkpoint.writer import save_once
+from runtime.config import TrainConfig
 from runtime.core.checks import check_float, check_path
 from runtime.core.signals import INTERRUPTS, Period
-from runtime.monitor.feed import End, watched_run
+from runtime.data.dataset import adapt_dataset
+from runtime.monitor.feed import End
 from runtime.monitor.monitor import Monitor
 from runtime.results import TrainedState
-
-if TYPE_CHECKING:
-    from runtime.run import Run
-
+from runtime.run import Run
 
 SAVE_S = 600.0
 """How long a step boundary may take to come, unless another bound is given."""
@@ -143,7 +141,7 @@ class TrainerHandle:
         with self._attaching:  # of two threads with the same monitor one comes second
             if monitor in self._monitors:
                 return self
-            monitor.watch(watched_run(self._run, self._started, self._end))
+            monitor.watch(self._run.watched(self._started, self._end))
             with self._condition:
                 self._monitors.append(monitor)
                 ended = self._ended
@@ -277,3 +275,14 @@ class TrainerHandle:
         with INTERRUPTS.waiting() as period:
             period.count += isinstance(error, KeyboardInterrupt)  # the first of its kind
             self._stop_and_wait(period)
+
+
+def start_run(config: TrainConfig) -> TrainerHandle:
+    """Check the settings, start every thread and return a handle."""
+    if config.dataset is None:
+        raise ValueError("dataset is not set: call .dataset(ds) before .run()")
+    adapter = adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
+    run = Run(config, adapter)
+    handle = TrainerHandle(run)
+    run.start(handle)
+    return handle

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -35,21 +36,22 @@ from runtime.core.errors import (
 )
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, resolve_vector_math
-from runtime.data.dataset import DatasetAdapter, EpochIndex, adapt_dataset
+from runtime.data.dataset import DatasetAdapter, EpochIndex
 from runtime.data.path import DataPath
 from runtime.device import memory as allocator
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
-from runtime.handle import TrainerHandle
+from runtime.monitor.feed import End, WatchedRun
 from runtime.progress import MetricsThread
 from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import Fallbacks
 from runtime.results import TrainedState, assemble
 from runtime.saving import Saves
-from runtime.worker.config import UserFunctions, WorkerConfig, WorkerEndpoints
-from runtime.worker.group import Groups, Peers, StopAgreement
+from runtime.timeline.events import RunFacts
+from runtime.worker.config import WAKE, UserFunctions, WorkerConfig, WorkerEndpoints
+from runtime.worker.group import Groups, StopAgreement
 from runtime.worker.recorded import Recording
-from runtime.worker.worker import GpuWorker
+from runtime.worker.worker import GpuWorker, Peers
 
 logger = logging.getLogger(__name__)
 
@@ -175,15 +177,14 @@ _KINDS = {
 }
 
 
-def start_run(config: TrainConfig) -> TrainerHandle:
-    """Check the settings, start every thread and return a handle."""
-    if config.dataset is None:
-        raise ValueError("dataset is not set: call .dataset(ds) before .run()")
-    adapter = adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
-    run = Run(config, adapter)
-    handle = TrainerHandle(run)
-    run.start(handle)
-    return handle
+class Listener(Protocol):
+    """Who hears of a run; the handle. Called on the coordinator's thread."""
+
+    def publish(self, metrics: EpochMetrics) -> None:
+        """An epoch has closed."""
+
+    def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
+        """The run is over."""
 
 
 class Run:
@@ -201,7 +202,7 @@ class Run:
         self.config = config
         self.devices = config.resolved_devices()
         config.check(adapter.num_samples, self.devices)
-        self._recording = Recording(config)
+        self._recording = Recording(config.timeline)
         assert config.batch_size is not None
         assert config.num_epochs is not None
         self.batch_size, self.num_epochs = config.batch_size, config.num_epochs
@@ -218,7 +219,7 @@ class Run:
         self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
         self._adapter = adapter
         index = EpochIndex(adapter.num_samples, self.batch_size, config.seed or 0)
-        self._data_path = DataPath(config, adapter, index, self._contexts)
+        self._data_path = DataPath(config.data_options(), adapter, index, self._contexts)
         self._inbox = Inbox()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._workers: list[GpuWorker | None] = [None] * len(names)
@@ -229,8 +230,8 @@ class Run:
         self._order = BuildOrder(config.seed)
         self._agreement = StopAgreement()
         self._fallbacks = Fallbacks()
-        self._resume = ResumePoint.read(config, adapter.num_samples)
-        self._saves = Saves.of(config, adapter.num_samples)
+        self._resume = self._read_resume()
+        self._saves = Saves.of(config, self._compatible())
         self._machine, self._service = self._make_coordinator(names)
         self._metrics = MetricsThread(
             metrics_fn=config.metrics_fn,
@@ -240,7 +241,7 @@ class Run:
             trained=lambda: sum(r.num_batches for r in self.statistics().ranks),
         )
         self._built: list[int] = []
-        self._handle: TrainerHandle | None = None
+        self._listener: Listener | None = None
         self._holds_threads = False
         self._keeps_memory = False
 
@@ -264,12 +265,32 @@ class Run:
         )
         return machine, service
 
+    def _compatible(self) -> dict[str, Any]:
+        """The settings that decide what a batch and a step are, by the names of a checkpoint."""
+        c = self.config
+        return {
+            "batch_size": c.batch_size,
+            "num_samples": self._adapter.num_samples,
+            "drop_last": c.drop_last,
+            "seed": c.seed or 0,
+            "accumulate": c.accumulate,
+            "sync": c.policy is ApplyPolicy.SYNC,
+        }
+
+    def _read_resume(self) -> ResumePoint | None:
+        c = self.config
+        if c.resume is None:
+            return None
+        return ResumePoint.read(
+            c.resume, self._compatible(), self.num_epochs, missing_ok=c.resume_missing_ok
+        )
+
     # -- start ---------------------------------------------------------------
 
-    def start(self, handle: TrainerHandle) -> None:
+    def start(self, listener: Listener) -> None:
         """Start everything; on failure, end what was started and raise."""
         resolve_vector_math()
-        self._handle = handle
+        self._listener = listener
         c = self.config
         logger.info("%s", device_summary(self.devices))
         logger.info("policy %s over %s: %s", c.policy.name, self.backend.name, self.backend_reason)
@@ -281,16 +302,13 @@ class Run:
         if c.tune_allocator and self._cpu_workers:
             allocator.acquire()
             self._keeps_memory = True
-        backend = (self.backend.name, self.backend_reason)
-        self._recording.begin(
-            self.devices, self._adapter.num_samples, backend, self._machine, self._service
-        )
+        self._recording.begin(self.facts, self.devices, self._machine, self._service)
         started = False
         INTERRUPTS.add(self)
         try:
             for context in self._contexts:
                 context.follow_caller()
-            self._data_path.start(self._outboxes)
+            self._data_path.start(lambda rank: partial(self._outboxes[rank].put, WAKE))
             if self._needs_collectives():
                 ranks = range(len(self.devices))
                 for rank in ranks:
@@ -442,9 +460,43 @@ class Run:
         """A snapshot of the coordinator's counters."""
         return self._service.statistics()
 
+    @property
+    def facts(self) -> RunFacts:
+        """What is known of the run when it begins."""
+        return RunFacts(
+            devices=tuple(str(device) for device in self.devices),
+            policy=self.config.policy.name,
+            backend=self.backend.name,
+            backend_reason=self.backend_reason,
+            num_epochs=self.num_epochs,
+            batch_size=self.batch_size,
+            num_samples=self._adapter.num_samples,
+        )
+
+    def watched(self, started: float, end: Callable[[], End | None]) -> WatchedRun:
+        """What a monitor may see of the run.
+
+        Args:
+            started: When it began, by ``time.monotonic``.
+            end: How it ended; ``None`` while it goes on.
+        """
+        machine = self._machine
+        return WatchedRun(
+            facts=self.facts,
+            devices=self.devices,
+            total_batches=self.config.total_batches(self._adapter.num_samples),
+            started=started,
+            timeline=self.config.timeline,
+            statistics=self.statistics,
+            # The coordinator only ever adds to this list, until it replaces it at a resumption,
+            # which is over before any thread starts.
+            epochs=lambda since: machine.outcome.metrics[since:],
+            end=end,
+        )
+
     def _on_epoch(self, metrics: EpochMetrics) -> None:
-        assert self._handle is not None
-        self._handle.publish(metrics)
+        assert self._listener is not None
+        self._listener.publish(metrics)
         self._metrics.put(metrics)
 
     def _abort(self, generation: int | None) -> None:
@@ -454,7 +506,7 @@ class Run:
 
     def _on_end(self) -> None:
         """On the coordinator's thread, when the outcome is final."""
-        assert self._handle is not None
+        assert self._listener is not None
         state: TrainedState | None = None
         error: BaseException | None = None
         try:
@@ -471,7 +523,7 @@ class Run:
             error = error or caught
         finally:
             self._recording.finish(stopped=self._machine.outcome.stopped, error=error)
-            self._handle.finish(None if error else state, error)
+            self._listener.finish(None if error else state, error)
 
     def _join_workers(self) -> list[str]:
         """Wait once for all workers' threads; one stuck in the user's code is named (D22)."""

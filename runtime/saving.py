@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
 from runtime.checkpoint.format import CheckpointData, named_weights
-from runtime.checkpoint.resume import compatible
 from runtime.checkpoint.store import entries
 from runtime.checkpoint.writer import CheckpointWriter
 from runtime.config import TrainConfig
@@ -151,12 +150,17 @@ class Saves:
         self._why: BaseException | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, num_samples: int) -> Saves:
-        """What the settings say, for a data set of that length."""
+    def of(cls, config: TrainConfig, compatible: dict[str, Any]) -> Saves:
+        """What the settings say.
+
+        Args:
+            config: All of them.
+            compatible: Those that must agree where a run goes on from one of its checkpoints.
+        """
         directory, keep = config.checkpoint_dir, config.checkpoint_dir_keep
         if directory is not None:
             _tell_of_others(directory, config.resume)
-        return cls(directory, keep, compatible(config, num_samples))
+        return cls(directory, keep, compatible)
 
     def learn(self, model: nn.Module, state: FlatState) -> None:
         """Rank 0 is built: from here on weights have names."""

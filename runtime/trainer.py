@@ -21,14 +21,13 @@ from runtime.core.checks import (
     check_int,
     check_path,
 )
-from runtime.handle import TrainerHandle
+from runtime.handle import TrainerHandle, start_run
 from runtime.loop.config import DdpConfig
 from runtime.loop.module import ReplicatedModule, set_up
 from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
 from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
-from runtime.run import start_run
 from runtime.timeline import Timeline
 from runtime.worker.config import EvalFn
 

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coordinator.config import ApplyPolicy
 from coordinator.dispatch import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights
 from runtime.checkpoint.reader import load_newest
-from runtime.config import TrainConfig
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-
-def compatible(config: TrainConfig, num_samples: int) -> dict[str, Any]:
-    """The settings that decide what a batch and a step are, and so must agree.
-
-    Args:
-        config: All settings.
-        num_samples: Length of the data set.
-    """
-    return {
-        "batch_size": config.batch_size,
-        "num_samples": num_samples,
-        "drop_last": config.drop_last,
-        "seed": config.seed or 0,
-        "accumulate": config.accumulate,
-        "sync": config.policy is ApplyPolicy.SYNC,
-    }
 
 
 _WHAT = {
@@ -59,12 +41,16 @@ class ResumePoint:
         self._name = name
 
     @classmethod
-    def read(cls, config: TrainConfig, num_samples: int) -> ResumePoint | None:
-        """Read the checkpoint that the settings name; blocks.
+    def read(
+        cls, path: Path, compatible: Mapping[str, Any], num_epochs: int, *, missing_ok: bool
+    ) -> ResumePoint | None:
+        """Read the newest checkpoint that is whole; blocks.
 
         Args:
-            config: All settings, checked.
-            num_samples: Length of the data set.
+            path: A checkpoint, or a directory of them.
+            compatible: What must agree, as :class:`CheckpointData` holds it.
+            num_epochs: Epochs of the run.
+            missing_ok: Start afresh if there is none.
 
         Returns:
             ``None``: the run starts afresh.
@@ -72,14 +58,12 @@ class ResumePoint:
         Raises:
             CheckpointError: There is none that is whole, or it belongs to another run.
         """
-        if config.resume is None:
-            return None
-        loaded = load_newest(config.resume, missing_ok=config.resume_missing_ok)
+        loaded = load_newest(path, missing_ok=missing_ok)
         if loaded is None:
-            logger.info("no checkpoint in %s: the run starts afresh", config.resume)
+            logger.info("no checkpoint in %s: the run starts afresh", path)
             return None
         point = cls(loaded.data, str(loaded.path))
-        point.check(config, num_samples)
+        point.check(compatible, num_epochs)
         logger.info(
             "going on from %s: %d epochs closed, %d batches trained",
             loaded.path,
@@ -88,26 +72,26 @@ class ResumePoint:
         )
         return point
 
-    def check(self, config: TrainConfig, num_samples: int) -> None:
-        """Raise ``CheckpointError`` unless the settings go with the checkpoint."""
+    def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:
+        """Raise ``CheckpointError`` unless the run goes with the checkpoint."""
         saved = self._data.compatible
-        for name, value in compatible(config, num_samples).items():
+        for name, value in compatible.items():
             if saved.get(name) != value:
                 raise CheckpointError(
                     f"{self._name} was written with {_WHAT[name]} {saved.get(name)!r}, this run "
                     f"has {value!r}: give the same, or start afresh without resume(path)"
                 )
-        assert config.batch_size is not None
-        assert config.num_epochs is not None
         begun = [e["epoch"] + 1 for e in self._data.run["epochs"] if e["consumed"]]
         done = max([len(self._data.run["metrics"]), *begun])
-        if config.num_epochs < done:
+        if num_epochs < done:
             raise CheckpointError(
                 f"{self._name} is in its epoch number {done}, this run has num_epochs("
-                f"{config.num_epochs}): give at least {done}"
+                f"{num_epochs}): give at least {done}"
             )
-        per_epoch = count_batches(num_samples, config.batch_size, drop_last=config.drop_last)
-        assert self._data.global_step <= per_epoch * config.num_epochs
+        per_epoch = count_batches(
+            compatible["num_samples"], compatible["batch_size"], drop_last=compatible["drop_last"]
+        )
+        assert self._data.global_step <= per_epoch * num_epochs
 
     @property
     def run(self) -> Mapping[str, Any]:

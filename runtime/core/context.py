@@ -6,14 +6,56 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
-if TYPE_CHECKING:
-    from runtime.worker.worker import GpuWorker
-
 _local = threading.local()
+
+
+class CurrentWorker(Protocol):
+    """What the user's functions may ask of the :class:`~runtime.GpuWorker` that calls them.
+
+    Attributes:
+        rank: Its rank.
+        world_size: Number of ranks.
+        device: Where it trains.
+        generator: Keyed by ``(seed, rank, epoch)``, in a data set by
+            ``(seed, epoch, batch position)``.
+        model: Its replica.
+        optimizer: That of the replica.
+        current_epoch: Epoch in training.
+        local_step: Batches that this rank has trained.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    generator: torch.Generator
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    current_epoch: int
+    local_step: int
+
+    @property
+    def current_lr(self) -> float:
+        """The learning rate of the first parameter group."""
+
+    @property
+    def current_version(self) -> int:
+        """Averagings that the replica has taken part in."""
+
+    def set_lr(self, lr: float) -> None:
+        """See :meth:`runtime.GpuWorker.set_lr`."""
+
+    def scale_lr(self, factor: float) -> None:
+        """See :meth:`runtime.GpuWorker.scale_lr`."""
+
+    def record_scalar(self, name: str, value: float | torch.Tensor) -> None:
+        """See :func:`record_scalar`."""
+
+    def forget_graphs(self) -> None:
+        """Capture the step anew, after some eager ones."""
 
 
 class LoaderView:
@@ -49,7 +91,7 @@ class LoaderView:
         return getattr(self._worker, name)
 
 
-def current_worker() -> GpuWorker:
+def current_worker() -> CurrentWorker:
     """The worker whose thread, loader thread or loader process is running.
 
     Use ``current_worker().generator`` for random draws in ``train_fn`` and data sets:
@@ -64,7 +106,7 @@ def current_worker() -> GpuWorker:
             "current_worker() is only defined inside train_fn, epoch_fn, eval_fn and data sets, "
             "in a thread of a run"
         )
-    return cast("GpuWorker", worker)
+    return cast("CurrentWorker", worker)
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from runtime.config import TrainConfig
 from runtime.data.dataset import DatasetAdapter, EpochIndex
 from runtime.data.loader import (
     CALIBRATION_STEPS,
@@ -31,19 +29,63 @@ from runtime.data.prefetch import (
 )
 from runtime.data.process_loader import ProcessLoader
 from runtime.data.slots import DeviceBudget
-from runtime.device.base import CopyDevice, CpuCopies, DeviceContext, available_host_bytes
+from runtime.device.base import (
+    WARM_UP_STEPS,
+    CopyDevice,
+    CpuCopies,
+    DeviceContext,
+    available_host_bytes,
+)
 from runtime.device.cuda import CudaCopies, CudaDevice
 from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
-from runtime.replica.graphs import WARM_UP_STEPS
-from runtime.worker.config import WAKE
-from runtime.worker.worker import GpuWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """How a run reads its data set; see :class:`~runtime.TrainerBuilder` for each.
+
+    Attributes:
+        batch_size: Samples in a batch of one worker.
+        seed: Of the draws of data sets.
+        accumulate: Micro-batches in an optimizer step.
+        cuda_graphs: Whether steps are captured.
+        vram_fraction: Share of a CUDA device's memory that the run may use.
+        prefetch: Batches read ahead; ``None``: by the memory that is left.
+        resident: Whether the data set lies on the device; ``None``: where it fits.
+        loader_workers: Processes that load for each worker.
+    """
+
+    batch_size: int = 1
+    seed: int = 0
+    accumulate: int = 1
+    cuda_graphs: bool = False
+    vram_fraction: float = 0.90
+    prefetch: int | None = None
+    resident: bool | None = None
+    loader_workers: int = 0
+
+
+class ReadingWorker(Protocol):
+    """What a loader must know of the worker it is for, which is handed on to data sets."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Its replica."""
 
 
 class DataPath:
     """The loaders of a run, and the memory that they share.
 
     Args:
-        config: All settings, checked.
+        options: Settings, checked.
         adapter: The data set.
         index: Which samples a batch holds.
         contexts: The device of each rank.
@@ -54,12 +96,12 @@ class DataPath:
 
     def __init__(
         self,
-        config: TrainConfig,
+        options: DataOptions,
         adapter: DatasetAdapter,
         index: EpochIndex,
         contexts: Sequence[DeviceContext],
     ) -> None:
-        self._config = config
+        self._options = options
         self._adapter = adapter
         self._index = index
         self._contexts = contexts
@@ -67,16 +109,16 @@ class DataPath:
         self._cuda = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._budgets = {
             device: DeviceBudget(
-                config.vram_fraction, devices.count(device), graphs=config.cuda_graphs
+                options.vram_fraction, devices.count(device), graphs=options.cuda_graphs
             )
             for device in self._cuda
         }
         self._data: dict[torch.device, ResidentData] = {}
-        if can_reside(adapter) and config.resident is not False:
+        if can_reside(adapter) and options.resident is not False:
             self._data = {device: ResidentData(adapter) for device in dict.fromkeys(devices)}
         self._processes: dict[int, ProcessLoader] = {}
         self._capped: list[torch.device] = []
-        if config.resident:
+        if options.resident:
             self._check_resident()
 
     def _check_resident(self) -> None:
@@ -88,8 +130,8 @@ class DataPath:
         for device, data in self._data.items():
             if device.type == "cuda":
                 total = MEMORY.total_bytes(device)
-                there = int(total * self._config.vram_fraction)
-                what = f"vram_fraction({self._config.vram_fraction:g}) of {device} is {there:,}"
+                there = int(total * self._options.vram_fraction)
+                what = f"vram_fraction({self._options.vram_fraction:g}) of {device} is {there:,}"
             elif self._adapter.in_memory:
                 continue  # that is where it lies
             else:
@@ -99,16 +141,16 @@ class DataPath:
 
     # -- the run's threads -------------------------------------------------------------
 
-    def start(self, outboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
+    def start(self, wake: Callable[[int], Callable[[], None]]) -> None:
         """Cap the memory of CUDA devices, and start the loader processes, if any.
 
         Args:
-            outboxes: Where each worker waits, to be woken.
+            wake: Gives what wakes the worker of a rank.
         """
         for device in self._cuda:
-            CAPS.acquire(device, self._config.vram_fraction)
+            CAPS.acquire(device, self._options.vram_fraction)
             self._capped.append(device)
-        c = self._config
+        c = self._options
         if c.loader_workers == 0 or self._adapter.in_memory or c.resident:
             return  # a gather from memory is faster than any process
         for rank, context in enumerate(self._contexts):
@@ -116,9 +158,9 @@ class DataPath:
                 self._adapter,
                 self._index,
                 device=context.device,
-                seed=c.seed or 0,
+                seed=c.seed,
                 rank=rank,
-                on_ready=partial(outboxes[rank].put, WAKE),
+                on_ready=wake(rank),
                 num_processes=c.loader_workers,
                 stage=self._slots(rank) if context.device.type == "cuda" else self._waiting(1),
             )
@@ -131,7 +173,7 @@ class DataPath:
             loader.close()
         self._data = {}
         while self._capped:
-            CAPS.release(self._capped.pop(), self._config.vram_fraction)
+            CAPS.release(self._capped.pop(), self._options.vram_fraction)
 
     def explain(self, rank: int, error: BaseException) -> BaseException:
         """The error of a worker; an out-of-memory names the budget."""
@@ -139,11 +181,11 @@ class DataPath:
         if device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError):
             return error
         total = MEMORY.total_bytes(device)
-        return explain_out_of_memory(error, device, self._config.vram_fraction, total)
+        return explain_out_of_memory(error, device, self._options.vram_fraction, total)
 
     # -- the workers' threads ----------------------------------------------------------
 
-    def make_loader(self, worker: GpuWorker, wake: Callable[[], None]) -> Loader:
+    def make_loader(self, worker: ReadingWorker, wake: Callable[[], None]) -> Loader:
         """The loader of a worker, for its thread.
 
         Args:
@@ -166,7 +208,7 @@ class DataPath:
                 rank=rank,
             )
         common: dict[str, Any] = {
-            "seed": self._config.seed or 0,
+            "seed": self._options.seed,
             "rank": rank,
             "worker": worker,
         }
@@ -193,28 +235,27 @@ class DataPath:
     def _resides(self, device: torch.device) -> bool:
         """Whether data is brought to a device at the start, on request."""
         is_there = device.type == "cpu" and self._adapter.in_memory
-        return self._config.resident is True and not is_there
+        return self._options.resident is True and not is_there
 
     def _loads_inline(self, device: torch.device) -> bool:
         # Tensors that lie on a device already are gathered where they are.
         gathers = self._adapter.in_memory and (device.type == "cpu" or not self._adapter.on_cpu)
-        return gathers or self._config.prefetch == 0
+        return gathers or self._options.prefetch == 0
 
     def _waiting(self, default: int | None) -> Stage:
         """How many batches wait on the host: as many as asked for, ``default``, or by memory."""
-        depth = default if self._config.prefetch is None else self._config.prefetch
+        depth = default if self._options.prefetch is None else self._options.prefetch
         if depth is not None:
             return Stage(depth)
         return HostStage(len(self._contexts), self._pace())
 
     def _pace(self) -> Pace:
         # With the step that is captured, whose memory is its own.
-        steps = max(CALIBRATION_STEPS, WARM_UP_STEPS + 1 if self._config.cuda_graphs else 0)
-        return Pace(steps * self._config.accumulate, SIZING_BATCHES)
+        steps = max(CALIBRATION_STEPS, WARM_UP_STEPS + 1 if self._options.cuda_graphs else 0)
+        return Pace(steps * self._options.accumulate, SIZING_BATCHES)
 
     def _slots(self, rank: int) -> SlotStage:
-        c, device = self._config, self._contexts[rank].device
-        assert c.batch_size is not None
+        c, device = self._options, self._contexts[rank].device
         # Reading a memory map to its end could take minutes: only on request.
         resides = self._adapter.in_memory and c.resident is not False
         return SlotStage(

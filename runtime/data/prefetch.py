@@ -22,9 +22,9 @@ from runtime.data.dataset import ColumnAdapter, DatasetAdapter, EpochIndex
 from runtime.data.loader import InlineLoader, LoadedBatch, Pace, Stage, ThreadLoader
 from runtime.data.slots import (
     MAX_DEPTH,
+    BatchLayout,
     DeviceBudget,
     DeviceSlot,
-    Layout,
     SlotPool,
     host_depth,
     num_slots,
@@ -247,7 +247,7 @@ class SlotStage(Stage):
         self._most_slots: int | None = None  # where the device had no memory for more
         self._taken: DeviceSlot | None = None
         # Written by the loader's thread.
-        self._layout: Layout | None = None
+        self._layout: BatchLayout | None = None
         self._batch_bytes = 0
         self._warned = False
         # Written by the worker's thread, complete before the loader's thread sees it.
@@ -329,7 +329,7 @@ class SlotStage(Stage):
                 *(self._rank, self._wanted, self.depth),
             )
 
-    def _grow(self, layout: Layout, num_device: int, num_host: int) -> int:
+    def _grow(self, layout: BatchLayout, num_device: int, num_host: int) -> int:
         """Have up to so many slots; the number that may be used."""
         if self._most_slots is not None:
             num_device = min(num_device, self._most_slots)
@@ -394,7 +394,7 @@ class SlotStage(Stage):
     def _put_aside(self, loaded: LoadedBatch, pool: SlotPool | None) -> None:
         if pool is None:
             self._batch_bytes = max(self._batch_bytes, batch_bytes(loaded.data))
-            self._layout = Layout.of(loaded.data, loaded.num_samples, self._batch_size)
+            self._layout = BatchLayout.of(loaded.data, loaded.num_samples, self._batch_size)
         elif not self._warned:
             self._warned = True
             logger.warning(

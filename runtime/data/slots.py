@@ -222,7 +222,7 @@ class TensorSpec:
         return (batch_size, *self.shape) if self.has_rows else self.shape
 
 
-class Layout:
+class BatchLayout:
     """The tensors that a slot holds.
 
     Args:
@@ -235,7 +235,7 @@ class Layout:
         self.batch_size = batch_size
 
     @classmethod
-    def of(cls, batch: Any, num_samples: int, batch_size: int) -> Layout | None:
+    def of(cls, batch: Any, num_samples: int, batch_size: int) -> BatchLayout | None:
         """The layout of batches like this one; ``None`` if it cannot lie in a slot."""
         tensors = slottable(batch)
         if not tensors:
@@ -323,7 +323,7 @@ class SlotPool:
         layout: What a slot holds.
     """
 
-    def __init__(self, copies: CopyDevice, layout: Layout) -> None:
+    def __init__(self, copies: CopyDevice, layout: BatchLayout) -> None:
         self.layout = layout
         self._copies = copies
         self._lock = threading.Lock()  # guards the queues, never held while waiting

@@ -1,3 +1,3 @@
-"""Devices: streams and events, timing, values read late, and memory."""
+"""Devices: streams and events, timing, values read late, memory."""
 
 from __future__ import annotations

@@ -53,6 +53,9 @@ def _describe(device: torch.device) -> str:
     return f"cpu ({num_cores()} cores, {memory:.0f} GiB)"
 
 
+WARM_UP_STEPS = 3
+"""Steps of a kind that are made eagerly before one can be captured."""
+
 # -- What carrying batches to a device needs of it: events, a copy stream, copies, readings --
 #
 # Slots and resident data speak to this interface alone. ``CpuCopies`` is its twin without

@@ -169,7 +169,7 @@ STALE = StaleOptimizers()
 # -- Errors that some ranks meet and others do not --
 
 
-class Failure(NamedTuple):
+class _Failure(NamedTuple):
     """Where a rank failed.
 
     Attributes:
@@ -202,7 +202,7 @@ class Calls:
         self._lock = threading.Lock()
         self._numbers = [0] * world_size
         # Of each call that not all have made: what became of the ranks that told.
-        self._told: dict[int, dict[int, Failure | None]] = {}
+        self._told: dict[int, dict[int, _Failure | None]] = {}
 
     def made(self, end: Collective) -> None:
         """A rank makes its next call."""
@@ -229,7 +229,7 @@ class Calls:
             told = self._told.setdefault(number, {})
             # A failure before a call stands, even if the call is made then.
             if error is not None:
-                told[rank] = Failure(weakref.ref(end), _reason(end, error))
+                told[rank] = _Failure(weakref.ref(end), _reason(end, error))
             elif rank not in told:
                 told[rank] = None
             if counts:

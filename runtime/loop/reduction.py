@@ -97,7 +97,7 @@ def _mean_of_block(tensors: list[list[Tensor]], factors: Sequence[float]) -> Non
             torch._foreach_copy_(target, mean)
 
 
-class Packed:
+class _Packed:
     """Tensors of one rank side by side: one flat tensor for each dtype, used again and again."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Stage:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._api = cuda_api.API
-        self._packed = Packed()
+        self._packed = _Packed()
         self._pinned: dict[tuple[int, torch.dtype], Tensor] = {}
         self._flats: list[Tensor] = []
         self._twins: list[Tensor] = []
@@ -231,7 +231,7 @@ class GroupReduction(Reduction):
     def __init__(self, devices: Sequence[torch.device], kind: str, timeout_s: float = 60.0) -> None:
         self._devices = devices
         self._api = cuda_api.API
-        self._packed = [Packed() for _ in devices]
+        self._packed = [_Packed() for _ in devices]
         self._events: list[Event | None] = [None] * len(devices)
         self._ends = create_collectives(len(devices), kind, devices, timeout_s)
         try:

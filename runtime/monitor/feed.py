@@ -5,20 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from coordinator.metrics import EpochMetrics
 from coordinator.ranks import Statistics
-from runtime.timeline.events import Event, Kind
+from runtime.timeline.events import Event, Kind, RunFacts
 from runtime.timeline.export import one_line
 from runtime.timeline.page import embedded
-from runtime.timeline.timeline import RunFacts, Timeline
-
-if TYPE_CHECKING:
-    from runtime.run import Run
-
+from runtime.timeline.timeline import Timeline
 
 # -- What a monitor may read of a run --
 
@@ -61,38 +57,6 @@ class WatchedRun:
     statistics: Callable[[], Statistics]
     epochs: Callable[[int], Sequence[EpochMetrics]]
     end: Callable[[], End | None]
-
-
-def watched_run(run: Run, started: float, end: Callable[[], End | None]) -> WatchedRun:
-    """A run to be watched.
-
-    Args:
-        run: The run.
-        started: When it began, by ``time.monotonic``.
-        end: How it ended; ``None`` while it goes on.
-    """
-    machine = run.machine
-    facts = RunFacts(
-        devices=tuple(str(device) for device in run.devices),
-        policy=run.config.policy.name,
-        backend=run.backend.name,
-        backend_reason=run.backend_reason,
-        num_epochs=run.num_epochs,
-        batch_size=run.batch_size,
-        num_samples=machine.core.config.num_samples,
-    )
-    return WatchedRun(
-        facts=facts,
-        devices=run.devices,
-        total_batches=run.config.total_batches(machine.core.config.num_samples),
-        started=started,
-        timeline=run.config.timeline,
-        statistics=run.statistics,
-        # The coordinator only ever adds to this list, until it replaces it at a resumption,
-        # which is over before any thread starts.
-        epochs=lambda since: machine.outcome.metrics[since:],
-        end=end,
-    )
 
 
 T = TypeVar("T")

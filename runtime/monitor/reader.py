@@ -15,10 +15,10 @@ from coordinator.metrics import EpochMetrics
 from coordinator.ranks import Statistics
 from runtime.device.memory import MEMORY
 from runtime.monitor.feed import End, Happenings, Json, WatchedRun
-from runtime.timeline.events import Cause
+from runtime.timeline.events import Cause, TimelineSummary
 from runtime.timeline.export import one_line
 from runtime.timeline.resources import ResourcePoller, Row
-from runtime.timeline.timeline import Timeline, TimelineSummary
+from runtime.timeline.timeline import Timeline
 
 # -- Load and memory of the machine while a run is watched --
 

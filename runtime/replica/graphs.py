@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from runtime.core.weight import Weight, WindowWeight
 from runtime.data.batches import map_batch, parts_of
-from runtime.device.base import DeviceContext
+from runtime.device.base import WARM_UP_STEPS, DeviceContext
 from runtime.device.values import ValueLog
 from runtime.replica.step import MADE, Packed, StepEnd, Stepper, TrainFn
 
@@ -601,8 +601,6 @@ def _is_library(filename: str) -> bool:
     return filename.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))
 
 
-WARM_UP_STEPS = 3
-"""Windows of a kind that are made eagerly first; with the last of them comes the reservation."""
 MAX_CHANGES = 3
 """Times that a changed setting of the optimizer is answered by a new capture."""
 FIRST_PAUSE_STEPS = 8
@@ -614,7 +612,7 @@ _MAX_COUNTED = 64
 MicroStep = Callable[[TrainFn, Any, int, float], object]
 
 
-class Window:
+class GraphWindow:
     """A window of batches that is to be made at once.
 
     Args:
@@ -691,12 +689,12 @@ class GraphedSteps:
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def window(self, sizes: Sequence[int]) -> Window | None:
+    def window(self, sizes: Sequence[int]) -> GraphWindow | None:
         """Where the batches of a window go; ``None``: it is made eagerly, batch by batch."""
         if self._gives_up or list(sizes) != self._full:
             self._unreserve()
             return None
-        return Window(self._batches, sizes)
+        return GraphWindow(self._batches, sizes)
 
     def pass_by(self) -> None:
         """A window turned out to hold a batch that no graph can serve."""
@@ -723,7 +721,7 @@ class GraphedSteps:
         self._seen.clear()
         self._unreserve()
 
-    def step(self, window: Window, train_fn: TrainFn) -> StepEnd:
+    def step(self, window: GraphWindow, train_fn: TrainFn) -> StepEnd:
         """Make a whole window, after ``stepper.open()``."""
         total = sum(window.sizes)
         graph = self._graph_of(window, train_fn)
@@ -732,7 +730,7 @@ class GraphedSteps:
         self.eagerly(window, train_fn, total)
         return self._stepper.finish(total)
 
-    def eagerly(self, window: Window, train_fn: TrainFn, total: int) -> None:
+    def eagerly(self, window: GraphWindow, train_fn: TrainFn, total: int) -> None:
         """Forward and backward of the batches that are held, without a graph."""
         self._stepper.clear_gradients()
         for held, size in zip(window.held, window.sizes, strict=False):
@@ -740,7 +738,7 @@ class GraphedSteps:
 
     # -- which graph ----------------------------------------------------------------
 
-    def _graph_of(self, window: Window, train_fn: TrainFn) -> StepGraph | None:
+    def _graph_of(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph | None:
         key = self._key(window, train_fn)
         graph = self._graphs.get(key)
         if graph is not None and not graph.holds(self._optimizer):
@@ -765,7 +763,7 @@ class GraphedSteps:
         return graph
 
     @staticmethod
-    def _key(window: Window, train_fn: TrainFn) -> Hashable:
+    def _key(window: GraphWindow, train_fn: TrainFn) -> Hashable:
         return (train_fn, *(held.kind for held in window.held))
 
     def _is_due(self, key: Hashable) -> bool:
@@ -794,7 +792,7 @@ class GraphedSteps:
             )
         return True
 
-    def _capture(self, window: Window, train_fn: TrainFn) -> StepGraph | None:
+    def _capture(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph | None:
         with self._device.alone() as alone:
             if not alone:
                 self._pause = self._next_pause
@@ -814,7 +812,7 @@ class GraphedSteps:
                     return None
             return None
 
-    def _try(self, window: Window, train_fn: TrainFn) -> StepGraph:
+    def _try(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph:
         total = sum(window.sizes)
 
         def forward() -> None:

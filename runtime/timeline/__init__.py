@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from runtime.timeline.events import Cause, Event, IdleGap, Kind
-from runtime.timeline.timeline import RankSummary, RunFacts, Timeline, TimelineSummary
+from runtime.timeline.events import (
+    Cause,
+    Event,
+    IdleGap,
+    Kind,
+    RankSummary,
+    RunFacts,
+    TimelineSummary,
+)
+from runtime.timeline.timeline import Timeline
 
 __all__ = [
     "Cause",

@@ -7,13 +7,30 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from runtime.timeline.events import Cause, Event, Kind
+from runtime.timeline.events import Cause, Event, IdleGap, Kind, TimelineSummary
 
-if TYPE_CHECKING:
-    from runtime.timeline.timeline import Timeline
+
+class Recorded(Protocol):
+    """What the outputs read of a :class:`~runtime.timeline.timeline.Timeline`."""
+
+    def summary(self) -> TimelineSummary: ...
+
+    def events(self) -> Sequence[Event]: ...
+
+    def idle_gaps(self) -> Sequence[IdleGap]: ...
+
+    def epochs(self) -> Sequence[Mapping[str, Any]]: ...
+
+    def profile(self, rank: int) -> tuple[float, Sequence[Sequence[float]]]: ...
+
+    def anchor_curve(self) -> Sequence[Sequence[float]]: ...
+
+    def throughput(self) -> tuple[float, Sequence[Sequence[float]]]: ...
+
+    def resources(self) -> tuple[Sequence[str], Sequence[Sequence[float]]]: ...
 
 
 # -- Names and messages that others chose, made harmless for every output --
@@ -79,7 +96,7 @@ _INSTANTS = {
 _MIB = 2.0**20
 
 
-def trace_text(timeline: Timeline) -> str:
+def trace_text(timeline: Recorded) -> str:
     """All that a timeline holds, as the text of a trace file."""
     summary = timeline.summary()
     events = timeline.events()
@@ -186,7 +203,7 @@ def title(event: Event) -> str:
             return str(event.kind.value)
 
 
-def _counters(timeline: Timeline) -> Iterable[dict[str, Any]]:
+def _counters(timeline: Recorded) -> Iterable[dict[str, Any]]:
     for seconds, anchor in timeline.anchor_curve():
         yield _counter("anchor", seconds, {"batches": anchor})
     width_s, rates = timeline.throughput()
@@ -215,7 +232,7 @@ COLUMNS = ("record", "rank", "name", "start_s", "duration_s", "value", "detail")
 Row = tuple[object, ...]
 
 
-def csv_text(timeline: Timeline) -> str:
+def csv_text(timeline: Recorded) -> str:
     """A header and a row for each total, epoch, scalar, event, gap and reading.
 
     No cell begins like a formula, and none holds a line break; numbers stay numbers.
@@ -229,13 +246,13 @@ def csv_text(timeline: Timeline) -> str:
     return text.getvalue()
 
 
-def _totals(timeline: Timeline) -> Iterable[Row]:
+def _totals(timeline: Recorded) -> Iterable[Row]:
     for rank in timeline.summary().ranks:
         for cause, seconds in rank.causes.items():
             yield "total", rank.rank, cause, 0.0, rank.wall_s, seconds, rank.device
 
 
-def _epochs(timeline: Timeline) -> Iterable[Row]:
+def _epochs(timeline: Recorded) -> Iterable[Row]:
     for epoch in timeline.epochs():
         start, lasted = epoch["end_s"] - epoch["epoch_s"], epoch["epoch_s"]
         detail = f"epoch {epoch['epoch']}"
@@ -244,18 +261,18 @@ def _epochs(timeline: Timeline) -> Iterable[Row]:
             yield "scalar", None, name, start, lasted, value, detail
 
 
-def _events(timeline: Timeline) -> Iterable[Row]:
+def _events(timeline: Recorded) -> Iterable[Row]:
     for event in timeline.events():
         detail = " ".join(f"{name}={value}" for name, value in event.args.items())
         yield "event", event.rank, title(event), event.start_s, event.duration_s, None, detail
 
 
-def _gaps(timeline: Timeline) -> Iterable[Row]:
+def _gaps(timeline: Recorded) -> Iterable[Row]:
     for gap in timeline.idle_gaps():
         yield "gap", gap.rank, gap.cause.label, gap.start_s, gap.duration_s, None, None
 
 
-def _curves(timeline: Timeline) -> Iterable[Row]:
+def _curves(timeline: Recorded) -> Iterable[Row]:
     for seconds, anchor in timeline.anchor_curve():
         yield "anchor", None, "anchor", seconds, None, anchor, None
     width_s, rates = timeline.throughput()
@@ -274,7 +291,7 @@ DIGITS = 9
 """Decimals of seconds: a nanosecond."""
 
 
-def document(timeline: Timeline) -> dict[str, Any]:
+def document(timeline: Recorded) -> dict[str, Any]:
     """Lists, dictionaries, numbers and texts, each number finite or ``None``.
 
     ``lanes`` holds the seconds by cause in each bin, in the order of ``causes``.
@@ -309,7 +326,7 @@ def document(timeline: Timeline) -> dict[str, Any]:
     return clean
 
 
-def _lane(timeline: Timeline, rank: int) -> dict[str, Any]:
+def _lane(timeline: Recorded, rank: int) -> dict[str, Any]:
     width_s, rows = timeline.profile(rank)
     return {"rank": rank, "bin_s": width_s, "bins": rows}
 
@@ -328,6 +345,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def json_text(timeline: Timeline) -> str:
+def json_text(timeline: Recorded) -> str:
     """The document as JSON in ASCII."""
     return json.dumps(document(timeline), allow_nan=False) + "\n"

@@ -6,13 +6,10 @@ import base64
 import hashlib
 import json
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.timeline.events import STRETCHES, Kind
-from runtime.timeline.export import document
-
-if TYPE_CHECKING:
-    from runtime.timeline.timeline import Timeline
+from runtime.timeline.export import Recorded, document
 
 MAX_PAGE_EVENTS = 2000
 """Events of each rank that the page holds, the newest; the totals hold all."""
@@ -20,7 +17,7 @@ MAX_PAGE_GAPS = 200
 _LEFT_OUT = {Kind.STEP.value} | {kind.value for kind in STRETCHES.values()}
 
 
-def html_text(timeline: Timeline) -> str:
+def html_text(timeline: Recorded) -> str:
     """The page: its data, its style and its script in one text.
 
     The data stands in a block that is not run, with every character escaped that could end

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted
-
-if TYPE_CHECKING:
-    from runtime.worker.worker import GpuWorker
-
 
 # -- Where lockstep ranks stop, or take their states, together --
 
@@ -190,20 +184,3 @@ class Groups:
         for group in groups:
             for end in group.values():
                 end.close()
-
-
-# -- What the workers of one run know of each other --
-
-
-@dataclass(slots=True)
-class Peers:
-    """Shared by the workers of a run in which ranks may die.
-
-    Attributes:
-        groups: Where the ranks that are left meet.
-        replicas: The worker of each rank, once it is built. A rank reads another's state
-            only while that one waits for it in the first meeting of a new group.
-    """
-
-    groups: Groups
-    replicas: dict[int, GpuWorker] = field(default_factory=dict)

@@ -19,7 +19,6 @@ from coordinator import messages as m
 from coordinator.machine import Coordinator
 from coordinator.service import Service
 from runtime.collective import Collective
-from runtime.config import TrainConfig
 from runtime.replica.step import TrainFn
 from runtime.timeline.events import (
     AVERAGING,
@@ -34,9 +33,10 @@ from runtime.timeline.events import (
     SYNC,
     UNATTRIBUTED,
     Kind,
+    RunFacts,
 )
 from runtime.timeline.recorder import Lane
-from runtime.timeline.timeline import RunFacts
+from runtime.timeline.timeline import Timeline
 from runtime.worker.config import UserFunctions, Wake, WorkerConfig, WorkerEndpoints
 from runtime.worker.protocol import WorkerState
 from runtime.worker.worker import GpuWorker
@@ -301,48 +301,34 @@ class Recording:
     """Ties a run to its timeline; without one, every call does nothing.
 
     Args:
-        config: Settings of the run.
+        timeline: Where the run is recorded, if it is.
 
     Raises:
         ValueError: The timeline has recorded another run.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._timeline = config.timeline
+    def __init__(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
         if self._timeline is not None:
             self._timeline.require_unused()
 
     def begin(
         self,
+        facts: RunFacts,
         devices: Sequence[torch.device],
-        num_samples: int,
-        backend: tuple[str, str],
         machine: Coordinator,
         service: Service,
     ) -> None:
         """The run begins; its threads have not started.
 
         Args:
+            facts: What is known of the run.
             devices: Of each rank.
-            num_samples: Length of the data set.
-            backend: Its name, and why it was chosen.
             machine: The coordinator.
             service: Shows the timeline what the coordinator does.
         """
-        c = self._config
-        if self._timeline is None:
-            return
-        facts = RunFacts(
-            devices=tuple(str(device) for device in devices),
-            policy=c.policy.name,
-            backend=backend[0],
-            backend_reason=backend[1],
-            num_epochs=c.num_epochs or 0,
-            batch_size=c.batch_size or 0,
-            num_samples=num_samples,
-        )
-        service.observe(self._timeline.begin(facts, devices, machine).observe)
+        if self._timeline is not None:
+            service.observe(self._timeline.begin(facts, devices, machine).observe)
 
     def worker_class(self, rank: int) -> Callable[..., GpuWorker]:
         """What to make the worker of a rank with."""

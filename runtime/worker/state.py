@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 State = dict[str, Any]
 
 
-class RankState:
+class RankCheckpoint:
     """Takes and gives back a rank's own state, in its thread, between two steps.
 
     Copies are ordered behind the device's compute; :meth:`capture` blocks until they are in

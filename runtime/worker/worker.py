@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.flat import FlatState
-from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, Window
+from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
 from runtime.replica.non_finite import ReplicaJudge, StepJudge
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import GradientReducer, StepEnd, Stepper, TrainFn
@@ -54,11 +55,11 @@ from runtime.worker.config import (
     WorkerConfig,
     WorkerEndpoints,
 )
-from runtime.worker.group import Lockstep, Peers, StopAgreement
+from runtime.worker.group import Groups, Lockstep, StopAgreement
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.reporter import Reporter
 from runtime.worker.rounds import Answers
-from runtime.worker.state import RankState
+from runtime.worker.state import RankCheckpoint
 from runtime.worker.windows import Windows, count_samples
 
 if TYPE_CHECKING:
@@ -68,6 +69,20 @@ logger = logging.getLogger(__name__)
 
 
 # -- A worker's replica and what can be asked of it, without the loop that trains it --
+
+
+@dataclass(slots=True)
+class Peers:
+    """Shared by the workers of a run in which ranks may die.
+
+    Attributes:
+        groups: Where the ranks that are left meet.
+        replicas: The worker of each rank, once it is built. A rank reads another's state
+            only while that one waits for it in the first meeting of a new group.
+    """
+
+    groups: Groups
+    replicas: dict[int, ReplicaWorker] = field(default_factory=dict)
 
 
 class ReplicaWorker:
@@ -190,9 +205,9 @@ class ReplicaWorker:
         self._own = self._make_own(resume)
         self._answers = self._make_answers()
 
-    def _make_own(self, resume: ResumePoint | None) -> RankState:
+    def _make_own(self, resume: ResumePoint | None) -> RankCheckpoint:
         c = self.config
-        own = RankState(
+        own = RankCheckpoint(
             rank=c.rank,
             model=self.model,
             state=self._state,
@@ -663,7 +678,7 @@ class StepWorker(ReplicaWorker):
         assert self._graphs is not None
         return self._graphs.step(window, train_fn)
 
-    def _make_held(self, window: Window, train_fn: TrainFn, total: int) -> None:
+    def _make_held(self, window: GraphWindow, train_fn: TrainFn, total: int) -> None:
         """The batches so far, when the window turns out to be none for a graph."""
         assert self._graphs is not None
         self._graphs.pass_by()

@@ -351,7 +351,7 @@ def test_an_epoch_is_computed_once_while_others_go_on(monkeypatch):
             assert release.wait(20)
         return permutation(num_samples, epoch, seed)
 
-    monkeypatch.setattr(runtime.data, "permutation", slow)
+    monkeypatch.setattr(runtime.data.dataset, "permutation", slow)
     index = EpochIndex(N, 4, seed=3)
     found = []
     threads = [threading.Thread(target=lambda: found.append(index.indices(0, 0))) for _ in range(3)]

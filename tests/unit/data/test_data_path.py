@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from runtime.config import TrainConfig
 from runtime.data import loader as stage
 from runtime.data import path as data_path
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import HostStage, InlineLoader, Stage, ThreadLoader
-from runtime.data.path import DataPath
+from runtime.data.path import DataOptions, DataPath
 from runtime.device.base import CpuDevice
-from tests.support.running import WAIT_S, Gate, Trace, builder, count_up, counter, plain_sgd
+from tests.support.running import WAIT_S, Gate, Trace, builder
 
 
 class Counted(Dataset):
@@ -44,17 +43,10 @@ class Worker:
 @contextmanager
 def loader_for(dataset, contexts=None, **settings):
     """The loader that rank 0 gets."""
-    config = TrainConfig(
-        model_factory=counter,
-        optim_factory=plain_sgd,
-        train_fn=count_up,
-        batch_size=2,
-        num_epochs=1,
-        **settings,
-    )
+    options = DataOptions(batch_size=2, **settings)
     adapter = adapt_dataset(dataset)
     index = EpochIndex(adapter.num_samples, 2, 0)
-    path = DataPath(config, adapter, index, contexts or [CpuDevice(1)])
+    path = DataPath(options, adapter, index, contexts or [CpuDevice(1)])
     yield path.make_loader(Worker(), lambda: None)
     path.close()
 

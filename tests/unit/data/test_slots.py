@@ -8,12 +8,12 @@ from collections import deque
 import pytest
 import torch
 
-from runtime.data.slots import Layout, SlotPool, TensorSpec, slottable
+from runtime.data.slots import BatchLayout, SlotPool, TensorSpec, slottable
 from runtime.device.base import CpuCopies
 from tests.support.fake_streams import DelayedCopies
 
 SIZE = 4
-LAYOUT = Layout(
+LAYOUT = BatchLayout(
     [
         TensorSpec((3,), torch.float32, True),
         TensorSpec((), torch.int64, True),
@@ -197,7 +197,7 @@ def test_settling_waits_for_copies_and_gives_up_in_time():
 
 
 def test_a_layout_counts_rows_apart_from_shapes():
-    layout = Layout.of({"x": torch.zeros(3, 5), "pair": (torch.zeros(2), 7)}, 3, 8)
+    layout = BatchLayout.of({"x": torch.zeros(3, 5), "pair": (torch.zeros(2), 7)}, 3, 8)
     assert layout.specs[0] == TensorSpec((5,), torch.float32, True)
     assert layout.specs[1] == TensorSpec((2,), torch.float32, False)
     assert layout.specs[0].full_shape(8) == (8, 5)
@@ -238,8 +238,8 @@ def test_a_layout_takes_short_batches():
 )
 def test_what_is_no_plain_tensor_lies_in_no_slot(part):
     assert slottable((torch.zeros(2), part)) is None
-    assert Layout.of((torch.zeros(2), part), 2, 2) is None
+    assert BatchLayout.of((torch.zeros(2), part), 2, 2) is None
 
 
 def test_a_batch_without_a_tensor_has_no_layout():
-    assert Layout.of(("name", 3), 2, 2) is None
+    assert BatchLayout.of(("name", 3), 2, 2) is None

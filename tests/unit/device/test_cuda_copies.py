@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from runtime import run as run_module
 from runtime.data import path as data_path
 from runtime.data.prefetch import PrefetchLoader
-from runtime.data.slots import Layout, SlotPool, TensorSpec
+from runtime.data.slots import BatchLayout, SlotPool, TensorSpec
 from runtime.device import memory as cuda_memory
 from runtime.device.cuda import CudaCopies, CudaDevice
 from runtime.device.memory import CudaMemory, MemoryCaps, MemoryReading, explain_out_of_memory
@@ -71,7 +71,7 @@ def test_a_batch_takes_the_copy_stream_between_its_two_events():
     device = CudaDevice(GPU, api=fake)
     with device.activate():
         copies = PosingCopies(GPU, lambda: device.copy, fake, FakeMemory())
-        pool = SlotPool(copies, Layout([TensorSpec((), torch.int64, True)], 2))
+        pool = SlotPool(copies, BatchLayout([TensorSpec((), torch.int64, True)], 2))
         pool.grow(2, 1)
         del fake.log[:]
         slot, (part,) = pool.fill([2], lambda out: out[0].copy_(torch.tensor([3, 4])))

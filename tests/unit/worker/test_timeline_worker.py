@@ -13,11 +13,11 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from runtime import CheckpointError, Kind, Timeline
+from runtime.timeline.events import RunFacts
 from runtime.timeline.recorder import CoordinatorLane
-from runtime.timeline.timeline import RunFacts
 from runtime.worker import recorded as recorded_worker
 from runtime.worker.recorded import RecordedWorker
-from runtime.worker.state import RankState
+from runtime.worker.state import RankCheckpoint
 from runtime.worker.worker import GpuWorker
 from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_cannot_be_made_is_told_on_one_line(monkeypatch, tmp_p
     def refuse(self, **where):
         raise CheckpointError(f"<script>\n{'x' * 10_000}")
 
-    monkeypatch.setattr(RankState, "capture", refuse)
+    monkeypatch.setattr(RankCheckpoint, "capture", refuse)
     timeline = Timeline()
     record(timeline, (CADENCE, OVER_CPU), tmp_path).run().join(WAIT_S)
     parts = [event.args["part"] for event in of_kind(timeline, Kind.CHECKPOINT, None)]
