@@ -12,8 +12,8 @@ from torch import nn
 from runtime import record_scalar
 from runtime.replica.step import Stepper
 from tests.deadlock.faults import BOUND_S
+from tests.house import ROOT, House, called, parse, relative
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
-from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative
 
 ENTRIES = (
     "worker/worker.py",
@@ -21,22 +21,14 @@ ENTRIES = (
     "collective/thread.py",
     "collective/process_group.py",
 )
-THE_DEVICE = {
-    ROOT / "runtime" / name for name in ("device/base.py", "device/cuda_api.py", "device/memory.py")
-}
+THE_DEVICE = {"runtime/device/base.py", "runtime/device/cuda_api.py", "runtime/device/memory.py"}
 """The places that speak to a device, and where streams and events belong."""
 
 
 def step_path():
     """What runs in a step: the entries and whatever of the runtime they import."""
-    found, todo = set(), [ROOT / "runtime" / name for name in ENTRIES]
-    while todo:
-        path = todo.pop()
-        if path not in found and path.exists():
-            found.add(path)
-            names = (name for name in imported_modules(path) if name.startswith("runtime."))
-            todo += [ROOT / f"{name.replace('.', '/')}.py" for name in names]
-    return sorted(found - THE_DEVICE)
+    below = House().below(*(f"runtime/{name}" for name in ENTRIES))
+    return [ROOT / file for file in below if file not in THE_DEVICE]
 
 
 FORBIDDEN = {

@@ -6,12 +6,12 @@ import ast
 
 import pytest
 
-from tests.unit.test_layout import ROOT, called, imported_modules, parse, relative, sources
+from tests.house import ROOT, House, called, imported_modules, parse, relative, sources
 
 ENTRIES = (
-    "worker.py",
-    "timeline/recorded_worker.py",
-    "cuda_device.py",
+    "worker/worker.py",
+    "worker/recorded.py",
+    "device/cuda.py",
     "collective/__init__.py",
 )
 
@@ -53,7 +53,7 @@ ALLOWED = {
     ): "once, with all other workers parked",
     ("runtime/worker/state.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
     ("runtime/replica/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
-    ("runtime/device/base.py", "_read", "tolist"): "the log of a CPU",
+    ("runtime/device/values.py", "_read", "tolist"): "the log of a CPU",
     ("runtime/data/dataset.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
     ("runtime/device/values.py", "_land", "tolist"): "pinned memory, behind its event",
@@ -63,14 +63,8 @@ ALLOWED = {
 
 def step_path():
     """What runs in a step: the entries and whatever of the runtime they import."""
-    found, todo = set(), [ROOT / "runtime" / name for name in ENTRIES]
-    while todo:
-        path = todo.pop()
-        if path not in found and path.exists():
-            found.add(path)
-            names = (name for name in imported_modules(path) if name.startswith("runtime."))
-            todo += [ROOT / f"{name.replace('.', '/')}.py" for name in names]
-    return sorted(path for path in found if relative(path) not in BOUNDARY)
+    below = House().below(*(f"runtime/{name}" for name in ENTRIES))
+    return [ROOT / file for file in below if file not in BOUNDARY]
 
 
 def forbidden_calls(path):
@@ -101,8 +95,8 @@ def test_every_exception_is_needed():
 
 def test_the_step_path_holds_what_a_step_runs():
     found = {path.name for path in step_path()}
-    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "answers.py"}
-    assert found >= {"cuda_device.py", "cuda_log.py", "cuda_timing.py", "staged.py", "nccl.py"}
+    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "rounds.py"}
+    assert found >= {"cuda.py", "values.py", "timing.py", "thread.py", "nccl.py"}
 
 
 def cuda_names(path):

@@ -1,0 +1,284 @@
+"""The shape of the source tree: its import graph, its floors, and the figures of its size.
+
+``python -m tests.house [TREE ...]`` prints the figures of trees side by side, this one where
+none is named. ``tests/unit/test_imports.py`` holds this tree to the rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("coordinator", "runtime")
+
+FLOORS = (
+    ("coordinator",),
+    ("runtime/core",),
+    ("runtime/device", "runtime/timeline"),
+    ("runtime/collective", "runtime/data", "runtime/checkpoint"),
+    ("runtime/replica",),
+    ("runtime/worker", "runtime/fsdp", "runtime/loop", "runtime/monitor", "runtime/loggers"),
+    ("runtime",),
+)
+"""Folders from the ground up. Imports go down, or stay in their folder."""
+
+MAX_TOP_MODULES = 10
+MAX_COORDINATOR_DEPTH = 6
+
+
+def relative(path, root=ROOT):
+    """A path as it is called in messages."""
+    return path.relative_to(root).as_posix()
+
+
+def sources(*packages, root=ROOT):
+    """The Python files of packages, sorted."""
+    return sorted(path for package in packages for path in (root / package).rglob("*.py"))
+
+
+def parse(path):
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def called(node):
+    """Dotted name of what a call calls, as far as it is made of names."""
+    parts, target = [], node.func
+    while isinstance(target, ast.Attribute):
+        parts.append(target.attr)
+        target = target.value
+    parts.append(target.id if isinstance(target, ast.Name) else "")
+    return ".".join(reversed(parts))
+
+
+def imports_of(path, root=ROOT, tree=None):
+    """``(module, name)`` of all that a file imports, wherever in it and however.
+
+    The names are absolute; of ``import module`` the second one is ``None``.
+    """
+    package = path.relative_to(root).parent.parts
+    for node in ast.walk(tree or parse(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            module = ".".join((*base, *filter(None, [node.module])))
+            yield from ((module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
+            values = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            yield from ((value, None) for value in values if isinstance(value, str))
+
+
+def imported_modules(path, root=ROOT, tree=None):
+    """Names of all modules that a file imports; of ``from a import b`` both ``a`` and ``a.b``."""
+    for module, name in imports_of(path, root, tree):
+        yield module
+        if name is not None:
+            yield f"{module}.{name}"
+
+
+class House:
+    """A tree of sources, read once.
+
+    Attributes:
+        root: Where ``coordinator/`` and ``runtime/`` lie.
+        files: Their Python files, relative to the root, each with its syntax tree.
+    """
+
+    def __init__(self, root=ROOT):
+        self.root = root
+        self.files = {relative(p, root): parse(p) for p in sources(*PACKAGES, root=root)}
+
+    @cached_property
+    def graph(self):
+        """The files that each file imports, those under ``TYPE_CHECKING`` and lazy ones too."""
+        graph = {}
+        for file, tree in self.files.items():
+            found = {
+                self._file_of(f"{module}.{name}") or self._file_of(module)
+                for module, name in imports_of(self.root / file, self.root, tree)
+            }
+            graph[file] = found - {None, file}
+        return graph
+
+    def _file_of(self, name):
+        """The file of a module, of a package its ``__init__``; ``None``: it is none of ours."""
+        stem = name.replace(".", "/")
+        return next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in self.files), None)
+
+    def below(self, *entries):
+        """Files of the runtime that some import, directly or not, and these."""
+        found, todo = set(), list(entries)
+        while todo:
+            file = todo.pop()
+            if file not in found and not file.startswith("coordinator/"):
+                found.add(file)
+                todo += self.graph[file]  # an entry that is gone is an error
+        return sorted(found)
+
+    # -- faults, each in a line ---------------------------------------------------------
+
+    def wrong_ways(self):
+        """Imports that do not go down and do not stay in their folder."""
+        for file, targets in sorted(self.graph.items()):
+            for target in sorted(targets):
+                here, there = _folder(file), _folder(target)
+                if here != there and _floor(there) >= _floor(here):
+                    way = "up" if _floor(there) > _floor(here) else "across"
+                    yield f"{file} imports {way}: {target}"
+
+    def homeless(self):
+        """Folders that stand on no floor."""
+        known = {folder for floor in FLOORS for folder in floor}
+        yield from sorted(
+            f"{folder} has no floor" for folder in {_folder(f) for f in self.files} - known
+        )
+
+    def circles(self):
+        """Files that import each other, directly or not."""
+        for ring in _rings(self.graph):
+            yield "a circle of imports: " + ", ".join(sorted(ring))
+
+    def chain(self, package):
+        """A longest chain of imports inside a package, from the top; its face is none of it."""
+        files = {
+            f for f in self.files if f.startswith(f"{package}/") and f != f"{package}/__init__.py"
+        }
+        longest = {}
+
+        def down(file, seen):
+            if file not in longest:
+                below = [down(t, {*seen, file}) for t in self.graph[file] & files if t not in seen]
+                longest[file] = [file, *max(below, key=len, default=[])]
+            return longest[file]
+
+        return max((down(f, set()) for f in sorted(files)), key=len, default=[])
+
+    def deep(self):
+        """A chain in the coordinator that is too long."""
+        chain = self.chain("coordinator")
+        if len(chain) > MAX_COORDINATOR_DEPTH:
+            yield f"{len(chain)} deep: " + " > ".join(f.split("/")[-1] for f in chain)
+
+    def top_modules(self):
+        """The modules right in ``runtime/``."""
+        return [f for f in self.files if _folder(f) == "runtime"]
+
+    def crowded(self):
+        """Too many modules at the top."""
+        top = self.top_modules()
+        if len(top) > MAX_TOP_MODULES:
+            yield f"{len(top)} modules in runtime/: " + ", ".join(f.split("/")[-1] for f in top)
+
+    def twins(self):
+        """A module and a folder beside it, or two public classes, with one name."""
+        folders = {f.rsplit("/", 1)[0] for f in self.files}
+        yield from (
+            f"{f} stands beside a folder of its name"
+            for f in self.files
+            if f.removesuffix(".py") in folders
+        )
+        classes = defaultdict(list)
+        for file, tree in self.files.items():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    classes[node.name].append(file)
+        yield from (
+            f"class {name} is in " + ", ".join(files)
+            for name, files in sorted(classes.items())
+            if len(files) > 1
+        )
+
+    def foreign(self):
+        """Imports of the runtime in the coordinator, whether there is such a module or not."""
+        for file in self.files:
+            if _folder(file) == "coordinator":
+                tree = self.files[file]
+                for name, _ in imports_of(self.root / file, self.root, tree):
+                    if name.split(".")[0] == "runtime":
+                        yield f"{file} imports {name}"
+
+    RULES = (wrong_ways, homeless, foreign, circles, deep, crowded, twins)
+
+    def faults(self):
+        """All of them."""
+        return [fault for rule in self.RULES for fault in rule(self)]
+
+    # -- figures --------------------------------------------------------------------------
+
+    def figures(self):
+        """What the size and the order of the tree come to, by name."""
+        own = [f for f in self.files if f.startswith("runtime/")]
+        coordinator = [f for f in self.files if f.startswith("coordinator/")]
+        names = Counter(f.split("/")[-1] for f in self.files if not f.endswith("/__init__.py"))
+        benchmarks = [p for p in sources("benchmarks", root=self.root) if p.name != "__init__.py"]
+        return {
+            "modules at the top of runtime/": len(self.top_modules()),
+            "files of runtime/": len(own),
+            "lines of runtime/": self._lines(own),
+            "files of coordinator/": len(coordinator),
+            "lines of coordinator/": self._lines(coordinator),
+            "depth of coordinator/": len(self.chain("coordinator")),
+            "depth of runtime/": len(self.chain("runtime")),
+            "imports up or across": len(list(self.wrong_ways())),
+            "circles of files": len(list(self.circles())),
+            "names of two or more classes": sum(t.startswith("class") for t in self.twins()),
+            "names of two or more files": sum(n > 1 for n in names.values()),
+            "benchmark files": len(benchmarks),
+            "lines of benchmarks/": sum(_length(p) for p in benchmarks),
+            "test files": len(sources("tests", root=self.root)),
+            "lines of tests/": sum(_length(p) for p in sources("tests", root=self.root)),
+        }
+
+    def _lines(self, files):
+        return sum(_length(self.root / f) for f in files)
+
+
+def _length(path):
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _folder(file):
+    """The folder that a file counts for; all of the coordinator is one."""
+    folder = file.rsplit("/", 1)[0]
+    return "coordinator" if folder.startswith("coordinator/") else folder
+
+
+def _floor(folder):
+    """The number of a folder's floor; one that is unknown is on the ground."""
+    return next((i for i, floor in enumerate(FLOORS) if folder in floor), 0)
+
+
+def _rings(graph):
+    """Sets of files each of which reaches all others, of two files or more."""
+
+    def reached(file):
+        found, todo = set(), [file]
+        while todo:
+            new = graph[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    reach = {file: reached(file) for file in graph}
+    rings = {frozenset(g for g in reach[f] if f in reach[g]) for f in graph if f in reach[f]}
+    return sorted(rings, key=sorted)
+
+
+def main(arguments):
+    """Print the figures of trees, and the faults of the last."""
+    houses = [House(Path(a).resolve()) for a in arguments or ["."]]
+    columns = [house.figures() for house in houses]
+    width = max(map(len, columns[0]))
+    for name in columns[0]:
+        print(f"{name:{width}}", *(f"{column[name]:>10,}" for column in columns))
+    for fault in houses[-1].faults():
+        print(fault)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

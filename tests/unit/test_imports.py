@@ -1,0 +1,195 @@
+"""What holds for the source as a whole: who imports whom, where things lie, what is shipped."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.house import (
+    PACKAGES,
+    ROOT,
+    House,
+    called,
+    imported_modules,
+    main,
+    parse,
+    relative,
+    sources,
+)
+
+STILL = ("10 deep: ", "class Call ", "class LoopReplica ", "class Outcome ", "class Timeline ")
+"""Faults of today, each of which must go from here with its cause."""
+
+
+def test_imports_go_down_and_no_name_stands_twice():
+    """Floors, circles, depth, modules at the top, names: see :class:`tests.house.House`."""
+    faults = House().faults()
+    assert [fault for fault in faults if not fault.startswith(STILL)] == []
+    assert [known for known in STILL if not any(f.startswith(known) for f in faults)] == []
+
+
+GOOD = {
+    "coordinator/__init__.py": "from coordinator.service import Service",
+    "coordinator/messages.py": "",
+    "coordinator/service.py": "from coordinator import messages\nclass Service: ...",
+    "runtime/__init__.py": "from runtime.run import Run",
+    "runtime/run.py": "import runtime.worker.worker\nfrom .config import C\nclass Run: ...",
+    "runtime/config.py": "",
+    "runtime/core/__init__.py": "",
+    "runtime/core/errors.py": "import torch",
+    "runtime/device/__init__.py": "",
+    "runtime/device/base.py": "from runtime.core import errors",
+    "runtime/timeline/__init__.py": "",
+    "runtime/timeline/events.py": "",
+    "runtime/worker/__init__.py": "",
+    "runtime/worker/worker.py": "from ..device.base import x\nclass Worker: ...",
+    "runtime/worker/step.py": "from runtime.worker.worker import Worker\nclass _Own: ...",
+    "runtime/loop/__init__.py": "",
+    "runtime/loop/engine.py": "class _Own: ...",
+}
+"""A small tree that keeps all rules, with every kind of import."""
+
+CHAIN = {f"coordinator/c{i}.py": f"import coordinator.c{i + 1}" for i in range(6)}
+
+PLANTED = {
+    "up": (
+        {"runtime/core/errors.py": "from runtime.device.base import x"},
+        "core/errors.py imports up",
+    ),
+    "up to a package": ({"runtime/core/errors.py": "from runtime.device import x"}, "imports up"),
+    "up to the top": (
+        {"runtime/worker/step.py": "import runtime.run"},
+        "imports up: runtime/run.py",
+    ),
+    "up, relative": ({"runtime/core/errors.py": "from ..device import base"}, "imports up"),
+    "up, lazy": (
+        {"runtime/core/errors.py": "def f():\n    from runtime.run import Run"},
+        "imports up",
+    ),
+    "up, for types alone": (
+        {
+            "runtime/core/errors.py": "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    from runtime.worker.worker import Worker"
+        },
+        "imports up",
+    ),
+    "up, by a call": (
+        {"runtime/core/errors.py": "import importlib\nimportlib.import_module('runtime.run')"},
+        "imports up",
+    ),
+    "across": (
+        {"runtime/loop/engine.py": "from runtime.worker.worker import Worker"},
+        "imports across",
+    ),
+    "across, device": (
+        {"runtime/timeline/events.py": "import runtime.device.base"},
+        "imports across",
+    ),
+    "coordinator": ({"coordinator/messages.py": "import runtime.core.errors"}, "imports up"),
+    "coordinator, of nothing": ({"coordinator/messages.py": "import runtime.gone"}, "runtime.gone"),
+    "a new folder": ({"runtime/cellar/__init__.py": ""}, "runtime/cellar has no floor"),
+    "a circle": (
+        {"runtime/worker/worker.py": "import runtime.worker.step\nclass Worker: ..."},
+        "circle",
+    ),
+    "deep": ({**CHAIN, "coordinator/c6.py": ""}, "7 deep: c0.py > c1.py"),
+    "a crowd": ({f"runtime/m{i}.py": "" for i in range(8)}, "11 modules in runtime/"),
+    "two classes": ({"runtime/config.py": "class Service: ..."}, "class Service is in"),
+    "two modules": ({"runtime/device.py": ""}, "stands beside a folder of its name"),
+}
+
+
+def plant(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    return House(root)
+
+
+def test_a_tree_in_order_has_no_fault(tmp_path):
+    house = plant(tmp_path, {**GOOD, **{f: t for f, t in CHAIN.items() if not f.endswith("c5.py")}})
+    assert house.graph["runtime/run.py"] == {"runtime/worker/worker.py", "runtime/config.py"}
+    assert house.faults() == []
+
+
+@pytest.mark.parametrize(("files", "told"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_fault_is_found(tmp_path, files, told):
+    faults = plant(tmp_path, {**GOOD, **files}).faults()
+    assert [fault for fault in faults if told in fault], faults
+
+
+def test_the_figures_of_two_trees_stand_side_by_side(tmp_path, capsys):
+    plant(tmp_path, GOOD)
+    main([str(ROOT), str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-1] == "3"  # modules at the top
+    assert next(line for line in lines if "depth of coordinator" in line).split()[-1] == "2"
+
+
+def test_importing_coordinator_loads_no_runtime():
+    code = (
+        "import importlib, pkgutil, sys, coordinator\n"
+        "for module in pkgutil.walk_packages(coordinator.__path__, 'coordinator.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'runtime']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=50)
+
+
+FORBIDDEN = {"print", "sys.exit", "exit", "quit", "os._exit", "logging.basicConfig"}
+FORBIDDEN |= {f"logging.{m}" for m in ("debug", "info", "warning", "error", "exception", "log")}
+
+
+def rude_calls(path):
+    """Calls that print, end the process, or use the root logger; a command line may."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and path.name != "__main__.py":
+            name = called(node)
+            if name in FORBIDDEN or (name.endswith("getLogger") and not node.args):
+                yield f"{path.name} calls {name} in line {node.lineno}"
+
+
+def test_packages_neither_print_nor_exit_nor_touch_the_root_logger():
+    assert [fault for path in sources(*PACKAGES) for fault in rude_calls(path)] == []
+
+
+@pytest.mark.parametrize(
+    "call", ["print(1)", "import sys\nsys.exit()", "logging.getLogger().info(1)"]
+)
+def test_a_planted_call_is_found(tmp_path, call):
+    (tmp_path / "planted.py").write_text(call, "utf-8")
+    assert list(rude_calls(tmp_path / "planted.py"))
+
+
+def test_files_have_a_docstring_and_annotations_from_the_future():
+    for path in sources(*PACKAGES):
+        assert ast.get_docstring(parse(path)), relative(path)
+        if path.name != "__init__.py":
+            assert "__future__.annotations" in imported_modules(path), relative(path)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_exports_and_ships(package):
+    module = importlib.import_module(package)
+    assert list(module.__all__) == sorted(set(module.__all__))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert (ROOT / package / "py.typed").exists()
+    assert "py.typed" in setuptools_settings()["package-data"][package]
+
+
+def test_pyproject_lists_the_packages_on_disk():
+    found = {path.parent for path in sources(*PACKAGES)}
+    listed = setuptools_settings()["packages"]
+    assert sorted(listed) == sorted(relative(folder).replace("/", ".") for folder in found)
+    assert [folder for folder in found if not (folder / "__init__.py").exists()] == []
+
+
+def setuptools_settings():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["tool"]["setuptools"]
