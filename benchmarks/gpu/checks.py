@@ -34,7 +34,7 @@ from runtime import (
     record_scalar,
 )
 from runtime.core.threads import IntraOpThreads
-from runtime.device.base import Arrival, DeviceContext
+from runtime.device.base import Arrival, Device
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.device.cuda_api import CudaApi
 from runtime.replica.averaging import ReplicaAverager
@@ -187,7 +187,7 @@ def lone_steps(bench: Bench) -> tuple[int, str]:
         optim_factory=lambda params: torch.optim.AdamW(params, 1e-3, fused=True),
         train_fn=loss_of,
     )
-    device: DeviceContext = open_device(bench.device, 1)
+    device: Device = open_device(bench.device, 1)
     count, error = 0, ""
     IntraOpThreads.acquire()
     try:
@@ -310,7 +310,7 @@ class Replica:
         self._bench = bench
         self._rank, self.expected, self.base = rank, 0.0, 0.0
         self._delay_cycles = delay_cycles
-        self._context: DeviceContext = open_device(bench.device, 1)
+        self._context: Device = open_device(bench.device, 1)
         if bench.device.type == "cuda":
             self._context = CudaDevice(bench.device, api=api)
         self._active = self._context.activate()

@@ -31,12 +31,9 @@ from runtime.data.process_loader import ProcessLoader
 from runtime.data.slots import DeviceBudget
 from runtime.device.base import (
     WARM_UP_STEPS,
-    CopyDevice,
-    CpuCopies,
-    DeviceContext,
+    Device,
     available_host_bytes,
 )
-from runtime.device.cuda import CudaCopies, CudaDevice
 from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
 
 
@@ -99,7 +96,7 @@ class DataPath:
         options: DataOptions,
         adapter: DatasetAdapter,
         index: EpochIndex,
-        contexts: Sequence[DeviceContext],
+        contexts: Sequence[Device],
     ) -> None:
         self._options = options
         self._adapter = adapter
@@ -204,7 +201,7 @@ class DataPath:
                 self._adapter,
                 self._index,
                 data=self._data[device],
-                copies=self._copies(rank),
+                copies=self._contexts[rank],
                 rank=rank,
             )
         common: dict[str, Any] = {
@@ -219,7 +216,7 @@ class DataPath:
                 self._adapter,
                 self._index,
                 stage=self._slots(rank),
-                copies=self._copies(rank),
+                copies=self._contexts[rank],
                 on_ready=wake,
                 **common,
             )
@@ -259,7 +256,7 @@ class DataPath:
         # Reading a memory map to its end could take minutes: only on request.
         resides = self._adapter.in_memory and c.resident is not False
         return SlotStage(
-            self._copies(rank),
+            self._contexts[rank],
             self._budgets[device],
             rank=rank,
             batch_size=c.batch_size,
@@ -268,9 +265,3 @@ class DataPath:
             depth=c.prefetch,
             data=self._data.get(device) if resides else None,
         )
-
-    def _copies(self, rank: int) -> CopyDevice:
-        context = self._contexts[rank]
-        if not isinstance(context, CudaDevice):
-            return CpuCopies()
-        return CudaCopies(context.device, lambda: context.copy, context.api)

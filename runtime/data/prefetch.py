@@ -31,7 +31,7 @@ from runtime.data.slots import (
     padded_bytes,
     slottable,
 )
-from runtime.device.base import CopyDevice, available_host_bytes
+from runtime.device.base import Device, available_host_bytes
 from runtime.device.memory import MemoryReading
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ResidentData:
         """Whether it lies on the device."""
         return self._columns is not None
 
-    def load(self, copies: CopyDevice) -> tuple[Tensor, ...]:
+    def load(self, copies: Device) -> tuple[Tensor, ...]:
         """Bring it there, unless it is; the columns, complete on the device.
 
         Blocks while it is read and copied, by this thread or another.
@@ -82,7 +82,7 @@ class ResidentData:
                 self._columns = self._copy(copies)
             return self._columns
 
-    def _copy(self, copies: CopyDevice) -> tuple[Tensor, ...]:
+    def _copy(self, copies: Device) -> tuple[Tensor, ...]:
         total = self._adapter.num_samples
         step = max(1, _CHUNK_BYTES // max(1, self._adapter.sample_bytes))
         columns: list[Tensor] = []
@@ -109,7 +109,7 @@ class ResidentReader:
         copies: The worker's way to its device.
     """
 
-    def __init__(self, data: ResidentData, index: EpochIndex, copies: CopyDevice) -> None:
+    def __init__(self, data: ResidentData, index: EpochIndex, copies: Device) -> None:
         self._columns = data.load(copies)
         self._index = index
         self._copies = copies
@@ -150,7 +150,7 @@ class ResidentLoader(InlineLoader):
         index: EpochIndex,
         *,
         data: ResidentData,
-        copies: CopyDevice,
+        copies: Device,
         rank: int,
     ) -> None:
         super().__init__(adapter, index, device=copies.device, seed=0, rank=rank)
@@ -182,7 +182,7 @@ class ResidentLoader(InlineLoader):
         return self._reader.read(position)
 
 
-def require_room(needed_bytes: int, copies: CopyDevice) -> None:
+def require_room(needed_bytes: int, copies: Device) -> None:
     """Raise ``ValueError``, with both figures, if a device has no room for resident data."""
     reading = copies.memory()
     there = reading.free_bytes + reading.reserved_bytes - reading.active_bytes
@@ -223,7 +223,7 @@ class SlotStage(Stage):
 
     def __init__(
         self,
-        copies: CopyDevice,
+        copies: Device,
         budget: DeviceBudget,
         *,
         rank: int,
@@ -402,7 +402,7 @@ class SlotStage(Stage):
                 "%d), so that they are copied without a fixed slot, which is slower: pad them",
                 *(self._rank, loaded.batch, loaded.epoch),
             )
-        with self._copies.copy_stream():  # pins for this device, not for the first one
+        with self._copies.copying():  # pins for this device, not for the first one
             loaded.data = map_batch(loaded.data, self._pin)
             if any(isinstance(p, Tensor) and not p.is_cpu for p in parts_of(loaded.data)):
                 # The data set made it in this stream, which the worker's does not wait for.
@@ -456,7 +456,7 @@ class PrefetchLoader(ThreadLoader):
         index: EpochIndex,
         *,
         stage: SlotStage,
-        copies: CopyDevice,
+        copies: Device,
         seed: int,
         rank: int,
         on_ready: Callable[[], None],
@@ -504,5 +504,5 @@ class PrefetchLoader(ThreadLoader):
             if gathered is not None:
                 data, slot = gathered
                 return LoadedBatch(data, num_samples, *position, slot)
-        with self._copies.copy_stream():  # for data sets that give tensors of the device
+        with self._copies.copying():  # for data sets that give tensors of the device
             return super()._read(position)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from runtime.data.batches import parts_of
-from runtime.device.base import CopyDevice, Event
+from runtime.device.base import Device, Event
 from runtime.device.memory import MemoryReading
 
 # -- How much memory loaded batches may take: arithmetic alone, without any device --
@@ -323,7 +323,7 @@ class SlotPool:
         layout: What a slot holds.
     """
 
-    def __init__(self, copies: CopyDevice, layout: BatchLayout) -> None:
+    def __init__(self, copies: Device, layout: BatchLayout) -> None:
         self.layout = layout
         self._copies = copies
         self._lock = threading.Lock()  # guards the queues, never held while waiting
@@ -402,7 +402,7 @@ class SlotPool:
     def _copy(
         self, host: HostSlot, slot: DeviceSlot, sources: list[Tensor], targets: list[Tensor]
     ) -> None:
-        with self._copies.copy_stream():
+        with self._copies.copying():
             self._copies.wait_event(slot.free)
             for target, source in zip(targets, sources, strict=True):
                 self._copies.copy(target, source)

@@ -1,8 +1,9 @@
-"""A worker's device: where work is ordered, how time is told, when values are read.
+"""A worker's device: where work is ordered, how time is told, when values are read, how batches
+and state are carried.
 
-The worker speaks to its device through one object. On a CPU there are no streams: work
-runs in order in the worker's thread, so ordering calls do nothing and a value can be
-read as soon as it exists.
+The worker speaks to its device through one object, :class:`Device`. On a CPU there are no
+streams: work runs in order in the worker's thread, so ordering calls do nothing, events are
+always complete and a value can be read as soon as it exists.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from runtime.core.threads import num_cores
 from runtime.device.memory import MemoryReading
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.device.values import ValueLog
-
-# -- What the machine has to train on, in a few words --
 
 
 def device_summary(devices: Sequence[torch.device] | None = None) -> str:
@@ -56,145 +55,10 @@ def _describe(device: torch.device) -> str:
 WARM_UP_STEPS = 3
 """Steps of a kind that are made eagerly before one can be captured."""
 
-# -- What carrying batches to a device needs of it: events, a copy stream, copies, readings --
-#
-# Slots and resident data speak to this interface alone. ``CpuCopies`` is its twin without
-# streams; the one for CUDA stands in :mod:`runtime.device.cuda`.
 
 Event = Any
-"""A mark in a stream, made by :meth:`CopyDevice.new_event`. One that was never recorded is
+"""A mark in a stream, made by :meth:`Device.new_event`. One that was never recorded is
 complete."""
-
-
-class CopyDevice(ABC):
-    """One worker's way to its device. The current stream is the calling thread's.
-
-    Attributes:
-        device: Where batches go.
-    """
-
-    device: torch.device
-
-    @abstractmethod
-    def new_event(self) -> Event:
-        """An event, to be recorded again and again."""
-
-    @abstractmethod
-    def copy_stream(self) -> AbstractContextManager[None]:
-        """Makes the copy stream current in this thread; orders nothing by itself."""
-
-    @abstractmethod
-    def record(self, event: Event) -> None:
-        """Mark the work issued so far to the current stream."""
-
-    @abstractmethod
-    def wait_event(self, event: Event) -> None:
-        """Make what is issued to the current stream from here on wait for ``event``.
-
-        The event's last recording counts; the host does not wait.
-        """
-
-    @abstractmethod
-    def wait_host(self, event: Event) -> None:
-        """Block the calling thread, without the interpreter lock, until ``event`` is complete."""
-
-    @abstractmethod
-    def is_complete(self, event: Event) -> bool:
-        """Whether the work before the event's last recording is done."""
-
-    @abstractmethod
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy in the current stream, without waiting if the host side is pinned."""
-
-    @abstractmethod
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory on the device, of the current stream."""
-
-    @abstractmethod
-    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Page-locked memory of the host. Allocating may wait for the device."""
-
-    @abstractmethod
-    def pin(self, tensor: Tensor) -> Tensor:
-        """A page-locked copy of a tensor of the host; any other as it is."""
-
-    @abstractmethod
-    def bring(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device, copied in the current stream if need be.
-
-        From pinned memory the host does not wait, and the source may be dropped at once.
-        """
-
-    @abstractmethod
-    def memory(self) -> MemoryReading:
-        """The device's memory now. Waits for nothing."""
-
-    @abstractmethod
-    def reset_peak(self) -> None:
-        """Let ``peak_bytes`` count from here on."""
-
-
-class CpuCopies(CopyDevice):
-    """The twin without streams: every call is over when it returns."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def new_event(self) -> Event:
-        """Nothing is ever pending."""
-        return None
-
-    @contextmanager
-    def copy_stream(self) -> Iterator[None]:
-        """The thread does one thing after another."""
-        yield
-
-    def record(self, event: Event) -> None:
-        """Nothing to mark."""
-
-    def wait_event(self, event: Event) -> None:
-        """Nothing to wait for."""
-
-    def wait_host(self, event: Event) -> None:
-        """Nothing to wait for."""
-
-    def is_complete(self, event: Event) -> bool:
-        """True."""
-        return True
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy now."""
-        target.copy_(source)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host."""
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host, as there is nothing to lock it for."""
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
-        return tensor
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or a copy if it was elsewhere."""
-        return tensor.to(self.device)
-
-    def memory(self) -> MemoryReading:
-        """That of the host; what the process uses counts as taken by others."""
-        memory = psutil.virtual_memory()
-        return MemoryReading(
-            total_bytes=memory.total,
-            free_bytes=memory.available,
-            reserved_bytes=0,
-            active_bytes=0,
-            peak_bytes=0,
-        )
-
-    def reset_peak(self) -> None:
-        """There is no peak."""
 
 
 def available_host_bytes() -> int:
@@ -215,22 +79,44 @@ class Arrival(ABC):
         """Block until they have."""
 
 
-class DeviceContext(ABC):
-    """What a worker needs of its device."""
+class Device:
+    """One worker's device. This class is the CPU: one thread, its share of the cores, no streams.
 
-    device: torch.device
-    is_prompt = False
-    """Whether what the host gives to the device is done at once, so that values can be read."""
+    :class:`~runtime.device.cuda.CudaDevice` overrides what a GPU does otherwise. Ordering,
+    timing and state are for the worker's thread, inside :meth:`activate`; what carries batches
+    is for any thread, whose current stream is meant.
+
+    Args:
+        num_threads: Intra-op threads of the worker.
+
+    Attributes:
+        device: Where it trains.
+        has_graphs: Whether steps can be captured here.
+        is_prompt: Whether what the host gives to the device is done at once, so that values can
+            be read.
+    """
+
     has_graphs = False
-    """Whether steps can be captured here."""
+    is_prompt = True
 
-    @abstractmethod
-    def activate(self) -> AbstractContextManager[None]:
-        """Context in which the worker's thread lives: device, streams, threads."""
+    def __init__(self, num_threads: int = 1) -> None:
+        self.device = torch.device("cpu")
+        self._num_threads = num_threads
 
-    @abstractmethod
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Context in which the worker's thread lives: device, streams, threads.
+
+        On a CPU the thread gets its share of the cores.
+        """
+        torch.set_num_threads(self._num_threads)
+        # Thread-local: backward of this thread's graphs stays on this thread.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+
     def comm(self) -> AbstractContextManager[None]:
         """Context for copies and collectives: after all compute, before any that follows."""
+        return nullcontext()
 
     def follow_caller(self) -> None:
         """Let all that this thread has given the device so far come before the worker's work.
@@ -341,29 +227,68 @@ class DeviceContext(ABC):
         """When all that :meth:`comm` was given so far has arrived; ``None``: it has."""
         return None
 
+    # -- batches on their way to the device: for any thread, in its current stream ----------
 
-class CpuDevice(DeviceContext):
-    """The CPU twin: one thread, its share of the cores, no streams.
+    def copying(self) -> AbstractContextManager[None]:
+        """Makes the copy stream current in this thread; orders nothing by itself."""
+        return nullcontext()
 
-    Args:
-        num_threads: Intra-op threads of the worker.
-    """
+    def new_event(self) -> Event:
+        """An event, to be recorded again and again."""
+        return None
 
-    is_prompt = True
+    def record(self, event: Event) -> None:
+        """Mark the work issued so far to the current stream."""
 
-    def __init__(self, num_threads: int) -> None:
-        self.device = torch.device("cpu")
-        self._num_threads = num_threads
+    def wait_event(self, event: Event) -> None:
+        """Make what is issued to the current stream from here on wait for ``event``.
 
-    @contextmanager
-    def activate(self) -> Iterator[None]:
-        """Give the thread its share of the cores; run backward in it."""
-        torch.set_num_threads(self._num_threads)
-        # Thread-local: backward of this thread's graphs stays on this thread.
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
+        The event's last recording counts; the host does not wait.
+        """
 
-    @contextmanager
-    def comm(self) -> Iterator[None]:
-        """Nothing to order: the thread does one thing after another."""
-        yield
+    def wait_host(self, event: Event) -> None:
+        """Block the calling thread, without the interpreter lock, until ``event`` is complete."""
+
+    def is_complete(self, event: Event) -> bool:
+        """Whether the work before the event's last recording is done."""
+        return True
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy in the current stream, without waiting if the host side is pinned."""
+        target.copy_(source)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory on the device, of the current stream."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Page-locked memory of the host, plain on a CPU. Allocating may wait for the device."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A page-locked copy of a tensor of the host; any other as it is, on a CPU every one."""
+        return tensor
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A tensor on the device, copied in the current stream if need be.
+
+        From pinned memory the host does not wait, and the source may be dropped at once.
+        """
+        return tensor.to(self.device)
+
+    def memory(self) -> MemoryReading:
+        """The device's memory now; waits for nothing.
+
+        Of the host, what the process uses counts as taken by others.
+        """
+        memory = psutil.virtual_memory()
+        return MemoryReading(
+            total_bytes=memory.total,
+            free_bytes=memory.available,
+            reserved_bytes=0,
+            active_bytes=0,
+            peak_bytes=0,
+        )
+
+    def reset_peak(self) -> None:
+        """Let ``peak_bytes`` count from here on."""

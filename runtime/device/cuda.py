@@ -22,15 +22,15 @@ from coordinator.messages import Payload
 from runtime.core.threads import IntraOpThreads
 from runtime.device import cuda_api
 from runtime.device import memory as cuda_memory
-from runtime.device.base import Arrival, CopyDevice, CpuDevice, DeviceContext
+from runtime.device.base import Arrival, Device
 from runtime.device.capture_gate import GATE, CaptureGate, GateMember
 from runtime.device.cuda_api import CudaApi, Event, Stream
-from runtime.device.memory import MemoryReading
+from runtime.device.memory import CudaMemory, MemoryReading
 from runtime.device.timing import CudaTimer, EventPool, StepTimer
 from runtime.device.values import CudaLog, ValueLog
 
 
-def open_device(device: torch.device, num_cpu_workers: int) -> DeviceContext:
+def open_device(device: torch.device, num_cpu_workers: int) -> Device:
     """The device object of a worker.
 
     Args:
@@ -46,7 +46,7 @@ def open_device(device: torch.device, num_cpu_workers: int) -> DeviceContext:
         raise ValueError(f"device {device} is not supported; pass 'cpu' or 'cuda:N'")
     # What the process was told to use, by OMP_NUM_THREADS or torch.set_num_threads, holds
     # for all workers together.
-    return CpuDevice(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
+    return Device(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
 
 
 # -- Streams that outlive their workers --
@@ -86,99 +86,6 @@ STREAMS = StreamPool()
 """Those of the process."""
 
 
-# -- Batches on their way to a CUDA device: events, the copy stream, pinned memory --
-
-
-class CudaCopies(CopyDevice):
-    """A worker's copies, in its copy stream. Thread-safe.
-
-    Args:
-        device: Where they go.
-        stream: Gives the copy stream, at the first copy.
-        api: Speaks to CUDA.
-        memory: Tells what the device has left.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        stream: Callable[[], cuda_api.Stream],
-        api: cuda_api.CudaApi | None = None,
-        memory: cuda_memory.CudaMemory | None = None,
-    ) -> None:
-        self.device = device
-        self._api = cuda_api.API if api is None else api
-        self._memory = cuda_memory.MEMORY if memory is None else memory
-        self._stream = stream
-
-    def new_event(self) -> Event:
-        """An event; a thread that waits for it leaves its core."""
-        return self._api.new_event()
-
-    @contextmanager
-    def copy_stream(self) -> Iterator[None]:
-        """Makes the device and its copy stream current in this thread."""
-        with self._api.on_device(self.device), self._api.stream(self._stream()):
-            yield
-
-    def record(self, event: Event) -> None:
-        """Mark the work issued so far to the current stream."""
-        self._api.record(event)
-
-    def wait_event(self, event: Event) -> None:
-        """Let the current stream wait."""
-        self._api.wait_event(event)
-
-    def wait_host(self, event: Event) -> None:
-        """Block this thread."""
-        # The loader's thread has no device of its own: on the first one, which the run may
-        # not use, the call would make a context.
-        with self._api.on_device(self.device):
-            self._api.wait_host(event)
-
-    def is_complete(self, event: Event) -> bool:
-        """Whether the work before the event is done."""
-        with self._api.on_device(self.device):
-            return self._api.is_complete(event)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy in the current stream."""
-        self._api.copy(target, source)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the device, of the current stream."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-
-    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Page-locked memory of the host."""
-        return self._api.empty_pinned(shape, dtype)
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        """A page-locked copy of a strided CPU tensor; any other as it is."""
-        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.requires_grad:
-            return tensor
-        pinned = self._api.empty_pinned(tensor.shape, tensor.dtype)
-        return pinned.copy_(tensor)
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device; PyTorch keeps a pinned source until the copy is done.
-
-        One that lies there already was made in another stream, and must be complete.
-        """
-        if tensor.device == self.device:
-            self._api.lend(tensor)
-            return tensor
-        return tensor.to(self.device, non_blocking=True)
-
-    def memory(self) -> MemoryReading:
-        """The device's memory now."""
-        return self._memory.read(self.device)
-
-    def reset_peak(self) -> None:
-        """Let peaks count from here on."""
-        self._memory.reset_peak(self.device)
-
-
 MAX_RUN_AHEAD = 3
 _OUTSIDE = (
     "the streams of {} exist only inside its activate(): build and use the worker in "
@@ -211,7 +118,7 @@ class CudaArrival(Arrival):
         self._event = None
 
 
-class CudaDevice(DeviceContext):
+class CudaDevice(Device):
     """One worker's part of a GPU. Made anywhere, used in one thread, inside :meth:`activate`.
 
     Args:
@@ -219,14 +126,16 @@ class CudaDevice(DeviceContext):
         max_run_ahead: Steps that may be outstanding on it.
         api: The way to CUDA; ``None``: the real one.
         gate: Keeps others still while this one captures; ``None``: that of the process.
+        memory: Tells what the device has left; ``None``: that of the process.
 
     Attributes:
         compute: Stream of forward, backward and optimizer.
         comm_stream: Stream of collectives, snapshots and updates.
-        copy: Stream of batches on their way to the device; ordered by whoever uses it.
+        copy_stream: Stream of batches on their way to the device; ordered by whoever uses it.
     """
 
     has_graphs = True
+    is_prompt = False
 
     def __init__(
         self,
@@ -235,8 +144,10 @@ class CudaDevice(DeviceContext):
         max_run_ahead: int = MAX_RUN_AHEAD,
         api: CudaApi | None = None,
         gate: CaptureGate | None = None,
+        memory: CudaMemory | None = None,
     ) -> None:
         self.device = device
+        self._memory = cuda_memory.MEMORY if memory is None else memory
         self.api = cuda_api.API if api is None else api
         self._max_run_ahead = max_run_ahead
         self._streams: tuple[Stream, Stream, Stream] | None = None
@@ -288,7 +199,7 @@ class CudaDevice(DeviceContext):
         return self._stream(1)
 
     @property
-    def copy(self) -> Stream:
+    def copy_stream(self) -> Stream:
         """The copy stream."""
         return self._stream(2)
 
@@ -421,6 +332,75 @@ class CudaDevice(DeviceContext):
     def arrival(self) -> Arrival:
         """When the comm stream has done what it got so far."""
         return CudaArrival(self._events, self._events.record(self.comm_stream))
+
+    # -- batches on their way to the device ----------------------------------------
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Makes the device and its copy stream current in this thread."""
+        with self.api.on_device(self.device), self.api.stream(self.copy_stream):
+            yield
+
+    def new_event(self) -> Event:
+        """An event; a thread that waits for it leaves its core."""
+        return self.api.new_event()
+
+    def record(self, event: Event) -> None:
+        """Mark the work issued so far to the current stream."""
+        self.api.record(event)
+
+    def wait_event(self, event: Event) -> None:
+        """Let the current stream wait."""
+        self.api.wait_event(event)
+
+    def wait_host(self, event: Event) -> None:
+        """Block this thread."""
+        # The loader's thread has no device of its own: on the first one, which the run may
+        # not use, the call would make a context.
+        with self.api.on_device(self.device):
+            self.api.wait_host(event)
+
+    def is_complete(self, event: Event) -> bool:
+        """Whether the work before the event is done."""
+        with self.api.on_device(self.device):
+            return self.api.is_complete(event)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy in the current stream."""
+        self.api.copy(target, source)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the device, of the current stream."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Page-locked memory of the host."""
+        return self.api.empty_pinned(shape, dtype)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A page-locked copy of a strided CPU tensor; any other as it is."""
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.requires_grad:
+            return tensor
+        pinned = self.api.empty_pinned(tensor.shape, tensor.dtype)
+        return pinned.copy_(tensor)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A tensor on the device; PyTorch keeps a pinned source until the copy is done.
+
+        One that lies there already was made in another stream, and must be complete.
+        """
+        if tensor.device == self.device:
+            self.api.lend(tensor)
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
+
+    def memory(self) -> MemoryReading:
+        """The device's memory now."""
+        return self._memory.read(self.device)
+
+    def reset_peak(self) -> None:
+        """Let peaks count from here on."""
+        self._memory.reset_peak(self.device)
 
 
 def _tensors(payload: Payload) -> tuple[torch.Tensor, ...]:

@@ -30,7 +30,7 @@ from runtime.core.errors import (
 from runtime.core.threads import IntraOpThreads
 from runtime.data.batches import move_batch, parts_of
 from runtime.device import cuda_api
-from runtime.device.base import DeviceContext
+from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import Event
 from runtime.loop.rank_threads import Call, Outcome, RankThreads
@@ -154,7 +154,7 @@ def _cut(samples: Any, start: int, stop: int) -> Any:
 
 def start_threads(
     devices: Sequence[torch.device], backend: AverageBackend
-) -> tuple[list[DeviceContext], Sequence[Collective], RankThreads]:
+) -> tuple[list[Device], Sequence[Collective], RankThreads]:
     """Start a thread for each replica, inside its device's context.
 
     The last thread to end closes the collective and gives the intra-op threads back.
@@ -329,9 +329,7 @@ class LoopReplica:
         tensors: All its parameters, frozen ones too, in one order on every replica.
     """
 
-    def __init__(
-        self, replica: Replica, device: DeviceContext, collective: Collective | None
-    ) -> None:
+    def __init__(self, replica: Replica, device: Device, collective: Collective | None) -> None:
         self.model = replica.model
         self.optimizer = replica.optimizer
         # PyTorch takes the tensors of a state as they are, and each replica needs its own.
@@ -735,7 +733,7 @@ class DataParallelCoordinator:
         self,
         model_factory: ModelFactory,
         optim_factory: OptimFactory,
-        contexts: Sequence[DeviceContext],
+        contexts: Sequence[Device],
         ends: Sequence[Collective],
     ) -> list[LoopReplica]:
         order = BuildOrder()

@@ -17,7 +17,7 @@ from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import ReplicaMismatch
-from runtime.device.base import DeviceContext, device_summary
+from runtime.device.base import Device, device_summary
 from runtime.loop.balance import Balancer, Cadence, rounds, unequal_gpus
 from runtime.loop.config import DdpConfig
 from runtime.loop.data_parallel import kind_of
@@ -587,7 +587,7 @@ def _after(first: Callable[[], object], then: Callable[[], Any]) -> Any:
 
 def _build(
     rank: int,
-    context: DeviceContext,
+    context: Device,
     source: Source,
     optim_factory: OptimFactory,
     first: nn.Module | None,

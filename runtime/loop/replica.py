@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from runtime.collective import Collective
 from runtime.core.nested import Spec, flatten
-from runtime.device.base import DeviceContext
+from runtime.device.base import Device
 from runtime.loop.scatter import Piece, carry, move, outside_autocast, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
@@ -34,7 +34,7 @@ class GradientExchange:
         params: The replica's parameters.
         rank: Its rank.
         used: For each rank which parameters had a gradient.
-        comm: The context for collectives, see :meth:`DeviceContext.comm`.
+        comm: The context for collectives, see :meth:`Device.comm`.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class LoopReplica:
     def __init__(
         self,
         rank: int,
-        context: DeviceContext,
+        context: Device,
         model: nn.Module,
         optim_factory: OptimFactory,
         used: list[list[bool]],

@@ -16,7 +16,7 @@ from torch import Tensor
 from coordinator.averaging import usable_weights
 from coordinator.messages import Payload
 from runtime.collective import Collective
-from runtime.device.base import Arrival, DeviceContext
+from runtime.device.base import Arrival, Device
 from runtime.replica.flat import FlatState, change, norm
 
 TINY_NORM = 1e-10
@@ -49,9 +49,7 @@ class ReplicaAverager:
         version: Averages taken.
     """
 
-    def __init__(
-        self, state: FlatState, device: DeviceContext, collective: Collective | None
-    ) -> None:
+    def __init__(self, state: FlatState, device: Device, collective: Collective | None) -> None:
         self._state = state
         self._device = device
         self.collective = collective

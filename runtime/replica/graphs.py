@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from runtime.core.weight import Weight, WindowWeight
 from runtime.data.batches import map_batch, parts_of
-from runtime.device.base import WARM_UP_STEPS, DeviceContext
+from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.values import ValueLog
 from runtime.replica.step import MADE, Packed, StepEnd, Stepper, TrainFn
 
@@ -654,7 +654,7 @@ class GraphedSteps:
     def __init__(
         self,
         rank: int,
-        device: DeviceContext,
+        device: Device,
         model: nn.Module,
         stepper: Stepper,
         optimizer: CapturableOptimizer,

@@ -91,7 +91,7 @@ class GradientReducer:
         params: The replica's parameters.
         collective: Where the ranks meet.
         judge: Judges what was reduced.
-        comm: The context for collectives, see :meth:`DeviceContext.comm`.
+        comm: The context for collectives, see :meth:`Device.comm`.
 
     Attributes:
         collective: Where the ranks meet; replaced when one of them is gone.

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from coordinator import messages as m
-from runtime.device.base import Arrival, DeviceContext
+from runtime.device.base import Arrival, Device
 from runtime.device.values import StepMeter, ValueLog
 from runtime.worker.protocol import WorkerProtocol
 
@@ -32,7 +32,7 @@ class Reporter:
         self,
         protocol: WorkerProtocol,
         outbox: queue.SimpleQueue[Any],
-        clock: DeviceContext,
+        clock: Device,
         interval_s: float,
         meter: StepMeter | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from coordinator import messages as m
 from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.device.base import Arrival, DeviceContext
+from runtime.device.base import Arrival, Device
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.non_finite import ReplicaJudge
 from runtime.worker.config import EvalFn, UserFunctions
@@ -87,7 +87,7 @@ class Answers:
         judge: ReplicaJudge,
         reporter: Reporter,
         functions: UserFunctions,
-        clock: DeviceContext,
+        clock: Device,
         capture: Callable[[], m.Extra],
         tell_weight: Callable[[], None],
     ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runtime.checkpoint.format import plain
 from runtime.core.errors import CheckpointError
-from runtime.device.base import DeviceContext
+from runtime.device.base import Device
 from runtime.device.values import ValueLog
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState
@@ -58,7 +58,7 @@ class RankCheckpoint:
         schedule: Schedule,
         averager: ReplicaAverager,
         generator: torch.Generator,
-        context: DeviceContext,
+        context: Device,
         together: Lockstep,
         log: ValueLog,
         lr_scale: float,
@@ -191,7 +191,7 @@ def _plain(state: State, where: str) -> State:
     return kept
 
 
-def _generators(generator: torch.Generator, context: DeviceContext) -> State:
+def _generators(generator: torch.Generator, context: Device) -> State:
     numbers = np.random.get_state(legacy=False)
     assert isinstance(numbers, dict)
     state: State = {
@@ -206,7 +206,7 @@ def _generators(generator: torch.Generator, context: DeviceContext) -> State:
     return state
 
 
-def _restore_process(saved: Mapping[str, Any], context: DeviceContext) -> None:
+def _restore_process(saved: Mapping[str, Any], context: Device) -> None:
     torch.set_rng_state(saved["torch"])
     if "device" in saved:
         context.set_generator_state(saved["device"])

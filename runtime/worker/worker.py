@@ -35,7 +35,7 @@ from runtime.core.errors import (
 )
 from runtime.core.threads import resolve_vector_math
 from runtime.data.loader import Loader
-from runtime.device.base import DeviceContext
+from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.averaging import ReplicaAverager
@@ -110,7 +110,7 @@ class ReplicaWorker:
         endpoints: WorkerEndpoints,
         collective: Collective | None,
         order: BuildOrder,
-        device: DeviceContext,
+        device: Device,
         lockstep: Lockstep,
         peers: Peers | None,
         resume: ResumePoint | None = None,
@@ -464,7 +464,7 @@ class StepWorker(ReplicaWorker):
         endpoints: WorkerEndpoints,
         collective: Collective | None,
         order: BuildOrder,
-        device: DeviceContext,
+        device: Device,
         lockstep: Lockstep,
         peers: Peers | None,
         fallbacks: Fallbacks | None,
@@ -768,7 +768,7 @@ class GpuWorker(StepWorker):
         build_order: BuildOrder | None = None,
         agreement: StopAgreement | None = None,
         peers: Peers | None = None,
-        device: DeviceContext | None = None,
+        device: Device | None = None,
         fallbacks: Fallbacks | None = None,
         resume: ResumePoint | None = None,
     ) -> None:

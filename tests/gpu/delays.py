@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from runtime.device.base import CpuDevice
+from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice
 from runtime.device.cuda_api import CudaApi
 from runtime.replica.flat import FlatState
@@ -90,4 +90,4 @@ def context_of(device, delays=None):
     """The device object of a worker."""
     if device.type == "cuda":
         return CudaDevice(device, api=DelayedApi(delays) if delays else None)
-    return CpuDevice(torch.get_num_threads())
+    return Device(torch.get_num_threads())

@@ -14,9 +14,9 @@ from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import Pace
 from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
 from runtime.data.slots import DeviceBudget
-from runtime.device.base import CpuCopies
-from runtime.device.cuda import CudaCopies
-from tests.gpu.delays import context_of, delay
+from runtime.device.base import Device
+from runtime.device.cuda import CudaDevice
+from tests.gpu.delays import delay
 
 N, SIZE, WIDTH = 1000, 8, 4096
 CALIBRATION = 3
@@ -64,7 +64,7 @@ def tensors():
     return torch.arange(N), torch.arange(N)[:, None].expand(-1, WIDTH).float()
 
 
-class DelayedCopies(CudaCopies):
+class DelayedDevice(CudaDevice):
     """Holds the copy stream up before every batch."""
 
     def wait_event(self, event):
@@ -125,13 +125,11 @@ class Rig:
 
 
 @contextmanager
-def rig_on(device, dataset, *, kind=CudaCopies, **settings):
+def rig_on(device, dataset, *, kind=CudaDevice, **settings):
     """A rig under the compute stream of a device object of its own."""
-    context = context_of(device)
-    with context.activate():
-        on_cpu = device.type == "cpu"
-        copies = CpuCopies() if on_cpu else kind(device, lambda: context.copy)
-        rig = Rig(device, dataset, copies, **settings)
+    own = Device(torch.get_num_threads()) if device.type == "cpu" else kind(device)
+    with own.activate():
+        rig = Rig(device, dataset, own, **settings)
         try:
             yield rig
         finally:
@@ -139,7 +137,7 @@ def rig_on(device, dataset, *, kind=CudaCopies, **settings):
 
 
 def exact(device, dataset, *, slow, **settings):
-    kind = CudaCopies if slow == "compute" else DelayedCopies
+    kind = CudaDevice if slow == "compute" else DelayedDevice
     with rig_on(device, dataset, kind=kind, **settings) as rig:
         for plan in PLANS:
             rig.use_plan(plan, late=slow != "copy")
@@ -205,7 +203,7 @@ def failing_in_the_middle(device):
 
 def abandoned_half_way(device):
     """The next plan starts clean, and no slot is lost (D31)."""
-    with rig_on(device, Rows(), kind=DelayedCopies, depth=3) as rig:
+    with rig_on(device, Rows(), kind=DelayedDevice, depth=3) as rig:
         for plan in PLANS:
             rig.loader.submit(plan)
             for _ in range(30):

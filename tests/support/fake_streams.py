@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from runtime.data.slots import padded_bytes
-from runtime.device.base import CopyDevice
+from runtime.device.base import Device
 from runtime.device.memory import MemoryReading
 
 COMPUTE, COPY = "compute", "copy"
@@ -35,7 +35,7 @@ class Mark:
         self.done = False
 
 
-class DelayedCopies(CopyDevice):
+class DelayedCopies(Device):
     """Host memory posing as a device's.
 
     Args:
@@ -79,7 +79,7 @@ class DelayedCopies(CopyDevice):
         return FakeEvent()
 
     @contextmanager
-    def copy_stream(self):
+    def copying(self):
         before, self._local.stream = self._stream, COPY
         try:
             yield

@@ -12,7 +12,7 @@ from torch import nn
 from runtime import record_scalar
 from runtime import run as run_module
 from runtime.data.path import DataPath
-from runtime.device.base import CpuDevice
+from runtime.device.base import Device
 from runtime.device.capture_gate import CaptureGate
 from runtime.device.cuda import CudaDevice
 from tests.support.fake_cuda import GPU, FakeCuda
@@ -57,7 +57,7 @@ class Posing:
         gate = CaptureGate()
 
         def data_path(config, adapter, index, contexts):
-            return DataPath(config, adapter, index, [CpuDevice(1) for _ in contexts])
+            return DataPath(config, adapter, index, [Device(1) for _ in contexts])
 
         def open_posing(device, num_cpu_workers):
             return CudaDevice(GPU, api=self.fake, gate=gate)

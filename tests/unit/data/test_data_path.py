@@ -16,7 +16,7 @@ from runtime.data import path as data_path
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import HostStage, InlineLoader, Stage, ThreadLoader
 from runtime.data.path import DataOptions, DataPath
-from runtime.device.base import CpuDevice
+from runtime.device.base import Device
 from tests.support.running import WAIT_S, Gate, Trace, builder
 
 
@@ -46,7 +46,7 @@ def loader_for(dataset, contexts=None, **settings):
     options = DataOptions(batch_size=2, **settings)
     adapter = adapt_dataset(dataset)
     index = EpochIndex(adapter.num_samples, 2, 0)
-    path = DataPath(options, adapter, index, contexts or [CpuDevice(1)])
+    path = DataPath(options, adapter, index, contexts or [Device(1)])
     yield path.make_loader(Worker(), lambda: None)
     path.close()
 

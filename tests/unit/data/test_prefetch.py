@@ -14,7 +14,7 @@ from runtime.data.loader import Pace
 from runtime.data.prefetch import SlotStage
 from runtime.data.process_loader import ProcessLoader
 from runtime.data.slots import DeviceBudget
-from runtime.device.base import CpuCopies
+from runtime.device.base import Device
 from tests.support import prefetching
 from tests.support.fake_streams import GIB, DelayedCopies
 from tests.support.loading import ALL, INDEX, SEED, SIZE, N, Noisy, assert_is_plan
@@ -62,7 +62,7 @@ def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeyp
 
 
 def test_the_twin_without_streams_gives_the_same_batches():
-    class Roomy(CpuCopies):
+    class Roomy(Device):
         def memory(self):
             return DelayedCopies().memory()
 

@@ -8,7 +8,7 @@ from torch.utils.data import Subset, TensorDataset
 from runtime.data.dataset import adapt_dataset
 from runtime.data.prefetch import ResidentData
 from runtime.data.slots import DeviceBudget
-from runtime.device.base import CpuCopies
+from runtime.device.base import Device
 from tests.support.fake_streams import GIB, DelayedCopies
 from tests.support.loading import ALL, INDEX
 from tests.support.prefetching import CALIBRATION, EPOCHS, TENSORS, Rig
@@ -83,6 +83,6 @@ def test_workers_on_a_device_share_resident_data():
 def test_a_subset_brings_its_own_rows_alone():
     rows = [3, 1, 4, 15, 9, 2, 6, 5]
     data = ResidentData(adapt_dataset(Subset(TensorDataset(*TENSORS), rows)))
-    (numbers, _) = data.load(CpuCopies())
+    (numbers, _) = data.load(Device())
     assert numbers.tolist() == rows
     assert data.num_bytes == 512

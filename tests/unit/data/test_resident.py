@@ -11,7 +11,7 @@ from runtime.data import path as data_path
 from runtime.data import prefetch as resident
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.prefetch import ResidentData, ResidentLoader, ResidentReader, can_reside
-from runtime.device.base import CpuCopies
+from runtime.device.base import Device
 from runtime.device.memory import MemoryReading
 from tests.support.fake_streams import DelayedCopies
 from tests.support.loading import ALL, INDEX, PLANS, SEED, SIZE, N, Noisy, assert_is_plan
@@ -32,7 +32,7 @@ def loader_of(dataset, copies=None):
         adapter,
         EpochIndex(N, SIZE, SEED),
         data=ResidentData(adapter),
-        copies=CpuCopies() if copies is None else copies,
+        copies=Device() if copies is None else copies,
         rank=0,
     )
 
@@ -79,7 +79,7 @@ def test_data_is_read_in_pieces(monkeypatch):
 
 
 def test_the_permutations_of_old_epochs_are_let_go():
-    reader = ResidentReader(ResidentData(adapt_dataset(COLUMNS)), INDEX, CpuCopies())
+    reader = ResidentReader(ResidentData(adapt_dataset(COLUMNS)), INDEX, Device())
     for epoch in range(6):
         assert reader.read((epoch, 0)).data[0].tolist() == INDEX.indices(epoch, 0).tolist()
     assert list(reader._orders) == [3, 4, 5]

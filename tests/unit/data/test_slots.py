@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.data.slots import BatchLayout, SlotPool, TensorSpec, slottable
-from runtime.device.base import CpuCopies
+from runtime.device.base import Device
 from tests.support.fake_streams import DelayedCopies
 
 SIZE = 4
@@ -146,7 +146,7 @@ def test_a_new_slot_is_written_to_only_after_the_work_before_its_allocation():
         pool = SlotPool(copies, LAYOUT)
         pool.grow(2, 1)
         pool.fill([1, 1, None], lambda out: None)
-        with copies.copy_stream():
+        with copies.copying():
             copies.push(lambda: note("copied"))
         copies.finish()
         assert order == ["compute", "copied"]
@@ -169,7 +169,7 @@ def test_a_batch_that_cannot_be_written_costs_no_slot():
     def fail(out):
         raise KeyError("planted")
 
-    pool = SlotPool(CpuCopies(), LAYOUT)
+    pool = SlotPool(Device(), LAYOUT)
     pool.grow(2, 1)
     for _ in range(5):
         with pytest.raises(KeyError):

@@ -14,7 +14,7 @@ from runtime.data import path as data_path
 from runtime.data.prefetch import PrefetchLoader
 from runtime.data.slots import BatchLayout, SlotPool, TensorSpec
 from runtime.device import memory as cuda_memory
-from runtime.device.cuda import CudaCopies, CudaDevice
+from runtime.device.cuda import CudaDevice
 from runtime.device.memory import CudaMemory, MemoryCaps, MemoryReading, explain_out_of_memory
 from tests.support.fake_cuda import GPU, FakeCuda
 from tests.support.running import WAIT_S, builder, count_up
@@ -53,7 +53,7 @@ class FakeMemory(CudaMemory):
         self.fractions[device] = fraction
 
 
-class PosingCopies(CudaCopies):
+class PosingDevice(CudaDevice):
     """Host memory in place of the device's, filled late."""
 
     def empty(self, shape, dtype):
@@ -61,23 +61,22 @@ class PosingCopies(CudaCopies):
 
     def bring(self, tensor):
         target = torch.zeros_like(tensor)
-        self._api.copy(target, tensor)
-        self._api.run(self._api.current)  # what reads it is not queued behind it
+        self.api.copy(target, tensor)
+        self.api.run(self.api.current)  # what reads it is not queued behind it
         return target
 
 
 def test_a_batch_takes_the_copy_stream_between_its_two_events():
     fake = FakeCuda(patience=None)
-    device = CudaDevice(GPU, api=fake)
+    device = PosingDevice(GPU, api=fake, memory=FakeMemory())
     with device.activate():
-        copies = PosingCopies(GPU, lambda: device.copy, fake, FakeMemory())
-        pool = SlotPool(copies, BatchLayout([TensorSpec((), torch.int64, True)], 2))
+        pool = SlotPool(device, BatchLayout([TensorSpec((), torch.int64, True)], 2))
         pool.grow(2, 1)
         del fake.log[:]
         slot, (part,) = pool.fill([2], lambda out: out[0].copy_(torch.tensor([3, 4])))
         pool.take(slot)
         pool.release(slot)
-        compute, copy = device.compute.name, device.copy.name
+        compute, copy = device.compute.name, device.copy_stream.name
         host = next(h for h in pool._hosts)
         assert fake.log == [
             ("wait_host", host.ready.number),
@@ -98,7 +97,7 @@ def test_a_batch_takes_the_copy_stream_between_its_two_events():
 
 def test_a_pinned_copy_is_made_of_plain_host_tensors_alone():
     fake = FakeCuda()
-    copies = CudaCopies(GPU, lambda: None, fake, FakeMemory())
+    copies = CudaDevice(GPU, api=fake, memory=FakeMemory())
     tensor = torch.arange(6.0).reshape(2, 3).t()
     assert torch.equal(copies.pin(tensor), tensor)
     assert len(fake.calls("pin")) == 1
@@ -121,8 +120,7 @@ class Reads(Dataset):
 def late(monkeypatch):
     """Runs whose device is a stand-in; gives it and its memory."""
     fake, memory = FakeCuda(patience=None), FakeMemory()
-    monkeypatch.setattr(run_module, "open_device", lambda *_: CudaDevice(GPU, api=fake))
-    monkeypatch.setattr(data_path, "CudaCopies", PosingCopies)
+    monkeypatch.setattr(run_module, "open_device", lambda *_: PosingDevice(GPU, api=fake))
     monkeypatch.setattr(data_path, "MEMORY", memory)
     monkeypatch.setattr(data_path, "CAPS", MemoryCaps(memory))
     monkeypatch.setattr(cuda_memory, "MEMORY", memory)
@@ -179,7 +177,7 @@ def test_only_tensors_in_memory_are_made_resident_unasked(
     fake, _ = late
     np.save(tmp_path / "x.npy", np.arange(8))
     data = np.load(tmp_path / "x.npy", mmap_mode="r" if is_mapped else None)
-    with loader_for((data,), [CudaDevice(GPU, api=fake)], **settings) as loader:
+    with loader_for((data,), [PosingDevice(GPU, api=fake)], **settings) as loader:
         assert type(loader) is PrefetchLoader
         assert (loader._slots._data is not None) is may_reside
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState
 from runtime.replica.step import GradientReducer
 from tests.support.fake_cuda import GPU, FakeCuda
+from tests.support.fake_streams import DelayedCopies
 
 ORDERS = list(permutations(range(3)))
 any_order = pytest.mark.parametrize("order", ORDERS, ids=lambda o: "".join(map(str, o)))
@@ -275,7 +277,7 @@ def test_a_run_ahead_can_be_chosen(fake):
 
 def test_the_device_lives_under_its_own_stream_and_runs_backward_in_its_thread(fake, device):
     assert fake.current is device.compute
-    assert len({device.compute, device.comm_stream, device.copy}) == 3
+    assert len({device.compute, device.comm_stream, device.copy_stream}) == 3
     assert not torch.autograd.is_multithreading_enabled()
 
 
@@ -330,3 +332,12 @@ def test_a_cuda_device_opens_without_cuda():
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match="'cpu' or 'cuda:N'"):
         open_device(torch.device("meta"), 0)
+
+
+def test_a_device_with_streams_leaves_nothing_to_what_the_cpu_does_instead():
+    """What is inherited does nothing, which on a GPU would be a wait that is missing."""
+    methods = {name for name, value in vars(Device).items() if callable(value)} - {"now"}
+    assert methods - {"__init__"} <= set(vars(CudaDevice))
+    carrying = set(vars(DelayedCopies)) & methods
+    assert carrying >= {"copying", "new_event", "record", "wait_event", "wait_host", "is_complete"}
+    assert carrying >= {"copy", "empty", "empty_pinned", "pin", "bring", "memory", "reset_peak"}

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from runtime.data.dataset import ColumnAdapter
-from runtime.device.cuda import CudaCopies, CudaDevice
+from runtime.device.cuda import CudaDevice
 from runtime.device.memory import CudaMemory
 from runtime.replica.build import BuildOrder
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
@@ -102,7 +102,7 @@ class DeviceTold(FakeCuda):
 def test_a_loaders_thread_looks_at_events_under_its_own_device():
     """Under the first one, which it finds, the call would make a context there."""
     fake = DeviceTold()
-    copies = CudaCopies(OTHER, lambda: None, fake)
+    copies = CudaDevice(OTHER, api=fake)
     event = copies.new_event()
     copies.wait_host(event)
     assert copies.is_complete(event)
@@ -201,7 +201,7 @@ def test_a_tensor_that_lies_on_the_device_is_lent_to_the_stream_that_uses_it():
         def lend(self, tensor):
             lent.append(tensor)
 
-    copies = CudaCopies(meta, lambda: None, Lends())
+    copies = CudaDevice(meta, api=Lends())
     there = torch.empty(3, device=meta)
     assert copies.bring(there) is there
     assert copies.bring(torch.empty(3)).device == meta

@@ -12,7 +12,7 @@ from torch import nn
 from coordinator import service
 from coordinator.averaging import Averager
 from runtime import CollectiveAborted, create_collectives, current_worker
-from runtime.device.base import CpuDevice
+from runtime.device.base import Device
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState
 from tests.support.running import (
@@ -185,7 +185,7 @@ WEIGHTS = [30, 10, 0]
 
 
 def average_over_cpu(replicas, weights):
-    averagers = [ReplicaAverager(state, CpuDevice(1), None) for _, state in replicas]
+    averagers = [ReplicaAverager(state, Device(1), None) for _, state in replicas]
     payloads = [a.snapshot(reuse=True) for a in averagers]
     result = Averager().average(payloads, weights)
     for averager in averagers:
@@ -199,7 +199,7 @@ def average_over(kind, replicas, weights, then=None):
     found = {}
 
     def rank(i):
-        averager = ReplicaAverager(replicas[i][1], CpuDevice(1), collectives[i])
+        averager = ReplicaAverager(replicas[i][1], Device(1), collectives[i])
         with torch.no_grad():
             found[i] = averager.all_reduce(weights[i])[0]
             if then is not None:
@@ -300,7 +300,7 @@ def test_all_weights_zero_change_nothing(kind):
 def test_an_aborted_collective_leaves_the_replica_as_it_was():
     replicas = states(VALUES[:2])
     collectives = create_collectives(2, "thread", None, WAIT_S)
-    averager = ReplicaAverager(replicas[0][1], CpuDevice(1), collectives[0])
+    averager = ReplicaAverager(replicas[0][1], Device(1), collectives[0])
     timer = threading.Thread(target=collectives[1].abort)
     timer.start()
     with pytest.raises(RuntimeError, match="abort"):
@@ -327,7 +327,7 @@ class Scribbling:
 def test_a_collective_aborted_half_way_leaves_the_replica_as_it_was():
     ((model, state),) = states(VALUES[:1])
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
-    averager = ReplicaAverager(state, CpuDevice(1), Scribbling())
+    averager = ReplicaAverager(state, Device(1), Scribbling())
     with pytest.raises(CollectiveAborted):
         averager.all_reduce(5)
     for key, value in model.state_dict().items():
@@ -336,7 +336,7 @@ def test_a_collective_aborted_half_way_leaves_the_replica_as_it_was():
 
 def test_a_reused_snapshot_is_one_buffer_and_aliases_nothing():
     ((model, state),) = states(VALUES[:1])
-    averager = ReplicaAverager(state, CpuDevice(1), None)
+    averager = ReplicaAverager(state, Device(1), None)
     first, second = averager.snapshot(reuse=True), averager.snapshot(reuse=True)
     assert first is second
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}

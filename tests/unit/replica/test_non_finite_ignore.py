@@ -10,7 +10,7 @@ import torch
 
 from coordinator.averaging import usable_weights
 from runtime import NonFiniteError, WorkerFailed, create_collectives, current_worker
-from runtime.device.base import CpuDevice
+from runtime.device.base import Device
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState
 from tests.support.faulty import (
@@ -181,7 +181,7 @@ def test_over_a_collective_an_idle_replica_heals_one_that_trained(samples, expec
     ends = create_collectives(2, timeout_s=WAIT_S)
 
     def join(rank):
-        averager = ReplicaAverager(FlatState(modules[rank]), CpuDevice(1), ends[rank])
+        averager = ReplicaAverager(FlatState(modules[rank]), Device(1), ends[rank])
         averager.all_reduce(samples[rank], healthy=rank == 1)
         return [p.tolist() for p in modules[rank].parameters()]
 

@@ -9,7 +9,7 @@ from coordinator import messages as m
 from runtime import run as run_module
 from runtime.collective import StagedThreadCollective, create_collectives
 from runtime.data.path import DataPath
-from runtime.device.base import CpuDevice
+from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica import build as replica
 from tests.support.fake_cuda import GPU, FakeCuda, standing_in
@@ -170,7 +170,7 @@ def pose(monkeypatch, make_fake=lambda: FakeCuda(patience=2)):
         return CudaDevice(GPU, api=fakes[-1])
 
     def data_path(config, adapter, index, contexts):
-        return DataPath(config, adapter, index, [CpuDevice(1) for _ in contexts])
+        return DataPath(config, adapter, index, [Device(1) for _ in contexts])
 
     monkeypatch.setattr(run_module, "open_device", open_posing)
     monkeypatch.setattr(run_module, "DataPath", data_path)
