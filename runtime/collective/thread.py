@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event
+from runtime.device.sync import StreamSync
 
 # Elements. A block stays in cache while it is reduced and copied back; smaller ones cost
 # more in calls, each of which may have to wait for the interpreter, than they gain.
@@ -271,6 +272,7 @@ class StagedThreadCollective(ThreadCollective):
         super().__init__(rank, world_size, group)
         self._device = device
         self._api = cuda_api.API
+        self._sync = StreamSync()
         self._pinned: Tensor | None = None
         self._fetched: Event | None = None
         self._returned: Event | None = None
@@ -343,14 +345,12 @@ class StagedThreadCollective(ThreadCollective):
         if not any(wanted and twin is not tensor for tensor, twin, wanted in pairs):
             self._wait_returned()
             return
-        if self._returned is not None:
-            self._api.wait_event(self._returned)  # the stream may be another one now
+        self._sync.wait(self._device, [self._returned])  # the stream may be another one now
         for tensor, twin, wanted in pairs:
             if wanted and twin is not tensor:
                 self._api.copy(twin, tensor)
-        self._fetched = self._fetched or self._api.new_event()
-        self._api.record(self._fetched)
-        self._api.wait_host(self._fetched)
+        self._fetched = self._sync.mark(self._device, self._fetched)
+        self._sync.wait_host(self._fetched)
 
     def _return(
         self, tensors: Sequence[Tensor], staged: Sequence[Tensor], written: Sequence[bool]
@@ -358,13 +358,11 @@ class StagedThreadCollective(ThreadCollective):
         for tensor, twin, wanted in zip(tensors, staged, written, strict=True):
             if wanted and twin is not tensor:
                 self._api.copy(tensor, twin)
-        self._returned = self._returned or self._api.new_event()
-        self._api.record(self._returned)
+        self._returned = self._sync.mark(self._device, self._returned)
 
     def _wait_returned(self) -> None:
         """Wait until the last result has left the pinned memory."""
-        if self._returned is not None:
-            self._api.wait_host(self._returned)
+        self._sync.wait_host(self._returned)
 
     def _release(self) -> None:
         # The allocator of pinned memory keeps it until the copies that use it are over.

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runtime.collective import Collective
 from runtime.collective.base import Group
 from runtime.device import cuda_api
+from runtime.device.sync import StreamSync
 from runtime.fsdp.layout import Found
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,10 @@ class Prefetch:
         self._api = cuda_api.API
         device = self._api.device_of(fulls[0])
         self._device: torch.device | None = device if device.type == "cuda" else None
-        self._behind: cuda_api.Event = None
-        if self._device is not None:
-            with self._api.on_device(self._device):
-                self._behind = self._api.new_event()
-                self._api.record(self._behind)
-            if stream is None:
-                self.stream = self._api.new_stream(self._device)
+        self._sync = StreamSync()
+        self._behind = self._sync.mark(device)
+        if self._device is not None and stream is None:
+            self.stream = self._api.new_stream(self._device)
         # A daemon: the interpreter must not wait for a peer that never comes.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -96,13 +94,11 @@ class Prefetch:
                 if self._device is not None:
                     stack.enter_context(self._api.on_device(self._device))
                     stack.enter_context(self._api.stream(self.stream))
-                    self._api.wait_event(self._behind)
+                    self._sync.wait(self._device, [self._behind])
                 self._gather(self._fulls)
                 if self._device is not None:
                     # The memory belongs to the caller's stream: nothing may be pending here.
-                    done = self._api.new_event()
-                    self._api.record(done)
-                    self._api.wait_host(done)
+                    self._sync.wait_host(self._sync.mark(self._device))
         except BaseException as error:
             self._error = error
 

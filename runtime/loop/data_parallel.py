@@ -29,10 +29,10 @@ from runtime.core.errors import (
 )
 from runtime.core.threads import IntraOpThreads
 from runtime.data.batches import move_batch, parts_of
-from runtime.device import cuda_api
 from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import Event
+from runtime.device.sync import StreamSync
 from runtime.loop.rank_threads import Call, Outcome, RankThreads
 from runtime.replica.build import (
     BuildOrder,
@@ -362,8 +362,7 @@ class LoopReplica:
             num_samples: Its size; 0: nothing is computed.
             behind: Marks in the caller's streams, which the device's work must wait for.
         """
-        for event in behind:
-            cuda_api.API.wait_event(event)
+        StreamSync().wait(self._device.device, behind)
         self._state.params.check()
         self._kept = [buffer.clone() for buffer in self.buffers()]
         self._forget_gradients()
@@ -437,8 +436,7 @@ class LoopReplica:
 
     def copy_all(self, source: LoopReplica, rank: int, behind: Sequence[Event]) -> None:
         """Take over every tensor of another replica's model, frozen ones and buffers too."""
-        for event in behind:
-            cuda_api.API.wait_event(event)
+        StreamSync().wait(self._device.device, behind)
         adopt(self.model, Template.of(source.model), rank)
         self._device.finish()
 
@@ -943,17 +941,8 @@ class DataParallelCoordinator:
 
     def _marks(self, samples: Any) -> list[Event]:
         """Events in the caller's current streams of every GPU that plays a part."""
-        api = cuda_api.API
-        places = {*self._devices}
-        places |= {api.device_of(part) for part in parts_of(samples) if isinstance(part, Tensor)}
-        marks = []
-        for place in places:
-            if place.type == "cuda":
-                with api.on_device(place):
-                    event = api.new_event()
-                    api.record(event)
-                    marks.append(event)
-        return marks
+        tensors = [part for part in parts_of(samples) if isinstance(part, Tensor)]
+        return StreamSync(self._devices).marks(tensors)
 
     # -- the end ------------------------------------------------------------------------
 

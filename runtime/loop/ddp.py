@@ -19,8 +19,7 @@ from runtime.loop.reduction import CpuReduction, GroupReduction, Reduction, Stag
 from runtime.replica.build import Template
 from runtime.replica.flat import FlatBuffers
 
-# -- Models of the same kind, side by side: what each parameter and buffer is called on which rank
-# --
+# -- What each parameter and buffer of models of one kind is called on which rank --
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import ReplicaMismatch
 from runtime.device.base import Device, device_summary
+from runtime.device.sync import StreamSync
 from runtime.loop.balance import Balancer, Cadence, rounds, unequal_gpus
 from runtime.loop.config import DdpConfig
 from runtime.loop.data_parallel import kind_of
 from runtime.loop.engine import Engine, Solo, Team
 from runtime.loop.replica import LoopReplica, LossFn
-from runtime.loop.runner import Crossing, Ends, Journal, ReplicaThreads, Runner, Task
+from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner, Task
 from runtime.replica.build import OptimFactory, Template, adopt, build_model
 from runtime.replica.schedule import SchedulerFactory
 
@@ -564,14 +565,14 @@ def _build_replicas(
     """One after the other, each in its own thread, rank 0 first."""
     replicas: list[LoopReplica] = []
     used: list[list[bool]] = [[] for _ in threads.contexts]
-    crossing = Crossing([context.device for context in threads.contexts])
+    sync = StreamSync([context.device for context in threads.contexts])
     # A model that is on a GPU may still be on its way there.
-    events = crossing.depart(source.tensors())
+    events = sync.marks(source.tensors())
     for rank, context in enumerate(threads.contexts):
         first = replicas[0].model if replicas else None
         build = partial(_build, rank, context, source, optim_factory, first, used)
         tasks: list[Task | None] = [None] * len(threads.contexts)
-        tasks[rank] = partial(_after, partial(crossing.arrive, context.device, events), build)
+        tasks[rank] = partial(_after, partial(sync.wait, context.device, events), build)
         outcome = threads.run(tasks)[rank]
         if outcome.error is not None:
             outcome.error.add_note(f"while rank {rank} was built on {context.device}")

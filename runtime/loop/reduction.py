@@ -19,6 +19,7 @@ from runtime.collective.base import LOW_PRECISION
 from runtime.core.errors import CollectiveAborted
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event
+from runtime.device.sync import StreamSync
 from runtime.loop.rank_threads import Outcome, RankThreads
 
 Tensors = Sequence[Tensor]
@@ -167,6 +168,7 @@ class _Stage:
         self._device = device
         self._api = cuda_api.API
         self._packed = _Packed()
+        self._sync = StreamSync()
         self._pinned: dict[tuple[int, torch.dtype], Tensor] = {}
         self._flats: list[Tensor] = []
         self._twins: list[Tensor] = []
@@ -178,21 +180,18 @@ class _Stage:
         if self._device.type == "cpu":
             self._flats = self._twins = self._packed.load(tensors)
             return
-        if self._returned is not None:
-            # The stream may be another one now: what the last call copies must have left.
-            self._api.wait_host(self._returned)
+        # The stream may be another one now: what the last call copies must have left.
+        self._sync.wait_host(self._returned)
         with self._api.on_device(self._device):
             self._flats = self._packed.load(tensors)
             self._twins = [self._twin(i, flat) for i, flat in enumerate(self._flats)]
             for twin, flat in zip(self._twins, self._flats, strict=True):
                 self._api.copy(twin, flat)
-            self._fetched = self._fetched or self._api.new_event()
-            self._api.record(self._fetched)
+            self._fetched = self._sync.mark(self._device, self._fetched)
 
     def arrived(self) -> list[Tensor]:
         """The tensors in the CPU's memory, flat. Blocks until they are there."""
-        if self._fetched is not None:
-            self._api.wait_host(self._fetched)
+        self._sync.wait_host(self._fetched)
         return self._twins
 
     def put_back(self, tensors: Tensors) -> None:
@@ -204,8 +203,7 @@ class _Stage:
             for flat, twin in zip(self._flats, self._twins, strict=True):
                 self._api.copy(flat, twin)
             self._packed.store(tensors)
-            self._returned = self._returned or self._api.new_event()
-            self._api.record(self._returned)
+            self._returned = self._sync.mark(self._device, self._returned)
 
     def _twin(self, index: int, flat: Tensor) -> Tensor:
         # Two flat tensors may have one dtype: complex ones are seen as real.
@@ -230,7 +228,7 @@ class GroupReduction(Reduction):
 
     def __init__(self, devices: Sequence[torch.device], kind: str, timeout_s: float = 60.0) -> None:
         self._devices = devices
-        self._api = cuda_api.API
+        self._sync = StreamSync()
         self._packed = [_Packed() for _ in devices]
         self._events: list[Event | None] = [None] * len(devices)
         self._ends = create_collectives(len(devices), kind, devices, timeout_s)
@@ -251,8 +249,7 @@ class GroupReduction(Reduction):
             flats = [self._load(rank, own) for rank, own in enumerate(tensors)]
 
             def exchange(rank: int) -> None:
-                if (event := self._events[rank]) is not None:
-                    self._api.wait_event(event)
+                self._sync.wait(self._devices[rank], [self._events[rank]])
                 self._ends[rank].weighted_mean_(flats[rank], weights[rank])
 
             call = self._threads.new_call(exchange)
@@ -271,12 +268,8 @@ class GroupReduction(Reduction):
 
     def _load(self, rank: int, tensors: Tensors) -> list[Tensor]:
         device = self._devices[rank]
-        if device.type == "cpu":
-            return self._packed[rank].load(tensors)
-        with self._api.on_device(device):
-            flats = self._packed[rank].load(tensors)
-            event = self._events[rank] = self._events[rank] or self._api.new_event()
-            self._api.record(event)
+        flats = self._packed[rank].load(tensors)
+        self._events[rank] = self._sync.mark(device, self._events[rank])
         return flats
 
     def close(self) -> None:

@@ -19,9 +19,8 @@ from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
 from runtime.core.threads import IntraOpThreads
-from runtime.device import cuda_api
 from runtime.device.cuda import open_device
-from runtime.device.cuda_api import CudaApi, Event
+from runtime.device.sync import StreamSync
 from runtime.loop.config import Timeline
 from runtime.loop.rank_threads import RankThreads
 from runtime.loop.replica import LoopReplica
@@ -277,67 +276,6 @@ class Journal:
             self._timeline = None
 
 
-# -- Stream order between the thread that calls and the threads of the replicas --
-#
-# Work goes from the caller to the replicas and comes back. On the way there every replica's
-# compute stream waits for what the caller's streams were given before; on the way back the
-# caller's streams wait for every replica's. So memory may be handed over in both directions,
-# and be freed on either side, without the host waiting.
-
-
-class Crossing:
-    """Orders streams by events; does nothing where no GPU is involved.
-
-    Args:
-        devices: The replicas' devices.
-        api: The way to CUDA; ``None``: the real one.
-    """
-
-    def __init__(self, devices: Sequence[torch.device], api: CudaApi | None = None) -> None:
-        self._api = cuda_api.API if api is None else api
-        self._gpus = list(dict.fromkeys(d for d in devices if d.type == "cuda"))
-
-    def depart(self, tensors: Sequence[Tensor] = ()) -> list[Event]:
-        """Mark what the calling thread's current streams were given so far.
-
-        Args:
-            tensors: What crosses; may lie on a GPU that no replica uses.
-        """
-        if not self._gpus and not any(self._api.device_of(t).type == "cuda" for t in tensors):
-            return []
-        places = (self._api.device_of(t) for t in tensors)
-        gpus = dict.fromkeys([*self._gpus, *(place for place in places if place.type == "cuda")])
-        return [self._mark(gpu) for gpu in gpus]
-
-    def arrive(self, device: torch.device, events: Sequence[Event]) -> None:
-        """Called by a replica's thread before it works: what it does comes after the events."""
-        for event in events:
-            if device.type == "cuda":
-                self._api.wait_event(event)
-            else:  # a replica on the CPU reads with the host
-                self._api.wait_host(event)
-
-    def leave(self, device: torch.device) -> Event | None:
-        """Called by a replica's thread when it has given its work to its device."""
-        return self._mark(device) if device.type == "cuda" else None
-
-    def rejoin(self, events: Sequence[Event | None]) -> None:
-        """Let the calling thread's current streams wait for the replicas."""
-        marks = [event for event in events if event is not None]
-        if not marks:
-            return
-        for gpu in self._gpus:
-            with self._api.on_device(gpu):
-                for mark in marks:
-                    self._api.wait_event(mark)
-
-    def _mark(self, gpu: torch.device) -> Event:
-        with self._api.on_device(gpu):
-            event = self._api.new_event()
-            self._api.record(event)
-        return event
-
-
 class Ends:
     """The ranks' ends of one group, made when they are first needed.
 
@@ -379,7 +317,7 @@ class Runner:
         devices: Their devices.
         ends: Where they meet.
         journal: Takes down what happens.
-        crossing: Orders their streams and the caller's; ``None``: by events.
+        sync: Orders their streams and the caller's; ``None``: by events.
 
     Attributes:
         interrupted: Whether a caller left (by Ctrl-C, say) before its tasks were done.
@@ -391,13 +329,13 @@ class Runner:
         devices: Sequence[torch.device],
         ends: Ends,
         journal: Journal,
-        crossing: Crossing | None = None,
+        sync: StreamSync | None = None,
     ) -> None:
         self._threads = threads
         self._devices = devices
         self._ends = ends
         self._journal = journal
-        self._crossing = crossing or Crossing(devices)
+        self._sync = sync or StreamSync(devices)
         self.interrupted = False
 
     def check_caller(self) -> None:
@@ -430,10 +368,10 @@ class Runner:
             ReplicaFailed: A task raised.
             RuntimeError: The threads have ended.
         """
-        events = self._crossing.depart(tensors)
+        events = self._sync.marks(tensors)
         if events:
             tasks = [
-                None if task is None else partial(self._crossed, device, events, task)
+                None if task is None else partial(self._ordered, device, events, task)
                 for device, task in zip(self._devices, tasks, strict=True)
             ]
         try:
@@ -466,10 +404,10 @@ class Runner:
             self._ends.abort()
             raise
 
-    def _crossed(self, device: torch.device, events: Sequence[Any], task: Task) -> Any:
-        self._crossing.arrive(device, events)
+    def _ordered(self, device: torch.device, events: Sequence[Any], task: Task) -> Any:
+        self._sync.wait(device, events)
         value = task()
-        return value, self._crossing.leave(device)
+        return value, self._sync.mark(device)
 
     def _rejoin(self, outcomes: Sequence[Outcome]) -> None:
         done = [outcome for outcome in outcomes if outcome.value is not None]
@@ -477,7 +415,7 @@ class Runner:
         for outcome in done:
             outcome.value, mark = outcome.value
             marks.append(mark)
-        self._crossing.rejoin(marks)
+        self._sync.join(marks)
 
 
 def _nothing() -> None:

@@ -122,6 +122,17 @@ def test_cuda_is_reached_through_one_place(path):
     assert found == []
 
 
+def test_streams_wait_for_streams_in_one_place():
+    """The device's own, its helper for all others, and slots, which ask their device."""
+    found = {
+        relative(path)
+        for path in sources("runtime")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and called(node).split(".")[-1] == "wait_event"
+    }
+    assert found == {"runtime/device/cuda.py", "runtime/device/sync.py", "runtime/data/slots.py"}
+
+
 def test_a_planted_call_is_found(tmp_path):
     source = tmp_path / "planted.py"
     source.write_text("def step(loss):\n    import torch\n    torch.cuda.synchronize()\n", "utf-8")

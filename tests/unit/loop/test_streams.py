@@ -11,13 +11,14 @@ from torch import nn
 
 from runtime.collective import create_collectives
 from runtime.device.cuda import CudaDevice
+from runtime.device.sync import StreamSync
 from runtime.loop import runner as replicas_file
 from runtime.loop.balance import Balancer, Cadence
 from runtime.loop.config import DdpConfig
 from runtime.loop.engine import Team
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.replica import LoopReplica
-from runtime.loop.runner import Crossing, Ends, Journal, ReplicaThreads, Runner
+from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.loop.test_cadence import loss_fn
@@ -26,18 +27,18 @@ OTHER = torch.device("cuda", 1)
 NUM_REPLICAS = 2
 
 
-def crossed(fake, crossing):
+def crossed(fake, sync):
     """The caller on one stream, a replica on another; gives both."""
     mine, theirs = fake.new_stream(GPU), fake.new_stream(GPU)
     with fake.stream(mine):
         fake.mark("input")
-        events = crossing.depart()
+        events = sync.marks()
     with fake.stream(theirs):
-        crossing.arrive(GPU, events)
+        sync.wait(GPU, events)
         fake.mark("replica")
-        done = crossing.leave(GPU)
+        done = sync.mark(GPU)
     with fake.stream(mine):
-        crossing.rejoin([done, None])
+        sync.join([done, None])
         fake.mark("after")
     return mine, theirs
 
@@ -45,7 +46,7 @@ def crossed(fake, crossing):
 @pytest.mark.parametrize("first", [0, 1])
 def test_replicas_come_after_the_caller_and_the_caller_after_them(first):
     fake = FakeCuda(patience=None)
-    streams = crossed(fake, Crossing([GPU], fake))
+    streams = crossed(fake, StreamSync([GPU], fake))
     fake.run(streams[first], streams[1 - first])
     assert fake.done == ["input", "replica", "after"]
     assert fake.calls("wait_host") == []  # the host waits for nothing
@@ -53,32 +54,32 @@ def test_replicas_come_after_the_caller_and_the_caller_after_them(first):
 
 def test_inputs_on_a_gpu_without_a_replica_are_waited_for_too():
     fake = FakeCuda(patience=None, allow_default=True)
-    crossing = Crossing([CPU], fake)
+    sync = StreamSync([CPU], fake)
     x = fake.place(torch.ones(1), OTHER)
-    assert crossing.depart([fake.place(torch.ones(1), CPU)]) == []
-    assert len(crossing.depart([x])) == 1
-    assert len(Crossing([GPU, GPU], fake).depart([x])) == 2
+    assert sync.marks([fake.place(torch.ones(1), CPU)]) == []
+    assert len(sync.marks([x])) == 1
+    assert len(StreamSync([GPU, GPU], fake).marks([x])) == 2
 
 
 def test_a_replica_on_the_cpu_waits_with_the_host():
     fake = FakeCuda(patience=None, allow_default=True)
-    crossing = Crossing([CPU, GPU], fake)
-    crossing.arrive(CPU, crossing.depart())
+    sync = StreamSync([CPU, GPU], fake)
+    sync.wait(CPU, sync.marks())
     assert len(fake.calls("wait_host")) == 1
-    assert crossing.leave(CPU) is None
+    assert sync.mark(CPU) is None
 
 
-class PosingCrossing(Crossing):
+class PosingSync(StreamSync):
     """Takes the replicas, whose tensors lie on the CPU, for replicas on a GPU."""
 
     def __init__(self, api):
         super().__init__([GPU], api)
 
-    def arrive(self, device, events):
-        super().arrive(GPU, events)
+    def wait(self, device, marks):
+        super().wait(GPU, marks)
 
-    def leave(self, device):
-        return super().leave(GPU)
+    def mark(self, device, event=None):
+        return super().mark(GPU, event)
 
 
 class Marking(nn.Module):
@@ -133,7 +134,7 @@ def posing_team(fake, net, config=None):
     ]
     outcomes = threads.run(tasks)
     assert [o.error for o in outcomes] == [None] * NUM_REPLICAS
-    runner = Runner(threads, devices, ends, journal, PosingCrossing(fake))
+    runner = Runner(threads, devices, ends, journal, PosingSync(fake))
     cadence = Cadence.of(NUM_REPLICAS, config, spaced=True)
     team = Team([o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), cadence, journal, None)
     team._on_cpu = False  # buffers travel through the collective
