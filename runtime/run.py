@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,10 +17,8 @@ import torch
 import torch.distributed
 
 from coordinator import messages as m
-from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig, choose_backend
-from coordinator.dispatch import count_batches
+from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.machine import Coordinator
-from coordinator.messages import LONGEST_REPORT_S
 from coordinator.metrics import EpochMetrics
 from coordinator.ranks import Statistics
 from coordinator.service import Inbox, Service
@@ -48,113 +47,12 @@ from runtime.replica.graphs import Fallbacks
 from runtime.results import TrainedState, assemble
 from runtime.saving import Saves
 from runtime.timeline.events import RunFacts
-from runtime.worker.config import WAKE, UserFunctions, WorkerConfig, WorkerEndpoints
+from runtime.worker.config import WAKE, WorkerEndpoints
 from runtime.worker.group import Groups, StopAgreement
 from runtime.worker.recorded import Recording
 from runtime.worker.worker import GpuWorker, Peers
 
 logger = logging.getLogger(__name__)
-
-
-# -- The settings of a run, cut for the coordinator and for each worker --
-
-REPORTS_PER_S = 20
-"""Reports that all ranks together send at the most because time has passed; two ranks one
-each in every tenth of a second, and no rank more often than that."""
-
-
-def coordinator_config(
-    c: TrainConfig,
-    *,
-    devices: tuple[str, ...],
-    num_samples: int,
-    backend: AverageBackend,
-    grace_s: float,
-) -> CoordinatorConfig:
-    """What the coordinator needs to know.
-
-    Args:
-        c: All settings, checked.
-        devices: Name of each rank's device.
-        num_samples: Length of the data set.
-        backend: The resolved transport.
-        grace_s: Seconds that the workers have to leave after a failure.
-    """
-    assert c.batch_size is not None
-    assert c.num_epochs is not None
-    progressive = c.progressive_dispatch
-    return CoordinatorConfig(
-        devices=devices,
-        num_samples=num_samples,
-        batch_size=c.batch_size,
-        num_epochs=c.num_epochs,
-        policy=c.policy,
-        backend=backend,
-        drop_last=c.drop_last,
-        accumulate=c.accumulate,
-        anchor=c.resolved_anchor(),
-        min_anchor=c.resolved_min_anchor(),
-        max_anchor=c.max_anchor,
-        overhead_target=c.overhead_target,
-        speed_hint=c.speed_hint,
-        max_batch_diff=c.max_batch_diff,
-        max_overshoot=c.max_overshoot,
-        divergence_threshold=c.divergence_threshold,
-        partition_ratios=c.partition_ratios,
-        progressive=c.policy is not ApplyPolicy.SYNC if progressive is None else progressive,
-        max_steps=c.max_steps,
-        evaluate=c.eval_fn is not None,
-        checkpoint_every=c.checkpoint_every,
-        save_every=None if c.checkpoint_dir is None else c.checkpoint_dir_every,
-        snapshot_timeout_s=c.snapshot_timeout,
-        collective_timeout_s=c.collective_timeout,
-        max_failed_rounds=c.max_failed_rounds,
-        continue_on_failure=c.on_worker_failure == "continue",
-        stall_timeout_s=c.stall_timeout,
-        grace_s=grace_s,
-    )
-
-
-def worker_config(
-    c: TrainConfig, *, rank: int, devices: Sequence[torch.device], num_samples: int
-) -> WorkerConfig:
-    """What the worker of a rank needs to know."""
-    assert c.batch_size is not None
-    assert c.num_epochs is not None
-    per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
-    return WorkerConfig(
-        rank=rank,
-        world_size=len(devices),
-        device=devices[rank],
-        num_samples=num_samples,
-        batch_size=c.batch_size,
-        policy=c.policy,
-        seed=c.seed or 0,
-        accumulate=c.accumulate,
-        max_grad_norm=c.max_grad_norm,
-        precision=c.precision,
-        on_non_finite=c.on_non_finite,
-        lr_scale=1.0 + (len(devices) - 1) * c.lr_scale_ratio,
-        total_steps=c.num_epochs * per_epoch,
-        num_cpu_workers=sum(d.type == "cpu" for d in devices),
-        survives=c.on_worker_failure == "continue",
-        cuda_graphs=c.cuda_graphs,
-        report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, LONGEST_REPORT_S),
-    )
-
-
-def user_functions(c: TrainConfig) -> UserFunctions:
-    """The user's functions that run in the workers' threads."""
-    return UserFunctions(
-        model_factory=c.model_factory,
-        optim_factory=c.optim_factory,
-        train_fn=c.train_fn,
-        param_groups=c.param_groups,
-        scheduler=c.scheduler,
-        eval_fn=c.eval_fn,
-        epoch_fn=c.epoch_fn,
-        checkpoint_fn=c.checkpoint_fn,
-    )
 
 
 def failed(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
@@ -199,27 +97,25 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, adapter: DatasetAdapter) -> None:
-        self.config = config
         self.devices = config.resolved_devices()
         config.check(adapter.num_samples, self.devices)
         self._recording = Recording(config.timeline)
-        assert config.batch_size is not None
-        assert config.num_epochs is not None
-        self.batch_size, self.num_epochs = config.batch_size, config.num_epochs
         names = tuple(str(d) for d in self.devices)
         self.backend, self.backend_reason = choose_backend(
-            config.backend,
-            config.policy,
+            config.requested_backend,
+            config.coordinator.policy,
             names,
             nccl_available=torch.distributed.is_available()
             and torch.distributed.is_nccl_available(),
         )
-        self._cpu_workers = sum(d.type == "cpu" for d in self.devices)
+        config = config.for_run(self.devices, adapter.num_samples, self.backend, WORKER_GRACE_S)
+        self.config = config
+        self._cpu_workers = config.worker.num_cpu_workers
         # Fails here, before any thread, for a device that cannot be trained on.
         self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
         self._adapter = adapter
-        index = EpochIndex(adapter.num_samples, self.batch_size, config.seed or 0)
-        self._data_path = DataPath(config.data_options(), adapter, index, self._contexts)
+        index = EpochIndex(adapter.num_samples, config.worker.batch_size, config.worker.seed)
+        self._data_path = DataPath(config.data, adapter, index, self._contexts)
         self._inbox = Inbox()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._workers: list[GpuWorker | None] = [None] * len(names)
@@ -232,7 +128,7 @@ class Run:
         self._fallbacks = Fallbacks()
         self._resume = self._read_resume()
         self._saves = Saves.of(config, self._compatible())
-        self._machine, self._service = self._make_coordinator(names)
+        self._machine, self._service = self._make_coordinator()
         self._metrics = MetricsThread(
             metrics_fn=config.metrics_fn,
             on_stop=self.stop,
@@ -245,14 +141,8 @@ class Run:
         self._holds_threads = False
         self._keeps_memory = False
 
-    def _make_coordinator(self, names: tuple[str, ...]) -> tuple[Coordinator, Service]:
-        config = coordinator_config(
-            self.config,
-            devices=names,
-            num_samples=self._adapter.num_samples,
-            backend=self.backend,
-            grace_s=WORKER_GRACE_S,
-        )
+    def _make_coordinator(self) -> tuple[Coordinator, Service]:
+        config = self.config.coordinator
         machine = Coordinator(config, None if self._resume is None else self._resume.run)
         service = Service(
             machine,
@@ -267,12 +157,12 @@ class Run:
 
     def _compatible(self) -> dict[str, Any]:
         """The settings that decide what a batch and a step are, by the names of a checkpoint."""
-        c = self.config
+        c = self.config.coordinator
         return {
             "batch_size": c.batch_size,
-            "num_samples": self._adapter.num_samples,
+            "num_samples": c.num_samples,
             "drop_last": c.drop_last,
-            "seed": c.seed or 0,
+            "seed": self.config.worker.seed,
             "accumulate": c.accumulate,
             "sync": c.policy is ApplyPolicy.SYNC,
         }
@@ -282,7 +172,7 @@ class Run:
         if c.resume is None:
             return None
         return ResumePoint.read(
-            c.resume, self._compatible(), self.num_epochs, missing_ok=c.resume_missing_ok
+            c.resume, self._compatible(), c.coordinator.num_epochs, missing_ok=c.resume_missing_ok
         )
 
     # -- start ---------------------------------------------------------------
@@ -293,11 +183,12 @@ class Run:
         self._listener = listener
         c = self.config
         logger.info("%s", device_summary(self.devices))
-        logger.info("policy %s over %s: %s", c.policy.name, self.backend.name, self.backend_reason)
-        dropped = self._adapter.num_samples % self.batch_size if c.drop_last else 0
+        policy, batch_size = c.coordinator.policy, c.coordinator.batch_size
+        logger.info("policy %s over %s: %s", policy.name, self.backend.name, self.backend_reason)
+        dropped = self._adapter.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
             logger.info("drop_last leaves %d samples out of each epoch", dropped)
-        if c.cuda_graphs and not all(context.has_graphs for context in self._contexts):
+        if c.worker.cuda_graphs and not all(context.has_graphs for context in self._contexts):
             logger.warning("cuda_graphs(True) has no effect on cpu: steps there are made eagerly")
         if c.tune_allocator and self._cpu_workers:
             allocator.acquire()
@@ -329,15 +220,14 @@ class Run:
             raise
 
     def _needs_collectives(self) -> bool:
-        if len(self.devices) == 1:
-            return False
-        return self.config.policy is ApplyPolicy.SYNC or self.backend is not AverageBackend.CPU
+        return self.config.coordinator.uses_collectives
 
     def _make_group(self, ranks: Sequence[int]) -> Sequence[Collective]:
         # The last rank that is left under lockstep meets itself.
         kind = _KINDS[self.backend] if len(ranks) > 1 else "thread"
         devices = [self.devices[rank] for rank in ranks]
-        return create_collectives(len(ranks), kind, devices, self.config.collective_timeout)
+        timeout_s = self.config.coordinator.collective_timeout_s
+        return create_collectives(len(ranks), kind, devices, timeout_s)
 
     def _start_workers(self) -> None:
         try:
@@ -378,7 +268,7 @@ class Run:
             # Bound to the same name, which is deleted here: else its traceback holds itself.
             error = self._data_path.explain(rank, error)
             self._inbox.put(failed(rank, worker, error))
-            if self.config.on_worker_failure == "continue":
+            if self.config.worker.survives:
                 logger.warning("rank %d died; the others go on if they can", rank, exc_info=error)
                 # They may train for long: let go of what the rank and its frames held.
                 self._workers[rank] = None
@@ -396,10 +286,8 @@ class Run:
     def _build_worker(self, rank: int) -> GpuWorker:
         c = self.config
         worker = self._recording.worker_class(rank)(
-            worker_config(
-                c, rank=rank, devices=self.devices, num_samples=self._adapter.num_samples
-            ),
-            user_functions(c),
+            replace(c.worker, rank=rank, device=self.devices[rank]),
+            c.functions,
             WorkerEndpoints(self._outboxes[rank], self._inbox),
             make_loader=self._data_path.make_loader,
             collective=self._collectives.get(rank),
@@ -465,11 +353,11 @@ class Run:
         """What is known of the run when it begins."""
         return RunFacts(
             devices=tuple(str(device) for device in self.devices),
-            policy=self.config.policy.name,
+            policy=self.config.coordinator.policy.name,
             backend=self.backend.name,
             backend_reason=self.backend_reason,
-            num_epochs=self.num_epochs,
-            batch_size=self.batch_size,
+            num_epochs=self.config.coordinator.num_epochs,
+            batch_size=self.config.coordinator.batch_size,
             num_samples=self._adapter.num_samples,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
 from runtime.timeline import Timeline
-from runtime.worker.config import EvalFn
+from runtime.worker.config import EvalFn, UserFunctions
 
 # -- The fluent way to a run --
 
@@ -52,11 +51,13 @@ class TrainerBuilder:
         check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
         check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
         self._config = TrainConfig(
-            model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
+            functions=UserFunctions(
+                model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
+            )
         )
 
     def _set(self, **values: Any) -> TrainerBuilder:
-        self._config = replace(self._config, **values)
+        self._config = self._config.having(**values)
         return self
 
     # -- data ----------------------------------------------------------------
@@ -138,7 +139,7 @@ class TrainerBuilder:
     def devices(self, devices: Sequence[str | torch.device]) -> TrainerBuilder:
         """One worker for each entry; a device may stand more than once (default: every
         visible CUDA device, else one ``"cpu"``)."""
-        return self._set(devices=check_devices(devices))
+        return self._set(requested_devices=check_devices(devices))
 
     def policy(self, p: ApplyPolicy) -> TrainerBuilder:
         """When replicas average (default ``CADENCE``)."""
@@ -150,7 +151,7 @@ class TrainerBuilder:
         """Over what they average (default ``AUTO``: chosen, with the reason)."""
         if not isinstance(b, AverageBackend):
             raise TypeError(f"backend({b!r}): pass AverageBackend.AUTO, CPU, THREAD, GLOO or NCCL")
-        return self._set(backend=b)
+        return self._set(requested_backend=b)
 
     def anchor(self, n: int) -> TrainerBuilder:
         """Batches of the slowest rank between two averagings, at first (default 10).
@@ -311,7 +312,7 @@ class TrainerBuilder:
         last ``keep`` is removed, whoever wrote it."""
         return self._set(
             checkpoint_dir=check_path("checkpoint_dir", path),
-            checkpoint_dir_every=check_int("checkpoint_dir: every", every, 1),
+            save_every=check_int("checkpoint_dir: every", every, 1),
             checkpoint_dir_keep=check_int("checkpoint_dir: keep", keep, 1),
         )
 
@@ -336,16 +337,16 @@ class TrainerBuilder:
     def snapshot_timeout(self, s: float) -> TrainerBuilder:
         """Seconds after which a round on the CPU path is given up (default 5, at least
         three measured steps)."""
-        return self._set(snapshot_timeout=check_float("snapshot_timeout", s, 0.0, above=True))
+        return self._set(snapshot_timeout_s=check_float("snapshot_timeout", s, 0.0, above=True))
 
     def collective_timeout(self, s: float) -> TrainerBuilder:
         """Seconds that a rank waits for its peers in a collective (default 60)."""
-        return self._set(collective_timeout=check_float("collective_timeout", s, 0.0, above=True))
+        return self._set(collective_timeout_s=check_float("collective_timeout", s, 0.0, above=True))
 
     def stall_timeout(self, s: float) -> TrainerBuilder:
         """Seconds without progress after which the run ends with ``RunStalled``, which tells
         what every thread was doing (default 300): more than the longest step or callback."""
-        return self._set(stall_timeout=check_float("stall_timeout", s, 0.0, above=True))
+        return self._set(stall_timeout_s=check_float("stall_timeout", s, 0.0, above=True))
 
     def max_failed_rounds(self, n: int) -> TrainerBuilder:
         """Averaging rounds that may fail in a row before the run ends (default 5)."""
@@ -362,7 +363,8 @@ class TrainerBuilder:
         """
         if mode not in ON_WORKER_FAILURE:
             raise ValueError(f"on_worker_failure({mode!r}): pass 'raise' or 'continue'")
-        return self._set(on_worker_failure=mode)
+        goes_on = mode == "continue"
+        return self._set(continue_on_failure=goes_on, survives=goes_on)
 
     def vram_fraction(self, f: float) -> TrainerBuilder:
         """Part of each CUDA device's memory that the run may reserve, above 0 and at most 1
@@ -396,8 +398,8 @@ class TrainerBuilder:
             ValueError, TypeError: A setting is missing or wrong; no thread was started.
         """
         config = self._config
-        if config.checkpoint_fn is not None and config.checkpoint_every is None:
-            config = replace(config, checkpoint_every=1)
+        if config.functions.checkpoint_fn and config.coordinator.checkpoint_every is None:
+            config = config.having(checkpoint_every=1)
         return start_run(config)
 
 

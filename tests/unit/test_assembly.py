@@ -1,34 +1,26 @@
-"""What the coordinator is told of the settings."""
+"""From the settings to what the coordinator and the workers are told."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from coordinator.config import AverageBackend
+from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.config import TrainConfig
-from runtime.run import coordinator_config, worker_config
-from tests.support.running import count_up, counter, plain_sgd
+from runtime.worker.config import UserFunctions
+from tests.support.running import builder, count_up, counter, plain_sgd
 
 
 def config_of(**settings):
-    return TrainConfig(
-        model_factory=counter,
-        optim_factory=plain_sgd,
-        train_fn=count_up,
-        batch_size=1,
-        num_epochs=1,
-        **settings,
-    )
+    functions = UserFunctions(model_factory=counter, optim_factory=plain_sgd, train_fn=count_up)
+    return TrainConfig(functions=functions).having(**{"batch_size": 1, "num_epochs": 1} | settings)
 
 
-def told(**settings):
-    """The coordinator's settings for a run with these, which are checked first."""
-    config = config_of(**settings)
-    config.check(num_samples=10, devices=[torch.device("cpu")] * 2)
-    return coordinator_config(
-        config, devices=("cpu",) * 2, num_samples=10, backend=AverageBackend.CPU, grace_s=1.0
-    )
+def told(num_ranks=2, **settings):
+    """The settings of a run with these, which are checked first."""
+    config, devices = config_of(**settings), [torch.device("cpu")] * num_ranks
+    config.check(num_samples=10, devices=devices)
+    return config.for_run(devices, 10, AverageBackend.CPU, grace_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def told(**settings):
     ],
 )
 def test_the_anchor_starts_and_ends_where_the_settings_say(settings, start, floor):
-    config = told(**settings)
+    config = told(**settings).coordinator
     assert (config.anchor, config.min_anchor) == (start, floor)
 
 
@@ -54,6 +46,30 @@ def test_the_anchor_starts_and_ends_where_the_settings_say(settings, start, floo
     ("num_ranks", "interval_s"), [(1, 0.1), (2, 0.1), (8, 0.4), (10, 0.5), (64, 0.5)]
 )
 def test_more_ranks_report_more_rarely_but_within_half_a_second(num_ranks, interval_s):
-    devices = [torch.device("cpu")] * num_ranks
-    worker = worker_config(config_of(), rank=0, devices=devices, num_samples=10)
-    assert worker.report_interval_s == pytest.approx(interval_s)
+    assert told(num_ranks).worker.report_interval_s == pytest.approx(interval_s)
+
+
+def test_a_setting_reaches_every_part_that_has_a_field_of_its_name():
+    """Nothing is copied by hand, so nothing can be forgotten."""
+    values = {"batch_size": 3, "accumulate": 2, "seed": 5, "cuda_graphs": True}
+    config = told(**values, policy=ApplyPolicy.SYNC, prefetch=4)
+    parts = [config, config.coordinator, config.worker, config.data]
+    for name, value in {**values, "policy": ApplyPolicy.SYNC, "prefetch": 4}.items():
+        found = [getattr(part, name) for part in parts if hasattr(part, name)]
+        assert found == [value] * len(found) != []
+    assert config.worker.num_samples == config.coordinator.num_samples == 10
+    with pytest.raises(TypeError, match="no setting batchsize"):
+        config_of(batchsize=3)
+
+
+def test_every_setting_of_the_builder_reaches_a_run():
+    """A method of the builder whose name or value is lost on its way would show here."""
+    b = builder(ranks=2).anchor(7).max_anchor(9).overhead_target(0.2).max_batch_diff(3)
+    b = b.max_steps(50).max_failed_rounds(2).snapshot_timeout(1).collective_timeout(2)
+    b = b.stall_timeout(3).on_worker_failure("continue").vram_fraction(0.5).loader_workers(0)
+    config = b.max_grad_norm(4).drop_last(True)._config
+    c, w = config.coordinator, config.worker
+    assert (c.max_anchor, c.overhead_target, c.max_batch_diff, c.max_steps) == (9, 0.2, 3, 50)
+    assert (c.max_failed_rounds, c.snapshot_timeout_s, c.collective_timeout_s) == (2, 1, 2)
+    assert (c.stall_timeout_s, c.continue_on_failure, c.drop_last) == (3, True, True)
+    assert (w.survives, w.max_grad_norm, config.data.vram_fraction) == (True, 4, 0.5)
