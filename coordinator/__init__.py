@@ -4,8 +4,8 @@ from coordinator.cadence import ConvergenceGuard, ElChe, Verdict
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig, choose_backend
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics, RankMetrics
-from coordinator.ranks import RankStatistics, Statistics
 from coordinator.service import Service
+from coordinator.state import RankStatistics, Statistics
 
 __all__ = [
     "ApplyPolicy",

@@ -13,16 +13,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from coordinator import messages as m
 from coordinator.dispatch import BatchSet, compress
-from coordinator.epochs import Epochs
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
 from coordinator.pool import Epoch
-from coordinator.ranks import RankState
-from coordinator.state import Core
+from coordinator.state import Core, RankState
 
 # -- The machine's state as plain numbers, and a machine that goes on from it --
 
@@ -317,10 +315,24 @@ class _Cut:
     global_step: int = 0
 
 
+class UnpublishedEpochs(Protocol):
+    """What a checkpoint holds of the epochs; see :class:`~coordinator.epochs.Epochs`."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the last epoch closed."""
+
+    def closing(self) -> list[tuple[Epoch, float]]:
+        """Epochs that wait to be published, and how long they took."""
+
+    def all_open(self) -> list[Epoch]:
+        """Every epoch that is not published."""
+
+
 class Saving:
     """Makes cuts and turns each into one :class:`~coordinator.messages.SaveCheckpoint`."""
 
-    def __init__(self, core: Core, epochs: Epochs) -> None:
+    def __init__(self, core: Core, epochs: UnpublishedEpochs) -> None:
         self._core = core
         self._epochs = epochs
         self._tickets: list[int] = []

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from coordinator import messages as m
 from coordinator.messages import PublishEpoch
 from coordinator.pool import Epoch, LockstepPlan
-from coordinator.ranks import Rank
-from coordinator.state import Core
+from coordinator.state import Core, Rank
 
 
 @dataclass(slots=True)

@@ -17,19 +17,15 @@ import tempfile
 import threading
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from coordinator import messages as m
-from coordinator.checkpoint import Saving
-from coordinator.epochs import Epochs
 from coordinator.errors import RunStalled
 from coordinator.messages import FINAL_ROUND, AbortCollective, Allowance, Average, ReportStall
 from coordinator.metrics import Tally
-from coordinator.ranks import Rank, RankState
-from coordinator.rounds import RoundKeeper
-from coordinator.state import Core, Failure, Phase
+from coordinator.state import Core, Failure, Phase, Rank, RankState
 
 # -- What everybody was doing when a run stood still --
 
@@ -164,6 +160,62 @@ class Recovery(Enum):
     REGROUPING = "regrouping"
 
 
+# -- What this has to do with the other parts of the machine --
+
+
+class RoundInProgress(Protocol):
+    """See :class:`~coordinator.rounds.Round`, whose other fields only reports show."""
+
+    id: int
+    deadline: float | None
+    num_failed: int
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is in progress."""
+
+    def forget_tensors(self) -> None:
+        """Drop the references to the snapshots."""
+
+
+class Rounds(Protocol):
+    """See :class:`~coordinator.rounds.RoundKeeper`."""
+
+    @property
+    def round(self) -> RoundInProgress:
+        """The round in progress, or the last one."""
+
+    def holds(self, rank: int) -> bool:
+        """Whether the round has what a rank trained since the one before."""
+
+    def give_up(self) -> object:
+        """End the round without an average."""
+
+
+class SavesAtEnd(Protocol):
+    """See :class:`~coordinator.checkpoint.Saving`."""
+
+    @property
+    def wanted_at_end(self) -> bool:
+        """Whether the last states of the ranks shall make a checkpoint."""
+
+    def cancel(self) -> None:
+        """The checkpoint in the making is void."""
+
+    def freeze_end(self, finals: Sequence[m.FinalSnapshot]) -> None:
+        """All ranks have left, and the result is made of these states."""
+
+    def emit_end(self, payload: m.Payload | None) -> None:
+        """The result is there."""
+
+
+class Publishes(Protocol):
+    """See :class:`~coordinator.epochs.Epochs`."""
+
+    def publish(self, *, anyway: bool = False) -> None:
+        """Publish closed epochs; ``anyway``: those that wait for an answer, too."""
+
+
 class Survival:
     """Takes ranks out of a run and brings the others together again.
 
@@ -172,9 +224,8 @@ class Survival:
         num_halts: Halts in a row, at the same step, that no death brought about.
     """
 
-    def __init__(self, core: Core, epochs: Epochs, rounds: RoundKeeper) -> None:
+    def __init__(self, core: Core, rounds: Rounds) -> None:
         self._core = core
-        self._epochs = epochs
         self._rounds = rounds
         self._halted: dict[int, m.Halted] = {}
         self._last_step = -1
@@ -333,9 +384,9 @@ class Ending:
     def __init__(
         self,
         core: Core,
-        epochs: Epochs,
-        saving: Saving,
-        rounds: RoundKeeper,
+        epochs: Publishes,
+        saving: SavesAtEnd,
+        rounds: Rounds,
         survival: Survival,
     ) -> None:
         self._core = core
@@ -445,7 +496,7 @@ class ProgressWatch:
     none, or ranks that wait for each other would look busy.
     """
 
-    def __init__(self, core: Core, rounds: RoundKeeper, ending: Ending) -> None:
+    def __init__(self, core: Core, rounds: Rounds, ending: Ending) -> None:
         self._core = core
         self._rounds = rounds
         self._ending = ending
@@ -501,7 +552,7 @@ def _is_progress(event: m.Event) -> bool:
             return False
 
 
-def describe(core: Core, rounds: RoundKeeper) -> str:
+def describe(core: Core, rounds: Rounds) -> str:
     """The machine's state in words, for a report: phase, round, ranks and pool."""
     lines = [
         f"phase {core.phase.value}, policy {core.config.policy.name} over "

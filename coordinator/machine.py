@@ -18,9 +18,8 @@ from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
-from coordinator.ranks import RankState, Statistics
 from coordinator.rounds import Limits, RoundKeeper, RoundState
-from coordinator.state import Core, Failure, Outcome, Phase
+from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
 
 
 class Coordinator:
@@ -41,7 +40,7 @@ class Coordinator:
             self._epochs.resumed_s = float(resume["elapsed_s"])
             self._saving.resumed()
         self._rounds = RoundKeeper(self._core, self._saving)
-        self._survival = Survival(self._core, self._epochs, self._rounds)
+        self._survival = Survival(self._core, self._rounds)
         self._ending = Ending(self._core, self._epochs, self._saving, self._rounds, self._survival)
         self._limits = Limits(self._core, self._rounds)
         self._watch = ProgressWatch(self._core, self._rounds, self._ending)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol
 
 from coordinator import messages as m
 from coordinator.averaging import usable_weights
 from coordinator.cadence import Verdict
-from coordinator.checkpoint import Saving
 from coordinator.config import AverageBackend
 from coordinator.messages import AbortCollective, Average, Event, ParamSnapshot, SyncAck
 from coordinator.pool import Epoch
-from coordinator.ranks import RankState
-from coordinator.state import Core, Phase
+from coordinator.state import Core, Phase, RankState
 
 # -- What the coordinator's own thread spends on averaging rounds --
 
@@ -208,6 +207,26 @@ quality follows the batches between two rounds and not the time. Measured on LeN
 on 2 cores, half of the batches between two rounds bring the efficiency from 0.955 to 0.925."""
 
 
+class SavesOfRounds(Protocol):
+    """How a round becomes a checkpoint; see :class:`~coordinator.checkpoint.Saving`."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the next round is to be kept."""
+
+    def begin_round(self, ranks: Sequence[int]) -> None:
+        """A round begins whose answers carry the ranks' own states."""
+
+    def note(self, rank: int, extra: m.Extra | None, payload: m.Payload | None = None) -> None:
+        """A rank's part has come."""
+
+    def commit(self, payload: m.Payload | None) -> None:
+        """The round has settled what is in it."""
+
+    def cancel(self) -> None:
+        """The round failed."""
+
+
 class RoundKeeper:
     """Runs one averaging round at a time.
 
@@ -216,7 +235,7 @@ class RoundKeeper:
         own_time: What rounds cost the coordinator's thread.
     """
 
-    def __init__(self, core: Core, saving: Saving) -> None:
+    def __init__(self, core: Core, saving: SavesOfRounds) -> None:
         self._core = core
         self._saving = saving
         self.own_time = OwnTime(core)
@@ -511,7 +530,7 @@ class RoundKeeper:
 
 
 class Limits:
-    """Sends each rank the limit that the :class:`~coordinator.ranks.Gate` gives it."""
+    """Sends each rank the limit that the :class:`~coordinator.state.Gate` gives it."""
 
     def __init__(self, core: Core, rounds: RoundKeeper) -> None:
         self._core = core

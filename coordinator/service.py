@@ -32,8 +32,7 @@ from coordinator.messages import (
     Send,
 )
 from coordinator.metrics import EpochMetrics
-from coordinator.ranks import Statistics
-from coordinator.state import Failure
+from coordinator.state import Failure, Statistics
 
 logger = logging.getLogger(__name__)
 

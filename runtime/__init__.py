@@ -4,7 +4,7 @@ from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.metrics import EpochMetrics, RankMetrics
-from coordinator.ranks import RankStatistics, Statistics
+from coordinator.state import RankStatistics, Statistics
 from runtime.collective import Collective, ReduceOp, create_collectives
 from runtime.core.context import WorkerLogFilter, current_worker, record_scalar
 from runtime.core.errors import (

@@ -14,7 +14,7 @@ import torch
 
 from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
-from coordinator.ranks import Statistics
+from coordinator.state import Statistics
 from runtime.checkpoint.writer import save_once
 from runtime.config import TrainConfig
 from runtime.core.checks import check_float, check_path

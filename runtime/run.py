@@ -20,8 +20,8 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics
-from coordinator.ranks import Statistics
 from coordinator.service import Inbox, Service
+from coordinator.state import Statistics
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective, create_collectives

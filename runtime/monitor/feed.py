@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from coordinator.metrics import EpochMetrics
-from coordinator.ranks import Statistics
+from coordinator.state import Statistics
 from runtime.timeline.events import Event, Kind, RunFacts
 from runtime.timeline.export import one_line
 from runtime.timeline.page import embedded

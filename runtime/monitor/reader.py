@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from coordinator.metrics import EpochMetrics
-from coordinator.ranks import Statistics
+from coordinator.state import Statistics
 from runtime.device.memory import MEMORY
 from runtime.monitor.feed import End, Happenings, Json, WatchedRun
 from runtime.timeline.events import Cause, TimelineSummary

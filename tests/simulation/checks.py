@@ -10,8 +10,7 @@ from coordinator.config import ApplyPolicy
 from coordinator.dispatch import count_batches
 from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import Average, Command, PublishEpoch, Send
-from coordinator.ranks import RankState
-from coordinator.state import Failure
+from coordinator.state import Failure, RankState
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.saves import BEFORE, SaveChecks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from coordinator import messages as m
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool
-from coordinator.ranks import Gate
 from coordinator.rounds import Round
+from coordinator.state import Gate
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly
 from tests.simulation.harness import Simulation

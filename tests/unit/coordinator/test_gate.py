@@ -7,7 +7,7 @@ import pytest
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.pool import ChunkPool
-from coordinator.ranks import Gate, Rank, RankState
+from coordinator.state import Gate, Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 

@@ -10,8 +10,7 @@ from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.errors import AveragingFailed
 from coordinator.machine import Coordinator
 from coordinator.messages import FINAL_ROUND, AbortCollective, Average, PublishEpoch, Send
-from coordinator.ranks import Rank, RankState
-from coordinator.state import Phase
+from coordinator.state import Phase, Rank, RankState
 
 EMPTY = m.Payload(params=())
 CPU, THREAD = AverageBackend.CPU, AverageBackend.THREAD
