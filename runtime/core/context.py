@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 _local = threading.local()
 
@@ -43,13 +44,19 @@ class CurrentWorker(Protocol):
 
     @property
     def current_version(self) -> int:
-        """Averagings that the replica has taken part in."""
+        """Averaging rounds taken."""
 
     def set_lr(self, lr: float) -> None:
         """See :meth:`runtime.GpuWorker.set_lr`."""
 
     def scale_lr(self, factor: float) -> None:
         """See :meth:`runtime.GpuWorker.scale_lr`."""
+
+    def set_lr_scale(self, scale: float) -> None:
+        """See :meth:`runtime.GpuWorker.set_lr_scale`."""
+
+    def set_scheduler(self, factory: Callable[[torch.optim.Optimizer], LRScheduler]) -> None:
+        """See :meth:`runtime.GpuWorker.set_scheduler`."""
 
     def record_scalar(self, name: str, value: float | torch.Tensor) -> None:
         """See :func:`record_scalar`."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime import WorkerLogFilter, current_worker
-from runtime.core.context import LoaderView, worker_context
+from runtime.core.context import CurrentWorker, LoaderView, worker_context
 from tests.support.running import WAIT_S, builder, count_up
 
 FORMAT = "%(levelname)s %(worker)s%(message)s"
@@ -85,3 +85,17 @@ def test_records_can_be_sent_to_another_process(log):
     logger, handler = log
     builder(train=lambda m, b: logger.info("x") or count_up(m, b)).run().join(WAIT_S)
     assert pickle.loads(pickle.dumps(handler.records[0])).rank == handler.records[0].rank
+
+
+def test_the_current_worker_has_what_its_protocol_promises():
+    promised = {*vars(CurrentWorker), *CurrentWorker.__annotations__}
+    promised = {name for name in promised if not name.startswith("_")}
+    missing = []
+
+    def train_fn(model, batch):
+        missing.extend(name for name in promised if not hasattr(current_worker(), name))
+        return count_up(model, batch)
+
+    builder(train=train_fn, ranks=1).run().join(WAIT_S)
+    assert missing == []
+    assert promised >= {"rank", "generator", "record_scalar", "forget_graphs", "current_lr"}
