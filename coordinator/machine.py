@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from coordinator import messages as m
 from coordinator.checkpoint import Saving, restore_run
-from coordinator.config import AverageBackend, CoordinatorConfig
+from coordinator.config import CoordinatorConfig
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
@@ -111,14 +111,13 @@ class Coordinator:
             case m.ParamSnapshot():
                 if event.report is not None:
                     self._on_report(event.report)
-                self._rounds.on_snapshot(event)
+                self._take_reply(event, now)
             case m.Averaged():
                 self._on_averaged(event, now)
             case m.SyncAck():
                 if event.report is not None:
                     self._on_report(event.report)
-                if not self._rounds.on_ack(event, now):
-                    self._give_up(now, counts=not self._rounds.round.doomed)
+                self._take_reply(event, now)
             case m.Captured():
                 if event.report is not None:
                     self._on_report(event.report)
@@ -157,8 +156,13 @@ class Coordinator:
             self._ending.on_averaged(event)
         elif event.round == SAVE_ROUND:
             self._saving.on_averaged(event)
-        elif not self._rounds.on_averaged(event, now):
-            self._give_up(now)
+        else:
+            self._take_reply(event, now)
+
+    def _take_reply(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> None:
+        if not self._rounds.take(event, now):
+            # A round in which a rank died is not held against the run.
+            self._give_up(now, counts=not self._rounds.round.doomed)
 
     def _on_ready(self, event: m.Ready) -> None:
         rank = self._core.ranks[event.rank]
@@ -270,7 +274,7 @@ class Coordinator:
             now: The time.
             counts: Whether that is held against the run; not if a rank died in it.
         """
-        rnd, broken = self._rounds.round, self._rounds.round.state is RoundState.SYNCING
+        rnd, broken = self._rounds.round, self._rounds.transport.waits
         for rank in self._rounds.give_up():
             self._core.send(rank, m.Rollback(round=rnd.id))
         if not counts:
@@ -291,12 +295,8 @@ class Coordinator:
 
     def _remedy(self) -> str:
         c = self._core.config
-        on_cpu = c.backend is AverageBackend.CPU
-        name, value = (
-            ("snapshot_timeout", c.snapshot_timeout_s)
-            if on_cpu
-            else ("collective_timeout", c.collective_timeout_s)
-        )
+        name = self._rounds.transport.timeout
+        value = getattr(c, f"{name}_s")
         return f"raise {name} ({value:g} s) or max_failed_rounds if the steps are long"
 
     def _on_tick(self, now: float) -> None:
@@ -382,7 +382,7 @@ class Coordinator:
         if orphan is not None:
             self._rounds.start(now, orphan, self._epochs.per_epoch(orphan))
             return
-        if not self._epochs.all_published and self._core.config.backend is not AverageBackend.CPU:
+        if not self._epochs.all_published and self._rounds.transport.waits:
             return  # peers would wait for the lead, which is evaluating, inside the collective
         oldest = self._core.pool.oldest
         if oldest is not None and not self._core.pool.fully_trained(oldest):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from coordinator import messages as m
 from coordinator.averaging import usable_weights
@@ -132,7 +133,6 @@ class Round:
         generation: int,
         evaluate: int | None,
         checkpoint: int | None,
-        deadline: float | None,
         capture: bool = False,
     ) -> None:
         """Start the next round."""
@@ -146,7 +146,7 @@ class Round:
         self.evaluate = evaluate
         self.checkpoint = checkpoint
         self.capture = capture
-        self.deadline = deadline
+        self.deadline = None
         self.snapshots = {}
         self.acks = {}
         self.divergences = {}
@@ -199,13 +199,6 @@ class Round:
 
 _NONE = (None, None)
 
-OWN_SHARE, RATED_PER_S = 0.012, 1000.0
-"""Part of a core that the coordinator's thread may take for averaging rounds where all ranks
-together train so many batches a second or more. It takes the interpreter from the ranks then,
-which no clock of theirs sees. With fewer batches it may take more: what averaging seldom costs in
-quality follows the batches between two rounds and not the time. Measured on LeNet with 2 workers
-on 2 cores, half of the batches between two rounds bring the efficiency from 0.955 to 0.925."""
-
 
 class SavesOfRounds(Protocol):
     """How a round becomes a checkpoint; see :class:`~coordinator.checkpoint.Saving`."""
@@ -227,11 +220,303 @@ class SavesOfRounds(Protocol):
         """The round failed."""
 
 
+class Progress(Enum):
+    """What a reply, or a death, has made of the round in progress."""
+
+    WAITING = "waiting"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Transport(ABC):
+    """How an averaging round travels between the ranks.
+
+    It asks each rank for its part, takes the replies, and says what becomes of the round when a
+    rank dies. Whatever it knows of a round stands in the :class:`Round`. The machine asks what a
+    transport can do, never which one it is.
+
+    Args:
+        core: The machine's state.
+        saving: The checkpoints, some of which are made of a round.
+        round: The round in progress, reused from one to the next.
+
+    Attributes:
+        first: The state in which a round begins.
+        waits: Whether ranks wait for each other inside a round, in a group that a failed
+            round breaks, with limits that were told when it began.
+        timeout: The setting that bounds how long an answer may take.
+    """
+
+    first: ClassVar[RoundState]
+    waits: ClassVar[bool]
+    timeout: ClassVar[str]
+
+    def __init__(self, core: Core, saving: SavesOfRounds, round: Round) -> None:
+        self._core = core
+        self._saving = saving
+        self._round = round
+
+    @property
+    @abstractmethod
+    def patience_s(self) -> float:
+        """How long an answer may take before it counts as late, in seconds."""
+
+    @abstractmethod
+    def ask(self, now: float) -> None:
+        """The round has begun: ask each of its ranks for its part."""
+
+    @abstractmethod
+    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """Take a reply, or the average; one that belongs to another round changes nothing."""
+
+    @abstractmethod
+    def on_death(self, rank: int) -> Progress:
+        """A rank of the round in progress is dead."""
+
+    def holds(self, rank: int) -> bool:
+        """Whether the round in progress may still bring a dead rank's part into the result."""
+        return False
+
+    def undo(self) -> list[int]:
+        """The round is given up; returns the live ranks that must undo it."""
+        return []
+
+    def _commit(self) -> None:
+        """The average exists: what was in it is settled."""
+        core, rnd = self._core, self._round
+        core.num_averagings += 1
+        oldest = core.pool.oldest
+        if oldest is not None:
+            oldest.num_averagings += 1
+        if rnd.epoch is not None:
+            rnd.epoch.worked = True
+            rnd.epoch.lead = rnd.lead
+        for rank in rnd.ranks:
+            core.pool.settle(rank)
+            core.global_step += core.ranks[rank].round_batches
+
+
+class SnapshotTransport(Transport):
+    """Snapshots go to the coordinator, which averages them in the background.
+
+    No rank waits: each adds ``average - its own snapshot`` to its live parameters.
+    """
+
+    first = RoundState.COLLECTING
+    waits = False
+    timeout = "snapshot_timeout"
+
+    @property
+    def patience_s(self) -> float:
+        """At least three of the slowest rank's steps."""
+        c = self._core.config
+        slowest = max(self._core.elche.seconds_per_batch or (0.0,)) * c.accumulate
+        return max(c.snapshot_timeout_s, 3 * slowest)
+
+    def ask(self, now: float) -> None:
+        """Ask each rank for a snapshot."""
+        rnd = self._round
+        rnd.deadline = now + self.patience_s
+        for rank in rnd.ranks:
+            self._core.send(rank, m.RequestParams(round=rnd.id, capture=rnd.capture))
+
+    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """Collect snapshots, deliver their average, collect the acknowledgements."""
+        if isinstance(event, m.ParamSnapshot):
+            self._collect(event)
+            return Progress.WAITING
+        if isinstance(event, m.Averaged):
+            return self._deliver(event, now)
+        if self._round.accepts(event, RoundState.DELIVERING):
+            self._round.acks[event.rank] = event
+            if self._round.all_acks:
+                return Progress.DONE
+        return Progress.WAITING
+
+    def _collect(self, event: m.ParamSnapshot) -> None:
+        """A rank's state has come; with the last of them the average is computed."""
+        rnd = self._round
+        if not rnd.accepts(event, RoundState.COLLECTING):
+            return
+        rnd.snapshots[event.rank] = event
+        self._core.ranks[event.rank].freeze()
+        self._core.pool.freeze(event.rank)
+        if rnd.capture:
+            self._saving.note(event.rank, event.extra)
+        if rnd.all_snapshots:
+            rnd.move(RoundState.COMPUTING)
+            rnd.deadline = None
+            order = [rnd.snapshots[r] for r in rnd.ranks]
+            self._core.out.append(
+                Average(
+                    round=rnd.id,
+                    ranks=rnd.ranks,
+                    payloads=tuple(s.payload for s in order),
+                    weights=tuple(
+                        usable_weights([s.round_weight if s.healthy else None for s in order])
+                    ),
+                    squares=tuple(s.squares for s in order),
+                    keep=rnd.capture,
+                )
+            )
+
+    def _deliver(self, event: m.Averaged, now: float) -> Progress:
+        """The average is there, or could not be computed."""
+        rnd = self._round
+        if event.round != rnd.id or rnd.state is not RoundState.COMPUTING:
+            return Progress.WAITING
+        rnd.forget_tensors()
+        if event.average is None:
+            return Progress.FAILED
+        rnd.move(RoundState.DELIVERING)
+        rnd.deadline = now + self.patience_s
+        rnd.divergences = dict(event.divergences)
+        rnd.average_s = event.compute_s
+        self._commit()
+        if rnd.capture:
+            self._saving.commit(event.kept)
+        self._core.gate.new_round()
+        for rank in rnd.ranks:
+            info, lead = self._core.ranks[rank], rank == rnd.lead
+            info.commit_freeze()
+            allowance = self._core.gate.allowance(rank)
+            info.set_limit(allowance.limit)
+            self._core.send(
+                rank,
+                m.Update(
+                    round=event.round,
+                    average=event.average,
+                    num_samples=event.num_samples,
+                    allowance=allowance,
+                    evaluate=rnd.evaluate if lead else None,
+                    checkpoint=rnd.checkpoint if lead else None,
+                ),
+            )
+            self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
+        return Progress.WAITING
+
+    def on_death(self, rank: int) -> Progress:
+        """What its snapshot holds is lost with the rank, unless the average is out."""
+        rnd = self._round
+        if rnd.state is not RoundState.DELIVERING:
+            return Progress.FAILED
+        rnd.drop(rank)
+        return Progress.DONE if rnd.all_acks else Progress.WAITING
+
+
+class CollectiveTransport(Transport):
+    """The ranks average among themselves, in a collective where each waits for all others."""
+
+    first = RoundState.SYNCING
+    waits = True
+    timeout = "collective_timeout"
+
+    @property
+    def patience_s(self) -> float:
+        """What a rank waits for its peers in the collective."""
+        return self._core.config.collective_timeout_s
+
+    def ask(self, now: float) -> None:
+        """Send each rank into the collective. The collective has a timeout of its own."""
+        rnd = self._round
+        rnd.deadline = None
+        for rank in rnd.ranks:
+            allowance, lead = self._core.gate.allowance(rank), rank == rnd.lead
+            rnd.limits[rank] = allowance.limit
+            self._core.send(
+                rank,
+                m.SyncNow(
+                    round=rnd.id,
+                    allowance=allowance,
+                    evaluate=rnd.evaluate if lead else None,
+                    checkpoint=rnd.checkpoint if lead else None,
+                    capture=rnd.capture,
+                ),
+            )
+
+    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """A rank has left the collective, with the average or without."""
+        rnd = self._round
+        if not isinstance(event, m.SyncAck) or not rnd.accepts(event, RoundState.SYNCING):
+            return Progress.WAITING
+        # The worker reported all it had trained before it joined.
+        self._core.ranks[event.rank].enter_round()
+        self._core.ranks[event.rank].set_limit(rnd.limits[event.rank])
+        self._core.pool.freeze(event.rank)
+        if rnd.capture and event.ok:
+            self._saving.note(event.rank, event.extra, event.average)
+        rnd.acks[event.rank] = replace(event, extra=None, average=None)
+        if rnd.all_acks:
+            return self._end()
+        if not event.ok and rnd.deadline is None:
+            rnd.deadline = now + self.patience_s
+        return Progress.WAITING
+
+    def _end(self) -> Progress:
+        """Every rank has left the collective."""
+        rnd = self._round
+        if rnd.doomed or not all(ack.ok for ack in rnd.acks.values()):
+            return Progress.FAILED
+        self._commit()
+        if rnd.capture:
+            self._saving.commit(None)
+        for rank in rnd.ranks:
+            if self._core.is_live(rank):
+                self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
+        return Progress.DONE
+
+    def on_death(self, rank: int) -> Progress:
+        """A rank's part counts if it said what that was: the others have it, or it is undone."""
+        rnd = self._round
+        if not self._has_joined(rank):
+            rnd.doomed = True
+            rnd.drop(rank)
+        return self._end() if rnd.all_acks else Progress.WAITING
+
+    def holds(self, rank: int) -> bool:
+        """Whether it has left the collective with the average."""
+        return not self._round.doomed and self._has_joined(rank)
+
+    def _has_joined(self, rank: int) -> bool:
+        ack = self._round.acks.get(rank)
+        return ack is not None and ack.ok
+
+    def undo(self) -> list[int]:
+        """Break the group: some ranks may still wait in it, others have the average."""
+        rnd = self._round
+        self._core.out.append(AbortCollective(generation=rnd.generation))
+        undo: list[int] = []
+        for rank, ack in rnd.acks.items():
+            info = self._core.ranks[rank]
+            info.since_round += info.round_batches
+            info.compute_since_round += info.round_compute_s
+            if ack.ok and self._core.is_live(rank):
+                undo.append(rank)
+        return undo
+
+
+TRANSPORTS: dict[AverageBackend, type[Transport]] = {
+    AverageBackend.CPU: SnapshotTransport,
+    AverageBackend.THREAD: CollectiveTransport,
+    AverageBackend.GLOO: CollectiveTransport,
+    AverageBackend.NCCL: CollectiveTransport,
+}
+"""What carries a round out over each backend."""
+
+OWN_SHARE, RATED_PER_S = 0.012, 1000.0
+"""Part of a core that the coordinator's thread may take for averaging rounds where all ranks
+together train so many batches a second or more. It takes the interpreter from the ranks then,
+which no clock of theirs sees. With fewer batches it may take more: what averaging seldom costs in
+quality follows the batches between two rounds and not the time. Measured on LeNet with 2 workers
+on 2 cores, half of the batches between two rounds bring the efficiency from 0.955 to 0.925."""
+
+
 class RoundKeeper:
-    """Runs one averaging round at a time.
+    """Runs one averaging round at a time, over the transport of the run.
 
     Attributes:
         round: The round in progress, or the last one.
+        transport: How it travels.
         own_time: What rounds cost the coordinator's thread.
     """
 
@@ -240,6 +525,7 @@ class RoundKeeper:
         self._saving = saving
         self.own_time = OwnTime(core)
         self.round = Round()
+        self.transport = TRANSPORTS[core.config.backend](core, saving, self.round)
 
     def start(
         self, now: float, epoch: Epoch | None = None, work: tuple[int | None, int | None] = _NONE
@@ -253,37 +539,24 @@ class RoundKeeper:
         """
         evaluate, checkpoint = work
         ranks = tuple(r.rank for r in self._core.live)
-        on_cpu = self._core.config.backend is AverageBackend.CPU
-        deadline = now + self._patience_s() if on_cpu else None
         if capture := self._saving.due:
             self._saving.begin_round(ranks)
         self.round.begin(
-            RoundState.COLLECTING if on_cpu else RoundState.SYNCING,
+            self.transport.first,
             ranks,
             epoch=epoch,
             generation=self._core.generation,
             evaluate=evaluate,
             checkpoint=checkpoint,
-            deadline=deadline,
             capture=capture,
         )
         self._core.gate.new_round()
-        for rank in ranks:
-            if on_cpu:
-                self._core.send(rank, m.RequestParams(round=self.round.id, capture=capture))
-                continue
-            allowance, lead = self._core.gate.allowance(rank), rank == ranks[0]
-            self.round.limits[rank] = allowance.limit
-            self._core.send(
-                rank,
-                m.SyncNow(
-                    round=self.round.id,
-                    allowance=allowance,
-                    evaluate=evaluate if lead else None,
-                    checkpoint=checkpoint if lead else None,
-                    capture=capture,
-                ),
-            )
+        self.transport.ask(now)
+
+    @property
+    def limits_stand(self) -> bool:
+        """Whether the ranks' limits are left alone: one could be read against either round."""
+        return self.round.in_flight and self.transport.waits
 
     @property
     def acks_may_wait(self) -> bool:
@@ -299,12 +572,24 @@ class RoundKeeper:
             return False
         return all(r.num_queued > 0 for r in core.live)
 
-    def _patience_s(self) -> float:
-        """How long an answer may take before it counts as late."""
-        if self._core.config.backend is not AverageBackend.CPU:
-            return self._core.config.collective_timeout_s
-        slowest = max(self._core.elche.seconds_per_batch or (0.0,)) * self._core.config.accumulate
-        return max(self._core.config.snapshot_timeout_s, 3 * slowest)
+    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> bool:
+        """Take a reply to the round; returns False if the round must be given up."""
+        return self._went_on(self.transport.take(event, now))
+
+    def on_death(self, rank: int) -> bool:
+        """A rank of the round may be dead; returns False if the round must be given up."""
+        if not self.round.in_flight or rank not in self.round.ranks:
+            return True
+        return self._went_on(self.transport.on_death(rank))
+
+    def _went_on(self, progress: Progress) -> bool:
+        if progress is Progress.DONE:
+            self._end_round()
+        return progress is not Progress.FAILED
+
+    def holds(self, rank: int) -> bool:
+        """Whether the round in progress may still bring a dead rank's part into the result."""
+        return self.round.in_flight and self.transport.holds(rank)
 
     def late(self, now: float) -> tuple[int, ...]:
         """The deadline of a round has passed that cannot be given up before all have answered.
@@ -313,150 +598,13 @@ class RoundKeeper:
             The ranks that it waits for, but for a lead that evaluates.
         """
         rnd = self.round
-        rnd.deadline = now + self._patience_s()
+        rnd.deadline = now + self.transport.patience_s
         busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NONE else -1
         missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
         if missing:
             rnd.num_failed += 1
             self._core.num_failed_rounds += 1
         return missing
-
-    def on_snapshot(self, event: m.ParamSnapshot) -> None:
-        """A rank's state has come; with the last of them the average is computed."""
-        if not self.round.accepts(event, RoundState.COLLECTING):
-            return
-        self.round.snapshots[event.rank] = event
-        self._core.ranks[event.rank].freeze()
-        self._core.pool.freeze(event.rank)
-        if self.round.capture:
-            self._saving.note(event.rank, event.extra)
-        if self.round.all_snapshots:
-            self.round.move(RoundState.COMPUTING)
-            self.round.deadline = None
-            order = [self.round.snapshots[r] for r in self.round.ranks]
-            self._core.out.append(
-                Average(
-                    round=self.round.id,
-                    ranks=self.round.ranks,
-                    payloads=tuple(s.payload for s in order),
-                    weights=tuple(
-                        usable_weights([s.round_weight if s.healthy else None for s in order])
-                    ),
-                    squares=tuple(s.squares for s in order),
-                    keep=self.round.capture,
-                )
-            )
-
-    def on_averaged(self, event: m.Averaged, now: float) -> bool:
-        """The average is there, or could not be computed; returns whether the round goes on."""
-        if event.round != self.round.id or self.round.state is not RoundState.COMPUTING:
-            return True
-        self.round.forget_tensors()
-        if event.average is None:
-            return False
-        self.round.move(RoundState.DELIVERING)
-        self.round.deadline = now + self._patience_s()
-        self.round.divergences = dict(event.divergences)
-        self.round.average_s = event.compute_s
-        self._commit(self.round.ranks)
-        if self.round.capture:
-            self._saving.commit(event.kept)
-        self._core.gate.new_round()
-        for rank in self.round.ranks:
-            info, lead = self._core.ranks[rank], rank == self.round.lead
-            info.commit_freeze()
-            allowance = self._core.gate.allowance(rank)
-            info.set_limit(allowance.limit)
-            self._core.send(
-                rank,
-                m.Update(
-                    round=event.round,
-                    average=event.average,
-                    num_samples=event.num_samples,
-                    allowance=allowance,
-                    evaluate=self.round.evaluate if lead else None,
-                    checkpoint=self.round.checkpoint if lead else None,
-                ),
-            )
-            self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
-        return True
-
-    def on_ack(self, event: m.SyncAck, now: float) -> bool:
-        """A rank has done its part; returns False if the round must be given up."""
-        if self.round.accepts(event, RoundState.SYNCING):
-            # The worker reported all it had trained before it joined.
-            self._core.ranks[event.rank].enter_round()
-            self._core.ranks[event.rank].set_limit(self.round.limits[event.rank])
-            self._core.pool.freeze(event.rank)
-            if self.round.capture and event.ok:
-                self._saving.note(event.rank, event.extra, event.average)
-            self.round.acks[event.rank] = replace(event, extra=None, average=None)
-            if self.round.all_acks:
-                return self._end_sync()
-            if not event.ok and self.round.deadline is None:
-                self.round.deadline = now + self._patience_s()
-            return True
-        if self.round.accepts(event, RoundState.DELIVERING):
-            self.round.acks[event.rank] = event
-            if self.round.all_acks:
-                self._end_round()
-        return True
-
-    def _end_sync(self) -> bool:
-        """Every rank has left the collective; returns whether all of them have the average."""
-        if self.round.doomed or not all(ack.ok for ack in self.round.acks.values()):
-            return False
-        self._commit(self.round.ranks)
-        if self.round.capture:
-            self._saving.commit(None)
-        for rank in self.round.ranks:
-            if self._core.is_live(rank):
-                self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
-        self._end_round()
-        return True
-
-    def on_death(self, rank: int) -> bool:
-        """A rank of the round may be dead; returns False if the round must be given up.
-
-        What its snapshot holds is lost with it unless the average is out. In a collective
-        its part counts if it said what that was: the others have it, or it is undone.
-        """
-        rnd = self.round
-        if not rnd.in_flight or rank not in rnd.ranks:
-            return True
-        if rnd.state is RoundState.SYNCING:
-            if not self._has_joined(rank):
-                rnd.doomed = True
-                rnd.drop(rank)
-            return not rnd.all_acks or self._end_sync()
-        if rnd.state is not RoundState.DELIVERING:
-            return False
-        rnd.drop(rank)
-        if rnd.all_acks:
-            self._end_round()
-        return True
-
-    def _has_joined(self, rank: int) -> bool:
-        ack = self.round.acks.get(rank)
-        return ack is not None and ack.ok
-
-    def holds(self, rank: int) -> bool:
-        """Whether the round in progress may still bring a dead rank's part into the result."""
-        rnd = self.round
-        return rnd.state is RoundState.SYNCING and not rnd.doomed and self._has_joined(rank)
-
-    def _commit(self, ranks: Sequence[int]) -> None:
-        """The average exists: what was in it is settled."""
-        self._core.num_averagings += 1
-        oldest = self._core.pool.oldest
-        if oldest is not None:
-            oldest.num_averagings += 1
-        if self.round.epoch is not None:
-            self.round.epoch.worked = True
-            self.round.epoch.lead = self.round.lead
-        for rank in ranks:
-            self._core.pool.settle(rank)
-            self._core.global_step += self._core.ranks[rank].round_batches
 
     def _end_round(self) -> None:
         """Every rank has acknowledged: learn from the round."""
@@ -495,7 +643,7 @@ class RoundKeeper:
         # As with the computation, a core that it takes is one of theirs.
         return self.own_time.take() * max(weight, 1 / len(self.round.ranks))
 
-    def give_up(self) -> tuple[int, ...]:
+    def give_up(self) -> list[int]:
         """The round failed: every rank keeps its own weights and what it trained waits.
 
         Returns:
@@ -504,15 +652,7 @@ class RoundKeeper:
         rnd = self.round
         if rnd.capture:
             self._saving.cancel()
-        undo: list[int] = []
-        if rnd.state is RoundState.SYNCING:
-            self._core.out.append(AbortCollective(generation=rnd.generation))
-            for rank, ack in rnd.acks.items():
-                info = self._core.ranks[rank]
-                info.since_round += info.round_batches
-                info.compute_since_round += info.round_compute_s
-                if ack.ok and self._core.is_live(rank):
-                    undo.append(rank)
+        undo = self.transport.undo()
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.forget_tensors()
@@ -523,7 +663,7 @@ class RoundKeeper:
         for info in self._core.ranks:
             if info.state is RankState.DEAD:
                 self._core.pool.take_back(info.rank, self._core.elche.shares)
-        return tuple(undo)
+        return undo
 
 
 # -- How far each rank may run, told to the ranks --
@@ -547,11 +687,10 @@ class Limits:
 
     def readjust(self) -> None:
         """Tell every rank anew how far it may go, and whose count makes a round due."""
-        state = self._rounds.round.state
         if self._core.alone or self._core.lockstep or self._core.phase is Phase.STARTING:
             return
-        if state is RoundState.SYNCING:
-            return  # done when the round ends: a limit could be read against either round
+        if self._rounds.limits_stand:
+            return  # done when the round ends
         live = self._core.live
         self._core.gate.new_round()
         for rank in live:
@@ -561,10 +700,7 @@ class Limits:
 
     def adjust(self) -> None:
         """Tell those ranks whose limit has changed."""
-        # Between SyncNow and its acknowledgement a limit could be read against either round.
-        if not self._core.gate.limits:
-            return
-        if self._core.alone or self._rounds.round.state is RoundState.SYNCING:
+        if not self._core.gate.limits or self._core.alone or self._rounds.limits_stand:
             return
         live = self._core.live
         for rank in live:

@@ -25,7 +25,7 @@ LEGAL = {
 
 def begun(state=RoundState.COLLECTING, ranks=(0, 1)):
     rnd = Round()
-    rnd.begin(state, ranks, epoch=None, generation=0, evaluate=None, checkpoint=None, deadline=None)
+    rnd.begin(state, ranks, epoch=None, generation=0, evaluate=None, checkpoint=None)
     return rnd
 
 
@@ -55,7 +55,6 @@ def test_a_round_does_not_begin_while_another_is_in_flight():
             generation=0,
             evaluate=None,
             checkpoint=None,
-            deadline=None,
         )
 
 
@@ -71,7 +70,6 @@ def test_every_round_has_its_own_id_and_starts_empty():
         generation=0,
         evaluate=2,
         checkpoint=None,
-        deadline=None,
     )
     assert rnd.id == 2
     assert (rnd.snapshots, rnd.acks, rnd.divergences) == ({}, {}, {})  # D28
@@ -88,7 +86,6 @@ def test_a_reply_to_an_old_round_is_refused():
         generation=0,
         evaluate=None,
         checkpoint=None,
-        deadline=None,
     )
     assert not rnd.accepts(snapshot(round_id=1), RoundState.COLLECTING)
     assert rnd.accepts(snapshot(round_id=2), RoundState.COLLECTING)
