@@ -79,8 +79,8 @@ class GradientReducer:
     """Averages gradients over the ranks through one flat tensor.
 
     They are weighted by samples, or by what :class:`~runtime.core.weight.WindowWeight` says: as
-    soon as one rank's loss has a weight, each such rank multiplies its gradients by its weight for each
-    sample, which lies in one more element, and the reduced gradients are divided by what that
+    soon as one rank's loss has a weight, each such rank multiplies its gradients by its weight for
+    each sample, which lies in one more element, and the reduced gradients are divided by what that
     element became. The ranks agree on it as they meet, and nothing else changes without weights.
 
     Behind the gradients of the first dtype lies a flag for each parameter: a parameter
