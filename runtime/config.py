@@ -173,7 +173,7 @@ class TrainConfig:
         """
         c = self.coordinator
         for name in ("batch_size", "num_epochs"):
-            if getattr(c, name) == 0:
+            if not getattr(c, name):
                 raise ValueError(f"{name} is not set: call .{name}(n) before .run()")
         world = len(devices)
         if c.drop_last and num_samples < c.batch_size:
