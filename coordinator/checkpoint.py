@@ -11,12 +11,13 @@ report would change are noted when the rank's part arrives.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator import messages as m
-from coordinator.dispatch import BatchSet, compress
+from coordinator.dispatch import BatchSet, compress, count_batches
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
 from coordinator.pool import Epoch
@@ -93,6 +94,7 @@ def capture_run(
         epochs.append(state)
     return {
         "world_size": len(core.ranks),
+        "saved_ranks": sorted(notes),
         "global_step": core.global_step - num_late,
         "num_windows": core.num_windows if step is None else step,
         "num_averagings": core.num_averagings - undone,
@@ -175,6 +177,257 @@ def _lost_since(
         int(epoch.tally.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
         for rank in died
     )
+
+
+# -- what a state must be ------------------------------------------------------------
+
+Check = Callable[[Any, str], None]
+"""Raises ``ValueError`` unless a value is as it must be; the second argument names its place."""
+
+
+def refuse(where: str, value: object, wanted: str) -> None:
+    """Raise the error that names a place, what stands there and what belongs there."""
+    raise ValueError(f"{where} is {value!r:.80}, where {wanted} belongs")
+
+
+_MOST = 2**62
+
+
+def whole(low: int = 0, high: int | None = None) -> Check:
+    """A whole number from ``low`` to ``high``."""
+
+    def check(value: Any, where: str) -> None:
+        most = _MOST if high is None else high
+        fits = type(value) is int and low <= value <= most
+        if not fits:
+            end = "up" if high is None else f"to {high}"
+            refuse(where, value, f"a whole number from {low} {end}")
+
+    return check
+
+
+def real(low: float | None = None) -> Check:
+    """A number; finite and from ``low`` up where a lowest one is given."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) not in (int, float):
+            refuse(where, value, "a number")
+        if low is not None and not (math.isfinite(value) and value >= low):
+            refuse(where, value, f"a finite number from {low:g} up")
+
+    return check
+
+
+def of_type(kind: type) -> Check:
+    """A value of exactly this type."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) is not kind:
+            refuse(where, value, f"a value of type {kind.__name__}")
+
+    return check
+
+
+def either(check: Check) -> Check:
+    """``None``, or what another check allows."""
+    return lambda value, where: None if value is None else check(value, where)
+
+
+def items(check: Check, length: int | None = None) -> Check:
+    """A list or tuple, of that length where one is given."""
+
+    def check_all(values: Any, where: str) -> None:
+        if not isinstance(values, (list, tuple)):
+            refuse(where, values, "a list")
+        if length is not None and len(values) != length:
+            raise ValueError(f"{where} has {len(values)} entries, where {length} belong")
+        for i, value in enumerate(values):
+            check(value, f"{where}[{i}]")
+
+    return check_all
+
+
+def mapping(key: Check, value: Check) -> Check:
+    """A dictionary, each key and value of which is as it must be."""
+
+    def check_all(values: Any, where: str) -> None:
+        if not isinstance(values, Mapping):
+            refuse(where, values, "a dictionary")
+        for name, found in values.items():
+            key(name, f"a key of {where}")
+            value(found, f"{where}[{name!r}]")
+
+    return check_all
+
+
+def record(fields: Mapping[str, Check], *, may: Mapping[str, Check] | None = None) -> Check:
+    """A dictionary with these fields, and perhaps some others.
+
+    Args:
+        fields: What must be there.
+        may: What may be there. Fields that neither names are let alone.
+    """
+
+    def check_all(values: Any, where: str) -> None:
+        if not isinstance(values, Mapping):
+            refuse(where, values, "a dictionary")
+        for name, check in fields.items():
+            if name not in values:
+                raise ValueError(f"{where} has no {name!r}")
+            check(values[name], f"{where}[{name!r}]")
+        for name, check in (may or {}).items():
+            if name in values:
+                check(values[name], f"{where}[{name!r}]")
+
+    return check_all
+
+
+_COUNTS = {"num_batches": whole(), "num_samples": whole(), "compute_s": real(0.0)}
+_SUMS = record(
+    {
+        **_COUNTS,
+        "num_skipped": whole(),
+        "loss_sum": items(real()),
+        "loss_samples": lambda v, w: _check_weight(v, w),
+        "scalars": mapping(of_type(str), lambda v, w: _check_scalar(v, w)),
+    }
+)
+_RANK_TOTALS = record({**_COUNTS, "sync_s": real(0.0), "num_throttles": whole()})
+_RANK_METRICS = record({**_COUNTS, "rank": whole(), "avg_loss": real(), "throughput": real(0.0)})
+
+
+def _check_scalar(value: Any, where: str) -> None:
+    items(lambda _, __: None, 2)(value, where)
+    items(real())(value[0], f"{where}[0]")
+    _check_weight(value[1], f"{where}[1]")
+
+
+def _check_weight(value: Any, where: str) -> None:
+    """A sum of weights: a number, or the parts whose sum it is."""
+    (items(real()) if isinstance(value, list) else real(0.0))(value, where)
+
+
+def check_run(
+    state: Any, *, num_samples: int, batch_size: int, drop_last: bool, num_rank_states: int
+) -> None:
+    """Refuse a state that :func:`capture_run` cannot have given.
+
+    Args:
+        state: What was read.
+        num_samples: Length of the data set that it was written with.
+        batch_size: Samples in a batch.
+        drop_last: Whether an epoch's short batch was left out.
+        num_rank_states: How many ranks' own states the checkpoint holds.
+
+    Raises:
+        ValueError: Names the first field that is missing, of another type or out of range, or
+            that contradicts another one.
+    """
+    num_batches = count_batches(num_samples, batch_size, drop_last=drop_last)
+    record({"world_size": whole(1)})(state, "run")
+    world = state["world_size"]
+    elche = {
+        "anchor": whole(1),
+        "floor": whole(1),
+        "growth_held": of_type(bool),
+        "seconds": items(real(0.0), world),
+        "suspects": items(whole(-1), world),
+    }
+    record(
+        {
+            "global_step": whole(),
+            "num_windows": whole(),
+            "num_averagings": whole(),
+            "num_failed_rounds": whole(),
+            "next_epoch": whole(),
+            "elapsed_s": real(0.0),
+            "elche": record(elche),
+            "guard": record({"row": items(real())}),
+            "ranks": items(_RANK_TOTALS, world),
+            "metrics": items(_metrics_check(num_samples)),
+            "epochs": items(_epoch_check(world, num_samples, num_batches)),
+        },
+        may={"saved_ranks": items(whole(0, world - 1), num_rank_states)},
+    )(state, "run")
+    if not 1 <= num_rank_states <= world:
+        raise ValueError(f"it holds the states of {num_rank_states} ranks of {world}")
+    closed, next_epoch = len(state["metrics"]), state["next_epoch"]
+    for number, metrics in enumerate(state["metrics"]):
+        if metrics["epoch"] != number:
+            refuse(f"run['metrics'][{number}]['epoch']", metrics["epoch"], str(number))
+    opened = [epoch["epoch"] for epoch in state["epochs"]]
+    if opened != [closed + i for i in range(len(opened))] or closed + len(opened) != next_epoch:
+        raise ValueError(
+            f"run['epochs'] are {opened}, where all from {closed}, the number of closed ones, to "
+            f"run['next_epoch'] = {next_epoch} belong"
+        )
+    if state["global_step"] > num_batches * next_epoch:
+        most = num_batches * next_epoch
+        refuse("run['global_step']", state["global_step"], f"at most {most}")
+
+
+def _metrics_check(num_samples: int) -> Check:
+    fields = {
+        "epoch": whole(),
+        "avg_loss": real(),
+        "scalars": mapping(of_type(str), real()),
+        "per_rank": items(_RANK_METRICS),
+        "epoch_s": real(0.0),
+        "num_samples": whole(0, num_samples),
+        "num_retrained": whole(),
+        "num_skipped": whole(),
+        "num_averagings": whole(),
+        "per_rank_throughput": items(real(0.0)),
+        "per_rank_batch_share": items(real(0.0)),
+        "devices": items(of_type(str)),
+    }
+
+    def check(value: Any, where: str) -> None:
+        record(fields)(value, where)
+        _only_fields(EpochMetrics, value, where)
+        for i, rank in enumerate(value["per_rank"]):
+            _only_fields(RankMetrics, rank, f"{where}['per_rank'][{i}]")
+
+    return check
+
+
+def _only_fields(kind: type, value: Mapping[str, Any], where: str) -> None:
+    unknown = set(value) - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise ValueError(f"{where} has {sorted(map(str, unknown))}, which {kind.__name__} has not")
+
+
+def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
+    batch = whole(0, num_batches)
+    fields = {
+        "epoch": whole(),
+        "epoch_s": either(real(0.0)),
+        "consumed": items(items(batch, 2)),
+        "num_samples": whole(0, num_samples),
+        "num_retrained": whole(),
+        "num_averagings": whole(),
+        "tally": record({"ranks": items(_SUMS, world)}),
+        "quotas": either(items(whole(), world)),
+        "parts": either(mapping(whole(0, world - 1), items(items(batch, 3)))),
+    }
+
+    def check(value: Any, where: str) -> None:
+        record(fields)(value, where)
+        end = 0
+        for i, (start, stop) in enumerate(value["consumed"]):
+            if not end <= start < stop:
+                refuse(f"{where}['consumed'][{i}]", [start, stop], "a range behind the last one")
+            end = stop
+        taken = set(_expand(value["consumed"]))
+        for rank, spans in (value["parts"] or {}).items():
+            if not all(step >= 1 for _, _, step in spans):
+                refuse(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
+            for b in _order(range(*span) for span in spans):
+                if b in taken:
+                    raise ValueError(f"{where}['parts'][{rank}] holds batch {b}, which is taken")
+                taken.add(b)
+
+    return check
 
 
 # -- going on ------------------------------------------------------------------------

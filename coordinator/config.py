@@ -26,7 +26,8 @@ class AverageBackend(Enum):
     """The transport of an averaging."""
 
     AUTO = "auto"
-    """The coordinator chooses, and says why."""
+    """A rule chooses before the run starts, by the devices and the policy; see
+    :func:`choose_backend`, which also gives the reason."""
     CPU = "cpu"
     """Snapshots are averaged by the coordinator; no rank waits for another."""
     THREAD = "thread"

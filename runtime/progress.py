@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from coordinator.metrics import EpochMetrics
+from runtime.loggers.base import RunLogger
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ class MetricsThread:
     """Hands closed epochs to the user.
 
     Args:
-        metrics_fn: ``f(EpochMetrics)``; ``False`` asks for a stop.
+        metrics_fn: ``f(EpochMetrics)``; ``False`` asks for a stop. A logger is closed after
+            the last epoch, on this thread, unless another run has it too.
         on_stop: Called when it returned ``False``.
         progress: ``True``: a bar on a terminal, else a log line an epoch; ``None``: a bar
             on a terminal, else nothing.
@@ -63,8 +65,15 @@ class MetricsThread:
     def start(self) -> None:
         """Start the thread, if there is anything for it to do."""
         if self._metrics_fn is not None or self._with_bar or self._with_lines:
-            self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+            if isinstance(self._metrics_fn, RunLogger):
+                self._metrics_fn.begin_run()
+            try:
+                thread.start()
+            except BaseException:
+                self._end_logger()
+                raise
+            self._thread = thread
 
     def owns(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` is the one that runs the metrics function."""
@@ -101,7 +110,15 @@ class MetricsThread:
         try:
             self._hand_out()
         finally:
+            self._end_logger()
             self._ends.put(True)
+
+    def _end_logger(self) -> None:
+        if isinstance(self._metrics_fn, RunLogger):
+            try:
+                self._metrics_fn.end_run()
+            except BaseException:  # the run's result does not depend on it
+                logger.exception("%r could not be closed", self._metrics_fn)
 
     def _hand_out(self) -> None:
         bar: Any = _Bar(total=self._total, unit="batch", leave=True) if self._with_bar else None

@@ -197,6 +197,7 @@ class Run:
         started = False
         INTERRUPTS.add(self)
         try:
+            self._saves.claim()
             for context in self._contexts:
                 context.follow_caller()
             self._data_path.start(lambda rank: partial(self._outboxes[rank].put, WAKE))
@@ -215,6 +216,7 @@ class Run:
                 # A thread could not be started: the run ends as if that worker had died.
                 self._end_missing_workers()
             else:
+                self._saves.release()
                 self._take_down()
                 self._recording.finish(stopped=False, error=sys.exception())
             raise

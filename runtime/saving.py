@@ -212,6 +212,20 @@ class Saves:
             self._tickets[self._num_tickets] = ticket
             return self._num_tickets, ticket
 
+    def claim(self) -> None:
+        """The run begins: keep other runs out of its directory until :meth:`close`.
+
+        Raises:
+            CheckpointError: Another live run has it.
+        """
+        if self._writer is not None:
+            self._writer.claim()
+
+    def release(self) -> None:
+        """The run could not begin: give its directory up."""
+        if self._writer is not None:
+            self._writer.close(0.0)
+
     def abandon(self) -> None:
         """Let :meth:`close` wait no longer; takes no lock."""
         self._abandoned = True

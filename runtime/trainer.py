@@ -148,7 +148,7 @@ class TrainerBuilder:
         return self._set(policy=p)
 
     def backend(self, b: AverageBackend) -> TrainerBuilder:
-        """Over what they average (default ``AUTO``: chosen, with the reason)."""
+        """Over what they average (default ``AUTO``: by devices and policy, before the run)."""
         if not isinstance(b, AverageBackend):
             raise TypeError(f"backend({b!r}): pass AverageBackend.AUTO, CPU, THREAD, GLOO or NCCL")
         return self._set(requested_backend=b)
@@ -281,7 +281,10 @@ class TrainerBuilder:
 
     def metrics_fn(self, f: Callable[[EpochMetrics], object]) -> TrainerBuilder:
         """``f(EpochMetrics)`` once an epoch, on a thread of its own; returning ``False``
-        ends the run. If it raises, that is logged and training goes on."""
+        ends the run. If it raises, that is logged and training goes on. A
+        :class:`~runtime.TensorBoardLogger`, :class:`~runtime.CsvLogger` or
+        :class:`~runtime.CombinedLogger`, or one of a class derived from them, is closed when
+        the run is over, and can be used again; nothing else is, whatever methods it has."""
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -190,9 +191,14 @@ def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
 
     Raises:
         OSError: It cannot be read.
-        CheckpointError: Not a regular file, or longer than ``limit_bytes``.
+        CheckpointError: A link, not a regular file, or longer than ``limit_bytes``.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError("a link, which is not followed") from error
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -234,6 +240,50 @@ def _is_still(path: Path, fd: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
         return False
+
+
+class DirectoryLock:
+    """One live run's claim to a directory, which the system takes away with the process.
+
+    It is an advisory lock of the directory itself (flock(2)) and leaves no file behind. On a
+    file system without such locks, as some network file systems are, it holds nobody off.
+
+    Args:
+        path: The directory, which is made if needed.
+
+    Raises:
+        CheckpointError: Another live run has it, in this process or another.
+        OSError: The directory cannot be made or opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        make_directory(path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                os.close(fd)
+                raise CheckpointError(
+                    f"{path} is the checkpoint_dir of another run that is still going on, in this "
+                    "process or another: each would remove the other's checkpoints. Name another "
+                    "directory, or wait for the end of that run"
+                ) from None
+            if error.errno not in _NO_LOCKS:
+                os.close(fd)
+                raise
+        # Frees it also where the run that has it is garbage before it has begun.
+        self._release = weakref.finalize(self, _unlock, fd)
+
+    def release(self) -> None:
+        """Give the directory up. Idempotent; from any thread."""
+        self._release()
+
+
+def _unlock(fd: int) -> None:
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have a copy of the descriptor
+    os.close(fd)
 
 
 def _lock(fd: int, *, wait: bool) -> bool:

@@ -188,10 +188,10 @@ class Manifest:
                 or _dump({**body, "sha256": digest}) != content
             ):
                 raise CheckpointError("its SHA-256 does not agree")
-            files = {n: (int(f["bytes"]), str(f["sha256"])) for n, f in body["files"].items()}
+            files = {n: (_count(f["bytes"]), str(f["sha256"])) for n, f in body["files"].items()}
             found = cls(
-                epoch=int(body["epoch"]),
-                global_step=int(body["global_step"]),
+                epoch=_count(body["epoch"]),
+                global_step=_count(body["global_step"]),
                 files=files,
                 about=dict(body["about"]),
             )
@@ -217,5 +217,34 @@ class Manifest:
                 raise CheckpointError(f"its entry of {name} is no size and SHA-256")
 
 
+def _count(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r:.80} in place of a whole number")
+    return value
+
+
 def _dump(body: dict[str, Any]) -> bytes:
     return (json.dumps(body, indent=1) + "\n").encode()
+
+
+def numpy_state(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What NumPy takes, of the state of its global generator in a checkpoint."""
+    numbers: dict[str, Any] = _unpacked(saved)
+    if numbers["bit_generator"] == "MT19937":
+        numbers["state"]["key"] = numbers["state"]["key"].astype(np.uint32)
+    return numbers
+
+
+def packed_arrays(value: Any) -> Any:
+    """The state of a NumPy generator, of whichever kind, with tensors in place of arrays."""
+    if isinstance(value, dict):
+        return {name: packed_arrays(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.uint64).view(np.int64))
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _unpacked(item) for name, item in value.items()}
+    return value.numpy().view(np.uint64) if isinstance(value, Tensor) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,24 @@ class Loaded:
         return self.path.name
 
 
-def load_newest(path: str | Path, *, missing_ok: bool = False) -> Loaded | None:
+def load_newest(
+    path: str | Path,
+    *,
+    missing_ok: bool = False,
+    check: Callable[[CheckpointData], None] | None = None,
+) -> Loaded | None:
     """Read the newest complete checkpoint. Blocks; needs memory for it and for its largest
     file once more.
 
-    A checkpoint that is torn or altered anywhere is refused with a warning that names the
-    file, and the one before it is taken. A file is parsed only after its SHA-256 agreed, and
-    pickles only with ``weights_only=True``: nothing in them is ever called.
+    A checkpoint that is torn or altered anywhere, or whose content ``check`` refuses, is
+    refused with a warning that names the file, and the one before it is taken. A file is
+    parsed only after its SHA-256 agreed, and pickles only with ``weights_only=True``: nothing in
+    them is ever called. Links in the directory are not followed; ``path`` itself may be one.
 
     Args:
         path: A directory of checkpoints, or one checkpoint's own.
         missing_ok: Give ``None`` where there is no checkpoint, whole or torn.
+        check: Raises ``ValueError`` where the content cannot be gone on from.
 
     Raises:
         CheckpointError: There is none, or every one was refused; each is named.
@@ -74,10 +82,17 @@ def load_newest(path: str | Path, *, missing_ok: bool = False) -> Loaded | None:
             if candidate.name in refused:
                 continue
             try:
+                if candidate is not directory and candidate.is_symlink():
+                    raise CheckpointError(f"{candidate}: a link, which is not followed")
                 data = _read(candidate)
-            except CheckpointError as error:
-                refused[candidate.name] = str(error)
-                logger.warning("checkpoint refused: %s", error)
+                if check is not None:
+                    check(data)
+            except (CheckpointError, ValueError) as error:
+                reason = str(error)
+                if not isinstance(error, CheckpointError):
+                    reason = f"{candidate}: {error}"
+                refused[candidate.name] = reason
+                logger.warning("checkpoint refused: %s", reason)
             else:
                 return Loaded(data=data, path=candidate, refused=tuple(refused.values()))
         if all(candidate.exists() for candidate in found):
@@ -150,7 +165,7 @@ def _reason(error: Exception) -> str:
 
 def _check_size(file: Path, size_bytes: int) -> None:
     try:
-        found = file.stat().st_size
+        found = file.lstat().st_size
     except OSError as error:
         raise CheckpointError(f"{file}: {_reason(error)}") from error
     if found != size_bytes:

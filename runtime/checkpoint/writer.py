@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from runtime.checkpoint.files import DirectoryLock
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.store import remove_old, write_checkpoint
 from runtime.core.errors import CheckpointError, without_frames
@@ -53,6 +54,7 @@ class CheckpointWriter:
 
     def __init__(self, directory: str | Path, keep: int) -> None:
         self.directory = Path(directory)
+        self._lock: DirectoryLock | None = None
         self._keep = keep
         self._condition = threading.Condition()
         self._waiting: CheckpointData | None = None
@@ -64,6 +66,17 @@ class CheckpointWriter:
         self.last_error: BaseException | None = None
         self.newest: Path | None = None
         _LIVE.add(self)
+
+    def claim(self) -> None:
+        """Keep other runs out of the directory until this writer is closed and done.
+
+        Raises:
+            CheckpointError: Another live run has it.
+        """
+        try:
+            self._lock = DirectoryLock(self.directory)
+        except OSError as error:  # no checkpoint will be written either, which stops nothing
+            logger.warning("%s cannot be locked against other runs: %s", self.directory, error)
 
     def submit(self, data: CheckpointData) -> None:
         """Write this as soon as what is being written is done. Returns at once.
@@ -91,6 +104,7 @@ class CheckpointWriter:
             with self._condition:
                 self._busy, self._waiting = False, None
                 self._failed(data, error)
+                self._unlock_if_over()
                 self._condition.notify_all()
 
     def _work(self) -> None:
@@ -99,6 +113,7 @@ class CheckpointWriter:
                 data, self._waiting = self._waiting, None
                 if data is None:
                     self._busy = False
+                    self._unlock_if_over()
                     self._condition.notify_all()
                     return
             self._write(data)
@@ -132,6 +147,11 @@ class CheckpointWriter:
         )
         self.last_error = without_frames(error)
 
+    def _unlock_if_over(self) -> None:
+        """Give the directory up, once nothing is written to it any more."""
+        if self._closed and not self._busy and self._lock is not None:
+            self._lock.release()
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything submitted is written or has failed; False: not in time."""
         with self._condition:
@@ -145,6 +165,7 @@ class CheckpointWriter:
         """
         with self._condition:
             self._closed = True
+            self._unlock_if_over()
         done = self.wait(timeout_s)
         if not done:
             logger.error("a checkpoint to %s is still not written", self.directory)

@@ -1,49 +1,17 @@
-"""What loggers tell of an epoch, under harmless names."""
+"""What loggers tell of an epoch, under harmless names, and how a run closes them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
 
 from coordinator.metrics import EpochMetrics
 
 logger = logging.getLogger(__name__)
-
-
-# -- Several functions where one is expected --
-
-
-class CombinedLogger:
-    """Hands each epoch to several loggers or functions, for ``metrics_fn``.
-
-    One that raises is logged, and the others are called all the same.
-
-    Args:
-        functions: Each as ``metrics_fn`` takes it, called in this order.
-
-    Raises:
-        TypeError: One of them cannot be called.
-    """
-
-    def __init__(self, *functions: Callable[[EpochMetrics], object]) -> None:
-        for function in functions:
-            if not callable(function):
-                raise TypeError(
-                    f"CombinedLogger({function!r:.80}): pass loggers or functions f(EpochMetrics)"
-                )
-        self._functions = functions
-
-    def __call__(self, metrics: EpochMetrics) -> bool:
-        """Call all of them; ``False``, which ends the run, if one returned ``False``."""
-        goes_on = True
-        for function in self._functions:
-            try:
-                goes_on = function(metrics) is not False and goes_on
-            except Exception:
-                logger.exception("%r failed for epoch %d", function, metrics.epoch)
-        return goes_on
-
 
 Number = int | float
 
@@ -73,6 +41,49 @@ def rank_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
             yield f"rank{rank.rank}/{name}", value
 
 
+_RUNS = threading.Lock()  # of the counts of all loggers, for a moment each
+
+
+class RunLogger:
+    """What a run closes when it is over, if it was given it as ``metrics_fn``.
+
+    A logger that several runs share is closed with the last of them. Any thread may call it.
+    """
+
+    _num_runs = 0
+
+    def __call__(self, metrics: EpochMetrics) -> object:
+        """Write an epoch; ``False`` ends the run."""
+        raise NotImplementedError
+
+    def begin_run(self) -> None:
+        """A run will call it; called by the run."""
+        with _RUNS:
+            self._num_runs += 1
+
+    def end_run(self) -> None:
+        """A run has called it for the last time; called by the run, once."""
+        with _RUNS:
+            self._num_runs -= 1
+            last = self._num_runs == 0
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of what is open. Idempotent; a later call opens it anew."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
 class Names:
     """Names for scalars: harmless, and different for what differs.
 
@@ -98,3 +109,62 @@ class Names:
             self._given[name] = given
             self._used.add(given)
         return given
+
+
+# -- Several functions where one is expected --
+
+
+class CombinedLogger(RunLogger):
+    """Hands each epoch to several loggers or functions, for ``metrics_fn``.
+
+    One that raises is logged, and the others are called all the same. At the end of the run,
+    or by :meth:`close`, the loggers of this package among them, and of classes derived from
+    them, are closed; other functions and objects are left alone.
+
+    Args:
+        functions: Each as ``metrics_fn`` takes it, called in this order.
+
+    Raises:
+        TypeError: One of them cannot be called.
+    """
+
+    def __init__(self, *functions: Callable[[EpochMetrics], object]) -> None:
+        for function in functions:
+            if not callable(function):
+                raise TypeError(
+                    f"CombinedLogger({function!r:.80}): pass loggers or functions f(EpochMetrics)"
+                )
+        self._functions = functions
+
+    def __call__(self, metrics: EpochMetrics) -> bool:
+        """Call all of them; ``False``, which ends the run, if one returned ``False``."""
+        goes_on = True
+        for function in self._functions:
+            try:
+                goes_on = function(metrics) is not False and goes_on
+            except Exception:
+                logger.exception("%r failed for epoch %d", function, metrics.epoch)
+        return goes_on
+
+    def begin_run(self) -> None:
+        """A run will call it, and so each of them; called by the run."""
+        for log in self._loggers():
+            log.begin_run()
+
+    def end_run(self) -> None:
+        """A run has called it for the last time; called by the run, once."""
+        self._each(lambda log: log.end_run())
+
+    def close(self) -> None:
+        """Close each logger; one that raises is logged. Idempotent."""
+        self._each(lambda log: log.close())
+
+    def _loggers(self) -> list[RunLogger]:
+        return [function for function in self._functions if isinstance(function, RunLogger)]
+
+    def _each(self, close: Callable[[RunLogger], None]) -> None:
+        for log in self._loggers():
+            try:
+                close(log)
+            except Exception:
+                logger.exception("%r could not be closed", log)

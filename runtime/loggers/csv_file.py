@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from coordinator.metrics import EpochMetrics
 from runtime.core.checks import check_path
-from runtime.loggers.base import EPOCH_FIELDS, Names, epoch_values, rank_values
+from runtime.loggers.base import EPOCH_FIELDS, Names, RunLogger, epoch_values, rank_values
 from runtime.timeline.export import table_cell
 from runtime.timeline.timeline import write_text
 
@@ -20,7 +20,7 @@ FIRST_COLUMNS = ("epoch", "time", *EPOCH_FIELDS)
 _OF_RANK = re.compile(r"rank\d+/")
 
 
-class CsvLogger:
+class CsvLogger(RunLogger):
     """Writes one row an epoch into a CSV file, for ``metrics_fn``.
 
     Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
@@ -32,7 +32,7 @@ class CsvLogger:
 
     A file that exists is gone on with: rows are added, none is ever taken away. Epochs that a
     resumed run trains again therefore stand twice, and the later row counts. The file is
-    opened for each row and closed again, so that there is nothing to close and nothing is
+    opened for each row and closed again, so that :meth:`close` has nothing to do and nothing is
     lost; a row that a crash cut off is left, and the next one begins a line of its own. Any
     thread may call it; two loggers must not share a file.
 

@@ -6,12 +6,11 @@ import os
 import re
 import threading
 import weakref
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from coordinator.metrics import EpochMetrics
 from runtime.core.checks import check_directory, check_path, need
-from runtime.loggers.base import Names, epoch_values, rank_values
+from runtime.loggers.base import Names, RunLogger, epoch_values, rank_values
 from runtime.timeline.export import one_line
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _OWN = re.compile(r"(epoch|rank\d+)/")
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(RunLogger):
     """Writes the metrics of each epoch as scalars for TensorBoard, for ``metrics_fn``.
 
     Tags: ``epoch/avg_loss`` and the other numbers of the epoch, ``rank0/throughput`` and so
@@ -29,10 +28,12 @@ class TensorBoardLogger:
     control characters are written with escapes, long ones are cut.
 
     Each epoch is flushed when it is written, so that one that is never closed loses nothing.
-    :meth:`close`, leaving a ``with`` block, the end of the object or of the process ends the
-    writer's thread; a later call opens the files anew. A resumed run adds a file of its own to
-    the directory, and TensorBoard shows its epochs instead of those that came after the
-    checkpoint. Any thread may call it.
+    The end of the run that has it as ``metrics_fn``, alone or in a :class:`CombinedLogger`,
+    ends the writer's thread; of several runs at once, the end of the last. So do :meth:`close`,
+    leaving a ``with`` block, the end of the object and of the process, which is for a logger
+    that a function of your own calls. A later call opens a file anew. A resumed run adds a
+    file of its own to the directory, and TensorBoard shows its epochs instead of those that
+    came after the checkpoint. Any thread may call it.
 
     Args:
         log_dir: Directory of the event files; made if needed.
@@ -84,14 +85,3 @@ class TensorBoardLogger:
             finalizer, self._finalizer, self._writer = self._finalizer, None, None
         if finalizer is not None:
             finalizer()
-
-    def __enter__(self) -> TensorBoardLogger:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

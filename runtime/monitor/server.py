@@ -7,10 +7,12 @@ import errno
 import ipaddress
 import logging
 import re
+import resource
 import socket
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -227,6 +229,15 @@ class Viewers:
 
 THREAD_NAME = "monitor"
 MAX_VIEWERS = 64
+MAX_CONNECTIONS = 2 * MAX_VIEWERS
+"""A page that is opened asks for its parts beside the stream of those that are open."""
+SPARE_DESCRIPTORS = 256
+"""Left to the run below the process's limit, or a quarter of that if it is less."""
+HEADER_S = 5.0
+"""How long a connection may be open without a whole request."""
+STALLED_S = 30.0
+"""How long a page may read nothing of what it is being sent."""
+SWEEP_S = 0.5
 START_S = 10.0
 LOOK_S = 5.0
 CLOSE_S = 1.0
@@ -276,6 +287,7 @@ class Server:
         self._error: BaseException | None = None
         self._reader: Reader | None = None
         self._complained = False
+        self._connections: _Connections | None = None
 
     # -- any thread ------------------------------------------------------------------
 
@@ -332,6 +344,12 @@ class Server:
         """Whether it serves."""
         return self._thread.is_alive()
 
+    @property
+    def num_connections(self) -> int:
+        """How many are open, whatever they are for; from any thread."""
+        connections = self._connections
+        return 0 if connections is None else len(connections)
+
     def _send(self, action: Callable[[], None]) -> bool:
         """Have the server's thread do something; ``False`` where it does not serve."""
         with self._lock:
@@ -377,9 +395,11 @@ class Server:
             shutdown_timeout=CLOSE_S,
         )
         await runner.setup()
+        assert runner.server is not None
+        connections = self._connections = _Connections(self._listener, runner.server)
         looks = asyncio.create_task(self._look_on())
         try:
-            await web.SockSite(runner, self._listener).start()
+            connections.open()
             with self._lock:
                 self._loop = asyncio.get_running_loop()
                 if self._stopped:  # whoever started it waits no longer
@@ -393,21 +413,11 @@ class Server:
             self._try_to_look()  # the run may be over since the last look
             self._viewers.put(b"event: bye\ndata: {}\n\n")
             self._viewers.close()
-            await self._clean_up(runner)
-
-    async def _clean_up(self, runner: web.AppRunner) -> None:
-        """Let what is being sent go out for a while, then cut all connections."""
-        # Python 3.11 loses a connection that is being accepted when its server is closed: let
-        # no more in, and those that are in become known, first.
-        asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        await _turns()
-        server = runner.server
-        transports = [] if server is None else [c.transport for c in server.connections]
-        await runner.cleanup()
-        for transport in transports:
-            if transport is not None:
-                transport.abort()
-        await _turns()
+            # Let what is being sent go out for a while, then cut all connections.
+            await connections.stop_accepting()
+            await runner.cleanup()
+            connections.abort()
+            await _turns()
 
     def _leave(self) -> None:
         reader, self._reader = self._reader, None
@@ -484,13 +494,19 @@ class Server:
             )
         if request.method not in ("GET", "HEAD"):
             return _refusal(405, "This monitor can only be read.", Allow="GET, HEAD")
+        assert self._connections is not None
+        connection = self._connections.of(request.transport)
         try:
+            connection.answering = True
             return await handler(request)
         except web.HTTPException as error:
             return _refusal(error.status, error.reason)
         except Exception:
             self._complain()
             return _refusal(500, "The monitor failed: see the log of the run.")
+        finally:
+            connection.answering = False
+            connection.changed = asyncio.get_running_loop().time()
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         return _response(page.served_page(), "text/html")
@@ -529,6 +545,150 @@ class Server:
         finally:
             self._viewers.remove(viewer)
         return response
+
+
+@dataclass(slots=True)
+class _Connection:
+    """What is known of one: whether a handler works for it, how many bytes wait to be read,
+    and when either last changed."""
+
+    changed: float
+    answering: bool = False
+    waiting_bytes: int = 0
+
+
+class _Connections:
+    """Takes connections in, no more than a page needs, and closes those that are not used.
+
+    Somebody who opens many and sends nothing must not take the process's descriptors, which
+    the run shares. Above the limits nobody is taken in, and who comes waits in the system's
+    queue. In the event loop's thread alone, but for ``len()``.
+
+    Args:
+        listener: Where they come in.
+        make_protocol: Makes what speaks HTTP to one.
+    """
+
+    def __init__(
+        self, listener: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._open: dict[asyncio.BaseTransport, _Connection] = {}
+        self._entering: set[asyncio.Task[None]] = set()
+        self._accepting = self._closed = False
+        self._sweep_at: asyncio.TimerHandle | None = None
+        self._told: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._entering)
+
+    def open(self) -> None:
+        """Take in who comes, from now on."""
+        self._listener.setblocking(False)
+        self._go_on()
+
+    def of(self, transport: asyncio.BaseTransport | None) -> _Connection:
+        """What is known of a connection; of one that was cut just now, nothing."""
+        found = None if transport is None else self._open.get(transport)
+        return _Connection(self._loop.time()) if found is None else found
+
+    async def stop_accepting(self) -> None:
+        """Take nobody in any more; who is being taken in becomes known first."""
+        self._closed = True
+        self._pause()
+        if self._sweep_at is not None:
+            self._sweep_at.cancel()
+        while self._entering:
+            await asyncio.wait(self._entering)
+        await _turns()
+
+    def abort(self) -> None:
+        """Cut all of them, whatever they still have to be sent."""
+        for transport in self._open:
+            _abort(transport)
+
+    def _go_on(self) -> None:
+        if not self._accepting and not self._closed:
+            self._accepting = True
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _pause(self, why: str | None = None) -> None:
+        """Take nobody in until the next look; a reader that stayed would be called at once."""
+        if self._accepting:
+            self._accepting = False
+            self._loop.remove_reader(self._listener.fileno())
+        if why is not None:
+            if why not in self._told:
+                self._told.add(why)
+                logger.warning(
+                    "the monitor lets nobody in for now, since %s; the run goes on, and this is "
+                    "said once",
+                    why,
+                )
+            self._sweep_soon()
+
+    def _accept(self) -> None:
+        if len(self) >= MAX_CONNECTIONS:
+            self._pause(f"it has {MAX_CONNECTIONS} connections")
+            return
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._pause(f"the system has no more connections: {error.strerror}")
+            return
+        # The system gives the lowest number that is free: all below it are in use.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and sock.fileno() >= limit - min(
+            SPARE_DESCRIPTORS, limit // 4
+        ):
+            sock.close()
+            self._pause(f"the process nears its limit of {limit} descriptors for connections")
+            return
+        task = self._loop.create_task(self._enter(sock))
+        self._entering.add(task)
+        task.add_done_callback(self._entering.discard)
+
+    async def _enter(self, sock: socket.socket) -> None:
+        try:
+            sock.setblocking(False)
+            transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, sock)
+        except OSError:  # it was closed again
+            sock.close()
+            return
+        self._open[transport] = _Connection(self._loop.time())
+        self._sweep_soon()
+
+    def _sweep_soon(self) -> None:
+        if self._sweep_at is None and not self._closed:
+            self._sweep_at = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close what is not used, and forget what is closed."""
+        self._sweep_at = None
+        now = self._loop.time()
+        for transport, connection in list(self._open.items()):
+            assert isinstance(transport, asyncio.WriteTransport)
+            waiting_bytes = transport.get_write_buffer_size()
+            if transport.is_closing() and not waiting_bytes:
+                del self._open[transport]
+            elif waiting_bytes != connection.waiting_bytes:
+                connection.waiting_bytes, connection.changed = waiting_bytes, now
+            elif connection.answering and not waiting_bytes:
+                pass  # a page that waits for news
+            elif now - connection.changed > (STALLED_S if waiting_bytes else HEADER_S):
+                transport.abort()
+        if self._open:
+            self._sweep_soon()
+        self._go_on()
+
+
+def _abort(transport: asyncio.BaseTransport) -> None:
+    assert isinstance(transport, asyncio.WriteTransport)
+    transport.abort()
 
 
 async def _turns() -> None:

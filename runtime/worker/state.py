@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.format import plain
+from runtime.checkpoint.format import numpy_state, packed_arrays, plain
 from runtime.core.errors import CheckpointError
 from runtime.device.base import Device
 from runtime.device.values import ValueLog
@@ -198,7 +198,7 @@ def _generators(generator: torch.Generator, context: Device) -> State:
         "worker": generator.get_state(),
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": _packed(numbers),
+        "numpy": packed_arrays(numbers),
     }
     drawn = context.generator_state()
     if drawn is not None:
@@ -211,25 +211,7 @@ def _restore_process(saved: Mapping[str, Any], context: Device) -> None:
     if "device" in saved:
         context.set_generator_state(saved["device"])
     random.setstate(saved["python"])
-    numbers = _unpacked(saved["numpy"])
-    if numbers["bit_generator"] == "MT19937":
-        numbers["state"]["key"] = numbers["state"]["key"].astype(np.uint32)
     try:
-        np.random.set_state(numbers)
+        np.random.set_state(numpy_state(saved["numpy"]))
     except ValueError as error:
         logger.warning("NumPy's global generator is not that of the checkpoint: %s", error)
-
-
-def _packed(value: Any) -> Any:
-    """The state of a NumPy generator, of whichever kind, with tensors in place of arrays."""
-    if isinstance(value, dict):
-        return {name: _packed(item) for name, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.astype(np.uint64).view(np.int64))
-    return value
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _unpacked(item) for name, item in value.items()}
-    return value.numpy().view(np.uint64) if isinstance(value, Tensor) else value

@@ -87,6 +87,9 @@ ELSEWHERE = {
     "S21": [
         "tests/unit/checkpoint/test_resume_sync.py::test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been"
     ],
+    "S24": [
+        "tests/unit/timeline/test_runs.py::test_the_causes_of_each_rank_sum_to_the_time_of_the_run"
+    ],
     "S27": [
         "tests/unit/loop/test_data_parallel.py::test_fewer_samples_than_replicas_leave_the_rest_identical"
     ],
@@ -107,7 +110,6 @@ IN_PART = {
     ),
     "S10": "the cost is measured by a clock; events need a GPU",
     "S22": "reads of a value are counted on the CPU; waits of a stream need a GPU",
-    "S24": "reports alone: there is no timeline yet",
 }
 """Hazards of which a part is left out, and which."""
 

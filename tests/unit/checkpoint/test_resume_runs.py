@@ -282,4 +282,4 @@ def test_a_state_that_cannot_be_saved_is_reported_and_stops_nothing(way, tmp_pat
     assert len(state.metrics) == 3
     assert "odd" in str(state.checkpoint_errors[0])
     assert "no checkpoint could be made" in caplog.text
-    assert not (tmp_path / "own").exists()
+    assert list((tmp_path / "own").iterdir()) == []

@@ -14,7 +14,7 @@ import pytest
 from coordinator.metrics import EpochMetrics, RankMetrics
 from runtime import CombinedLogger, CsvLogger, TensorBoardLogger, record_scalar
 from runtime.loggers.csv_file import FIRST_COLUMNS
-from tests.support.running import WAIT_S, builder, count_up
+from tests.support.running import WAIT_S, Gate, builder, count_up
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -271,3 +271,164 @@ def test_one_of_several_may_end_the_run():
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(TypeError, match="pass loggers or functions"):
         CombinedLogger("run.csv")
+
+
+# -- the end of a run ----------------------------------------------------------------------------
+
+
+def writers():
+    """Threads of TensorBoard's writers."""
+    return [t for t in threading.enumerate() if type(t).__name__ == "_AsyncWriterThread"]
+
+
+class Closes(CsvLogger):
+    """Notes when it is closed, and how many epochs it had got."""
+
+    def __init__(self, path, error=None):
+        super().__init__(path)
+        self.error = error
+        self.num_epochs = 0
+        self.closed_after = []
+
+    def __call__(self, metrics):
+        super().__call__(metrics)
+        self.num_epochs += 1
+
+    def close(self):
+        self.closed_after.append(self.num_epochs)
+        if self.error is not None:
+            raise self.error
+
+
+@needs_tensorboard
+@pytest.mark.parametrize("end", ["finished", "stopped", "refused", "failed", "aborted"])
+def test_a_run_closes_the_logger_that_it_was_given(tmp_path, end):
+    log, opened = TensorBoardLogger(tmp_path), threading.Event()
+
+    def note(metrics):
+        opened.set()
+        return end != "refused"
+
+    def fit(model, batch):
+        if opened.is_set() and end == "failed":
+            raise RuntimeError("planted")
+        return count_up(model, batch)
+
+    handle = (
+        builder(train=fit, epochs=3 if end == "finished" else 10_000)
+        .metrics_fn(CombinedLogger(log, note))
+        .run()
+    )
+    assert opened.wait(WAIT_S)
+    if end == "stopped":
+        handle.stop()
+    elif end == "aborted":
+        handle._run.abort()
+    if end in ("failed", "aborted"):
+        with pytest.raises(RuntimeError):
+            handle.join(WAIT_S)
+    else:
+        handle.join(WAIT_S)
+    assert writers() == []
+    assert scalars_of(tmp_path)["epoch/avg_loss"][0][0] == 0
+
+
+@needs_tensorboard
+def test_a_logger_of_two_runs_is_closed_with_the_last(tmp_path):
+    log, gate = TensorBoardLogger(tmp_path), Gate()
+    slow = builder(train=gate, epochs=2).metrics_fn(log).run()
+    gate.await_entry()
+    builder(epochs=3).metrics_fn(CombinedLogger(log)).run().join(WAIT_S)
+    assert len(writers()) == 1
+    gate.opened.set()
+    slow.join(WAIT_S)
+    assert writers() == []
+    assert len(scalars_of(tmp_path)["epoch/avg_loss"]) == 5
+
+
+@needs_tensorboard
+def test_a_logger_can_be_used_again_after_a_run(tmp_path):
+    with TensorBoardLogger(tmp_path) as log:
+        builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
+        builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
+        assert writers() == []
+        log(metrics_of(7))
+        assert len(writers()) == 1
+    assert writers() == []
+    assert len(scalars_of(tmp_path)["epoch/avg_loss"]) == 5
+
+
+def test_every_logger_is_closed_once_after_the_last_epoch_whatever_another_raises(tmp_path, caplog):
+    one = Closes(tmp_path / "1.csv", OSError("planted: no space left"))
+    two, three = Closes(tmp_path / "2.csv"), Closes(tmp_path / "3.csv")
+    log = CombinedLogger(one, CombinedLogger(two), three)
+    with caplog.at_level(logging.ERROR, "runtime"):
+        state = builder(epochs=3).metrics_fn(log).run().join(WAIT_S)
+    assert [log.closed_after for log in (one, two, three)] == [[3], [3], [3]]
+    assert len(state.metrics) == 3
+    assert caplog.text.count("planted: no space left") == 1
+
+
+def test_an_error_in_close_is_logged_and_ends_nothing(tmp_path, caplog):
+    log = Closes(tmp_path / "1.csv", SystemExit("planted"))
+    with caplog.at_level(logging.ERROR, "runtime"):
+        state = builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
+    assert len(state.metrics) == 2
+    assert log.closed_after == [2]
+    assert "could not be closed" in caplog.text
+
+
+def test_what_is_no_logger_of_this_package_is_not_closed():
+    class Mine:
+        closed = False
+
+        def __call__(self, metrics):
+            pass
+
+        def close(self):
+            self.closed = True
+
+    alone, among = Mine(), Mine()
+    builder().metrics_fn(alone).run().join(WAIT_S)
+    with CombinedLogger(among) as log:
+        builder().metrics_fn(log).run().join(WAIT_S)
+    assert not alone.closed
+    assert not among.closed
+
+
+def test_a_run_that_cannot_start_leaves_the_logger_as_it_was(tmp_path, monkeypatch):
+    log = Closes(tmp_path / "1.csv")
+    real = threading.Thread.start
+    for name in ("metrics", "coordinator"):
+
+        def start(thread, name=name):
+            if thread.name == name:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start"):
+                builder().metrics_fn(log).run()
+    log.closed_after.clear()
+    builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
+    assert log.closed_after == [2]
+
+
+def test_a_function_that_does_not_return_delays_the_close_and_not_an_abort(tmp_path):
+    log, entered, opened = Closes(tmp_path / "1.csv"), threading.Event(), threading.Event()
+
+    def stuck(metrics):
+        entered.set()
+        assert opened.wait(WAIT_S)
+
+    handle = builder(epochs=10_000).metrics_fn(CombinedLogger(log, stuck)).run()
+    assert entered.wait(WAIT_S)
+    (thread,) = (t for t in threading.enumerate() if t.name == "metrics")
+    handle._run.abort()
+    with pytest.raises(RuntimeError, match="aborted"):
+        handle.join(WAIT_S)
+    assert log.closed_after == []
+    opened.set()
+    thread.join(WAIT_S)
+    assert log.closed_after == [log.num_epochs]

@@ -1,0 +1,403 @@
+"""Checkpoints whose every byte is as it was written, and which no run can have written."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import CheckpointError, WorkerFailed
+from runtime.checkpoint import format as manifest
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.resume import check_content
+from runtime.checkpoint.writer import save_once
+from tests.support.resuming import MarkingRun, marked
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
+
+ROOT = Path(__file__).parents[3]
+WAYS = {"sync": (SYNC, THREAD), "cadence": (CADENCE, OVER_CPU)}
+
+
+def cut_run(way):
+    """A run that was stopped in its second epoch, and its checkpoint."""
+    run = MarkingRun(n=60, way=WAYS[way])
+    return run, run.builder().max_steps(41)
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def written(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    run, b = cut_run(request.param)
+    b.checkpoint_dir(path).run().join(WAIT_S)
+    return request.param, run, load_newest(path).data
+
+
+def resumed(way, path):
+    rest = MarkingRun(n=60, way=WAYS[way])
+    before = set(threading.enumerate())
+    try:
+        return rest.builder().resume(path).run().join(WAIT_S)
+    finally:
+        assert set(threading.enumerate()) <= before
+
+
+def drop(*keys):
+    def edit(data):
+        target = data
+        for key in keys[:-1]:
+            target = target[key]
+        del target[keys[-1]]
+
+    return edit
+
+
+def put(value, *keys):
+    def edit(data):
+        target = data
+        for key in keys[:-1]:
+            target = target[key]
+        target[keys[-1]] = value
+
+    return edit
+
+
+def altered(data, edit):
+    """A copy of a checkpoint with one thing changed."""
+    parts = {
+        "run": copy.deepcopy(data.run),
+        "ranks": list(copy.deepcopy(data.ranks)),
+        "compatible": dict(data.compatible),
+    }
+    edit(parts)
+    return replace(
+        data, run=parts["run"], ranks=tuple(parts["ranks"]), compatible=parts["compatible"]
+    )
+
+
+FAULTS = {
+    "no epochs": (drop("run", "epochs"), r"run has no 'epochs'"),
+    "an epoch before the first": (put(-1, "run", "next_epoch"), r"\['next_epoch'\] is -1"),
+    "no ranks": (put([], "run", "ranks"), r"run\['ranks'\] has 0 entries, where 2"),
+    "no file of a rank": (drop("ranks", 1), r"\['saved_ranks'\] has 2 entries, where 1"),
+    "an open epoch is missing": (drop("run", "epochs", 0), r"run\['epochs'\] are"),
+    "a closed epoch is missing": (drop("run", "metrics", 0), r"\['metrics'\]|run\['epochs'\] are"),
+    "ranges that overlap": (
+        put([[0, 5], [3, 6]], "run", "epochs", 0, "consumed"),
+        r"\['consumed'\]\[1\] is \[3, 6\]",
+    ),
+    "a range outside": (
+        put([[0, 10**9]], "run", "epochs", 0, "consumed"),
+        r"\['consumed'\]\[0\]\[1\] is 1000000000",
+    ),
+    "a step that is none": (put(10**9, "run", "global_step"), r"\['global_step'\] is 1000000000"),
+    "a negative sum": (
+        put(-3, "run", "epochs", 0, "tally", "ranks", 0, "num_samples"),
+        r"\['num_samples'\] is -3",
+    ),
+    "no anchor": (drop("run", "elche", "anchor"), r"\['elche'\] has no 'anchor'"),
+    "an anchor that is none": (put(math.nan, "run", "elche", "anchor"), r"\['anchor'\] is nan"),
+    "speeds of another world": (put([1.0], "run", "elche", "seconds"), r"\['seconds'\] has 1"),
+    "metrics with more": (put(1, "run", "metrics", 0, "more"), r"has \['more'\], which"),
+    "a batch of nothing": (put(0, "compatible", "batch_size"), r"compatible\['batch_size'\] is 0"),
+    "no optimizer": (drop("ranks", 0, "optimizer"), r"rank 0 has no 'optimizer'"),
+    "a generator of lead": (
+        put(torch.zeros(3, dtype=torch.uint8), "ranks", 0, "generators", "torch"),
+        r"\['torch'\] is no state",
+    ),
+    "a rank that stands nowhere": (put([1, 2], "ranks", 1, "together"), r"\['together'\] has 2"),
+    "a buffer of text": (put({"b": "x"}, "ranks", 1, "buffers"), r"\['buffers'\]\['b'\] is 'x'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_content_that_no_run_can_have_written_is_refused_by_its_name(fault, written, tmp_path):
+    way, _, data = written
+    edit, message = FAULTS[fault]
+    save_once(tmp_path, altered(data, edit))
+    with pytest.raises(CheckpointError, match=message):
+        resumed(way, tmp_path)
+
+
+def test_the_one_before_a_refused_one_is_taken(written, tmp_path, caplog):
+    way, run, data = written
+    save_once(tmp_path, data)
+    save_once(tmp_path, altered(data, drop("run", "epochs")))
+    state = resumed(way, tmp_path)
+    assert "run has no 'epochs'" in caplog.text
+    assert marked(state.state_dict()) == run.all_samples()
+
+
+def places(value, at=()):
+    """Every place in nested dictionaries and lists."""
+    yield at
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from places(item, (*at, key))
+    elif isinstance(value, (list, tuple)) and len(value) < 100:
+        for i, item in enumerate(value):
+            yield from places(item, (*at, i))
+
+
+WRONG = [None, -1, 2**70, math.nan, "text", [], {}, [None], {"a": 1}, torch.zeros(2)]
+
+
+def test_whatever_stands_in_a_field_is_refused_or_restored_without_another_error(written):
+    """Each field of the machine's state is deleted, and replaced by values of every kind."""
+    way, run, data = written
+    _, b = cut_run(way)
+    config = b._config  # as a run has it, without one
+    assert check_content(data) is None
+    num_refused = num_taken = 0
+    for place in places(data.run):
+        for edit in (drop("run", *place), *(put(wrong, "run", *place) for wrong in WRONG)):
+            if not place:
+                continue
+            try:
+                tried = altered(data, edit)
+            except TypeError:  # a tuple
+                continue
+            try:
+                check_content(tried)
+            except ValueError:
+                num_refused += 1
+            else:
+                restore(config, run, tried)
+                num_taken += 1
+    assert num_refused > 5 * num_taken > 0
+
+
+def restore(config, run, data):
+    """What passes the check has to be something that a machine goes on from."""
+    cpu = torch.device("cpu")
+    made = config.for_run([cpu, cpu], run.n, AverageBackend.THREAD, 1.0)
+    Coordinator(made.coordinator, data.run)
+
+
+# -- what ranks and the manifest hold --------------------------------------------------------
+
+
+class One(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x[:, None].double() * self.w).mean()
+
+
+def adam_run(way):
+    return builder(
+        model=lambda device: One().to(device),
+        optim=lambda params: torch.optim.AdamW(params, lr=0.01),
+        train=lambda model, batch: model(batch[0]),
+        dataset=24,
+        epochs=3,
+        way=WAYS[way],
+    ).tune_allocator(False)
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def adam(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(f"adam-{request.param}")
+    adam_run(request.param).max_steps(17).checkpoint_dir(path).run().join(WAIT_S)
+    return request.param, load_newest(path).data
+
+
+def outcome_of(way, path):
+    """``None`` where it was refused by name; else the finished state."""
+    try:
+        return adam_run(way).resume(path).run().join(WAIT_S)
+    except CheckpointError:
+        return None
+    except WorkerFailed as error:
+        if isinstance(error.__cause__, CheckpointError):
+            return None
+        raise
+
+
+@pytest.mark.timeout(240)
+def test_whatever_stands_in_a_rank_is_refused_or_harmless(adam, tmp_path):
+    """Each field of a rank's own state is deleted, and replaced by values of every kind."""
+    way, data = adam
+    num_refused = num_taken = 0
+    for part in ("ranks", "compatible"):
+        root = data.ranks[0] if part == "ranks" else data.compatible
+        at = (part, 0) if part == "ranks" else (part,)
+        for place in places(root):
+            for edit in (drop(*at, *place), *(put(wrong, *at, *place) for wrong in WRONG)):
+                if not place:
+                    continue
+                try:
+                    tried = altered(data, edit)
+                except TypeError:  # a tuple
+                    continue
+                try:
+                    check_content(tried)
+                except ValueError:
+                    num_refused += 1
+                    continue
+                path = tmp_path / str(num_refused + num_taken)
+                save_once(path, tried)
+                state = outcome_of(way, path)
+                num_refused += state is None
+                num_taken += state is not None
+                if state is not None:
+                    assert torch.isfinite(state.params["w"]).all(), place
+                    assert [m.num_samples for m in state.metrics] == [24, 24, 24], place
+    assert num_refused > 4 * num_taken > 0
+
+
+JSON_WRONG = [None, -1, 2**70, math.nan, "text", [], {}, [None], True, 1.5]
+
+
+def test_whatever_stands_in_the_manifest_is_refused_or_harmless(adam, tmp_path):
+    """The same for the list of files, whose own digest is made anew."""
+    _, data = adam
+    file = save_once(tmp_path, data) / "manifest.json"
+    body = json.loads(file.read_bytes())
+    del body["sha256"]
+    taken = []
+    for place in places(body):
+        for edit in (drop(*place), *(put(wrong, *place) for wrong in JSON_WRONG)) if place else ():
+            tried = copy.deepcopy(body)
+            edit(tried)
+            text = manifest._dump(tried)
+            whole = {**tried, "sha256": hashlib.sha256(text).hexdigest()}
+            file.write_bytes(manifest._dump(whole))
+            try:
+                found = load_newest(tmp_path, check=check_content).data
+            except CheckpointError:
+                continue
+            assert (found.epoch, found.global_step) == (data.epoch, data.global_step)
+            taken.append(place[0])
+    assert set(taken) <= {"about", "version"}
+
+
+# -- links -------------------------------------------------------------------------------
+
+
+def test_links_out_of_the_directory_are_not_followed(written, tmp_path):
+    way, run, data = written
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    good = save_once(outside, data)
+    inside.mkdir()
+    (inside / good.name).symlink_to(good)
+    with pytest.raises(CheckpointError, match=f"{good.name}: a link, which is not followed"):
+        resumed(way, inside)
+    (inside / good.name).unlink()
+    copied = save_once(inside, data)
+    weights = copied / "weights.safetensors"
+    weights.unlink()
+    weights.symlink_to(good / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors: "):
+        resumed(way, inside)
+    # The name that the user gives may itself be one.
+    (tmp_path / "link").symlink_to(outside)
+    assert marked(resumed(way, tmp_path / "link").state_dict()) == run.all_samples()
+
+
+# -- two runs in one directory -------------------------------------------------------------
+
+
+def held_back():
+    """A run that stands in its first step, and what lets it go on."""
+    stands, may_go = threading.Event(), threading.Event()
+
+    def train(model, batch):
+        stands.set()
+        may_go.wait(WAIT_S)
+        return count_up(model, batch)
+
+    return train, stands, may_go
+
+
+def test_a_second_live_run_in_a_directory_is_refused_before_any_thread_starts(tmp_path):
+    train, stands, may_go = held_back()
+    first = builder(train=train).checkpoint_dir(tmp_path).run()
+    try:
+        assert stands.wait(WAIT_S)
+        before = set(threading.enumerate())
+        (tmp_path / "sub").mkdir()
+        for same in (tmp_path, tmp_path / "sub" / ".."):
+            with pytest.raises(CheckpointError, match="checkpoint_dir of another run"):
+                builder().checkpoint_dir(same).run()
+        assert set(threading.enumerate()) == before
+        builder().checkpoint_dir(tmp_path / "other").run().join(WAIT_S)
+    finally:
+        may_go.set()
+        first.join(WAIT_S)
+
+
+@pytest.mark.parametrize("end", ["well", "failed", "stopped", "aborted", "never begun"])
+def test_a_run_gives_its_directory_up_however_it_ends(end, tmp_path, monkeypatch):
+    train, stands, may_go = held_back()
+    if end == "never begun":
+        with monkeypatch.context() as patch:
+            patch.setattr("coordinator.service.Service.start", _cannot)
+            with pytest.raises(RuntimeError, match="no more threads"):
+                builder().checkpoint_dir(tmp_path).run()
+    elif end == "failed":
+        with pytest.raises(RuntimeError, match="planted"):
+            builder(train=_planted).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    else:
+        handle = builder(train=train).checkpoint_dir(tmp_path).run()
+        assert stands.wait(WAIT_S)
+        if end == "stopped":
+            handle.stop()
+        elif end == "aborted":
+            handle._run.abort()
+        may_go.set()
+        if end == "aborted":
+            with pytest.raises(RuntimeError):
+                handle.join(WAIT_S)
+        else:
+            handle.join(WAIT_S)
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+
+
+def _cannot(self):
+    raise RuntimeError("no more threads")
+
+
+def _planted(model, batch):
+    raise RuntimeError("planted")
+
+
+HOLDER = """
+import sys, threading, torch
+from runtime import Trainer
+
+def train(model, batch):
+    print("trains", flush=True)
+    threading.Event().wait()
+
+data = (torch.randn(40, 4), torch.randn(40, 1))
+Trainer.builder(
+    lambda device: torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, 0.1), train
+).dataset(data).batch_size(2).num_epochs(1).devices(["cpu"]).checkpoint_dir(sys.argv[1]).run().join()
+"""
+
+
+def test_another_process_holds_its_directory_until_it_is_killed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, env=environment
+    ) as process:
+        try:
+            assert process.stdout.readline() == b"trains\n"
+            with pytest.raises(CheckpointError, match="checkpoint_dir of another run"):
+                builder().checkpoint_dir(tmp_path).run()
+        finally:
+            process.kill()
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("step-")] == []
