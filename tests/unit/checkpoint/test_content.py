@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import CheckpointError, WorkerFailed
+from coordinator.machine import Coordinator
+from runtime import AverageBackend, CheckpointError, WorkerFailed
 from runtime.checkpoint import format as manifest
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.resume import check_content
