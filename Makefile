@@ -1,5 +1,6 @@
 # make demo   train on scikit-learn's digits, then with every policy and backend
 # make test   run the tests
+# make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make lint   ruff and mypy
 # make docs   build docs/ with the API reference into site/
 # make clean  remove the virtual environment and all caches
@@ -11,7 +12,7 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test browser lint format docs clean
+.PHONY: demo test test-gpu browser lint format docs clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
@@ -19,6 +20,9 @@ demo: $(VENV)/.stamp-examples
 
 test: $(VENV)/.stamp-test browser
 	$(PY) -m pytest
+
+test-gpu: $(VENV)/.stamp-test
+	$(PY) tests/gpu/run.py
 
 # For the tests of pages, which are skipped where there is none.
 browser:

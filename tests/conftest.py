@@ -12,6 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
+# The first optimizer of a process imports it, which takes many seconds on a busy machine:
+# here no test's time limit runs.
+import torch._dynamo
 import tqdm
 
 GRACE_S = 5.0

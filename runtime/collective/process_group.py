@@ -116,7 +116,8 @@ class ProcessGroupCollective(Collective):
                 assert isinstance(op, int)
                 options = self._options(_c10d.BroadcastOptions)
                 options.rootRank = op
-                self._wait(self._connected().broadcast([_as_bytes(request.tensors[0])], options))
+                whole = _as_bytes(request.tensors[0])  # held by a name, see _all_gather
+                self._wait(self._connected().broadcast([whole], options))
 
     def _connected(self) -> Any:
         backend = self._backend  # once: another thread may close this end
@@ -161,8 +162,11 @@ class ProcessGroupCollective(Collective):
 
     def _all_gather(self, output: Tensor, input: Tensor) -> None:
         options = self._options(_c10d.distributed_c10d.AllgatherOptions)
-        backend = self._connected()
-        self._wait(backend._allgather_base(_as_bytes(output), _as_bytes(input), options))
+        # Held by names until the operation is over. Else the only reference to each Python
+        # object would be the backend's, and its thread would end objects of this one: between
+        # threads PyTorch 2.11 crashed there.
+        whole, part = _as_bytes(output), _as_bytes(input)
+        self._wait(self._connected()._allgather_base(whole, part, options))
 
 
 def create_process_groups(world_size: int, timeout_s: float) -> list[ProcessGroupCollective]:

@@ -77,6 +77,7 @@ class Spoilt:
         self.steps = Counter()
         self.samples = Counter()
         self.fired = set()
+        self._all_fired = threading.Event()
 
     def __call__(self, model, batch):
         rank = current_worker().rank
@@ -89,6 +90,8 @@ class Spoilt:
         if not self._is_due(place):
             return count_pair(model, batch)
         self.fired.add(place)
+        if self.fired == self._at:
+            self._all_fired.set()
         if self._kind == "gradient":
             return -model.first.sum() - Blow.apply(model.second).sum()
         spoil = float("nan")
@@ -99,9 +102,10 @@ class Spoilt:
         return place in self._at
 
     def stop_while_held(self, run):
-        """Ask a run to stop while the batch is held; gives the handle."""
+        """Ask a run to stop while the batch is held, once all is spoilt; gives the handle."""
         handle = run.run()
         assert self.held.wait(WAIT_S), "the batch to hold was never reached"
+        assert self._all_fired.wait(WAIT_S), "another rank was never spoilt"
         handle.stop()
         self.opened.set()
         return handle

@@ -24,7 +24,7 @@ from tests.unit.collective.test_collectives import (
 )
 
 GPUS = [torch.device("cuda", i) for i in range(3)]
-SOON_S = 2.0
+SOON_S = 5.0
 
 
 class Scene:

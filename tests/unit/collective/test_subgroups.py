@@ -22,7 +22,7 @@ from tests.unit.collective.test_collectives import (
     values_of,
 )
 
-WAKE_S = 5.0
+WAKE_S = 10.0
 WAIT_S = 30.0
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

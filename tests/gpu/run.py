@@ -1,0 +1,149 @@
+"""Runs the tests of this folder on a GPU: ``python tests/gpu/run.py``, or ``make test-gpu``.
+
+Each file has a process of its own, since an error on a CUDA device stays with its process and
+would fail every test after it. A file that hangs, in C++ too, is ended and the next one runs.
+All output goes to one log as it comes; the end says what failed and what did not run. All is
+over within ``--minutes``, whatever happens.
+
+Exit status: 0 if every file passed, 1 if one failed or did not run, and 5, which pytest uses
+for a run without tests, if there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[2]
+# The core of the runtime first, since the rest stands on it.
+ORDER = (
+    *("streams", "prefetch", "no_sync", "runs", "memory", "graphs"),
+    *("nccl", "setup", "ddp", "fsdp"),
+)
+NO_GPU = 5
+RESERVE_S = 15.0
+"""Kept back of the whole time, for a process that is slow to die and for the summary."""
+PROBE_S = 60.0
+DEATH_S = 4.0
+"""How long a process may take to write its stacks, and again to be gone."""
+TAIL_LINES = 30
+
+
+def in_order(directory: Path) -> list[Path]:
+    """The folder's test files, those of ``ORDER`` first."""
+    names = [f"test_{name}.py" for name in ORDER]
+    rank = {name: i for i, name in enumerate(names)}
+    return sorted(
+        directory.glob("test_*.py"), key=lambda path: (rank.get(path.name, len(rank)), path.name)
+    )
+
+
+def run(command: Sequence[str], limit_s: float, log: IO[bytes]) -> int | None:
+    """Runs a command that writes to the log; its exit status, or ``None`` if it was ended."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        process_group=0,  # what it starts ends with it
+    )
+    try:
+        return process.wait(max(limit_s, 0.0))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # pytest's faulthandler writes where it hangs
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(DEATH_S)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # in the driver's hands
+            process.wait(DEATH_S)
+
+
+def find_gpu(log: IO[bytes]) -> bool:
+    """Asks in a process of its own, since a broken driver may hang."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return run([sys.executable, "-c", code], PROBE_S, log) == 0
+
+
+def run_file(path: Path, limit_s: float, log: IO[bytes]) -> str:
+    """Runs one file's tests; what became of them."""
+    # Nothing is captured: what is held back would be lost with a process that dies.
+    options = ["-v", "--tb=short", "--capture=no", "--timeout-method=thread"]
+    pytest = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
+    status = run([*pytest, *options, str(path)], limit_s, log)
+    if status is None:
+        return f"ended after {limit_s:.0f} s"
+    if status < 0:
+        return f"died of {signal.Signals(-status).name}"
+    return "passed" if status == 0 else f"failed (exit status {status})"
+
+
+def tail(path: Path, start: int) -> str:
+    """The last lines that were written to the log since ``start``."""
+    with path.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+
+
+def main() -> int:
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", nargs="?", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--log", type=Path, default=Path("test-gpu.log"), help="where output goes")
+    parser.add_argument("--minutes", type=float, default=9.0, help="when all is over")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one file, at most")
+    parser.add_argument("--anywhere", action="store_true", help="do not look for a GPU")
+    options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of a CUDA process takes minutes
+    deadline = begin + 60.0 * options.minutes - RESERVE_S
+    results: dict[str, str] = {}
+    waiting = in_order(options.directory.resolve())
+    options.log.unlink(missing_ok=True)
+    # To the end of the file and at once: the tests' processes write to it as well.
+    with options.log.open("ab", buffering=0) as log:
+
+        def say(line: str) -> None:
+            log.write(f"{line}\n".encode())
+            print(line, flush=True)
+
+        if not options.anywhere and not find_gpu(log):
+            say("No CUDA device was found: no test was run.")
+            return NO_GPU
+        try:
+            while waiting and (left_s := deadline - time.monotonic()) > 0:
+                # Twice its share, so that many files that hang leave some to the last.
+                limit_s = min(left_s, 2 * left_s / len(waiting), options.limit)
+                path = waiting.pop(0)
+                say(f"== {path.name}, at most {limit_s:.0f} s")
+                results[path.name] = "interrupted"
+                start, start_s = os.fstat(log.fileno()).st_size, time.monotonic()
+                results[path.name] = run_file(path, limit_s, log)
+                say(f"== {path.name}: {results[path.name]}, {time.monotonic() - start_s:.0f} s")
+                if results[path.name] != "passed":
+                    print(tail(options.log, start), flush=True)
+        finally:
+            say("\n== Summary")
+            for name, result in results.items():
+                say(f"{name}: {result}")
+            for path in waiting:
+                say(f"{path.name}: did not run")
+            say(f"The log is {options.log.resolve()}")
+    return 0 if results and not waiting and set(results.values()) == {"passed"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
