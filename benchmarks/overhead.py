@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import resource
 import statistics
 import subprocess
 import sys
@@ -279,7 +280,7 @@ def prefetch(args: argparse.Namespace) -> None:
 
 # -- timeline and monitor: pairs of runs without and with, on steps of a millisecond ------
 
-TIMELINE_TARGET, MONITOR_TARGET = 0.99, 0.98
+TIMELINE_TARGET, MONITOR_TARGET, HALF_SENT_TARGET = 0.99, 0.98, 0.97
 STEP_S = 0.001
 NUM_FEATURES = 128
 ANCHOR = 40
@@ -287,7 +288,13 @@ ANCHOR = 40
 millisecond come to by themselves."""
 Rates = tuple[float, float]
 """Batches for each second by the clock, and for each second of the process's CPU time."""
-SETTINGS = {"both": "monitor and timeline", "plain": "monitor"}
+NUM_HALF_SENT, NUM_DESCRIPTORS = 1_100, 1_024
+SETTINGS = {
+    "both": "monitor and timeline",
+    "plain": "monitor",
+    "half_sent": f"{NUM_HALF_SENT:,} half-sent requests",
+}
+HALF_SENT = Path(__file__).parents[1] / "tests" / "support" / "half_sent.py"
 VIEWER = """
 import sys, urllib.request
 stream = urllib.request.urlopen(sys.argv[1] + "events", timeout=60)
@@ -396,24 +403,44 @@ def viewer(url: str) -> Iterator[None]:
         process.communicate()
 
 
+@contextmanager
+def half_sent(port: int) -> Iterator[None]:
+    """So many half-sent requests at a port, from a process of their own."""
+    process = subprocess.Popen(
+        [sys.executable, str(HALF_SENT), str(port), str(NUM_HALF_SENT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"open"), "no request could be sent"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def watched_rates(way: str, setting: str, width: int, num_batches: int, judged: bool) -> Rates:
     """With a monitor and an open page, or without; the page's own CPU time is left out.
 
     Args:
         way: Of :data:`WAYS`.
-        setting: Of :data:`SETTINGS`; whether the watched run has a timeline as well.
+        setting: Of :data:`SETTINGS`; whether the watched run has a timeline as well. With
+            ``half_sent`` both runs are watched.
         width: Of the model.
         num_batches: In an epoch.
-        judged: Whether it is watched.
+        judged: Whether it is watched, or half-sent requests come to the monitor.
     """
     builder = builder_of(way, width, num_batches)
     if judged and setting == "both":
         builder.timeline(Timeline())
     with ExitStack() as stack:
-        if not judged:
+        if not (judged or setting == "half_sent"):
             return timed(builder.run())
         monitor = stack.enter_context(Monitor())
         stack.enter_context(viewer(monitor.url))
+        if judged and setting == "half_sent":
+            stack.enter_context(half_sent(monitor.port))
         handle = builder.run()
         handle.attach(monitor)
         return timed(handle)
@@ -441,7 +468,7 @@ def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]
 def judge_pairs(
     args: argparse.Namespace,
     cases: Mapping[tuple[str, ...], Callable[[int, int, bool], Rates]],
-    target: float,
+    targets: Mapping[tuple[str, ...], float],
 ) -> None:
     """Measure all cases and print a row for each, as it is there.
 
@@ -449,7 +476,7 @@ def judge_pairs(
         args: Has ``pairs``, ``seconds`` and ``json``.
         cases: By their texts in the table, what gives the rates of a width and of so many
             batches in an epoch, without and with what is judged.
-        target: Bound of the median.
+        targets: Bound of each median.
     """
     result = begin()
     width = fitting_width()
@@ -465,6 +492,7 @@ def judge_pairs(
         found = compare(partial(measured, width, num_batches), args.pairs)
         result["ways"]["/".join(names)] = found
         (wall, low, high), (cpu, cpu_low, cpu_high) = found["wall"], found["cpu"]
+        target = targets[names]
         verdict = Check(what="", measured=wall, wanted=target).verdict
         print(
             "| " + " | ".join(names),
@@ -479,17 +507,26 @@ def judge_pairs(
 
 def timeline(args: argparse.Namespace) -> None:
     """What recording a timeline costs."""
-    judge_pairs(args, {(way,): partial(recorded_rates, way) for way in args.ways}, TIMELINE_TARGET)
+    cases = {(way,): partial(recorded_rates, way) for way in args.ways}
+    judge_pairs(args, cases, dict.fromkeys(cases, TIMELINE_TARGET))
 
 
 def monitor(args: argparse.Namespace) -> None:
-    """What watching a run costs: a monitor and a page over neither."""
+    """What watching a run costs: a monitor and a page over neither.
+
+    Half-sent requests are judged beside a monitor and a page in both runs, in a process of few
+    descriptors.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_DESCRIPTORS, hard), hard))
     cases: dict[tuple[str, ...], Callable[[int, int, bool], Rates]] = {
         (way, SETTINGS[setting]): partial(watched_rates, way, setting)
         for way in args.ways
         for setting in args.settings
     }
-    judge_pairs(args, cases, MONITOR_TARGET)
+    half_sent_name = SETTINGS["half_sent"]
+    targets = {n: HALF_SENT_TARGET if n[1] == half_sent_name else MONITOR_TARGET for n in cases}
+    judge_pairs(args, cases, targets)
 
 
 # -- parts: what a timeline adds to a step, to a message, and what a reading takes --------
