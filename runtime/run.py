@@ -49,8 +49,9 @@ from runtime.saving import Saves
 from runtime.timeline.events import RunFacts
 from runtime.worker.config import WAKE, WorkerEndpoints
 from runtime.worker.group import Groups, StopAgreement
-from runtime.worker.recorded import Recording
-from runtime.worker.worker import GpuWorker, Peers
+from runtime.worker.recording import Recording
+from runtime.worker.replica import Peers
+from runtime.worker.worker import GpuWorker
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ class Run:
             with self._contexts[rank].activate():
                 worker = self._build_worker(rank)
                 self._workers[rank] = worker
-                self._recording.built(worker)
+                self._recording.built(rank, worker.model)
                 worker.run()
         except CollectiveAborted:
             # Rank 0 could not build, which it tells itself.
@@ -287,7 +288,7 @@ class Run:
 
     def _build_worker(self, rank: int) -> GpuWorker:
         c = self.config
-        worker = self._recording.worker_class(rank)(
+        worker = GpuWorker(
             replace(c.worker, rank=rank, device=self.devices[rank]),
             c.functions,
             WorkerEndpoints(self._outboxes[rank], self._inbox),
@@ -299,6 +300,7 @@ class Run:
             device=self._contexts[rank],
             fallbacks=self._fallbacks,
             resume=self._resume,
+            recorder=self._recording.recorder(rank),
         )
         self._built.append(rank)
         if len(self._built) == len(self.devices):

@@ -13,17 +13,14 @@ from torch import nn
 from coordinator import messages as m
 from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.device.base import Arrival, Device
-from runtime.replica.averaging import ReplicaAverager
-from runtime.replica.non_finite import ReplicaJudge
+from runtime.device.base import Arrival
 from runtime.worker.config import EvalFn, UserFunctions
 from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.recording import Recorder
+from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
 
 logger = logging.getLogger(__name__)
-
-
-# -- Calling the user's evaluation and checkpoint functions on averaged weights --
 
 
 def evaluate_model(eval_fn: EvalFn, model: nn.Module, epoch: int) -> tuple[tuple[str, float], ...]:
@@ -67,39 +64,34 @@ class Answers:
 
     Args:
         worker: What ``current_worker()`` gives inside the user's functions.
-        model: The replica.
+        replica: What is trained.
         protocol: The worker's protocol.
-        averager: The replica's side of an averaging.
-        judge: Looks at the replica before it is used.
         reporter: The way to the coordinator.
         functions: The user's functions.
-        clock: Tells the time.
-        capture: Gives the rank's own state, for a checkpoint.
+        recorder: Is told of states that are sent.
         tell_weight: Tells the protocol all weights of what was trained.
     """
 
     def __init__(
         self,
         worker: object,
-        model: nn.Module,
+        replica: WorkerReplica,
         protocol: WorkerProtocol,
-        averager: ReplicaAverager,
-        judge: ReplicaJudge,
         reporter: Reporter,
         functions: UserFunctions,
-        clock: Device,
-        capture: Callable[[], m.Extra],
+        recorder: Recorder,
         tell_weight: Callable[[], None],
     ) -> None:
         self._worker = worker
-        self._model = model
+        self._replica = replica
+        self._averager = replica.averager
+        self._judge = replica.judge
+        self._clock = replica.context
+        self._together = replica.together
         self._protocol = protocol
-        self._averager = averager
-        self._judge = judge
         self._reporter = reporter
         self._functions = functions
-        self._clock = clock
-        self._capture = capture
+        self._recorder = recorder
         self._tell_weight = tell_weight
         self._rank = protocol.rank
         self._snapshot_s = 0.0
@@ -123,10 +115,10 @@ class Answers:
                 self._averager.undo_all_reduce()
             case m.Halt():
                 raise CollectiveAborted("a rank died; this one halts")
+            case m.Capture():
+                self._take_state(work.id)
             case m.Regroup():
                 raise AssertionError("the worker itself joins its new group")
-            case m.Capture():
-                raise AssertionError("the worker itself knows whether others capture with it")
             case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
                 raise AssertionError("the protocol handles these itself")
             case _:
@@ -150,7 +142,7 @@ class Answers:
                 self._judge.healed()
             ok = True
             if message.capture:
-                extra = self._capture()
+                extra = self._replica.capture_state()
                 if self._averager.leads:
                     average = self._averager.snapshot(reuse=False)
         except (CollectiveAborted, CollectiveTimeout) as error:
@@ -196,33 +188,9 @@ class Answers:
                 healthy=healthy,
                 squares=squares,
                 report=report,
-                extra=self._capture() if message.capture else None,
+                extra=self._replica.capture_state() if message.capture else None,
             ),
             arrival,
-        )
-
-    def send_capture(self, capture: int, *, params: bool, num_samples: int, step: int) -> None:
-        """Send the whole state as it is, all of which is in the result.
-
-        Args:
-            capture: Which one is asked for.
-            params: Whether the parameters are sent, too.
-            num_samples: Samples behind the buffers since they were averaged.
-            step: Optimizer steps made since the start of the run.
-        """
-        self._judge.require_finite()
-        report = self._reporter.take_report(wait=True)
-        payload = self._averager.snapshot(reuse=False, params=params)
-        self._reporter.put(
-            m.Captured(
-                rank=self._rank,
-                id=capture,
-                payload=payload,
-                num_samples=num_samples,
-                step=step,
-                extra=self._capture(),
-                report=report,
-            )
         )
 
     def _take_update(self, message: m.Update) -> None:
@@ -272,8 +240,70 @@ class Answers:
         f = self._functions
         with worker_context(self._worker), self._clock.apart():
             if evaluate is not None and f.eval_fn is not None:
-                values = evaluate_model(f.eval_fn, self._model, evaluate)
+                values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
                 self._reporter.put(m.EvalReport(rank=self._rank, epoch=evaluate, values=values))
             if checkpoint is not None and f.checkpoint_fn is not None:
-                hand_over(f.checkpoint_fn, checkpoint, self._model, self._rank)
+                hand_over(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
                 self._reporter.put(m.CheckpointDone(rank=self._rank, version=checkpoint))
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def _take_state(self, capture: int) -> None:
+        """Send the state; under lockstep, name the step before which all ranks take theirs.
+
+        A rank with a plan has not joined the reduction of its next step, so all others hear
+        of it in time. One that has none stands where every other will stand without it.
+        """
+        if not self._replica.lockstep:
+            self._capture_now(capture)
+        elif capture > self._together.num_captured:  # else a peer heard first, and named the step
+            if self._protocol.plan is not None or self._protocol.plans:
+                self._together.propose_capture(capture)
+            else:
+                self._capture_now(capture)
+
+    def capture_if_reached(self) -> None:
+        """Under lockstep, send the state where the ranks have agreed to take theirs."""
+        if self._replica.lockstep and (capture := self._together.capture_reached) is not None:
+            self._capture_now(capture)
+
+    def _capture_now(self, capture: int) -> None:
+        """Send the whole state as it is, all of which is in the result."""
+        lockstep, together = self._replica.lockstep, self._together
+        together.num_captured = capture
+        with self._recorder.capture():
+            self._judge.require_finite()
+            report = self._reporter.take_report(wait=True)
+            params = not lockstep or self._averager.leads
+            payload = self._averager.snapshot(reuse=False, params=params)
+            self._reporter.put(
+                m.Captured(
+                    rank=self._rank,
+                    id=capture,
+                    payload=payload,
+                    num_samples=together.buffer_samples if lockstep else 0,
+                    step=together.step,
+                    extra=self._replica.capture_state(),
+                    report=report,
+                )
+            )
+
+    def send_final_snapshot(self) -> None:
+        """Send the last state, with the samples trained since the last round."""
+        lockstep, together, protocol = self._replica.lockstep, self._together, self._protocol
+        fault = self._judge.final_fault(self._replica.progress.epoch)
+        payload = self._averager.last_snapshot()
+        self._tell_weight()
+        shutdown = protocol.shutdown
+        extra = shutdown is not None and shutdown.capture and fault is None
+        self._reporter.put(
+            m.FinalSnapshot(
+                rank=self._rank,
+                payload=payload,
+                num_samples=together.buffer_samples if lockstep else protocol.samples,
+                weight=None if lockstep else protocol.weight,
+                step=together.step if lockstep or self._replica.alone else 0,
+                fault=fault,
+                extra=self._replica.capture_state() if extra else None,
+            )
+        )

@@ -133,7 +133,7 @@ def test_an_update_keeps_what_was_trained_since_the_snapshot():
         alone.take_next(m.EpochReport)
         alone.send(m.Update(round=1, average=payload(10.0), num_samples=8, allowance=MANY))
         alone.take_next(m.SyncAck)
-        assert (alone.w, alone.worker._protocol.batches) == (12.0, 2)
+        assert (alone.w, alone.worker.protocol.batches) == (12.0, 2)
 
 
 class Wide(nn.Module):

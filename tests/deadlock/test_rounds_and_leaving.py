@@ -145,7 +145,7 @@ def test_an_idle_rank_still_joins_a_round(ends):
     with running(*ranks):
         ranks[0].send(start(range(3)))
         ranks[0].take_next(m.EpochReport)
-        assert ranks[1].worker._protocol.state is WorkerState.IDLE
+        assert ranks[1].worker.protocol.state is WorkerState.IDLE
         for alone in ranks:
             alone.send(m.SyncNow(round=1))
         acks = [alone.take_next(m.SyncAck) for alone in ranks]

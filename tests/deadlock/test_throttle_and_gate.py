@@ -33,7 +33,7 @@ def throttled(*messages):
     alone.send(m.Throttle(limit=1), *messages, start(range(3)))
     with running(alone):
         alone.take_next(m.BatchReport)  # sent because it parks
-        assert (trace.steps[0], alone.worker._protocol.parked) == (1, True)
+        assert (trace.steps[0], alone.worker.protocol.parked) == (1, True)
         yield alone
 
 
@@ -51,7 +51,7 @@ def test_a_throttled_worker_still_answers_control_messages():
         alone.send(m.SetGlobalStep(step=7), m.RequestParams(round=3))
         snapshot = alone.take_next(m.ParamSnapshot)
         assert (snapshot.round, snapshot.num_samples) == (3, 2)
-        assert (alone.worker._protocol.parked, alone.w) == (True, 1.0)
+        assert (alone.worker.protocol.parked, alone.w) == (True, 1.0)
 
 
 def test_a_plan_that_comes_during_a_throttle_is_trained_after():

@@ -12,7 +12,8 @@ import sys
 import zlib
 from pathlib import Path
 
-from runtime.worker.worker import StepWorker
+from runtime import current_worker
+from runtime.worker.step import WorkerSteps
 
 
 def checksums(tensors):
@@ -20,17 +21,18 @@ def checksums(tensors):
     return [None if t is None else zlib.crc32(t.detach().numpy().tobytes()) for t in tensors]
 
 
-def recorded(lines, train_window, worker, sizes, first, train_fn):
+def recorded(lines, train_window, steps, sizes, first, train_fn):
     """A step, and its line; the list is only appended to, so that ranks need no lock."""
-    params, states = worker._state.params.params, worker.optimizer.state
-    step, before = worker._together.step, checksums(params)
-    train_window(worker, sizes, first, train_fn)
+    replica = steps.replica
+    params, states = replica.state.params.params, replica.optimizer.state
+    step, before = replica.together.step, checksums(params)
+    train_window(steps, sizes, first, train_fn)
     made = {
-        "rank": worker.rank,
+        "rank": current_worker().rank,
         "step": step,
         "sizes": list(sizes),
         "batch": checksums(first or ()),
-        "losses": [float(loss) for loss in worker._stepper._losses],
+        "losses": [float(loss) for loss in replica.stepper._losses],
         "params before": before,
         "reduced gradients": checksums(p.grad for p in params),
         "first moments": checksums(states[p]["exp_avg"] for p in params),
@@ -43,12 +45,12 @@ def recorded(lines, train_window, worker, sizes, first, train_fn):
 
 def main():
     record, file, *arguments = sys.argv[1:]
-    lines, train_window = [], StepWorker._train_window
+    lines, train_window = [], WorkerSteps.train_window
 
-    def record_step(worker, sizes, first, train_fn):
-        recorded(lines, train_window, worker, sizes, first, train_fn)
+    def record_step(steps, sizes, first, train_fn):
+        recorded(lines, train_window, steps, sizes, first, train_fn)
 
-    StepWorker._train_window = record_step
+    WorkerSteps.train_window = record_step
     sys.argv = [file, *arguments]
     sys.path[0] = str(Path(file).parent)
     try:

@@ -9,7 +9,6 @@ from tests.house import ROOT, House, called, imported_modules, parse, relative, 
 
 ENTRIES = (
     "worker/worker.py",
-    "worker/recorded.py",
     "device/cuda.py",
     "collective/__init__.py",
 )

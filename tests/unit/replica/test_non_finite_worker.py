@@ -143,7 +143,7 @@ def test_a_dropped_step_is_counted_and_carries_no_weight():
 
 def test_a_dropped_loss_leaves_fp16s_scale_alone():
     alone = Alone("skip", model=lambda d: Single(), precision="fp16")
-    scaler = alone.worker._stepper._scaler
+    scaler = alone.worker.replica.stepper._scaler
     scale = scaler.get_scale()
     for factor, after in ((1.0, scale), (float("nan"), scale), (1e38, scale / 2), (1.0, scale / 2)):
         alone.steps(1, lambda model, batch, f=factor: model.w.sum() * f)

@@ -212,7 +212,7 @@ def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
 
     def first_step_after_a_round(model, batch):
         worker = current_worker()
-        if worker.rank not in told and worker._protocol.batches == 0 and worker.local_step >= 4:
+        if worker.rank not in told and worker.protocol.batches == 0 and worker.local_step >= 4:
             told[worker.rank] = sent.wait(WAIT_S / 4)
         return count_up(model, batch)
 

@@ -130,13 +130,13 @@ def test_of_a_run_of_some_time_a_hundredth_is_unattributed_at_most(way):
 
 
 def test_what_no_part_of_a_workers_life_accounts_for_is_unattributed(monkeypatch):
-    def wander(self):
-        while (plan := self.wait_for_epoch_plan()) is not None:
-            time.sleep(0.02)
-            if self.run_epoch_plan(plan):
-                return
+    run_epoch_plan = GpuWorker.run_epoch_plan
 
-    monkeypatch.setattr(GpuWorker, "_train_plans", wander)
+    def wander(self, plan):
+        time.sleep(0.02)
+        return run_epoch_plan(self, plan)
+
+    monkeypatch.setattr(GpuWorker, "run_epoch_plan", wander)
     timeline, _, _ = record(epochs=3, ranks=1)
     assert causes_of(timeline, 0)["unattributed"] >= 3 * 0.02
 
@@ -442,17 +442,6 @@ def test_a_timeline_keeps_nothing_of_the_run_alive():
         assert time.monotonic() < deadline
         time.sleep(0.01)
         gc.collect()
-
-
-def test_a_run_without_a_timeline_uses_the_plain_worker():
-    kinds = set()
-
-    def fit(model, batch):
-        kinds.add(type(current_worker()).__name__)
-        return count_up(model, batch)
-
-    builder(train=fit).run().join(WAIT_S)
-    assert kinds == {"GpuWorker"}
 
 
 def test_a_fault_in_the_observer_costs_the_timeline_and_not_the_run(monkeypatch, caplog):

@@ -1,9 +1,8 @@
-"""The recorder keeps up with the worker: its methods, its messages, checkpoints and graphs."""
+"""What a worker tells its recorder: its steps, its messages, checkpoints and graphs."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import typing
 
 import pytest
@@ -15,60 +14,20 @@ from coordinator.machine import Coordinator
 from runtime import CheckpointError, Kind, Timeline
 from runtime.timeline.events import RunFacts
 from runtime.timeline.recorder import CoordinatorLane
-from runtime.worker import recorded as recorded_worker
-from runtime.worker.recorded import RecordedWorker
+from runtime.worker import recording
 from runtime.worker.state import RankCheckpoint
-from runtime.worker.worker import GpuWorker
 from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
 from tests.support.trace_format import load_trace
 from tests.unit.coordinator.test_machine import at_a_round
 from tests.unit.timeline.test_runs import causes_of, check_totals
 
-OWN = {"_end_epoch", "_end_throttle", "_waits_for"}
-"""Methods of the recorder that override none."""
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
-def mismatches(recorder, worker):
-    """Methods of the recorder that do not override the worker's as they should."""
-    found = set()
-    for name, method in vars(recorder).items():
-        if not inspect.isfunction(method) or name in OWN | {"__init__"}:
-            continue
-        base = getattr(worker, name, None)
-        if base is None or inspect.signature(method) != inspect.signature(base):
-            found.add(name)
-    return found
-
-
-def test_each_override_has_the_signature_of_what_it_overrides():
-    assert mismatches(RecordedWorker, GpuWorker) == set()
-    assert not any(hasattr(GpuWorker, name) for name in OWN)
-
-
-def test_a_method_that_changes_or_goes_away_is_found():
-    class Grown:
-        def run(self, slowly: bool = False) -> None: ...
-
-    for name in ("_await_batch", "_halt"):
-        setattr(Grown, name, getattr(GpuWorker, name))
-    found = mismatches(RecordedWorker, Grown)
-    assert {"run", "_receive", "_next_message"} <= found
-    assert not {"_await_batch", "_halt"} & found
-
-
-def test_the_recorder_takes_what_the_worker_takes():
-    wanted = list(inspect.signature(GpuWorker.__init__).parameters.values())
-    given = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
-    positional = [None for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
-    lane = None
-    inspect.signature(RecordedWorker.__init__).bind(*positional[:1], lane, *positional[1:], **given)
-
-
 def test_each_message_to_a_worker_counts_as_something():
-    assert set(recorded_worker._WORK) == set(typing.get_args(m.ToWorker))
+    assert set(recording._WORK) == set(typing.get_args(m.ToWorker))
 
 
 def make_machine(ranks=2):

@@ -542,7 +542,7 @@ def test_drain_skips_every_stale_message_until_shutdown():
     assert alone.control.empty()
     assert alone.take() == []
     assert alone.w == 0.0
-    assert alone.worker._protocol.state is WorkerState.LEAVING
+    assert alone.worker.protocol.state is WorkerState.LEAVING
 
 
 def test_a_whole_life_ends_with_final_snapshot_and_exiting():

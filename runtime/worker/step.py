@@ -1,0 +1,329 @@
+"""A worker's optimizer steps: windows of micro-batches, made eagerly or as graphs, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.device.timing import StepTimer
+from runtime.device.values import StepMeter, ValueLog
+from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
+from runtime.replica.step import StepEnd, TrainFn
+from runtime.timeline.events import COMPUTE, CONTROL
+from runtime.timeline.recorder import Lane
+from runtime.worker.config import StepResult, WorkerConfig
+from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.replica import WorkerReplica
+from runtime.worker.windows import count_samples
+
+
+class AwaitBatch(Protocol):
+    """Gives the next batch of the plan in progress; ``None``: the worker is to leave."""
+
+    def __call__(self, *, answer: bool, then: int = COMPUTE) -> Any:
+        """Wait for it; ``answer``: between two steps; ``then``: the cause of what follows."""
+
+
+class BatchLog:
+    """Where the losses and scalars of the batch in training go.
+
+    Args:
+        log: There, unless they are redirected.
+
+    Attributes:
+        log: There.
+        num_samples: Samples in the batch.
+    """
+
+    __slots__ = ("log", "num_samples")
+
+    def __init__(self, log: ValueLog) -> None:
+        self.log = log
+        self.num_samples = 1
+
+    def record_scalar(self, name: str, value: float | Tensor) -> None:
+        """See :func:`runtime.record_scalar`."""
+        if isinstance(value, Tensor):
+            value = value.data.clone()  # read later, when a parameter has moved on
+        self.log.push_scalar(name, value, self.num_samples)
+
+    @contextmanager
+    def redirected(self, log: ValueLog) -> Iterator[None]:
+        """Send them elsewhere meanwhile."""
+        before, self.log = self.log, log
+        try:
+            yield
+        finally:
+            self.log = before
+
+
+class WorkerSteps:
+    """Makes the optimizer steps of one worker. In its thread.
+
+    Args:
+        config: The worker's settings.
+        replica: What is trained.
+        protocol: Is told what was trained.
+        meter: Counts it.
+        timer: Times the steps.
+        values: Where losses go.
+        await_batch: Gives the batches of a plan; ``None``: only :meth:`train_step` is called.
+        lane: Where the time of each step goes, if that is recorded: written here and not around
+            it, where every call costs as much as the notes.
+        fallbacks: Shared by all workers of a run; tells what is not captured.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        replica: WorkerReplica,
+        protocol: WorkerProtocol,
+        meter: StepMeter,
+        timer: StepTimer,
+        values: BatchLog,
+        *,
+        await_batch: AwaitBatch | None = None,
+        lane: Lane | None = None,
+        fallbacks: Fallbacks | None = None,
+    ) -> None:
+        self.replica = replica
+        self._context = replica.context
+        self._stepper = replica.stepper
+        self._schedule = replica.schedule
+        self._capturable = replica.capturable
+        self._lockstep = replica.lockstep
+        self._together = replica.together
+        self._progress = replica.progress
+        self._protocol = protocol
+        self._meter = meter
+        self._timer = timer
+        self._values = values
+        self._await_batch = await_batch
+        self._lane = lane
+        self._keeps_buffers = config.survives
+        self._late_weight: Tensor | None = None  # of steps since it was last told
+        self._graphs: GraphedSteps | None = None
+        if self._capturable is not None:
+            self._graphs = self._make_graphs(config, self._capturable, fallbacks or Fallbacks())
+
+    def _make_graphs(
+        self, config: WorkerConfig, optimizer: CapturableOptimizer, fallbacks: Fallbacks
+    ) -> GraphedSteps:
+        obstacle = None
+        if config.precision == "fp16":
+            obstacle = "fp16's gradient scaler reads the device in each step; use bf16"
+        return GraphedSteps(
+            config.rank,
+            self._context,
+            self.replica.model,
+            self._stepper,
+            optimizer,
+            micro_step=self._micro_step,
+            redirect=self._values.redirected,
+            log=self._values.log,
+            full=[config.batch_size] * config.accumulate,
+            fallbacks=fallbacks,
+            generator=self.replica.generator,
+            obstacle=obstacle,
+        )
+
+    def forget_graphs(self) -> None:
+        """Capture the step anew, after some eager ones."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def verify_graphs(self) -> None:
+        """Look, between two plans, whether the captured steps are still the user's."""
+        if self._graphs is not None:
+            self._graphs.verify()
+
+    def close(self) -> None:
+        """Break the cycles of references, or only the collector of cycles frees the replica."""
+        self._graphs = None
+        self._await_batch = None
+
+    # -- a batch by hand ---------------------------------------------------------------
+
+    def train_step(self, batch: Any, train_fn: TrainFn) -> StepResult:
+        """One optimizer step on one batch, eagerly.
+
+        Args:
+            batch: A tuple, list or dict of tensors on the worker's device.
+            train_fn: Gives a batch's mean loss, and its weight.
+
+        Returns:
+            Device-side handles; nothing is synchronised.
+        """
+        samples = count_samples(batch)
+        self._advance_schedule()
+        self._timer.start()
+        self._stepper.begin()
+        loss = self._micro_step(train_fn, batch, samples, 1.0)
+        end = self._stepper.finish(samples)
+        time = self._timer.stop(1)
+        self._count(1, samples, dropped=end.dropped)
+        weight = self._stepper.weight
+        return StepResult(loss, time, samples if weight is None else weight)
+
+    # -- a step of a plan --------------------------------------------------------------
+
+    def run(self, sizes: Sequence[int], position: int | None, train_fn: TrainFn) -> bool:
+        """One optimizer step.
+
+        Args:
+            sizes: Samples of each batch; empty where this rank only receives.
+            position: Where the schedule stands; ``None``: this rank knows.
+            train_fn: Gives a batch's mean loss, and its weight.
+
+        Returns:
+            ``False`` if ``Shutdown`` came while data was awaited.
+        """
+        lane = self._lane
+        first: Any = None
+        # With graphs the worker may have to wait below while another one captures.
+        then = COMPUTE if self._capturable is None else CONTROL
+        if sizes:
+            assert self._await_batch is not None, "the worker is closed, or was given no batches"
+            first = self._await_batch(answer=not self._protocol.leaving, then=then)
+            if first is None:
+                return False
+        elif lane is not None:
+            lane.enter(then)
+        if self._context.has_graphs:
+            self._context.pause_point()
+        if self._schedule.scheduler is not None or self._capturable is not None:
+            self._advance_schedule(position)
+        if lane is None:
+            self.train_window(sizes, first, train_fn)
+            return True
+        if lane.cause != COMPUTE:
+            lane.enter(COMPUTE)
+        start = lane.since
+        self.train_window(sizes, first, train_fn)
+        lane.end_step(CONTROL, start, sizes)
+        return True
+
+    def train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFn) -> None:
+        """The work of a step, its first batch being there.
+
+        Args:
+            sizes: Samples of each batch; empty where this rank only receives.
+            first: The first batch; the others are awaited here.
+            train_fn: Gives a batch's mean loss, and its weight.
+        """
+        total = sum(sizes)
+        self._timer.start()
+        if self._lockstep:
+            end = self._make_undoable_step(sizes, first, train_fn, total)
+        else:
+            end = self._make_step(sizes, first, train_fn, total)
+        self._timer.stop(len(sizes))
+        self._together.stepped(0 if end.dropped else total)
+        self._count(len(sizes), total, dropped=end.dropped)
+
+    def _make_undoable_step(
+        self, sizes: Sequence[int], first: Any, train_fn: TrainFn, total: int
+    ) -> StepEnd:
+        """A step that is trained again, as if it had not been, where the reduction fails."""
+        log = self._values.log
+        mark = log.mark()
+        kept = self._keep_buffers()
+        try:
+            return self._make_step(sizes, first, train_fn, total)
+        except (CollectiveAborted, CollectiveTimeout):
+            log.retract(mark)
+            if kept is not None:
+                self.replica.state.buffers.write_from(*kept)
+            raise
+
+    def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+        """A copy of the buffers where a step under lockstep may have to be undone."""
+        buffers = self.replica.state.buffers
+        if not (buffers and self._keeps_buffers):
+            return None
+        kept = buffers.empty()
+        buffers.read_into(*kept)
+        return kept
+
+    def _make_step(
+        self, sizes: Sequence[int], batch: Any, train_fn: TrainFn, total: int
+    ) -> StepEnd:
+        window = self._graphs.window(sizes) if self._graphs is not None else None
+        if window is None:
+            self._stepper.begin()
+        else:
+            self._stepper.open()
+        for i, size in enumerate(sizes):
+            if i:
+                assert self._await_batch is not None
+                self._timer.pause()
+                batch = self._await_batch(answer=False)
+                self._timer.resume()
+            if window is not None:
+                if window.hold(batch):
+                    continue
+                self._make_held(window, train_fn, total)
+                window = None
+            self._micro_step(train_fn, batch, size, size / total)
+            batch = None  # the loader may use its memory again
+        if window is None:
+            return self._stepper.finish(total)
+        assert self._graphs is not None
+        return self._graphs.step(window, train_fn)
+
+    def _make_held(self, window: GraphWindow, train_fn: TrainFn, total: int) -> None:
+        """The batches so far, when the window turns out to be none for a graph."""
+        assert self._graphs is not None
+        self._graphs.pass_by()
+        self._graphs.eagerly(window, train_fn, total)
+
+    def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
+        values = self._values
+        values.num_samples = samples
+        log = values.log
+        num_scalars = log.num_scalars
+        loss = self._stepper.micro_step(train_fn, batch, fraction, samples)
+        weight = self._stepper.weight
+        if weight is None:
+            log.push_loss(loss, samples)
+        else:
+            log.weigh_scalars(num_scalars, weight)
+            log.push_loss(loss, weight)
+        return loss
+
+    # -- what was trained --------------------------------------------------------------
+
+    def _count(self, batches: int, samples: int, *, dropped: bool) -> None:
+        self._progress.local_step += batches
+        kept = 0 if dropped else samples
+        self._meter.add(batches, samples, num_skipped=samples - kept)
+        if self._lockstep:
+            self._protocol.lockstep(batches)
+            return
+        window = None if dropped else self._stepper.window
+        if window is None:
+            self._protocol.trained(batches, kept)
+            return
+        weight = window.total
+        if isinstance(weight, Tensor):
+            late = self._late_weight
+            self._late_weight = weight if late is None else late + weight
+            weight = 0
+        self._protocol.trained(batches, kept, weight)
+
+    def tell_weight(self) -> None:
+        """Tell the protocol the weights that were summed on the device; waits for it."""
+        late, self._late_weight = self._late_weight, None
+        if late is not None:
+            self._protocol.weigh(float(late))
+
+    def _advance_schedule(self, position: int | None = None) -> None:
+        if position is None:
+            position = self._protocol.global_step + self._protocol.batches
+        self._schedule.advance(position)
+        if self._capturable is not None:
+            self._capturable.refresh()
