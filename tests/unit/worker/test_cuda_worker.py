@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
+from coordinator.config import ApplyPolicy
 from runtime import run as run_module
 from runtime.collective import StagedThreadCollective, create_collectives
 from runtime.data.path import DataPath
@@ -123,12 +124,17 @@ def test_the_time_of_a_step_is_a_handle(alone):
     assert result.compute_s == pytest.approx(0.001)
 
 
-def test_a_rank_that_halts_has_nothing_left_on_its_device(fake, alone):
+def test_a_rank_that_halts_has_nothing_left_on_its_device(fake, device):
     """A peer may copy its replica as soon as it has told where it stands."""
+    (end,) = create_collectives(1)
+    alone = Alone(policy=ApplyPolicy.SYNC, survives=True, collective=end, device=device)
+    alone.send(m.Halt(generation=0), m.Shutdown(snapshot=False))
     fake.mark("step")
-    alone.worker._halt()
+    alone.worker.run()
     assert fake.done == ["step"]
-    assert kinds(alone.take()) == [m.Halted]
+    assert kinds(alone.take()) == [m.Ready, m.Halted, m.Exiting]
+    alone.worker.close()
+    end.close()
 
 
 def test_rank_0_is_built_before_its_weights_are_copied(fake, device, monkeypatch):

@@ -183,6 +183,11 @@ class Alone:
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
         return float(self.worker.train_step(x).loss)
 
+    def begin(self, epoch):
+        """Begin an epoch, of which this rank trains nothing."""
+        self.worker.run_epoch_plan(m.EpochPlan(epoch=epoch))
+        self.reports.get_nowait()
+
     def ask(self, message):
         self.control.put(message)
         self.worker.handle_control()
@@ -268,7 +273,7 @@ def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
         draws(worker)  # as in the first run, which must not show
 
     first = alone(epoch_fn=epoch_fn)
-    first.worker._begin_epoch(0)
+    first.begin(0)
     draws(first.worker)
     (captured,) = first.ask(m.Capture(id=1))
     weights = dict(first.worker.model.state_dict())
@@ -277,23 +282,23 @@ def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
     torch.manual_seed(99)
     random.seed(99)
     np.random.seed(99)
-    second.worker._begin_epoch(0)
+    second.begin(0)
     assert draws(second.worker) == expected
     at_the_edge = alone(resume=point(captured, weights), epoch_fn=lambda epoch, worker: None)
-    at_the_edge.worker._begin_epoch(1)
+    at_the_edge.begin(1)
     assert draws(at_the_edge.worker)[1:] == expected[1:]
     assert draws(at_the_edge.worker)[0] != expected[0]
 
 
 def test_a_rank_that_was_not_there_draws_numbers_of_its_own(alone):
     first = alone()
-    first.worker._begin_epoch(0)
+    first.begin(0)
     (captured,) = first.ask(m.Capture(id=1))
     going_on = point(captured, dict(first.worker.model.state_dict()))
     drawn = []
     for worker in (first, alone(resume=going_on), alone(resume=going_on, rank=1), alone(rank=1)):
         if worker is not first:
-            worker.worker._begin_epoch(0)
+            worker.begin(0)
         drawn.append(float(torch.rand(1, generator=worker.worker.generator)))
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections import Counter
 
 import pytest
 import torch
@@ -15,15 +16,51 @@ from runtime import CheckpointError, Kind, Timeline
 from runtime.timeline.events import RunFacts
 from runtime.timeline.recorder import CoordinatorLane
 from runtime.worker import recording
+from runtime.worker.recording import LaneRecorder, Recorder, Recording
 from runtime.worker.state import RankCheckpoint
 from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
 from tests.support.trace_format import load_trace
 from tests.unit.coordinator.test_machine import at_a_round
 from tests.unit.timeline.test_runs import causes_of, check_totals
+from tests.unit.worker.test_worker import Alone, plan
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+class Counting(Recorder):
+    """Counts what it is told."""
+
+    def __init__(self):
+        self.told = Counter()
+
+    def __getattribute__(self, name):
+        if not name.startswith("_") and name not in ("told", "lane"):
+            self.told[name] += 1
+        return super().__getattribute__(name)
+
+
+def test_a_recorder_is_told_of_plans_and_messages_and_not_of_steps():
+    """A step of a run without a timeline pays for none of it."""
+    told = []
+    for num_batches in (2, 20):
+        alone = Alone(recorder=(recorder := Counting()))
+        alone.worker.run_epoch_plan(plan(range(num_batches)))
+        assert alone.w == num_batches
+        told.append(recorder.told)
+    assert told[0] == told[1] == {"watch": 1, "plan": 1, "last_report": 1}
+
+
+def test_the_recorder_of_a_lane_leaves_nothing_out():
+    def points(kind):
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert points(Recorder) <= points(LaneRecorder) | {"lane"}
+
+
+def test_a_run_without_a_timeline_has_no_lane():
+    assert Recording(None).recorder(0).lane is None
 
 
 def test_each_message_to_a_worker_counts_as_something():

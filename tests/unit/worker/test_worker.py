@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -45,7 +46,10 @@ class Alone:
         }
         settings = {
             key: kwargs.pop(key)
-            for key in ("rank", "world_size", "policy", "accumulate", "total_steps", "lr_scale")
+            for key in (
+                *("rank", "world_size", "policy", "accumulate", "total_steps", "lr_scale"),
+                "survives",
+            )
             if key in kwargs
         }
         endpoints, channels = GpuWorker.channels()
@@ -348,10 +352,29 @@ def test_a_request_is_answered_before_the_next_step():
 
 
 def test_what_was_put_aside_within_a_step_is_answered_before_the_next():
-    alone = Alone()
-    alone.worker._deferred.append(m.RequestParams(round=1))
-    alone.worker.run_epoch_plan(plan(range(2)))
-    assert alone.take(m.ParamSnapshot).num_batches == 0
+    data, begun = Stalling(), threading.Event()
+
+    def train(model, batch):
+        begun.set()
+        return count_up(model, batch)
+
+    alone = Alone(train=train, stalls=data, accumulate=2)
+    alone.send(start(range(4)))
+    thread = threading.Thread(target=alone.worker.run)
+    thread.start()
+    data.permits.release()
+    assert begun.wait(WAIT_S)  # the step has its first batch, and not its second
+    alone.send(m.RequestParams(round=1))
+    deadline = time.monotonic() + WAIT_S
+    while not alone.control.empty():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    for _ in range(3):
+        data.permits.release()
+    assert alone.take_next(m.ParamSnapshot).num_batches == 2
+    alone.send(m.Shutdown())
+    thread.join(WAIT_S)
+    assert alone.worker.close()
 
 
 def test_what_waited_for_copies_is_sent_before_the_next_step():

@@ -1,0 +1,144 @@
+"""A worker's steps without the worker: where its batches come from, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coordinator.config import ApplyPolicy
+from runtime import UserFunctions, WorkerConfig, create_collectives
+from runtime.core.errors import CollectiveAborted
+from runtime.device.cuda import open_device
+from runtime.device.values import StepMeter
+from runtime.replica.build import BuildOrder
+from runtime.timeline.events import COMPUTE
+from runtime.worker.group import Lockstep
+from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.recording import Recorder
+from runtime.worker.replica import WorkerProgress, WorkerReplica
+from runtime.worker.step import BatchLog, WorkerSteps
+from tests.support.running import CPU, count_up, counter, plain_sgd
+
+SIZE = 2
+BATCH = (torch.zeros(SIZE),)
+
+
+class Bench:
+    """Steps, and what is made for them; ``batches`` are given out in order."""
+
+    def __init__(self, batches, *, model=counter, collective=None, **settings):
+        config = WorkerConfig(num_samples=100, batch_size=SIZE, **settings)
+        functions = UserFunctions(model_factory=model, optim_factory=plain_sgd, train_fn=count_up)
+        device = open_device(CPU, 1)
+        self.meter = StepMeter(device.new_log(), timer := device.new_timer())
+        self.progress, self.together = WorkerProgress(), Lockstep()
+        self.protocol = WorkerProtocol(0)
+        self.protocol.built()
+        self.replica = WorkerReplica(
+            config,
+            functions,
+            device,
+            collective,
+            BuildOrder(alone=True),
+            generator=torch.Generator(),
+            progress=self.progress,
+            together=self.together,
+            timer=timer,
+            meter=self.meter,
+            recorder=Recorder(),
+        )
+        self.asked = []
+        self._batches = iter(batches)
+        values = BatchLog(self.meter.log)
+        self.steps = WorkerSteps(
+            config, self.replica, self.protocol, self.meter, timer, values, await_batch=self._await
+        )
+
+    def _await(self, *, answer, then=COMPUTE):
+        self.asked.append(answer)
+        return next(self._batches)
+
+    @property
+    def w(self):
+        return self.replica.model.w.item()
+
+
+def test_a_window_is_one_step_and_counted_as_its_batches():
+    bench = Bench([BATCH] * 3, accumulate=3)
+    assert bench.steps.run([SIZE] * 3, None, count_up)
+    assert bench.w == 1.0
+    assert bench.asked == [True, False, False]  # messages are answered before a step alone
+    counted = bench.protocol
+    assert (counted.batches, counted.samples, counted.weight) == (3, 6, 6)
+    assert (bench.progress.local_step, bench.together.step) == (3, 1)
+    tally = bench.meter.take()
+    assert (tally.num_batches, tally.num_samples, tally.loss_samples) == (3, 6, 6)
+
+
+def test_no_step_is_made_where_the_worker_is_to_leave():
+    bench = Bench([None])
+    assert not bench.steps.run([SIZE], None, count_up)
+    assert (bench.w, bench.progress.local_step, bench.protocol.batches) == (0.0, 0, 0)
+
+
+def test_weights_that_are_tensors_are_told_when_they_are_wanted():
+    bench = Bench([BATCH] * 2)
+
+    def weighted(model, batch):
+        return count_up(model, batch), torch.tensor(1.5)
+
+    for _ in range(2):
+        bench.steps.run([SIZE], None, weighted)
+    bench.steps.tell_weight()
+    told = bench.protocol.weight
+    bench.steps.tell_weight()
+    assert told == bench.protocol.weight == 3.0
+
+
+class Counted(torch.nn.Module):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64, device=device))
+        self.register_buffer("seen", torch.zeros(1, device=device))
+
+
+def seeing(model, batch):
+    model.seen += 1
+    return -model.w
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_lockstep_step_whose_reduction_fails_is_undone(survives, monkeypatch):
+    """It is trained again with those that are left; else the run ends, and no copy is made."""
+    (end,) = create_collectives(1)
+    bench = Bench(
+        [BATCH] * 3, model=Counted, collective=end, policy=ApplyPolicy.SYNC, survives=survives
+    )
+    bench.steps.run([SIZE], 0, seeing)
+
+    def broken(*_):
+        raise CollectiveAborted("a rank died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(end, "weighted_mean_", broken)
+        with pytest.raises(CollectiveAborted):
+            bench.steps.run([SIZE], 1, seeing)
+    assert (bench.replica.model.w.item(), bench.together.step, bench.progress.local_step) == (
+        *(1.0, 1),
+        1,
+    )
+    assert bench.replica.model.seen.item() == (1.0 if survives else 2.0)
+    assert bench.meter.take().loss_samples == SIZE
+    bench.steps.run([SIZE], 1, seeing)
+    assert (bench.w, bench.together.step) == (2.0, 2)
+    end.close()
+
+
+def test_a_closed_worker_has_no_batches():
+    bench = Bench([BATCH])
+    bench.steps.close()
+    with pytest.raises(AssertionError, match="closed"):
+        bench.steps.run([SIZE], None, count_up)
+    assert float(bench.steps.train_step(BATCH, count_up).loss) == 0.0
