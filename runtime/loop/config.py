@@ -4,35 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from runtime.core.checks import check_flag, check_float, check_int
+from runtime.timeline.timeline import Timeline
 
 DEFAULT_ANCHOR = 10
 """Batches of the slowest device between two reductions, at the start."""
 DEFAULT_MAX_ANCHOR = 200
-
-
-class Timeline(Protocol):
-    """What takes down when each replica did what.
-
-    :meth:`record` is called by the thread that uses the module, for a backward pass on a GPU
-    by a thread of autograd; never from two threads at once. If it raises, the error goes to
-    the log and the timeline gets nothing more: it never stops training.
-    """
-
-    def record(self, event: str, *, rank: int, step: int, start_s: float, end_s: float) -> object:
-        """Take down one event.
-
-        Args:
-            event: ``"forward"``, ``"backward"``, ``"reduce"``, ``"accumulate"``, ``"step"``, or
-                ``"rebalance"`` where the chunk ratios have changed.
-            rank: The replica.
-            step: Optimizer steps made before.
-            start_s: ``time.perf_counter()`` of the replica's thread when it began; on a GPU
-                the time at which the work was handed to the device.
-            end_s: When it ended, likewise.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +30,10 @@ class DdpConfig:
         max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
             device's accumulated gradient is clipped for itself, before it is divided by its
             number of batches; after ``loss.backward()`` the gradient of the whole batch.
-        timeline: Takes down what each replica did, see :class:`Timeline`.
+        timeline: A :class:`runtime.Timeline`, which records the loop from ``Trainer.setup_with``
+            until the model is closed: forward, backward, reductions and steps of each replica,
+            and what they wait for. Times are those of the host. On one device work that the
+            loop does outside the model (the loss) counts as idle.
 
     Raises:
         TypeError: A value of the wrong type.
@@ -76,11 +57,10 @@ class DdpConfig:
             check_int("max_anchor", self.max_anchor, 0)
         if self.max_grad_norm is not None:
             check_float("max_grad_norm", self.max_grad_norm, 0.0, above=True)
-        if self.timeline is not None and not callable(getattr(self.timeline, "record", None)):
-            raise TypeError(
-                f"timeline({self.timeline!r}): pass an object with a method "
-                "record(event, *, rank, step, start_s, end_s)"
-            )
+        if self.timeline is not None:
+            if not isinstance(self.timeline, Timeline):
+                raise TypeError(f"timeline({self.timeline!r}): pass a runtime.Timeline()")
+            self.timeline.require_unused()
 
     def check(self, world_size: int) -> None:
         """What can only be judged once the number of devices is known.

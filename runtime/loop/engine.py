@@ -28,6 +28,7 @@ from runtime.loop.replica import (
     LossFn,
     Options,
     Shard,
+    StepGuard,
     checked_loss,
     mean_of_accumulated,
 )
@@ -63,8 +64,8 @@ class Turn:
         self._check_thread()
         if self._owner == threading.get_ident():
             raise RuntimeError(
-                "the model was called from inside one of its own calls, for instance by the "
-                "timeline: do that once the call has returned"
+                "the model was called from inside one of its own calls: do that once the call has "
+                "returned"
             )
         with self.lock:
             self._owner = threading.get_ident()
@@ -293,6 +294,8 @@ class Team(Engine):
                     tasks.append(partial(_forward, replica, ambient, scatter, start, stop))
                 else:
                     tasks.append(None)
+                if size and torch.is_grad_enabled():
+                    self._journal.given(replica.rank, [size])
                 start += size
             with self._likeness.computing(prepared=True):
                 outcomes = self._runner.run(tasks, "forward", scatter.tensors)
@@ -322,10 +325,10 @@ class Team(Engine):
             ]
             tensors = [g for row in grads for g in row if g is not None]
             with self._dropping_gradients(), self._likeness.computing(prepared=False):
-                outcomes = self._runner.run(tasks, "backward", tensors)
+                outcomes = self._runner.run(tasks, "backward", tensors, self._meeting(params))
                 if params and self._direct:
                     self._direct.collect()
-            if params:
+            if params and self._direct:
                 self._journal.reductions(self._replicas)
             return [outcomes[shard.rank].value for shard in shards]
 
@@ -363,6 +366,7 @@ class Team(Engine):
             for replica, size in zip(self._replicas, sizes, strict=True):
                 own = batches[start : start + size]
                 tasks.append(partial(_accumulate, replica, ambient, loss_fn, own) if own else None)
+                self._journal.given(replica.rank, own)
                 start += size
             with self._dropping_gradients(), self._likeness.computing(prepared=True):
                 outcomes = self._runner.run(tasks, "accumulate", tensors)
@@ -386,7 +390,7 @@ class Team(Engine):
             try:
                 if self._direct and self._window is Window.BACKWARD:
                     self._direct.spread()
-                self._runner.run(tasks, "step")
+                self._runner.run(tasks, "step", (), self._meeting(True))
                 self._likeness.stepped()
             except BaseException:
                 self._likeness.broken = True
@@ -437,18 +441,14 @@ class Team(Engine):
             seconds, num_samples = replica.sample_timer.take(wait=False)
             self._balancer.observe(replica.rank, num_samples, seconds)
         if self._window is Window.ACCUMULATED:
-            self._journal.reductions(self._replicas)
             shares = self._cadence.report(
                 [r.batch_timer.take(wait=False) for r in self._replicas],
                 sync_seconds([r.sync_timer.take(wait=False) for r in self._replicas]),
             )
-            changed = shares is not None
             if shares is not None:
                 self._balancer.adopt(shares)
         else:
-            changed = self._balancer.step()
-        if changed:
-            self._journal.rebalanced(len(self._replicas))
+            self._balancer.step()
 
     # -- keeping the replicas alike --------------------------------------------------------
 
@@ -481,9 +481,16 @@ class Team(Engine):
         free = self._turn.lock.acquire(timeout=END_S)
         try:
             self._runner.close()
+            for replica in self._replicas:
+                replica.guard.close()
+            self._journal.finish()
         finally:
             if free:
                 self._turn.lock.release()
+
+    def _meeting(self, exchanged: bool) -> Sequence[LoopReplica]:
+        """The replicas that exchange gradients in their own threads."""
+        return self._replicas if exchanged and self._journal.on else ()
 
     def _prepare(self) -> None:
         """Before the replicas compute: what the caller did to rank 0 holds for all."""
@@ -568,6 +575,7 @@ class Solo(Engine):
         self._device = device
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = build_optimizer(optim_factory, model, self._params, None)
+        self._step_guard = StepGuard(self._optimizer)
         self._max_grad_norm = max_grad_norm
         self._journal = journal
         self._num_accumulated = 0
@@ -596,11 +604,14 @@ class Solo(Engine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with the inputs on its device as with many devices."""
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         if self._device.type != "cpu":
             args, kwargs = move((args, kwargs), self._device)
         output = self._model(*args, **kwargs)
-        self._journal.record("forward", 0, start_s, time.perf_counter())
+        self._journal.record("forward", start_s)
+        if torch.is_grad_enabled() and self._journal.on:
+            self._journal.watch_backward(output)
+            self._journal.given(0, [(args, kwargs)])
         return output
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
@@ -608,7 +619,7 @@ class Solo(Engine):
         self._notice_zeroed()
         if not self._num_accumulated and any(p.grad is not None for p in self._params):
             raise RuntimeError(MIXED)
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         losses = []
         self._unguard()
         try:
@@ -623,12 +634,13 @@ class Solo(Engine):
             raise
         if self._num_accumulated:
             self._guard()
-        self._journal.record("accumulate", 0, start_s, time.perf_counter())
+        self._journal.record("accumulate", start_s)
+        self._journal.given(0, batches)
         return torch.stack(losses) if losses else torch.empty(0, device=self._device)
 
     def step(self) -> None:
         """Clip, step and forget the gradients."""
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         self.rate.check()
         self._notice_zeroed()
         if self._num_accumulated:
@@ -637,10 +649,11 @@ class Solo(Engine):
         elif self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
         self._unguard()
-        self._optimizer.step()
+        with self._step_guard.stepping():
+            self._optimizer.step()
         self._model.zero_grad(set_to_none=True)
         self.rate.advance()
-        self._journal.record("step", 0, start_s, time.perf_counter())
+        self._journal.record("step", start_s)
         self._journal.step += 1
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -672,7 +685,9 @@ class Solo(Engine):
         self._model.register_buffer(name, own, persistent)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Nothing was started; the optimizer may be stepped by hand."""
+        self._step_guard.close()
+        self._journal.finish()
 
     def _notice_zeroed(self) -> None:
         """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""

@@ -97,7 +97,8 @@ class ReplicatedModule(nn.Module):
     added with :meth:`register_buffer`.
 
     Use it from one thread at a time. Autocast, gradient and inference mode of the caller hold
-    in the replicas; fp16 gradient scalers are not supported. Dropout on CPU replicas draws
+    in the replicas. A step of an optimizer by hand or by a ``GradScaler`` is refused, as long as
+    the model is open: use bfloat16, and never ``scaler.scale(loss)``. Dropout on CPU replicas draws
     from the generator of the process, in no fixed order; batch normalisation sees each
     replica's piece alone. With GPUs all work is in order with the caller's current streams
     in both directions, and the host waits for none of it; do not overwrite an input in
@@ -235,7 +236,10 @@ class ReplicatedModule(nn.Module):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Rank 0's optimizer, whose settings all others follow. Never step it by hand."""
+        """Rank 0's optimizer, whose settings all others follow.
+
+        Its ``step()`` raises ``RuntimeError`` outside :meth:`step`, until :meth:`close`.
+        """
         return self._engine.optimizers[0]
 
     @property
@@ -444,16 +448,34 @@ def set_up(
     journal = Journal(config.timeline)
     logger.info("your own loop: %s", device_summary(places))
     if len(places) == 1:
-        model = source.make(0, places[0])
-        engine = Solo(
-            model, places[0], optim_factory, max_grad_norm=config.max_grad_norm, journal=journal
-        )
-        return source.finish(ReplicatedModule(engine, source.head))
+        journal.begin(places, "none", "one device has nobody to reduce with")
+        try:
+            model = source.make(0, places[0])
+            engine = Solo(
+                model, places[0], optim_factory, max_grad_norm=config.max_grad_norm, journal=journal
+            )
+            journal.built(model)
+            return source.finish(ReplicatedModule(engine, source.head))
+        except BaseException as error:
+            journal.finish(error)
+            raise
     if spaced is None:
         spaced = unequal_gpus(places)
     cadence = Cadence.of(len(places), config, spaced=spaced)
-    ends = Ends(_group_maker(places))
-    threads = ReplicaThreads(places, ends.close)
+    kind, reason = _transport(places)
+    make_ends = partial(create_collectives, len(places), kind, places, COLLECTIVE_TIMEOUT_S)
+    ends = Ends(make_ends)
+
+    def at_end() -> None:
+        journal.finish()  # of a model that was dropped, not closed
+        ends.close()
+
+    journal.begin(places, kind, reason)
+    try:
+        threads = ReplicaThreads(places, at_end)
+    except BaseException as error:
+        journal.finish(error)
+        raise
     try:
         replicas = _build_replicas(threads, source, optim_factory)
         ends.get()
@@ -469,8 +491,10 @@ def set_up(
             config.max_grad_norm,
             drifting=drifting,
         )
+        journal.built(replicas[0].model)
         return source.finish(ReplicatedModule(team, source.head))
-    except BaseException:
+    except BaseException as error:
+        journal.finish(error)
         threads.close()
         raise
 
@@ -611,8 +635,8 @@ def _visible() -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
 
 
-def _group_maker(devices: Sequence[torch.device]) -> Callable[[], Any]:
-    """How the ranks' group is made, over NCCL where that serves these devices."""
+def _transport(devices: Sequence[torch.device]) -> tuple[str, str]:
+    """Kind of the ranks' group, NCCL where that serves these devices, and why."""
     names = [str(device) for device in devices]
     backend, reason = choose_backend(
         AverageBackend.AUTO,
@@ -622,4 +646,4 @@ def _group_maker(devices: Sequence[torch.device]) -> Callable[[], Any]:
     )
     kind = "nccl" if backend is AverageBackend.NCCL else "thread"
     logger.info("gradients go over %s: %s", kind, reason)
-    return partial(create_collectives, len(devices), kind, devices, COLLECTIVE_TIMEOUT_S)
+    return kind, reason

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,6 +171,45 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 Options = Sequence[Mapping[str, Any]]
 """Settings of an optimizer's groups, without their parameters."""
 
+BY_HAND = (
+    "the optimizer of a model from Trainer.setup was stepped outside model.step(), by hand or by "
+    "a GradScaler: it would train one replica alone, on gradients that may still be scaled. Call "
+    "model.step() instead; with autocast use bfloat16, which needs no GradScaler"
+)
+
+
+class StepGuard:
+    """Refuses an optimizer's steps outside :meth:`stepping`, as long as it lives.
+
+    ``GradScaler.step`` ends in the optimizer's own ``step``, so it is refused too.
+
+    Args:
+        optimizer: A replica's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.is_stepping = False
+        guard = weakref.ref(self)  # the optimizer may live longer
+        self._hook = optimizer.register_step_pre_hook(partial(_refuse_by_hand, guard))
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the step that ``model.step()`` makes."""
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def close(self) -> None:
+        """The optimizer is the user's own from here on. Idempotent."""
+        self._hook.remove()
+
+
+def _refuse_by_hand(guard: weakref.ref[StepGuard], *args: object) -> None:
+    if (self := guard()) is not None and not self.is_stepping:
+        raise RuntimeError(BY_HAND)
+
 
 class Shard:
     """One replica's part of one call, with the graph that leads to its outputs.
@@ -236,6 +277,7 @@ class LoopReplica:
     Attributes:
         model: The model, in train mode.
         optimizer: The optimizer.
+        guard: Refuses steps of it that this replica does not make.
         tensors: All parameters, frozen ones too.
         modules: All modules.
         sample_timer: Times forward and backward, for so many samples.
@@ -260,6 +302,7 @@ class LoopReplica:
         self.state = FlatState(model)
         context.pin_accumulators(self.state.params.params)
         self.optimizer = build_optimizer(optim_factory, model, self.state.params.params, None)
+        self.guard = StepGuard(self.optimizer)
         self.tensors = list(model.parameters())
         self.modules = list(model.modules())
         self.sample_timer = context.new_timer()
@@ -297,15 +340,15 @@ class LoopReplica:
 
     def collect(self, collective: Collective) -> None:
         """See :meth:`GradientExchange.collect`."""
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         self._exchange.collect(collective)
-        self.reduced_s = (start_s, time.perf_counter())
+        self.reduced_s = (start_s, time.monotonic())
 
     def hand_to(self, first: LoopReplica) -> None:
         """See :meth:`GradientExchange.hand_to`."""
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         self._exchange.hand_to(first._exchange)
-        self.reduced_s = first.reduced_s = (start_s, time.perf_counter())
+        self.reduced_s = first.reduced_s = (start_s, time.monotonic())
 
     def take_from(self, first: LoopReplica) -> None:
         """See :meth:`GradientExchange.take_from`."""
@@ -346,11 +389,11 @@ class LoopReplica:
         self.state.params.check()
         mean_of_accumulated(self.state.params.params, count, max_norm)
         collective.barrier()  # that the slowest is waited for is no cost of the exchange
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         self.sync_timer.start()
         self._exchange.average(collective, count)
         self.sync_timer.stop(1)
-        self.reduced_s = (start_s, time.perf_counter())
+        self.reduced_s = (start_s, time.monotonic())
 
     # -- steps -----------------------------------------------------------------------
 
@@ -367,7 +410,8 @@ class LoopReplica:
         """Step the optimizer with the settings of rank 0's, and forget the gradients."""
         if options is not None:
             self._set_options(options)
-        self.optimizer.step()
+        with self.guard.stepping():
+            self.optimizer.step()
         self.zero_grad()
 
     def zero_grad(self) -> None:

@@ -13,17 +13,20 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
+from runtime.core.nested import flatten
 from runtime.core.threads import IntraOpThreads
 from runtime.device.cuda import open_device
 from runtime.device.sync import StreamSync
-from runtime.loop.config import Timeline
 from runtime.loop.rank_threads import RankThreads
 from runtime.loop.replica import LoopReplica
+from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind, RunFacts
+from runtime.timeline.recorder import Lane
+from runtime.timeline.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class Outcome:
     Attributes:
         value: What it returned.
         error: What it raised.
-        start_s: When it began, by ``time.perf_counter()``.
+        start_s: When it began, by ``time.monotonic()``.
         end_s: When it ended.
     """
 
@@ -72,7 +75,7 @@ class Job:
         """Do a rank's task, in its thread; ``broken`` is why it cannot be done. Never raises."""
         outcome, task = self.outcomes[rank], self._tasks[rank]
         assert task is not None, "a rank without a task is given no job"
-        outcome.start_s = time.perf_counter()
+        outcome.start_s = time.monotonic()
         try:
             if broken is not None:
                 raise broken
@@ -80,7 +83,7 @@ class Job:
         except BaseException as error:
             outcome.error = error
         self._tasks[rank] = task = None  # what it holds is the caller's alone from here on
-        outcome.end_s = time.perf_counter()
+        outcome.end_s = time.monotonic()
         with self._mutex:
             self._left -= 1
             if not self._left:
@@ -221,16 +224,21 @@ def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device], wh
     raise raised from error
 
 
-# -- What the replicas did and when, for a timeline --
+# -- What the replicas of a loop of the user's own did and when, on the lanes of a timeline --
 
-_TOLD = {"forward", "backward", "accumulate", "step"}
+_TRAINING = {"forward", "backward", "accumulate", "step"}
 
 
 class Journal:
-    """Tells a timeline, as long as it listens without raising.
+    """Writes a loop's work on its timeline; without one, every call does nothing.
+
+    For the caller that has its turn: replicas are timed in their own threads, and noted here
+    once all of them are done. So what a rank waits for its peers is known at once: from its
+    own end, or from when it joined a reduction, until the last one got there. Between two
+    calls of the module a replica is idle: it waits for the loop.
 
     Args:
-        timeline: ``None``: nobody is told.
+        timeline: ``None``: nothing is recorded.
 
     Attributes:
         step: Optimizer steps made so far.
@@ -238,42 +246,146 @@ class Journal:
 
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
+        self._lanes: list[Lane] = []
+        self._sizes: list[list[int]] = []
         self.step = 0
 
     @property
     def on(self) -> bool:
-        """Whether anybody listens."""
+        """Whether anything is recorded."""
         return self._timeline is not None
 
-    def outcomes(self, what: str, outcomes: Sequence[Outcome]) -> None:
-        """Each rank has done its task."""
-        if self._timeline is None or what not in _TOLD:
-            return
-        for rank, outcome in enumerate(outcomes):
-            if outcome.end_s and outcome.error is None:
-                self.record(what, rank, outcome.start_s, outcome.end_s)
+    def begin(self, devices: Sequence[torch.device], backend: str, reason: str) -> None:
+        """The replicas are about to be built.
 
-    def reductions(self, replicas: Sequence[LoopReplica]) -> None:
-        """Each rank has exchanged gradients."""
-        if self._timeline is not None:
-            for replica in replicas:
-                self.record("reduce", replica.rank, *replica.reduced_s)
-
-    def rebalanced(self, world_size: int) -> None:
-        """Batches are shared out anew from here on."""
-        now_s = time.perf_counter()
-        for rank in range(world_size):
-            self.record("rebalance", rank, now_s, now_s)
-
-    def record(self, event: str, rank: int, start_s: float, end_s: float) -> None:
-        """Tell one event."""
+        Raises:
+            ValueError: The timeline has recorded another run.
+        """
         if self._timeline is None:
             return
-        try:
-            self._timeline.record(event, rank=rank, step=self.step, start_s=start_s, end_s=end_s)
-        except Exception:
-            logger.warning("the timeline failed and gets nothing more", exc_info=True)
+        facts = RunFacts(
+            devices=tuple(map(str, devices)),
+            policy="own loop",
+            backend=backend,
+            backend_reason=reason,
+        )
+        self._timeline.begin(facts, devices, None)
+        self._lanes = [self._timeline.lane(rank) for rank in range(len(devices))]
+        self._sizes = [[] for _ in devices]
+
+    def built(self, model: nn.Module) -> None:
+        """All replicas are there."""
+        if self._timeline is not None:
+            self._timeline.built(model)
+            for lane in self._lanes:
+                lane.enter(IDLE)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The loop is over. Idempotent."""
+        if self._timeline is not None:
+            for lane in self._lanes:
+                lane.close()
+            self._timeline.finish(stopped=False, error=error)
             self._timeline = None
+
+    # -- the work ------------------------------------------------------------------------
+
+    def outcomes(
+        self, what: str, outcomes: Sequence[Outcome], replicas: Sequence[LoopReplica] = ()
+    ) -> None:
+        """Each rank has done its task; with a reduction in it where it took one."""
+        if self._timeline is None or what not in _TRAINING:
+            return
+        spans = {r: o for r, o in enumerate(outcomes) if o.end_s and o.error is None}
+        if not spans:
+            return
+        last_s = max(outcome.end_s for outcome in spans.values())
+        reduced = {
+            replica.rank: replica.reduced_s
+            for replica in replicas
+            if replica.rank in spans and replica.reduced_s[0] >= spans[replica.rank].start_s
+        }
+        met_s = max((start_s for start_s, _ in reduced.values()), default=0.0)
+        for rank, outcome in spans.items():
+            self._enter(rank, COMPUTE, outcome.start_s)
+            if rank in reduced:
+                start_s, end_s = reduced[rank]
+                self._enter(rank, SYNC, start_s)
+                self._enter(rank, AVERAGING, min(met_s, end_s))
+                self._enter(rank, COMPUTE, end_s)
+                self._lanes[rank].note(Kind.AVERAGING, start_s, self.step, "gradients", end=end_s)
+            self._enter(rank, SYNC, outcome.end_s)
+            self._enter(rank, IDLE, last_s)
+            self._lanes[rank].note(Kind.PHASE, outcome.start_s, self.step, what, end=outcome.end_s)
+        if reduced:
+            self._timeline.count_averaging()
+        if what == "step":
+            self._stepped(spans)
+
+    def reductions(self, replicas: Sequence[LoopReplica]) -> None:
+        """The caller's thread has brought the gradients together, while the replicas rested."""
+        if self._timeline is None:
+            return
+        for replica in replicas:
+            start_s, end_s = replica.reduced_s
+            self._enter(replica.rank, AVERAGING, start_s)
+            self._enter(replica.rank, IDLE, end_s)
+            self._lanes[replica.rank].note(
+                Kind.AVERAGING, start_s, self.step, "gradients", end=end_s
+            )
+        self._timeline.count_averaging()
+
+    def given(self, rank: int, batches: Sequence[Any]) -> None:
+        """A rank trains these batches, or pieces of one; they count with the next step."""
+        if self._timeline is not None:
+            self._sizes[rank] += [_num_samples(batch) for batch in batches]
+
+    def record(self, what: str, start_s: float) -> None:
+        """The one device has done something, in the caller's thread."""
+        if self._timeline is not None:
+            self.outcomes(what, [Outcome(start_s=start_s, end_s=time.monotonic())])
+
+    def watch_backward(self, output: Any) -> None:
+        """Record the backward pass through what the one device has computed."""
+        tensors: list[Tensor] = []
+        if self._timeline is None:
+            return
+        flatten(output, tensors, strict=False)
+        started: list[float] = []
+
+        def finished() -> None:
+            if started:
+                self.record("backward", started.pop())
+
+        def begun(_: Tensor) -> None:
+            if not started:
+                started.append(time.monotonic())
+                torch.autograd.Variable._execution_engine.queue_callback(finished)
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(begun)  # type: ignore[no-untyped-call]
+
+    def _stepped(self, spans: dict[int, Outcome]) -> None:
+        assert self._timeline is not None, "checked by the caller"
+        for rank, lane in enumerate(self._lanes):
+            sizes, self._sizes[rank] = self._sizes[rank], []
+            start_s = spans[rank].start_s if rank in spans else lane.since
+            lane.end_step(IDLE, start_s, sizes)
+            self._timeline.count(rank, len(sizes), sum(sizes))
+
+    def _enter(self, rank: int, cause: int, at_s: float) -> None:
+        lane = self._lanes[rank]
+        lane.enter(cause, max(at_s, lane.since))
+
+
+def _num_samples(batch: Any) -> int:
+    """Size of a batch; one that is a number of samples is its own."""
+    if isinstance(batch, int):
+        return batch
+    tensors: list[Tensor] = []
+    flatten(batch, tensors, strict=False)
+    return next((t.size(0) for t in tensors if t.dim()), 1)
 
 
 class Ends:
@@ -355,7 +467,11 @@ class Runner:
         return self._ends.get()
 
     def run(
-        self, tasks: Sequence[Task | None], what: str, tensors: Sequence[Tensor] = ()
+        self,
+        tasks: Sequence[Task | None],
+        what: str,
+        tensors: Sequence[Tensor] = (),
+        reducing: Sequence[LoopReplica] = (),
     ) -> list[Outcome]:
         """Do each rank's task in its thread; blocks until all are done.
 
@@ -363,6 +479,7 @@ class Runner:
             tasks: One for each rank; ``None``: nothing to do.
             what: What they do.
             tensors: What the tasks read of the caller's.
+            reducing: Replicas that may exchange gradients in it, for the timeline.
 
         Raises:
             ReplicaFailed: A task raised.
@@ -382,7 +499,7 @@ class Runner:
             raise
         if events:
             self._rejoin(outcomes)
-        self._journal.outcomes(what, outcomes)
+        self._journal.outcomes(what, outcomes, reducing)
         raise_first(outcomes, self._devices, what)
         return outcomes
 

@@ -109,9 +109,11 @@ class CoordinatorLane:
     thread may read. It keeps no tensor and no exception.
 
     Args:
-        machine: The machine that is observed; only read, in its own thread.
+        machine: The machine that is observed; only read, in its own thread. ``None``: there
+            is none, and whoever trains counts by :meth:`count`.
         start: When the run began, by ``time.monotonic``.
         max_events: Events that are kept; the oldest give way.
+        world_size: Ranks, where no machine tells.
 
     Attributes:
         busy_s: Seconds that the coordinator spent on events.
@@ -121,20 +123,23 @@ class CoordinatorLane:
         anchor_curve: ``(time, anchor)`` at each change.
     """
 
-    def __init__(self, machine: Coordinator, start: float, max_events: int) -> None:
-        self._core: Core | None = machine.core
-        self._rounds = machine.rounds
+    def __init__(
+        self, machine: Coordinator | None, start: float, max_events: int, *, world_size: int = 1
+    ) -> None:
+        self._core: Core | None = None
+        if machine is not None:
+            self._core, self._rounds = machine.core, machine.rounds
+            world_size = machine.core.config.world_size
         self._start = start
         self._ring = Ring(max_events)
         self._epochs = Ring(MAX_EPOCHS)
-        world = machine.core.config.world_size
-        self.num_batches = [0] * world
-        self.num_samples = [0] * world
+        self.num_batches = [0] * world_size
+        self.num_samples = [0] * world_size
         self.busy_s = 0.0
         self.num_events = 0
         self.num_averagings = 0
         self.num_failed_rounds = 0
-        self.anchor = machine.core.elche.anchor
+        self.anchor = 0 if machine is None else machine.core.elche.anchor
         self.anchor_curve = Curve()
         self.anchor_curve.add(start, float(self.anchor))
         self._samples = Bins(start)
@@ -223,10 +228,14 @@ class CoordinatorLane:
                 pass
 
     def _count(self, rank: int, tally: m.Tally, now: float) -> None:
+        self.count(rank, tally.num_batches, tally.num_samples, now)
+
+    def count(self, rank: int, num_batches: int, num_samples: int, now: float) -> None:
+        """A rank has trained so much up to now."""
         if now >= self._samples.end:
             self._samples.close(now, self.num_samples)
-        self.num_batches[rank] += tally.num_batches
-        self.num_samples[rank] += tally.num_samples
+        self.num_batches[rank] += num_batches
+        self.num_samples[rank] += num_samples
 
     def _follow_round(self, rnd: Round, now: float) -> None:
         number, state = self._round

@@ -36,6 +36,10 @@ MAX_POLL_S = 3600.0
 class Timeline:
     """Records one run: attach it with ``.timeline(tl)`` before ``.run()``.
 
+    A loop of the user's own takes it by ``DdpConfig(timeline=tl)``: its lanes hold forward,
+    backward, reductions, steps and waits of each replica until the model is closed, and the
+    coordinator's lane counts alone.
+
     Each rank counts its time by cause, without sampling; events (epochs, chunks, steps,
     averagings, waits and so on) are kept in rings of bounded size, of which the oldest give
     way and are counted. The load of the process is read every ``poll_s`` seconds, its memory twice
@@ -93,9 +97,14 @@ class Timeline:
             )
 
     def begin(
-        self, facts: RunFacts, devices: Sequence[torch.device], machine: Coordinator
+        self, facts: RunFacts, devices: Sequence[torch.device], machine: Coordinator | None
     ) -> CoordinatorLane:
         """The run begins; called once, before its threads start.
+
+        Args:
+            facts: What is known of it.
+            devices: Of its ranks.
+            machine: Its coordinator; ``None``: a loop of the user's own, which has none.
 
         Returns:
             Who is to observe the coordinator.
@@ -109,7 +118,9 @@ class Timeline:
             poller = ResourcePoller(self.poll_s, devices)
             poller.start()
             self._facts = facts
-            self._coordinator = CoordinatorLane(machine, self._start, self.max_events)
+            self._coordinator = CoordinatorLane(
+                machine, self._start, self.max_events, world_size=len(facts.devices)
+            )
             self._lanes = tuple(
                 Lane(
                     rank,
@@ -128,6 +139,16 @@ class Timeline:
     def lane(self, rank: int) -> Lane:
         """Where a rank notes what it does."""
         return self._written[rank]
+
+    def count(self, rank: int, num_batches: int, num_samples: int) -> None:
+        """A rank of a loop without a coordinator has trained; for one thread at a time."""
+        if self._coordinator is not None:
+            self._coordinator.count(rank, num_batches, num_samples, time.monotonic())
+
+    def count_averaging(self) -> None:
+        """The ranks of a loop without a coordinator have reduced gradients; likewise."""
+        if self._coordinator is not None:
+            self._coordinator.num_averagings += 1
 
     def built(self, model: object) -> None:
         """The model is there; its class gives the run a name."""

@@ -22,7 +22,7 @@ from tests.house import (
     sources,
 )
 
-STILL = ("class Call ", "class LoopReplica ", "class Outcome ", "class Timeline ")
+STILL = ("class Call ", "class LoopReplica ", "class Outcome ")
 """Faults of today, each of which must go from here with its cause."""
 
 

@@ -98,11 +98,11 @@
       add("policy", `${facts.policy} over ${facts.backend}`);
       add("ranks", facts.devices.length);
       add("time", seconds(wall));
-      add("epochs", `${summary.num_epochs} of ${facts.num_epochs}`);
+      if (facts.num_epochs) add("epochs", `${summary.num_epochs} of ${facts.num_epochs}`);
       add("samples", number(summary.ranks.reduce((n, r) => n + r.num_samples, 0), 6));
       add("averagings", summary.num_averagings);
       if (summary.num_failed_rounds) add("failed rounds", summary.num_failed_rounds);
-      add("anchor", summary.anchor);
+      if (summary.anchor) add("anchor", summary.anchor);
       add("coordinator busy", percent(summary.coordinator_busy_s, wall));
     }
     const made = node("section", { id: "head" }, title, list);

@@ -313,7 +313,7 @@ def test_bad_arguments_are_refused(num_devices):
         ({"max_anchor": -1}, ValueError, "at least 0"),
         ({"max_anchor": 1.5}, TypeError, "whole number"),
         ({"max_grad_norm": 0.0}, ValueError, "above 0"),
-        ({"timeline": object()}, TypeError, "record"),
+        ({"timeline": object()}, TypeError, "Timeline"),
     ],
 )
 def test_settings_out_of_range_are_refused(kwargs, error, match):

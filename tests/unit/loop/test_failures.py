@@ -373,3 +373,32 @@ def test_a_program_that_never_closes_its_model_ends_in_silence():
         [sys.executable, "-W", "error", "-c", code], cwd=root, capture_output=True, timeout=50
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("how", ["by hand", "by a scaler", "of another rank"])
+def test_a_step_of_the_optimizer_outside_step_is_refused(num_devices, how):
+    net = make_net(torch.float32)
+    with on_cpus(net, num_devices, adamw) as model:
+        before = [p.detach().clone() for p in net.parameters()]
+        x, y = make_batch(4, torch.float32)
+        scaler = torch.amp.GradScaler("cpu", enabled=how == "by a scaler")
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        optimizer = model.optimizers[-1] if how == "of another rank" else model.optimizer
+        with pytest.raises(RuntimeError, match=r"Call model\.step\(\) instead"):
+            scaler.step(optimizer) if how == "by a scaler" else optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+        model.zero_grad()
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_optimizer_of_a_closed_model_may_be_stepped_by_hand(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        train_step(model, *make_batch(4))
+    x, y = make_batch(4)
+    F.cross_entropy(model.module(x), y).backward()
+    model.optimizer.step()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -13,14 +15,24 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from runtime import DdpConfig, ReplicaFailed, ReplicaMismatch, ReplicatedModule, Trainer
+from runtime import (
+    DdpConfig,
+    Kind,
+    ReplicaFailed,
+    ReplicaMismatch,
+    ReplicatedModule,
+    Timeline,
+    Trainer,
+)
 from tests.support.own_loop import (
     NUM_CLASSES,
     NUM_FEATURES,
+    WAIT_S,
     OneDevice,
     adamw,
     assert_close,
     assert_identical,
+    gradients_travel,
     make_batch,
     make_net,
     on_cpus,
@@ -390,44 +402,73 @@ def test_the_default_is_every_gpu_or_one_cpu():
 # -- the timeline ----------------------------------------------------------------------------
 
 
-class Recorder:
-    def __init__(self):
-        self.events = []
-
-    def record(self, event, *, rank, step, start_s, end_s):
-        assert start_s <= end_s
-        self.events.append((event, rank, step))
-
-
 @one_or_two
-def test_a_timeline_is_told_what_each_replica_did(num_devices):
-    timeline = Recorder()
+@pytest.mark.parametrize("how", ["directly", "meeting"])
+def test_a_timeline_records_what_each_replica_did(num_devices, how, tmp_path):
+    timeline = Timeline(poll_s=0.01)
     config = DdpConfig(timeline=timeline, speed_hint=(0, 2.0), max_anchor=1)
-    with on_cpus(make_net(), num_devices, config=config) as model:
+    with gradients_travel(how), on_cpus(make_net(), num_devices, config=config) as model:
         train_step(model, *make_batch(6))
         model.accumulate(lambda m, b: m(b[0]).square().mean(), [make_batch(4)] * 3)
         model.step()
-    told = {"forward", "accumulate", "step"}
-    if num_devices == 2:
-        told |= {"backward", "reduce", "rebalance"}
-    assert {event for event, _, _ in timeline.events} == told
-    assert {rank for _, rank, _ in timeline.events} == set(range(num_devices))
-    assert [e for e in timeline.events if e[0] == "step" and e[1] == 0] == [
-        ("step", 0, 0),
-        ("step", 0, 1),
-    ]
+        assert timeline.summary().state == "running"
+    summary = timeline.summary()
+    assert (summary.state, summary.model) == ("finished", "Sequential")
+    assert sum(rank.num_samples for rank in summary.ranks) == 6 + 12
+    for rank in summary.ranks:
+        assert rank.num_steps == 2
+        assert rank.causes["compute"] > 0
+        assert sum(rank.causes.values()) == pytest.approx(rank.wall_s)
+        assert rank.unattributed_share == 0
+        events = [event for event in timeline.events() if event.rank == rank.rank]
+        phases = [event.args["phase"] for event in events if event.kind is Kind.PHASE]
+        assert phases == ["forward", "backward", "step", "accumulate", "step"]
+        reduced = [event for event in events if event.kind is Kind.AVERAGING]
+        assert len(reduced) == (2 if num_devices == 2 else 0)
+        assert all(event.start_s <= event.end_s for event in events)
+    assert summary.num_averagings == (2 if num_devices == 2 else 0)
+    assert "finished" in str(summary)
+    for save in (timeline.save_html, timeline.save_trace, timeline.save_json, timeline.save_csv):
+        save(tmp_path / "out")
+        assert (tmp_path / "out").stat().st_size > 500
+    with pytest.raises(ValueError, match="recorded a run already"):
+        DdpConfig(timeline=timeline)
 
 
-def test_a_timeline_that_fails_stops_nothing(caplog):
-    class Broken:
-        def record(self, event, **kwargs):
-            raise OSError("disk full")
+def test_a_rank_that_waits_for_a_slower_one_is_seen_to_wait():
+    class Waiting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
 
-    with on_cpus(make_net(), 2, config=DdpConfig(timeline=Broken())) as model:
-        for _ in range(3):
-            train_step(model, *make_batch(6))
-        assert_identical(model)
-    assert caplog.text.count("the timeline failed") == 1
+        def forward(self, x):
+            if threading.current_thread().name.endswith("-1"):
+                time.sleep(0.2)
+            return self.linear(x)
+
+    timeline = Timeline(poll_s=0.05)
+    with on_cpus(Waiting(), 2, config=DdpConfig(timeline=timeline)) as model:
+        train_step(model, *make_batch(6, torch.float32))
+    quick, slow = (rank.causes for rank in timeline.summary().ranks)
+    assert quick["sync"] > 0.1 > slow["sync"]
+    assert slow["compute"] > 0.2
+
+
+def test_the_timeline_of_a_model_that_is_dropped_comes_to_an_end():
+    timeline = Timeline(poll_s=0.01)
+    model = Trainer.setup_with(make_net(), sgd, ["cpu"] * 2, config=DdpConfig(timeline=timeline))
+    train_step(model, *make_batch(6))
+    threads = [t for t in threading.enumerate() if t.name.startswith("replica-")]
+    del model
+    gc.collect()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert timeline.summary().state == "finished"
+
+
+def test_what_is_no_timeline_is_refused():
+    with pytest.raises(TypeError, match=r"pass a runtime\.Timeline\(\)"):
+        DdpConfig(timeline=object())
 
 
 def test_a_state_loaded_into_the_first_optimizer_by_hand_reaches_all():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import DdpConfig, ReplicaFailed, Trainer
+from runtime import ReplicaFailed, Trainer
 from runtime.loop.engine import CLIP_LATE, MIXED
 from tests.support.own_loop import (
     WAIT_S,
@@ -179,29 +179,6 @@ def test_a_replica_that_runs_backward_through_an_output_of_the_model_is_refused(
         assert "cannot call the model that it is a part of" in str(found[0])
         train_step(model, *make_batch(4))
         assert_identical(model)
-
-
-class Calling:
-    """A timeline that calls the model it is told about."""
-
-    model = None
-    errors: tuple[RuntimeError, ...] = ()
-
-    def record(self, event, **kwargs):
-        if event == "backward" and not self.errors:
-            try:
-                self.model.zero_grad()
-            except RuntimeError as error:
-                self.errors = (error,)
-
-
-def test_a_timeline_that_calls_the_model_in_a_backward_pass_is_refused():
-    timeline = Calling()
-    with on_cpus(make_net(), 2, config=DdpConfig(timeline=timeline)) as model:
-        timeline.model = model
-        assert in_time(lambda: train_step(model, *make_batch(4))) == []
-        assert "from inside one of its own calls" in str(timeline.errors[0])
-        timeline.model = None
 
 
 def test_no_copy_to_the_cpu_is_left_unwaited_for(monkeypatch):
