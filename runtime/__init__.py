@@ -25,6 +25,7 @@ from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator, sha
 from runtime.loop.ddp import Ddp
 from runtime.monitor import Monitor
 from runtime.replica.gradients import average_gradients, has_non_finite
+from runtime.replica.weights import Weighted
 from runtime.results import TrainedState, WorkerFailure
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer, TrainerBuilder
@@ -74,6 +75,7 @@ __all__ = [
     "TrainerBuilder",
     "TrainerHandle",
     "UserFunctions",
+    "Weighted",
     "WorkerConfig",
     "WorkerFailed",
     "WorkerFailure",

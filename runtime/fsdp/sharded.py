@@ -188,6 +188,10 @@ class ReplicatedParameters:
             gradients, [part.view(g.size()) for part, g in zip(parts, gradients, strict=True)]
         )
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients."""
+        return [p.grad for p in self._trainable if p.grad is not None]
+
     def drop_gradients(self) -> None:
         """Nothing: there are none but those of the parameters."""
 
@@ -503,6 +507,10 @@ class ShardedParameters:
                     shard.grad = gradient
                 else:
                     shard.grad.add_(gradient)
+
+    def gradients(self) -> list[Tensor]:
+        """The full gradients that were not reduced."""
+        return [whole.grad for whole in self._wholes if whole.grad is not None]
 
     def drop_gradients(self) -> None:
         """Forgets full gradients that were not reduced."""

@@ -17,6 +17,7 @@ from runtime.fsdp.lifecycle import STALE, OwnedGroups, calls_of
 from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters
 from runtime.fsdp.state import Parameters, gather_state, load_state, sync_buffers
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
+from runtime.replica.weights import check_weight, weigh_
 
 # -- A backward that comes too late --
 
@@ -306,7 +307,8 @@ class FSDP(ShardedModule):
     full parameters before it reduces, and each full gradient once it is reduced. Wrap
     evaluation in ``torch.no_grad()``, or call :meth:`reshard` after it.
 
-    **Gradients** are averaged over all ranks, with equal weights. They add up over several
+    **Gradients** are averaged over all ranks, with equal weights or those
+    of :meth:`sync_gradients`. They add up over several
     backward passes, and over several calls of :meth:`sync_gradients` until ``zero_grad``.
     Full gradients that were not synced are dropped by :meth:`zero_grad` of this object and by
     :meth:`reshard`, not by the optimizer's ``zero_grad``.
@@ -412,16 +414,27 @@ class FSDP(ShardedModule):
         """Whether a prefetch was started that no ``forward`` has used."""
         return self._store.is_prefetching
 
-    def sync_gradients(self) -> None:
+    def sync_gradients(self, weight: float | Tensor | None = None) -> None:
         """Averages the gradients over all ranks into ``.grad`` of the shards; a collective call.
 
         Adds to gradients that are there. Parameters that no rank used get zeros, frozen ones
         nothing. Frees full parameters and gradients.
 
+        Args:
+            weight: What this rank's loss is a mean over: tokens, or a sum of class weights. A
+                number or a scalar tensor; one on a GPU is not read by the host. Every rank
+                passes one, or none does. The gradients of a rank of weight 0 add nothing, even
+                if they are NaN; if all are 0 the result is zeros. ``None``: equal weights.
+                Several backward passes before this call: let each loss be
+                ``loss * its weight / the rank's weight``.
+
         Raises:
+            TypeError: The weight is no number and no tensor.
             RuntimeError: There was no ``forward`` with gradients enabled since the last call.
-            ValueError: A gradient is sparse.
+            ValueError: A gradient is sparse; a weight that is negative, NaN or no scalar, or
+                that some ranks have left out.
         """
+        checked = None if weight is None else check_weight("weight", weight)
         with self._agreeing():
             self._check_open()
             if not self._has_forward:
@@ -431,6 +444,9 @@ class FSDP(ShardedModule):
                 )
             self._store.check_gradients()
         with self._aborting():
+            if checked is not None:
+                gradients = self._store.gradients()
+                weigh_(gradients, checked, self._store.shards[0].device, self.collective)
             self._store.reduce()
         self._has_forward = False
 

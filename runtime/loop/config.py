@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.core.checks import check_flag, check_float, check_int
+from runtime.core.checks import check_callable, check_flag, check_float, check_int
+from runtime.replica.weights import LossWeightFn
 from runtime.timeline.timeline import Timeline
 
 DEFAULT_ANCHOR = 10
@@ -34,6 +35,12 @@ class DdpConfig:
             until the model is closed: forward, backward, reductions and steps of each replica,
             and what they wait for. Times are those of the host. On one device work that the
             loop does outside the model (the loss) counts as idle.
+        loss_weight: ``f(inputs, output)`` gives what a loss that the model returns is a mean
+            over, for one device's piece of the batch: tokens, or a sum of class weights, a
+            number or a scalar tensor. ``inputs`` is the tuple of positional inputs, or the
+            dict of keyword ones; where there are both, a dict under the names of ``forward``'s
+            parameters. Called in the replica's thread, on its device. See
+            :class:`~runtime.ReplicatedModule` for what holds without it.
 
     Raises:
         TypeError: A value of the wrong type.
@@ -46,11 +53,14 @@ class DdpConfig:
     max_anchor: int | None = None
     max_grad_norm: float | None = None
     timeline: Timeline | None = None
+    loss_weight: LossWeightFn | None = None
 
     def __post_init__(self) -> None:
         if self.speed_hint is not None:
             object.__setattr__(self, "speed_hint", _checked_hint(self.speed_hint))
         check_flag("balance", self.balance)
+        if self.loss_weight is not None:
+            check_callable("loss_weight", self.loss_weight, "f(inputs, output) -> weight")
         if self.overhead_target is not None:
             check_float("overhead_target", self.overhead_target, 0.01, 0.50)
         if self.max_anchor is not None:

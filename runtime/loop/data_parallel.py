@@ -46,6 +46,7 @@ from runtime.replica.build import (
 from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
 from runtime.replica.non_finite import first_bad
 from runtime.replica.step import GradientReducer
+from runtime.replica.weights import Weighted, check_weight
 
 # -- A mini-batch cut for replicas: every sample once, in order --
 
@@ -297,10 +298,15 @@ class Part(NamedTuple):
 
     Attributes:
         loss: Their mean loss.
+        second: What ``loss_fn`` gave beside it in a tuple of two, to be read with that of the
+            other replicas.
+        weight: What the loss is a mean over; ``None``: the samples.
         correct: How many of them were right, as ``loss_fn`` counted.
     """
 
     loss: float = 0.0
+    second: float | None = None
+    weight: float | None = None
     correct: int = 0
 
 
@@ -370,19 +376,20 @@ class LoopReplica:
             return Part()
         if isinstance(samples, Tensor) or holds_columns(samples):
             samples = move_batch(samples, self._device.device)
-        loss, correct = _check_result(loss_fn(self.model, samples))
+        loss, told = _check_result(loss_fn(self.model, samples))
         loss.backward()  # type: ignore[no-untyped-call]
         if not self._checked:
             self._check_gradients()
-        return Part(float(loss.detach()), _count(correct))
+        return told._replace(loss=float(loss.detach()))
 
-    def reduce(self, num_samples: int) -> Reduced:
-        """Average the gradients with those of the other replicas, weighted by samples."""
+    def reduce(self, weight: float) -> Reduced:
+        """Average the gradients with those of the other replicas; not all weights are 0."""
         own = [p.grad for p in self._params]
         if self._reducer is not None:
             try:
-                self._reducer.pack(num_samples)
-                self._reducer.exchange(num_samples)
+                amount: Any = weight
+                self._reducer.pack(amount)
+                self._reducer.exchange(amount)
                 self._reducer.unpack()
             except BaseException:
                 self._reducer.collective.abort()  # the peers wait for this rank
@@ -462,13 +469,22 @@ class LoopReplica:
         self._checked = True
 
 
-def _check_result(result: object) -> tuple[Tensor, object]:
-    """The mean loss and the number correct that ``loss_fn`` gave."""
-    loss, correct = result if isinstance(result, tuple) and len(result) == 2 else (result, 0)
+def _check_result(result: object) -> tuple[Tensor, Part]:
+    """The mean loss, and what else ``loss_fn`` gave."""
+    loss, part = result, Part()
+    if isinstance(result, Weighted):
+        loss = result.loss
+        weight, correct = host_weight(result.weight), read_correct(_number(result.correct))
+        part = Part(weight=weight, correct=correct)
+    elif isinstance(result, tuple) and len(result) == 2:
+        loss, part = result[0], Part(second=_number(result[1]))
+    elif isinstance(result, tuple) and len(result) == 3:
+        loss, correct, weight = result
+        part = Part(weight=host_weight(weight), correct=read_correct(_number(correct)))
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"loss_fn returned {type(result).__name__}: return the mean loss of the samples as a "
-            "tensor, or (mean loss, number correct)"
+            "tensor, (loss, weight), (loss, number correct), or Weighted(loss, weight, correct)"
         )
     if loss.numel() != 1:
         raise ValueError(
@@ -480,24 +496,79 @@ def _check_result(result: object) -> tuple[Tensor, object]:
             "loss_fn returned a loss without a gradient: compute it from the model's output "
             "outside torch.no_grad(), and do not detach it"
         )
-    return loss, correct
+    return loss, part
 
 
-def _count(correct: object) -> int:
-    """The number correct, as a whole number."""
-    value = correct.item() if isinstance(correct, Tensor) and correct.numel() == 1 else correct
-    if isinstance(value, bool) or not isinstance(value, Real):
+def _number(value: object) -> float:
+    """A number that ``loss_fn`` gave beside the loss."""
+    found = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(found, bool) or not isinstance(found, Real):
         raise TypeError(
-            f"loss_fn returned (loss, {type(correct).__name__}): the second is the number of "
-            "samples that were right, for instance (logits.argmax(1) == y).sum()"
+            f"loss_fn returned (loss, {type(value).__name__}): the second is the number of "
+            "samples that were right, for instance (logits.argmax(1) == y).sum(), or the loss's "
+            "weight, for instance (labels != -100).sum()"
         )
-    number = float(value)
+    return float(found)
+
+
+def host_weight(value: object) -> float:
+    """A weight as a number; the host has read the loss already."""
+    weight = check_weight("the weight that loss_fn returned", value)
+    return weight if isinstance(weight, float) else check_weight("weight", weight.cpu())  # type: ignore[return-value]
+
+
+def read_correct(number: float) -> int:
+    """A number of samples that were right."""
     if not number.is_integer() or number < 0:
         raise ValueError(
-            f"loss_fn returned (loss, {value}): the second is the number of samples that were "
-            "right, not their share; for instance (logits.argmax(1) == y).sum()"
+            f"loss_fn returned (loss, {number:g}): the second is the number of samples that were "
+            "right, not their share; for instance (logits.argmax(1) == y).sum(). If it is the "
+            "loss's weight, return runtime.Weighted(loss, weight)"
         )
     return int(number)
+
+
+class Seconds:
+    """Reads what ``loss_fn`` gives beside the loss in a tuple of two: a weight, or a count.
+
+    All replicas' numbers of a batch are read alike. They are weights if one of them cannot be
+    a number of right samples: it exceeds the replica's samples, or is a fraction above 1. From
+    then on they always are. Until then they count right samples.
+    """
+
+    def __init__(self) -> None:
+        self._are_weights = False
+        self._were_counts = False
+
+    def look(self, parts: Sequence[Part], counts: Sequence[int]) -> None:
+        """Find out what the numbers of a batch are.
+
+        Raises:
+            ValueError: These are weights, and earlier ones were taken for counts.
+        """
+        told = [(p.second, n) for p, n in zip(parts, counts, strict=True) if p.second is not None]
+        if not self._are_weights and any(s > n or (s > 1 and s % 1) for s, n in told):
+            if self._were_counts:
+                raise ValueError(
+                    "loss_fn returned (loss, number), and the number can be no count of right "
+                    "samples, for which earlier ones were taken: return runtime.Weighted(loss, "
+                    "weight), or (loss, correct, weight)"
+                )
+            self._are_weights = True
+        if not self._are_weights:
+            self._were_counts = self._were_counts or any(s for s, _ in told)
+
+    def read(self, part: Part) -> Part:
+        """A replica's part with its number in its place.
+
+        Raises:
+            ValueError: It is neither a weight nor a count.
+        """
+        if part.second is None:
+            return part
+        if self._are_weights:
+            return part._replace(weight=host_weight(part.second))
+        return part._replace(correct=read_correct(part.second))
 
 
 # -- What the caller does to the first replica's model holds for all replicas --
@@ -632,7 +703,8 @@ class BatchResult:
     """What became of a mini-batch.
 
     Attributes:
-        avg_loss: Mean loss of its samples.
+        avg_loss: Mean loss of its samples, or weighted by what ``loss_fn`` gave. 0 where all
+            weights are 0: then no optimizer has stepped.
         correct: How many of them were right; 0 where ``loss_fn`` does not count them.
         total: How many there were.
         grad_norm: L2 norm of the averaged gradient, before it was clipped.
@@ -663,8 +735,15 @@ class DataParallelCoordinator:
             trainable is settled then; only those travel.
         optim_factory: ``f(params) -> Optimizer`` with the trainable parameters. Their memory
             has been moved by then: keep parameters, not ``.data``.
-        loss_fn: ``f(model, samples)`` gives the mean loss of the samples, or ``(mean loss,
-            number correct)``. Runs in the replicas' threads at once; enter autocast there.
+        loss_fn: ``f(model, samples)`` gives the mean loss of the samples; ``(loss, weight)``
+            where it is a mean over something else (tokens, a sum of class weights); ``(loss,
+            number correct)``; ``(loss, number correct, weight)``; or a :class:`Weighted`, which
+            leaves nothing to guess. In a tuple of two the number is a weight if, on any
+            replica of the batch, it exceeds the number of samples or is a fraction above 1,
+            and stays one for good; otherwise it counts right samples. If that turns out wrong
+            later it is an error. So where a weight may never exceed the samples (one label a
+            sample), return a :class:`Weighted`. Replicas of weight 0 add nothing, even if
+            their loss is NaN. Runs in the replicas' threads at once; enter autocast there.
         devices: One for each replica; a device may stand more than once.
         backend: How gradients travel, as for :class:`~runtime.trainer.Trainer` under SYNC.
         max_grad_norm: Clip the averaged gradient's norm to this; ``None``: leave it.
@@ -693,7 +772,9 @@ class DataParallelCoordinator:
     ) -> None:
         check_callable("model_factory", model_factory, "f(device) -> torch.nn.Module")
         check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
-        check_callable("loss_fn", loss_fn, "f(model, samples) -> loss, or (loss, correct)")
+        check_callable(
+            "loss_fn", loss_fn, "f(model, samples) -> loss, (loss, weight) or (loss, correct)"
+        )
         if isinstance(devices, Sequence) and not devices:
             raise ValueError(
                 "devices is empty: name one device for each replica, as ['cpu', 'cpu']"
@@ -713,6 +794,7 @@ class DataParallelCoordinator:
             and torch.distributed.is_nccl_available(),
         )
         self._unlike = len({kind_of(device) for device in self._devices}) > 1
+        self._seconds = Seconds()
         self._busy = threading.Lock()
         self._alike = True
         contexts, ends, self._threads = start_threads(self._devices, self.backend)
@@ -843,8 +925,12 @@ class DataParallelCoordinator:
                 self._copy_all(marks)
             self._alike = False  # until the end: Ctrl-C may come between any two lines
             try:
-                loss, correct = self._compute(shards, counts, marks)
-                norm = self._reduce(counts)
+                loss, correct, weights = self._compute(shards, counts, marks)
+                if not any(weights):
+                    self._undo()
+                    self._are_alike()
+                    return BatchResult(0.0, correct, total, 0.0)
+                norm = self._reduce(weights)
             except BaseException:
                 if self._calls.fault is None:
                     self._undo()
@@ -857,23 +943,42 @@ class DataParallelCoordinator:
 
     def _compute(
         self, shards: Sequence[Any], counts: Sequence[int], marks: Sequence[Event]
-    ) -> tuple[float, int]:
-        """Every replica's gradients; the mean loss and the number correct."""
+    ) -> tuple[float, int, list[float]]:
+        """Every replica's gradients; the mean loss, the number correct, and the weights."""
         outcomes = self._calls.run(
             lambda rank: self._replicas[rank].forward_backward(
                 self._loss_fn, shards[rank], counts[rank], marks
             )
         )
-        parts = self._calls.values(outcomes)
-        for rank, part in enumerate(parts):
-            if not math.isfinite(part.loss):
+        found = self._calls.values(outcomes)
+        self._seconds.look(found, counts)
+        parts = []
+        for rank, part in enumerate(found):
+            try:
+                parts.append(self._seconds.read(part))
+            except ValueError as error:
+                what = f"batch {self._calls.num_batches}"
+                raise ReplicaFailed(rank, str(self._devices[rank]), what, error) from error
+        told = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
+        if any(told) and not all(told):
+            raise ValueError(
+                "loss_fn returned a weight on some replicas only, and what the others' losses are "
+                "means over is not known: return it for every shard, 0 where nothing counts"
+            )
+        weights = [
+            float(n) if part.weight is None else part.weight
+            for part, n in zip(parts, counts, strict=True)
+        ]
+        counted = [(part.loss, weight) for part, weight in zip(parts, weights, strict=True)]
+        for rank, (loss, weight) in enumerate(counted):
+            if weight and not math.isfinite(loss):
                 raise NonFiniteError(rank, self._calls.num_batches, "loss", remedy=_REMEDY)
-        loss = sum(part.loss * n for part, n in zip(parts, counts, strict=True)) / sum(counts)
-        return loss, sum(part.correct for part in parts)
+        mean = sum(loss * weight for loss, weight in counted if weight) / (sum(weights) or 1.0)
+        return mean, sum(part.correct for part in parts), weights
 
-    def _reduce(self, counts: Sequence[int]) -> float:
+    def _reduce(self, weights: Sequence[float]) -> float:
         """Average the gradients on all replicas; their norm."""
-        outcomes = self._calls.run(lambda rank: self._replicas[rank].reduce(counts[rank]))
+        outcomes = self._calls.run(lambda rank: self._replicas[rank].reduce(weights[rank]))
         if (error := first_error(outcomes)[1]) is not None:
             self._calls.fault = (
                 f"their gradients could not be averaged ({error}), and the group is broken"
@@ -881,7 +986,7 @@ class DataParallelCoordinator:
         reduced = self._calls.values(outcomes)
         bad = [rank for rank, r in enumerate(reduced) if not math.isfinite(r.norm)]
         if bad:
-            rank = next((r for r in bad if counts[r] and reduced[r].bad is not None), bad[0])
+            rank = next((r for r in bad if weights[r] and reduced[r].bad is not None), bad[0])
             name = reduced[rank].bad
             number = self._calls.num_batches
             raise NonFiniteError(rank, number, "gradient", name, remedy=_REMEDY)

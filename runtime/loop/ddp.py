@@ -12,12 +12,13 @@ import torch.distributed
 from torch import Tensor, nn
 
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
-from runtime.core.checks import check_devices, check_float
+from runtime.core.checks import check_devices
 from runtime.core.errors import ReplicaMismatch
 from runtime.device import cuda_api
 from runtime.loop.reduction import CpuReduction, GroupReduction, Reduction, StagedReduction
 from runtime.replica.build import Template
 from runtime.replica.flat import FlatBuffers
+from runtime.replica.weights import Weight, check_weight, parts_of, scale_
 
 # -- What each parameter and buffer of models of one kind is called on which rank --
 
@@ -362,8 +363,8 @@ class Ddp:
         """
         self._reduce([1.0] * self.world_size)
 
-    def weighted_all_reduce_gradients(self, batch_counts: Sequence[float]) -> None:
-        """Replace every gradient by its mean over the replicas, weighted by batches or samples.
+    def weighted_all_reduce_gradients(self, weights: Sequence[float | Tensor] | Tensor) -> None:
+        """Replace every gradient by its mean over the replicas, weighted.
 
         The gradients are the same bits on every replica afterwards, in the memory and with
         the strides that they had. A parameter that has no gradient on any replica keeps
@@ -371,21 +372,45 @@ class Ddp:
         checked before anything is written.
 
         Args:
-            batch_counts: How many batches, or samples, each replica's gradient is the mean
-                of; from ``ElChe.batch_counts``, for instance. A replica that counts 0 gives
-                nothing, whatever its gradients hold, and gets the mean. NaN and infinity of
-                the others stay visible.
+            weights: What each replica's gradient is the mean over: batches (from
+                ``ElChe.batch_counts``, for instance), samples, tokens, or a sum of class
+                weights; numbers or scalar tensors. A replica of weight 0 gives nothing,
+                whatever its gradients hold, and gets the mean. NaN and infinity of the others
+                stay visible. Tensors on GPUs are not read by the host: gradients become zeros
+                if all of them are 0, and NaN if one is negative.
 
         Raises:
-            ValueError: Not one count for each replica, a negative one, all of them 0; a
+            ValueError: Not one weight for each replica, a negative one, all of them 0; a
                 sparse gradient; replicas whose gradients have different dtypes or that are
                 frozen on some alone.
-            TypeError: A count is no number.
+            TypeError: A weight is no number and no tensor.
             RuntimeError: Closed, or a parameter was replaced or moved.
             CollectiveAborted, CollectiveTimeout: Over NCCL or Gloo; the gradients hold what
                 they held before, and the models must be wrapped again.
         """
-        self._reduce(_check_counts(batch_counts, self.world_size))
+        checked = _check_weights(weights, self.world_size)
+        numbers = [weight for weight in checked if not isinstance(weight, Tensor)]
+        if len(numbers) == len(checked):
+            self._reduce(numbers)
+        else:
+            self._reduce_unread(checked)
+
+    def _reduce_unread(self, weights: Sequence[Weight]) -> None:
+        """The weighted mean as the plain mean of scaled gradients, without a host sync."""
+        reduction = self._open()
+        gradients = self._replicas.gradients([True] * self.world_size)
+        scaled = [[g.detach().clone() for g in own] for own in gradients.tensors]
+        first = next(w.device for w in weights if isinstance(w, Tensor))
+        parts = parts_of([torch.as_tensor(weight) for weight in weights], first)
+        for own, device, part in zip(scaled, self._devices, parts, strict=True):
+            factor = part * self.world_size
+            scale_(own, factor.to(device, non_blocking=device.type != "cpu"))
+        if scaled[0]:
+            reduction.mean_(scaled, [1.0] * self.world_size)
+            with torch.no_grad():
+                for own, new in zip(gradients.tensors, scaled, strict=True):
+                    torch._foreach_copy_(own, new)
+        gradients.adopt()
 
     def _reduce(self, weights: Sequence[float]) -> None:
         reduction = self._open()
@@ -445,24 +470,23 @@ def _check_models(models: object) -> list[nn.Module]:
     return list(models)
 
 
-def _check_counts(batch_counts: object, world_size: int) -> list[float]:
-    to_list = getattr(batch_counts, "tolist", None)  # of a tensor or an array
-    if to_list is not None:
-        batch_counts = to_list()
-    if isinstance(batch_counts, str) or not isinstance(batch_counts, Sequence):
-        raise TypeError(
-            f"batch_counts={batch_counts!r}; pass a list with one number for each replica"
-        )
-    if len(batch_counts) != world_size:
+def _check_weights(weights: object, world_size: int) -> list[Weight]:
+    if not isinstance(weights, (Sequence, Tensor)):
+        to_list = getattr(weights, "tolist", None)  # of an array
+        weights = weights if to_list is None else to_list()
+    if isinstance(weights, Tensor) and weights.dim() == 1:
+        weights = list(weights) if weights.device.type != "cpu" else weights.tolist()
+    if isinstance(weights, str) or not isinstance(weights, Sequence):
+        raise TypeError(f"weights={weights!r}; pass a list with one number for each replica")
+    if len(weights) != world_size:
         raise ValueError(
-            f"batch_counts has {len(batch_counts)} entries for {world_size} replicas; pass one "
-            "for each"
+            f"weights has {len(weights)} entries for {world_size} replicas; pass one for each"
         )
-    counts = [check_float(f"batch_counts[{i}]", count, 0) for i, count in enumerate(batch_counts)]
-    total = sum(counts)
-    if not 0 < total < math.inf:
+    checked = [check_weight(f"weights[{i}]", weight) for i, weight in enumerate(weights)]
+    numbers = [weight for weight in checked if not isinstance(weight, Tensor)]
+    if len(numbers) == len(checked) and not 0 < sum(numbers) < math.inf:
         raise ValueError(
-            f"batch_counts {counts} sum to {total:g}: at least one replica must have trained a "
-            "batch; skip the step otherwise"
+            f"weights {checked} sum to {sum(numbers):g}: at least one replica must have trained; "
+            "skip the step otherwise"
         )
-    return counts
+    return checked

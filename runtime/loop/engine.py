@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -29,12 +30,18 @@ from runtime.loop.replica import (
     Options,
     Shard,
     StepGuard,
-    checked_loss,
+    backward_of,
+    divide_by,
     mean_of_accumulated,
+    weighted_loss,
 )
 from runtime.loop.runner import END_S, Journal, Runner, Task
-from runtime.loop.scatter import Ambient, Scatter, move, outside_autocast, placed
+from runtime.loop.scatter import Ambient, Scatter, move, placed
 from runtime.replica.build import OptimFactory, build_optimizer
+from runtime.replica.weights import Weight
+
+logger = logging.getLogger(__name__)
+
 
 # -- One call of a model at a time, and none from inside another --
 
@@ -149,6 +156,22 @@ CLIP_LATE = (
     "accumulate(...) leaves each device its own gradients until step(): clip them with "
     "DdpConfig(max_grad_norm=...)"
 )
+WEIGHED_TWICE = (
+    "step(weight=...) divides the gradients of loss.backward(): after accumulate(...) leave it out "
+    "and let loss_fn return (loss, weight)"
+)
+PARTLY_WEIGHED = (
+    "loss_fn returned a weight for some batches of this step only, and what the other losses are "
+    "means over is not known: return (loss, weight) for all of them"
+)
+
+
+def total_weight(weights: Sequence[Weight | None]) -> Weight | None:
+    """The sum of weights that are given for all batches, or for none of them."""
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise ValueError(PARTLY_WEIGHED)
+    return sum(given[1:], given[0]) if given else None
 
 
 class Engine(ABC):
@@ -185,8 +208,8 @@ class Engine(ABC):
         """Train several batches up to their gradients; gives their losses."""
 
     @abstractmethod
-    def step(self) -> None:
-        """Step every optimizer and forget the gradients."""
+    def step(self, weight: Weight | None = None) -> None:
+        """Divide by the weight, step every optimizer and forget the gradients."""
 
     @abstractmethod
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -218,6 +241,12 @@ class Engine(ABC):
 
 
 # -- Several replicas behind one module: one batch shared out, or several for each --
+
+GUESSED = (
+    "the model returned a loss without a dimension from each device, and nothing tells what it is "
+    "a mean over: it is weighted by samples, which is wrong where tokens are ignored or classes "
+    "have weights; pass DdpConfig(loss_weight=f(inputs, output)), or return a field loss_weight"
+)
 
 
 class Team(Engine):
@@ -257,6 +286,8 @@ class Team(Engine):
         self._turn = Turn(runner.check_thread)
         self._window = Window.EMPTY
         self._counts = [0] * len(replicas)
+        self._weights: list[list[Weight | None]] = [[] for _ in replicas]
+        self._has_warned = False
         self._idle: list[Task | None] = [None] * (len(replicas) - 1)
         self.devices = tuple(replica.device for replica in replicas)
         self.models = tuple(replica.model for replica in replicas)
@@ -300,7 +331,11 @@ class Team(Engine):
             with self._likeness.computing(prepared=True):
                 outcomes = self._runner.run(tasks, "forward", scatter.tensors)
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
-        return Call(scatter, shards, self.devices[0], self.backward).output()
+        call = Call(scatter, shards, self.devices[0], self.backward)
+        if not self._has_warned and any(merged.is_guessed for merged in call.merged):
+            self._has_warned = True
+            logger.warning(GUESSED)
+        return call.output()
 
     def backward(
         self,
@@ -370,21 +405,25 @@ class Team(Engine):
                 start += size
             with self._dropping_gradients(), self._likeness.computing(prepared=True):
                 outcomes = self._runner.run(tasks, "accumulate", tensors)
+                for outcome, own in zip(outcomes, self._weights, strict=True):
+                    own += [] if outcome.value is None else outcome.value[1]
+                total_weight([weight for own in self._weights for weight in own])
             self._counts = [a + b for a, b in zip(self._counts, sizes, strict=True)]
-        losses = [o.value.to(self.devices[0]) for o in outcomes if o.value is not None]
+        losses = [o.value[0].to(self.devices[0]) for o in outcomes if o.value is not None]
         return torch.cat(losses) if losses else torch.empty(0, device=self.devices[0])
 
     # -- steps ---------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, weight: Weight | None = None) -> None:
         """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
         with self._turn():
             self._prepare()
             self.rate.check()
             self._notice_gradients()
+            weights = self._take_weights(weight)
             options = self._likeness.groups.options()
             tasks = [
-                partial(self._step, rank, end, options if rank else None)
+                partial(self._step, rank, end, options if rank else None, weights)
                 for rank, end in enumerate(self._runner.ends())
             ]
             try:
@@ -398,16 +437,40 @@ class Team(Engine):
                     self._forget()
                 raise
             self._measure()
-            self._window, self._counts = Window.EMPTY, [0] * len(self._replicas)
+            self._clear_window()
             self.rate.advance()
             self._journal.step += 1
 
-    def _step(self, rank: int, end: Collective, options: Options | None) -> None:
+    def _take_weights(self, weight: Weight | None) -> list[Weight] | None:
+        """Divide what came by backward; give the ranks' weights of what was accumulated.
+
+        Gradients of no weight at all are forgotten, so that no optimizer changes anything.
+        """
+        if self._window is Window.ACCUMULATED:
+            if weight is not None:
+                raise ValueError(WEIGHED_TWICE)
+            weight = total_weight([weight for own in self._weights for weight in own])
+            if weight is None:
+                return None
+        if weight is None:
+            return None
+        if isinstance(weight, float) and weight == 0:
+            self._forget()
+            return None
+        if self._window is Window.ACCUMULATED:
+            totals = [total_weight(own) for own in self._weights]
+            return [0.0 if total is None else total for total in totals]
+        self._runner.run([partial(self._first.divide, weight), *self._idle], "weigh")
+        return None
+
+    def _step(
+        self, rank: int, end: Collective, options: Options | None, weights: list[Weight] | None
+    ) -> None:
         """In a replica's thread."""
         replica = self._replicas[rank]
         with self._runner.waking_peers():
             if self._window is Window.ACCUMULATED:
-                replica.average(end, self._counts[rank], self._max_grad_norm)
+                replica.average(end, self._counts[rank], self._max_grad_norm, weights)
             elif self._window is Window.BACKWARD and not self._direct:
                 if rank == 0 and self._max_grad_norm is not None:
                     replica.clip(self._max_grad_norm)
@@ -508,7 +571,7 @@ class Team(Engine):
         if any(p.grad is not None for p in self._first.tensors):
             if self._window is Window.EMPTY:
                 self._window = Window.BACKWARD
-        elif self._window is Window.BACKWARD or self._counts[0]:
+        elif self._window is Window.BACKWARD or any(map(_leaves_gradients, self._weights[0])):
             self._forget()  # by optimizer.zero_grad()
 
     def _open(self, window: Window) -> None:
@@ -519,7 +582,11 @@ class Team(Engine):
     def _forget(self) -> None:
         for replica in self._replicas:
             replica.zero_grad()
+        self._clear_window()
+
+    def _clear_window(self) -> None:
         self._window, self._counts = Window.EMPTY, [0] * len(self._replicas)
+        self._weights = [[] for _ in self._replicas]
 
     @contextmanager
     def _dropping_gradients(self) -> Iterator[None]:
@@ -532,6 +599,11 @@ class Team(Engine):
             raise
 
 
+def _leaves_gradients(weight: Weight | None) -> bool:
+    """Whether a batch of this weight was run backward."""
+    return weight is None or isinstance(weight, Tensor) or weight > 0
+
+
 def _forward(
     replica: LoopReplica, ambient: Ambient, scatter: Scatter, start: int, stop: int
 ) -> Shard:
@@ -541,7 +613,7 @@ def _forward(
 
 def _accumulate(
     replica: LoopReplica, ambient: Ambient, loss_fn: LossFn, batches: Sequence[Any]
-) -> Tensor:
+) -> tuple[Tensor, list[Weight | None]]:
     with ambient.applied():
         return replica.accumulate(loss_fn, batches)
 
@@ -579,6 +651,7 @@ class Solo(Engine):
         self._max_grad_norm = max_grad_norm
         self._journal = journal
         self._num_accumulated = 0
+        self._weights: list[Weight | None] = []
         self._guards: list[RemovableHandle] = []
         self._nodes: dict[int, Any] = {}  # of the parameters, by place; the guards are in them
         self.devices = (device,)
@@ -624,11 +697,11 @@ class Solo(Engine):
         self._unguard()
         try:
             for batch in batches:
-                loss = checked_loss(loss_fn(self._model, move(batch, self._device)))
-                with outside_autocast():
-                    loss.backward()  # type: ignore[no-untyped-call]
+                loss, weight = weighted_loss(loss_fn(self._model, move(batch, self._device)))
+                losses.append(backward_of(loss, weight))
                 self._num_accumulated += 1
-                losses.append(loss.detach().reshape(()))
+                self._weights.append(weight)
+            total_weight(self._weights)
         except BaseException:
             self.zero_grad()  # half of the gradients are no use
             raise
@@ -638,19 +711,29 @@ class Solo(Engine):
         self._journal.given(0, batches)
         return torch.stack(losses) if losses else torch.empty(0, device=self._device)
 
-    def step(self) -> None:
+    def step(self, weight: Weight | None = None) -> None:
         """Clip, step and forget the gradients."""
         start_s = time.monotonic()
         self.rate.check()
         self._notice_zeroed()
+        empty = False
+        if self._num_accumulated:
+            if weight is not None:
+                raise ValueError(WEIGHED_TWICE)
+            weight = total_weight(self._weights)
+        if weight is not None:
+            divide_by(self._params, weight, max(1, self._num_accumulated))
+            empty = isinstance(weight, float) and weight == 0
         if self._num_accumulated:
             mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
             self._num_accumulated = 0
+            self._weights = []
         elif self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
         self._unguard()
-        with self._step_guard.stepping():
-            self._optimizer.step()
+        if not empty:
+            with self._step_guard.stepping():
+                self._optimizer.step()
         self._model.zero_grad(set_to_none=True)
         self.rate.advance()
         self._journal.record("step", start_s)
@@ -665,6 +748,7 @@ class Solo(Engine):
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self._num_accumulated = 0
+        self._weights = []
         self._unguard()
         self._model.zero_grad(set_to_none=True)
 
@@ -693,6 +777,7 @@ class Solo(Engine):
         """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""
         if self._num_accumulated and all(p.grad is None for p in self._params):
             self._num_accumulated = 0
+            self._weights = []
 
     def _guard(self) -> None:
         """Until the step, refuse gradients from elsewhere before any of them is added."""

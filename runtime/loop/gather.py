@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.loop.replica import Shard
 from runtime.loop.scatter import Scatter, carry
+from runtime.replica.weights import Weight, parts_of
 
 
 class Backward(Protocol):
@@ -35,35 +36,53 @@ class Merged:
     """One tensor of the output, put together from the shards' parts.
 
     A part with dimensions holds a fixed number of rows for each sample, and parts are laid
-    end to end. A floating-point part without dimensions is taken for a mean over the samples,
-    and the whole is their mean, weighted by samples.
+    end to end. A floating-point part without dimensions is taken for a mean over what its piece
+    weighs, or over the samples where that is not known, and the whole is the mean of them all.
+    A piece of weight 0 adds nothing to it, and gets no gradient from it. The weights
+    themselves, where the model returns them, add up.
 
     Args:
         parts: Each shard's part.
         shards: The shards.
         device: Where the whole lies.
+        adds_up: Whether these are the weights.
 
     Attributes:
         value: The whole, without a graph.
         requires_grad: Whether it leads to a graph.
+        is_guessed: Whether parts were taken for means over samples because nothing tells.
 
     Raises:
         ValueError: Parts that cannot be put together.
     """
 
     def __init__(
-        self, parts: Sequence[Tensor], shards: Sequence[Shard], device: torch.device
+        self,
+        parts: Sequence[Tensor],
+        shards: Sequence[Shard],
+        device: torch.device,
+        *,
+        adds_up: bool = False,
     ) -> None:
+        self.is_guessed = False
         self.requires_grad = any(part.requires_grad for part in parts)
-        self._weights: list[float] = []
+        self._weights: Sequence[float | Tensor] = []
         self._rows: list[int] = []
         values = [carry(part.detach(), device) for part in parts]
-        if len(parts) == 1:
+        known = [shard.weight for shard in shards if shard.weight is not None]
+        if adds_up:
+            self._weights = [1.0] * len(parts)
+            self.value = torch.stack(values).sum(0)
+        elif parts[0].dim() == 0 and parts[0].is_floating_point() and len(known) == len(parts):
+            self._weights = _known_parts(known, device)
+            self.value = torch.stack(_scaled(values, self._weights)).sum(0)
+        elif len(parts) == 1:
             self._weights = [1.0]
             self.value = values[0]
         elif parts[0].dim() == 0:
-            self._weights = _weights(parts, shards)
-            scaled = [v * w for v, w in zip(values, self._weights, strict=True)]
+            self.is_guessed = True
+            samples = self._weights = _weights(parts, shards)
+            scaled = [v * w for v, w in zip(values, samples, strict=True)]
             self.value = torch.stack(scaled).sum(0)
         else:
             _check_rows(parts, shards)
@@ -76,7 +95,32 @@ class Merged:
             return [None] * len(self._weights or self._rows)
         if self._rows:
             return list(torch.split(grad, self._rows))
-        return [grad if w == 1.0 else grad * w for w in self._weights]
+        found: list[Tensor | None] = []
+        for w in self._weights:
+            if isinstance(w, Tensor):
+                found.append(grad * w.to(grad.dtype))
+            else:  # nothing goes back to a piece of weight 0, whose own gradients may be NaN
+                found.append(grad if w == 1.0 else grad * w if w else None)
+        return found
+
+
+def _known_parts(weights: Sequence[Weight], device: torch.device) -> Sequence[float | Tensor]:
+    """Each weight's part in their sum; tensors where the host cannot read one."""
+    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if len(numbers) < len(weights):
+        return parts_of([torch.as_tensor(weight) for weight in weights], device)
+    total = sum(numbers) or 1.0
+    return [number / total for number in numbers]
+
+
+def _scaled(values: Sequence[Tensor], factors: Sequence[float | Tensor]) -> list[Tensor]:
+    found = []
+    for value, factor in zip(values, factors, strict=True):
+        if isinstance(factor, Tensor):
+            found.append(torch.where(factor == 0, 0.0, value * factor.to(value.dtype)))
+        else:
+            found.append(value * factor if factor else torch.zeros_like(value))
+    return found
 
 
 def _weights(parts: Sequence[Tensor], shards: Sequence[Shard]) -> list[float]:
@@ -110,6 +154,9 @@ class Call:
         shards: What the replicas made of them, in order of samples.
         device: Where the outputs shall lie.
         backward: Runs the shards' backward.
+
+    Attributes:
+        merged: Each tensor of the output.
     """
 
     def __init__(
@@ -130,7 +177,11 @@ class Call:
                     f"rank {shard.rank} returned another output than rank {shards[0].rank}: {found}"
                 )
         columns = zip(*(shard.outputs or [] for shard in shards), strict=True)
-        self.merged = [Merged(parts, shards, device) for parts in columns]
+        summed = shards[0].weight_index
+        self.merged = [
+            Merged(parts, shards, device, adds_up=index == summed)
+            for index, parts in enumerate(columns)
+        ]
 
     def output(self) -> Any:
         """The output of the call, with a graph where the replicas' outputs have one."""

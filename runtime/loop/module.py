@@ -27,6 +27,7 @@ from runtime.loop.replica import LoopReplica, LossFn
 from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner, Task
 from runtime.replica.build import OptimFactory, Template, adopt, build_model
 from runtime.replica.schedule import SchedulerFactory
+from runtime.replica.weights import LossWeightFn, check_weight
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,20 @@ class ReplicatedModule(nn.Module):
 
     **Forward** cuts every tensor of its nested inputs along dimension 0 by ``chunk_ratios``,
     copies the pieces to the devices, runs the replicas at the same time in threads of their
-    own, and lays their outputs end to end on ``devices[0]``. A floating-point output without
-    dimensions is taken for a mean over the samples. Inputs and outputs have the batch first;
-    tensors without dimensions, and what is no tensor, go to every replica as they are. A batch
-    smaller than the number of devices runs on the first of them.
+    own, and lays their outputs end to end on ``devices[0]``. Inputs and outputs have the batch
+    first; tensors without dimensions, and what is no tensor, go to every replica as they are. A
+    batch smaller than the number of devices runs on the first of them.
+
+    **A loss that the model computes itself**, a floating-point output without dimensions (alone,
+    or in a dict, a dataclass or a named tuple), is gathered as the mean over the pieces,
+    weighted by what each of them is a mean over. That is, in this order: what
+    ``DdpConfig(loss_weight=f)`` gives for a piece; a scalar tensor in the output called
+    ``loss_weight`` or ``weight`` (the whole output holds their sum); the labels that are not
+    -100, where an input is called ``labels``; else its samples, with one warning in the log.
+    Labels of two dimensions under ``logits`` of the same length are taken for those of a causal
+    language model, which leaves the first of each sequence out; without ``logits``, and for
+    the Transformers library's models of other kinds, all count. Class weights inside the model
+    need a ``loss_weight``. A piece of weight 0 adds nothing, even if its loss is NaN.
 
     **Backward** of what is computed from the outputs runs each replica's backward in its own
     thread, then adds the gradients up on ``devices[0]``: between ``loss.backward()`` and
@@ -132,16 +143,31 @@ class ReplicatedModule(nn.Module):
         """
         return self._engine.forward(*args, **kwargs)
 
-    def step(self) -> None:
+    def step(self, weight: float | Tensor | None = None) -> None:
         """Reduce gradients, copy buffers, step every optimizer, forget the gradients.
+
+        Args:
+            weight: Sum of the weights by which the losses of the backward passes since the last
+                step were multiplied: gradients are divided by it. For the mean over several
+                batches of unequal weight::
+
+                    for batch, weight in micro_batches:      # tokens, say
+                        (loss_of(batch) * weight).backward()
+                    model.step(weight=total_weight)
+
+                A number or a scalar tensor; one on a GPU is not read by the host. 0: the
+                optimizers do not step, while the schedule goes on; for a tensor on a GPU they
+                step with gradients of zero.
 
         Raises:
             ReplicaFailed: An optimizer raised.
-            ValueError: The optimizer was given a parameter that cannot be trained here, which
+            TypeError: The weight is no number and no tensor.
+            ValueError: The weight is negative, NaN or no scalar, or there was ``accumulate``;
+                the optimizer was given a parameter that cannot be trained here, which
                 was taken from it again.
             RuntimeError: Parts of the model were replaced, or a scheduler is for other groups.
         """
-        self._engine.step()
+        self._engine.step(None if weight is None else check_weight("weight", weight))
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Train several batches up to their gradients, each as a whole on one device.
@@ -152,8 +178,10 @@ class ReplicatedModule(nn.Module):
         autocast. If it fails, all gradients since the last step are dropped.
 
         Args:
-            loss_fn: ``f(module, batch) -> Tensor``, the batch's mean loss; called in the
-                threads of all replicas at the same time.
+            loss_fn: ``f(module, batch) -> Tensor``, the batch's mean loss, or ``(loss,
+                weight)`` where it is a mean over tokens or a sum of class weights: then the
+                step is on the mean over all of them. Called in the threads of all replicas at
+                the same time.
             batches: Nested tensors; moved to the device that trains them.
 
         Returns:
@@ -477,7 +505,7 @@ def set_up(
         journal.finish(error)
         raise
     try:
-        replicas = _build_replicas(threads, source, optim_factory)
+        replicas = _build_replicas(threads, source, optim_factory, config.loss_weight)
         ends.get()
         runner = Runner(threads, places, ends, journal)
         balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
@@ -584,7 +612,10 @@ def _check_module(model: nn.Module) -> None:
 
 
 def _build_replicas(
-    threads: ReplicaThreads, source: Source, optim_factory: OptimFactory
+    threads: ReplicaThreads,
+    source: Source,
+    optim_factory: OptimFactory,
+    loss_weight: LossWeightFn | None,
 ) -> list[LoopReplica]:
     """One after the other, each in its own thread, rank 0 first."""
     replicas: list[LoopReplica] = []
@@ -594,7 +625,7 @@ def _build_replicas(
     events = sync.marks(source.tensors())
     for rank, context in enumerate(threads.contexts):
         first = replicas[0].model if replicas else None
-        build = partial(_build, rank, context, source, optim_factory, first, used)
+        build = partial(_build, rank, context, source, optim_factory, first, used, loss_weight)
         tasks: list[Task | None] = [None] * len(threads.contexts)
         tasks[rank] = partial(_after, partial(sync.wait, context.device, events), build)
         outcome = threads.run(tasks)[rank]
@@ -617,6 +648,7 @@ def _build(
     optim_factory: OptimFactory,
     first: nn.Module | None,
     used: list[list[bool]],
+    loss_weight: LossWeightFn | None,
 ) -> LoopReplica:
     model = source.make(rank, context.device, first)
     for name, p in model.named_parameters():
@@ -625,7 +657,7 @@ def _build(
                 f"parameter {name!r} is {p.dtype}: gradients of several devices can be added up "
                 "for floating-point parameters only; hold its real and imaginary part apart"
             )
-    replica = LoopReplica(rank, context, model, optim_factory, used)
+    replica = LoopReplica(rank, context, model, optim_factory, used, loss_weight)
     context.finish()  # others copy its weights on streams of their own
     return replica
 

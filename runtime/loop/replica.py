@@ -21,6 +21,17 @@ from runtime.loop.scatter import Piece, carry, move, outside_autocast, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
 from runtime.replica.schedule import Schedule, SchedulerFactory
+from runtime.replica.weights import (
+    LossWeightFn,
+    Weight,
+    Weighted,
+    check_weight,
+    inverse_of,
+    piece_weight,
+    scale_,
+    weigh_,
+    weight_field,
+)
 
 # -- Gradients on their way between the replicas --
 
@@ -77,11 +88,11 @@ class GradientExchange:
                 collective.broadcast_(flat)
         self._take(self._used[0])
 
-    def average(self, collective: Collective, count: int) -> None:
-        """Replace every rank's gradients by their mean, weighted by ``count``."""
-        self._fill(empty=count == 0)
+    def average(self, collective: Collective, weight: float) -> None:
+        """Replace every rank's gradients by their mean, weighted by ``weight``."""
+        self._fill(empty=weight == 0)
         with self._comm():
-            collective.weighted_mean_(self._flats, count)
+            collective.weighted_mean_(self._flats, weight)
         self._take(self._used_anywhere())
 
     def drop(self) -> None:
@@ -167,7 +178,7 @@ def _refuse_sparse(name: str, grad: Tensor) -> None:
         )
 
 
-LossFn = Callable[[nn.Module, Any], Tensor]
+LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 Options = Sequence[Mapping[str, Any]]
 """Settings of an optimizer's groups, without their parameters."""
 
@@ -220,7 +231,12 @@ class Shard:
         stop: One past the last.
         spec: What the output is like.
         outputs: Its tensors; ``None`` once the graph was freed.
+        weight: What its scalar losses are means over; ``None``: not known.
+        weight_index: Which of the outputs is that weight; ``None``: none is.
     """
+
+    weight: Weight | None = None
+    weight_index: int | None = None
 
     def __init__(self, rank: int, start: int, stop: int, piece: Piece, spec: Spec) -> None:
         self.rank = rank
@@ -273,6 +289,7 @@ class LoopReplica:
         model: Its model, on that device.
         optim_factory: Makes its optimizer.
         used: See :class:`GradientExchange`.
+        loss_weight: See :class:`~runtime.DdpConfig`.
 
     Attributes:
         model: The model, in train mode.
@@ -293,8 +310,10 @@ class LoopReplica:
         model: nn.Module,
         optim_factory: OptimFactory,
         used: list[list[bool]],
+        loss_weight: LossWeightFn | None = None,
     ) -> None:
         self.rank = rank
+        self._loss_weight = loss_weight
         self.device = context.device
         self.model = model
         model.train()
@@ -326,6 +345,12 @@ class LoopReplica:
         spec = flatten(output, outputs, strict=True)
         shard = Shard(self.rank, start, stop, piece, spec)
         shard.outputs = outputs
+        if any(t.dim() == 0 and t.is_floating_point() for t in outputs):
+            shard.weight = piece_weight(
+                self.model, piece.args, piece.kwargs, output, self._loss_weight
+            )
+            own = weight_field(output)
+            shard.weight_index = next((i for i, t in enumerate(outputs) if t is own), None)
         return shard
 
     def backward(
@@ -334,9 +359,29 @@ class LoopReplica:
         """Run backward on what :meth:`forward` gave."""
         self.sample_timer.start()
         given = [None if g is None else carry(g, self.device) for g in grads]
-        found = shard.backward(given, params=params, keep=keep)
+        with self._masking(_mask_of(shard, given) if params else None):
+            found = shard.backward(given, params=params, keep=keep)
         self.sample_timer.stop(0)
         return found
+
+    @contextmanager
+    def _masking(self, weight: Tensor | None) -> Iterator[None]:
+        """Around a backward pass whose gradients are zeros if its weight, which is not read, is 0:
+        they may be NaN then, and those that are there already must not be touched."""
+        if weight is None:
+            yield
+            return
+        params = self.state.params.params
+        before = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        yield
+        new = [p.grad for p in params if p.grad is not None]
+        scale_(new, (weight != 0).to(torch.float64))
+        with torch.no_grad():
+            for p, old in zip(params, before, strict=True):
+                if old is not None:
+                    p.grad = old if p.grad is None else old.add_(p.grad)
 
     def collect(self, collective: Collective) -> None:
         """See :meth:`GradientExchange.collect`."""
@@ -362,36 +407,65 @@ class LoopReplica:
 
     # -- several batches between two reductions ------------------------------------------
 
-    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
+    def accumulate(
+        self, loss_fn: LossFn, batches: Sequence[Any]
+    ) -> tuple[Tensor, list[Weight | None]]:
         """Forward, loss and backward of each batch in turn; gradients add up.
 
         Returns:
-            Their losses, of shape ``(len(batches),)``, on the device.
+            Their losses, of shape ``(len(batches),)``, on the device, and what each is a mean
+            over, where ``loss_fn`` told.
         """
-        losses = []
+        losses, weights = [], []
         for batch in batches:
             self.batch_timer.start()
-            loss = checked_loss(loss_fn(self.model, move(batch, self.device)))
-            with outside_autocast():
-                loss.backward()  # type: ignore[no-untyped-call]
+            loss, weight = weighted_loss(loss_fn(self.model, move(batch, self.device)))
+            with self._masking(weight if isinstance(weight, Tensor) else None):
+                losses.append(backward_of(loss, weight))
             self.batch_timer.stop(1)
-            losses.append(loss.detach().reshape(()))
-        return torch.stack(losses) if losses else torch.empty(0, device=self.device)
+            weights.append(weight)
+        found = torch.stack(losses) if losses else torch.empty(0, device=self.device)
+        return found, weights
 
-    def average(self, collective: Collective, count: int, max_norm: float | None) -> None:
+    def divide(self, weight: Weight) -> None:
+        """Divide the gradients of weighted losses by the weights' sum."""
+        divide_by(self.state.params.params, weight)
+
+    def average(
+        self,
+        collective: Collective,
+        count: int,
+        max_norm: float | None,
+        weights: Sequence[Weight] | None = None,
+    ) -> None:
         """Clip what was accumulated, divide it by its batches, and average it over the ranks.
 
         Args:
             collective: Where the ranks meet.
             count: Batches of this rank, which are its weight.
             max_norm: Of the accumulated gradient; ``None``: as it is.
+            weights: Of all ranks, where losses are weighted; ``None``: batches count alike.
         """
         self.state.params.check()
-        mean_of_accumulated(self.state.params.params, count, max_norm)
+        params = self.state.params.params
+        amount: float = count
+        if weights is not None:
+            divide_by(params, weights[self.rank], count)
+        mean_of_accumulated(params, count, max_norm)
+        if weights is not None:
+            own = weights[self.rank]
+            if any(isinstance(weight, Tensor) for weight in weights):
+                grads = [p.grad for p in params if p.grad is not None]
+                with self._comm():
+                    weigh_(grads, own, self.device, collective)
+                amount = 1.0  # the plain mean is the weighted one now
+            else:
+                assert not isinstance(own, Tensor), "judged above"
+                amount = own
         collective.barrier()  # that the slowest is waited for is no cost of the exchange
         start_s = time.monotonic()
         self.sync_timer.start()
-        self._exchange.average(collective, count)
+        self._exchange.average(collective, amount)
         self.sync_timer.stop(1)
         self.reduced_s = (start_s, time.monotonic())
 
@@ -526,6 +600,43 @@ def mean_of_accumulated(params: Sequence[nn.Parameter], count: int, max_norm: fl
     grads = [p.grad for p in params if p.grad is not None]
     if count > 1 and grads:
         torch._foreach_div_(grads, float(count))
+
+
+def _mask_of(shard: Shard, grads: Sequence[Tensor | None]) -> Tensor | None:
+    """A piece's weight, if the host cannot read it and nothing but weighted losses goes back."""
+    if not isinstance(shard.weight, Tensor) or shard.outputs is None:
+        return None
+    used = [o for o, g in zip(shard.outputs, grads, strict=True) if g is not None]
+    return shard.weight if all(o.dim() == 0 for o in used) else None
+
+
+def divide_by(params: Sequence[nn.Parameter], weight: Weight, times: float = 1.0) -> None:
+    """Divide gradients by a weight and multiply them; of the weight 0 they become zeros."""
+    grads = [p.grad for p in params if p.grad is not None]
+    factor = inverse_of(weight) * times
+    if isinstance(factor, Tensor):
+        scale_(grads, factor)
+    elif grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def weighted_loss(result: object) -> tuple[Tensor, Weight | None]:
+    """What a ``loss_fn`` of ``accumulate`` gave: a loss, with its weight or without."""
+    if isinstance(result, tuple) and (len(result) == 2 or isinstance(result, Weighted)):
+        return checked_loss(result[0]), check_weight("the weight of the loss", result[1])
+    return checked_loss(result), None
+
+
+def backward_of(loss: Tensor, weight: Weight | None) -> Tensor:
+    """Run backward, outside autocast, with the loss multiplied by its weight; gives the loss
+    without its graph, 0 if its weight is."""
+    found = loss.detach().reshape(())
+    if isinstance(weight, float) and weight == 0:
+        return torch.zeros_like(found)
+    with outside_autocast():
+        whole = loss if weight is None else loss * weight
+        whole.backward()  # type: ignore[no-untyped-call]
+    return torch.where(weight == 0, 0.0, found) if isinstance(weight, Tensor) else found
 
 
 def checked_loss(loss: object) -> Tensor:
