@@ -3,6 +3,7 @@
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make lint   ruff and mypy
 # make docs   build docs/ with the API reference into site/
+# make mutation  changes that no test sees, 100 of them drawn; much too slow for every commit
 # make clean  remove the virtual environment and all caches
 
 PYTHON ?= python3
@@ -32,6 +33,12 @@ lint: $(VENV)/.stamp-test
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+
+# MUTATION="coordinator/pool.py --sample 0" tries every change of a module.
+MUTATION ?= --sample 100 --seed 0
+
+mutation: $(VENV)/.stamp-test
+	$(PY) -m tests.mutation $(MUTATION)
 
 format: $(VENV)/.stamp-test
 	$(PY) -m ruff check --fix

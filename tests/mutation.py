@@ -1,9 +1,12 @@
-"""A mutation run: small faults are planted in the source, one after the other, and the tests
-that shall see each are run. ``python -m tests.mutation --help``; too slow for every change.
+"""Which faults do the tests not see? ``python -m tests.mutation --sample 100 --seed 1``.
 
-Each mutant is tested in a copy of the tree, in a process of its own that is forked from one which
-has imported PyTorch. What survives is printed with its place: it is either a test to write, or a
-change that makes no difference.
+Changes one operator, constant or statement at a time in a copy of the tree, runs the tests
+of its module until one fails, and tells which changes no test noticed. It is far too slow for
+every commit: one change costs as long as its module's tests take.
+
+Docstrings, texts, annotations, assertions, decorators, log lines and the arguments of
+exceptions stay as they are. A test that fails is run again before the change counts as seen,
+so that a busy machine finds nothing.
 """
 
 from __future__ import annotations
@@ -13,274 +16,468 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+SIMULATION = "tests/simulation/test_"
 
-SIMULATION = ["tests/simulation"]
-RUNS = ["tests/deadlock", "tests/unit/test_survival.py", "tests/unit/test_exactly_once.py"]
-TARGETS: dict[str, list[str]] = {
-    "coordinator": [
-        "tests/unit/test_{stem}.py",
-        "tests/unit/coordinator/test_machine.py",
-        *SIMULATION,
-    ],
-    "runtime/worker/protocol.py": ["tests/unit/worker/test_protocol.py", *SIMULATION, *RUNS],
-    "runtime/worker/rounds.py": ["tests/unit/replica/test_averaging_runtime.py", *RUNS],
-    "runtime/replica/averaging.py": ["tests/unit/replica/test_averaging_runtime.py", *RUNS],
-    "runtime/worker/group.py": [*SIMULATION, *RUNS],
-    "runtime/worker/reporter.py": ["tests/unit/worker/test_worker.py", *SIMULATION, *RUNS],
-    "runtime/checkpoint": [
-        "tests/unit/test_checkpoint_{stem}.py",
-        "tests/unit/checkpoint/test_reader.py",
-        "tests/unit/checkpoint/test_store.py",
-        "tests/unit/test_checkpoint_content.py",
-        "tests/unit/checkpoint/test_resume_runs.py",
-    ],
-    "runtime/collective": [
-        "tests/unit/collective/test_collectives.py",
-        "tests/unit/collective/test_subgroups.py",
-        "tests/unit/replica/test_averaging_runtime.py",
-        "tests/unit/collective/test_nccl.py",
-    ],
+
+def unit(*names: str) -> tuple[str, ...]:
+    """The files of these names in tests/unit, ``folder/name`` where several folders have one."""
+    found: list[str] = []
+    for name in names:
+        folder, _, stem = name.rpartition("/")
+        files = (ROOT / "tests" / "unit" / folder).rglob(f"test_{stem}.py")
+        found += [file.relative_to(ROOT).as_posix() for file in sorted(files)] or [name]
+    return tuple(found)
+
+
+SCHEDULES = (
+    f"{SIMULATION}schedules.py::test_every_schedule_ends_with_every_sample_in_the_result_once[0]"
+)
+EVENTS = (
+    *unit("rounds", "pool", "gate", "metrics", "machine", "policy", "dispatch", "inbox"),
+    *unit("progress_watch", "run_state", "cadence", "convergence", "exact_sum", "round_keeper"),
+    SCHEDULES,
+)
+ARITHMETIC = unit("averaging", "mixing", "host_memory")
+WORKER = (
+    *unit("protocol", "protocol_survival", "undo"),
+    SCHEDULES,
+    *unit("worker"),
+)
+ROUNDS = unit("undo", "averaging_runtime", "non_finite_ignore")
+FILES = unit(
+    *(f"checkpoint/{name}" for name in ("contents", "store", "reader", "failures", "writer")),
+    *("checkpoint/modules", "checkpoint/cut", "content", "resume_edges", "resume_rank"),
+)
+GROUPS = (
+    *unit("shared_state", "collective_noted"),
+    "tests/unit/collective/test_collectives.py -k not gloo",
+    *unit("subgroups"),
+)
+
+# Tests by the longest prefix of the module's path, quick ones first.
+TESTS: dict[str, tuple[str, ...]] = {
+    "coordinator/": EVENTS,
+    "coordinator/averaging.py": ARITHMETIC,
+    "coordinator/service.py": unit("service", "service_averages", "stall"),
+    "coordinator/failures.py": unit("stall"),
+    "coordinator/checkpoint.py": (
+        *unit("run_state", "resume_edges", "resume_runs", "resume_sync"),
+        f"{SIMULATION}resumed_schedules.py",
+        *EVENTS,
+    ),
+    "runtime/worker/protocol.py": WORKER,
+    "runtime/worker/group.py": (*WORKER, *unit("resume_sync")),
+    "runtime/worker/reporter.py": (*WORKER, *unit("non_finite")),
+    "runtime/worker/rounds.py": (*WORKER, *ROUNDS),
+    "runtime/checkpoint/": FILES,
+    "runtime/collective/": GROUPS,
+    "runtime/collective/nccl.py": (*unit("nccl"), *GROUPS),
+    "runtime/collective/process_group.py": (
+        "tests/unit/collective/test_collectives.py -k gloo",
+        *unit("subgroups"),
+    ),
+    "runtime/collective/thread.py": (*unit("staged_collective"), *GROUPS),
 }
-"""What is mutated, and the tests that shall see it, the quickest first; what is not there is left
-out. ``{stem}`` is the name of the mutated file."""
 
-COMPARE = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.Is: "is not",
-    ast.IsNot: "is",
-    ast.In: "not in",
-    ast.NotIn: "in",
-}
-ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*"}
-UNTOUCHED = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)
-"""Statements in which nothing is mutated: errors' texts, and checks of what cannot be."""
+TEST_TIMEOUT_S = 25
+"""A test that takes longer has been stopped by the change."""
+
+SWAPS = {
+    "<": ("<=",), "<=": ("<",), ">": (">=",), ">=": (">",), "==": ("!=",), "!=": ("==",),
+    "is": ("is not",), "is not": ("is",), "in": ("not in",), "not in": ("in",),
+    "+": ("-",), "-": ("+",), "*": ("/",), "/": ("*",), "//": ("*",), "%": ("*",),
+    "and": ("or",), "or": ("and",), "|": ("&",), "&": ("|",), "^": ("&",),
+    "min": ("max",), "max": ("min",), "any": ("all",), "all": ("any",),
+    "break": ("continue",), "continue": ("break",),
+}  # fmt: skip
+SYMBOLS: dict[type[ast.AST], str] = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+    ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.Add: "+",
+    ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.And: "and",
+    ast.Or: "or", ast.BitOr: "|", ast.BitAnd: "&", ast.BitXor: "^",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file: the text between two offsets becomes another."""
+    """One change: the bytes from ``start`` to ``stop`` of a module become ``after``."""
 
-    path: str
+    module: str
     line: int
+    before: str
+    after: str
     start: int
-    end: int
-    text: str
-    what: str
+    stop: int
 
     @property
     def key(self) -> str:
-        """Names it in the record."""
-        return f"{self.path}:{self.line} {self.what}"
+        """Tells it from all others of the same source."""
+        return f"{self.module}:{self.start}:{self.before}:{self.after}"
+
+    def __str__(self) -> str:
+        def short(text: str) -> str:
+            return re.sub(r"\s+", " ", text)[:70]
+
+        return f"{self.module}:{self.line}: {short(self.before)}  ->  {short(self.after)}"
 
 
-class Mutator(ast.NodeVisitor):
-    """Finds the mutants of a file."""
+class Finder:
+    """Finds every change of a module."""
 
-    def __init__(self, path: str, source: str) -> None:
-        self._path = path
-        self._source = source.encode()
-        self._lines = [0]
-        for line in self._source.splitlines(keepends=True):
-            self._lines.append(self._lines[-1] + len(line))
+    def __init__(self, module: str, source: bytes) -> None:
+        self._module = module
+        self._source = source
+        self._starts = [0]
+        for line in source.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
         self.found: list[Mutant] = []
-        self.visit(ast.parse(source))
+        self._visit(ast.parse(source))
 
-    def _add(self, node: ast.expr | ast.stmt, text: str) -> None:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        start = self._lines[node.lineno - 1] + node.col_offset
-        end = self._lines[node.end_lineno - 1] + node.end_col_offset
-        before = " ".join(self._source[start:end].decode().split())
-        what = f"{before[:70]} -> {' '.join(text.split())[:70]}"
-        self.found.append(Mutant(self._path, node.lineno, start, end, text, what))
+    def _span(self, node: Any) -> tuple[int, int]:
+        start = self._starts[node.lineno - 1] + node.col_offset
+        return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
-    def visit(self, node: ast.AST) -> None:
-        """Visit a node, unless nothing in it can matter to a test."""
-        if isinstance(node, UNTOUCHED) or _is_text(node) or _is_logging(node):
+    def _add(self, start: int, stop: int, after: str) -> None:
+        before = self._source[start:stop].decode()
+        mutated = self._source[:start] + after.encode() + self._source[stop:]
+        try:
+            ast.parse(mutated)
+        except SyntaxError:
             return
-        if isinstance(node, ast.FunctionDef):
-            for statement in node.body:
-                self.visit(statement)
-            return
-        if isinstance(node, ast.AnnAssign):
-            if node.value is not None:
-                self.visit(node.value)
-            return
-        super().visit(node)
+        line = self._source.count(b"\n", 0, start) + 1
+        self.found.append(Mutant(self._module, line, before, after, start, stop))
 
-    def generic_visit(self, node: ast.AST) -> None:
-        """Note what can be changed here, and go on below."""
+    def _swap(self, left: Any, right: Any, symbol: str) -> None:
+        """Another operator between two expressions."""
+        if not symbol:
+            return
+        start, stop = self._span(left)[1], self._span(right)[0]
+        pattern = symbol.replace(" ", r"\s+") if symbol[0].isalpha() else re.escape(symbol)
+        match = re.search(pattern.encode(), self._source[start:stop])
+        for other in SWAPS.get(symbol, ()):
+            if match:
+                self._add(start + match.start(), start + match.end(), other)
+
+    def _visit(self, node: ast.AST) -> None:
+        for child in self._children(node):
+            self._mutate(child)
+            self._visit(child)
+
+    @staticmethod
+    def _children(node: ast.AST) -> Iterator[ast.AST]:
+        skipped: tuple[str, ...] = ()
         match node:
-            case ast.Compare(ops=[op]) if type(op) in COMPARE:
-                left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
-                self._add(node, f"({left} {COMPARE[type(op)]} {right})")
-            case ast.BoolOp():
-                other = " or " if isinstance(node.op, ast.And) else " and "
-                self._add(node, "(" + other.join(f"({ast.unparse(v)})" for v in node.values) + ")")
-            case ast.BinOp() if type(node.op) in ARITHMETIC:
-                left, right = ast.unparse(node.left), ast.unparse(node.right)
-                self._add(node, f"(({left}) {ARITHMETIC[type(node.op)]} ({right}))")
-            case ast.UnaryOp(op=ast.Not()):
-                self._add(node, f"({ast.unparse(node.operand)})")
-            case ast.Constant(value=bool()):
-                self._add(node, str(not node.value))
-            case ast.Constant(value=int()):
-                self._add(node, str(node.value + 1))
-            case ast.Expr(value=ast.Call()) | ast.AugAssign():
-                self._add(node, "pass")
-            case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
-                self._add(node, "pass")
-            case ast.Return(value=value) if value is not None and not isinstance(
-                value, ast.Constant
-            ):
-                self._add(node, "return None")
-            case ast.Continue() | ast.Break():
-                self._add(node, "pass")
-        super().generic_visit(node)
+            case ast.FunctionDef() | ast.ClassDef():
+                skipped = ("decorator_list", "returns", "bases", "keywords")
+            case ast.AnnAssign() | ast.arg():
+                skipped = ("annotation",)
+            case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
+                return
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger")))):
+                return
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                return
+            case ast.keyword(arg="strict" | "slots" | "name" | "daemon"):
+                return
+            case ast.match_case():
+                skipped = ("pattern",)
+            case ast.Call(func=ast.Name(id="TypeVar" | "cast" | "getLogger")):
+                return
+        for name, value in ast.iter_fields(node):
+            if name not in skipped:
+                for child in value if isinstance(value, list) else [value]:
+                    if isinstance(child, ast.AST):
+                        yield child
+
+    def _mutate(self, node: ast.AST) -> None:
+        match node:
+            case ast.Compare(left=left, ops=ops, comparators=rights):
+                for one, op, other in zip([left, *rights], ops, rights, strict=False):
+                    self._swap(one, other, SYMBOLS[type(op)])
+            case ast.BoolOp(op=op, values=values):
+                for one, other in pairwise(values):
+                    self._swap(one, other, SYMBOLS[type(op)])
+                for value in values:
+                    self._add(*self._span(value), str(isinstance(op, ast.And)))
+            case ast.BinOp(left=left, op=op, right=right):
+                self._swap(left, right, SYMBOLS.get(type(op), ""))
+            case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+                start, stop = self._span(node)
+                inner = slice(*self._span(operand))
+                self._add(start, stop, f"({self._source[inner].decode()})")
+            case ast.Constant(value=bool() as value):
+                self._add(*self._span(node), str(not value))
+            case ast.Constant(value=int() | float() as number):
+                self._add(*self._span(node), repr(number + 1))
+            case ast.Name(id=name) if name in ("min", "max", "any", "all"):
+                self._add(*self._span(node), SWAPS[name][0])
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pass
+            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+                if isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.NamedExpr):
+                    start, stop = self._span(test)
+                    self._add(start, stop, f"not ({self._source[start:stop].decode()})")
+            case ast.Break() | ast.Continue():
+                text = "break" if isinstance(node, ast.Break) else "continue"
+                self._add(*self._span(node), SWAPS[text][0])
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger")))):
+                pass
+            case ast.Expr(value=ast.Call()) | ast.Raise() | ast.Delete():
+                self._add(*self._span(node), "pass")
+            case ast.AugAssign(target=target, op=op, value=value):
+                self._swap(target, value, SYMBOLS.get(type(op), ""))
+                self._add(*self._span(node), "pass")
+            case ast.Assign(targets=[ast.Attribute() | ast.Subscript() | ast.Tuple()]):
+                self._add(*self._span(node), "pass")
 
 
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def modules_of(names: list[str]) -> list[str]:
+    """Paths of modules, named one by one or by their folder."""
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for name in names
+        for path in (
+            sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name]
+        )
+    ]
+    return [module for module in found if not module.endswith("__init__.py")]
 
 
-def _is_logging(node: ast.AST) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else None
-    function = call.func if isinstance(call, ast.Call) else None
-    owner = function.value if isinstance(function, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id == "logger"
+def tests_of(module: str) -> tuple[str, ...]:
+    """The tests that shall see a change of a module; those that there are."""
+    prefix = max((p for p in TESTS if module.startswith(p)), key=len)
+    return tuple(t for t in TESTS[prefix] if (ROOT / re.split("::| -k ", t)[0]).is_file())
 
 
-def mutants_of(targets: list[str]) -> Iterator[Mutant]:
-    """All mutants of files, or of the files in folders."""
-    for target in targets:
-        path = ROOT / target
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            yield from Mutator(
-                file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
-            ).found
+# -- running tests ------------------------------------------------------------------
 
 
-def tests_for(path: str) -> list[str]:
-    """The tests that shall see a change of a file."""
-    target = max((t for t in TARGETS if path.startswith(t)), key=len)
-    names = [name.format(stem=Path(path).stem) for name in TARGETS[target]]
-    return [name for name in dict.fromkeys(names) if (ROOT / name).exists()]
+class Tests:
+    """Runs tests on a copy of the tree, in processes forked once torch is imported."""
 
+    def __init__(self, copy: Path) -> None:
+        self._copy = copy
 
-def run(mutant: Mutant, tree: Path, limit_s: float) -> str:
-    """Test one mutant in a copy of the tree; ``"killed"``, ``"timeout"`` or ``"survived"``."""
-    file = tree / mutant.path
-    source = file.read_bytes()
-    file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-    pid = os.fork()
-    if pid == 0:
-        _test(tree, tests_for(mutant.path))
-    try:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
-            time.sleep(0.05)
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return "timeout"
-    finally:
-        file.write_bytes(source)
+    def run(self, tests: tuple[str, ...], limit_s: float) -> tuple[str, str]:
+        """Run until one fails.
 
+        Returns:
+            ``passed``, ``failed`` or ``timeout``, and the test that failed.
+        """
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(reading)
+            try:
+                self._child(tests, writing)
+            finally:
+                os._exit(3)
+        os.close(writing)
+        deadline, status = time.monotonic() + limit_s, None
+        while status is None and time.monotonic() < deadline:
+            done, code = os.waitpid(pid, os.WNOHANG)
+            status = code if done else None
+            if status is None:
+                time.sleep(0.05)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what the tests started dies, too
+        if status is None:
+            os.waitpid(pid, 0)
+        with os.fdopen(reading) as pipe:
+            seen = pipe.read()
+        if status is None:
+            return "timeout", seen
+        code = os.waitstatus_to_exitcode(status)
+        return ("passed", "") if code == 0 else ("failed", seen or f"exit status {code}")
 
-def _test(tree: Path, tests: list[str]) -> None:
-    """In the forked process: run the tests, and leave with their exit code."""
-    import pytest
+    def _child(self, tests: tuple[str, ...], writing: int) -> None:
+        import pytest
 
-    os.setpgid(0, 0)
-    os.chdir(tree)
-    sys.path.insert(0, str(tree))
-    os.environ["PYTHONPATH"] = str(tree)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1), os.dup2(null, 2)
-    code = 1
-    try:
-        for test in tests:
-            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout=60", test])
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        os.chdir(self._copy)
+        os.environ["PYTHONPATH"] = str(self._copy)
+        sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, self._copy)]
+        sys.path.insert(0, str(self._copy))
+        # What spawns processes must not find this module as the main one.
+        sys.modules["__main__"] = ModuleType("__main__")
+        for name in list(sys.modules):
+            if name.split(".")[0] in ("tests", "runtime", "coordinator"):
+                del sys.modules[name]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_TIMEOUT_S}"]
+        for test in tests:  # one at a time: what a failure spares is not even collected
+            file, *wanted = test.split(" -k ")
+            chosen = [file, *(f"-k{expression}" for expression in wanted)]
+            code = int(pytest.main([*options, *chosen], plugins=[Twice(writing)]))
             if code:
-                break
-    finally:
-        os._exit(int(code))
+                os._exit(code)
+        os._exit(0)
 
 
-def copy_tree(to: Path) -> None:
-    """Copy every file that git tracks."""
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    for name in names.stdout.split():
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+class Twice:
+    """A plugin: a test that fails is run once more, and its second result counts."""
+
+    def __init__(self, writing: int) -> None:
+        self._writing = writing
+
+    def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> bool:
+        from _pytest.runner import runtestprotocol
+
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        if any(r.failed and "Timeout" not in r.longreprtext for r in reports):
+            item._initrequest()
+            reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        for report in reports:
+            if report.failed:
+                os.write(self._writing, item.nodeid.encode())
+            item.ihook.pytest_runtest_logreport(report=report)
+        return True
+
+
+# -- the run ------------------------------------------------------------------------
+
+
+class Run:
+    """Tries changes and tells of them, in lines of JSON that another run goes on from."""
+
+    def __init__(self, copy: Path, output: Path, slack: float) -> None:
+        self._copy = copy
+        self._output = output
+        self._slack = slack
+        self._tests = Tests(copy)
+        self._limits_s: dict[tuple[str, ...], float] = {}
+        self._stamp = int(time.time()) - 10**7
+        self.verdicts: dict[str, dict[str, Any]] = {}
+        if output.exists():
+            for line in output.read_text().splitlines():
+                result = json.loads(line)
+                self.verdicts[result["key"]] = result
+
+    def limit_s(self, tests: tuple[str, ...]) -> float:
+        """How long the tests may take: some times what they take without a change.
+
+        Returns:
+            Seconds; 0 if they fail without a change, so that they can tell nothing.
+        """
+        if tests not in self._limits_s:
+            start = time.monotonic()
+            verdict, seen = self._tests.run(tests, 1800.0)
+            took_s = time.monotonic() - start
+            told = "pass" if verdict == "passed" else f"are useless: {seen} is red"
+            print(f"{len(tests)} test files {told} in {took_s:.0f} s without a change", flush=True)
+            useful = verdict == "passed"
+            self._limits_s[tests] = 2 * TEST_TIMEOUT_S + self._slack * took_s if useful else 0.0
+        return self._limits_s[tests]
+
+    def _write(self, target: Path, source: bytes) -> None:
+        """With a time of its own, which is what tells compiled code that it is stale."""
+        target.write_bytes(source)
+        self._stamp += 1
+        os.utime(target, (self._stamp, self._stamp))
+
+    def try_one(self, mutant: Mutant) -> dict[str, Any]:
+        """Run the tests of one change."""
+        tests = tests_of(mutant.module)
+        limit_s = self.limit_s(tests)
+        if not limit_s:
+            return {"verdict": "untested"}
+        target = self._copy / mutant.module
+        source = target.read_bytes()
+        start = time.monotonic()
+        self._write(target, source[: mutant.start] + mutant.after.encode() + source[mutant.stop :])
+        try:
+            verdict, seen = self._tests.run(tests, limit_s)
+        finally:
+            self._write(target, source)
+        names = {"passed": "survived", "failed": "killed"}
+        result = {
+            **asdict(mutant),
+            "key": mutant.key,
+            "verdict": names.get(verdict, verdict),
+            "by": seen,
+            "seconds": round(time.monotonic() - start, 1),
+        }
+        self.verdicts[mutant.key] = result
+        with self._output.open("a") as lines:
+            lines.write(json.dumps(result) + "\n")
+        return result
 
 
 def main() -> int:
-    """Run a sample; the exit code is 1 if a mutant has survived."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("targets", nargs="*", default=list(TARGETS), help="files or folders")
-    parser.add_argument("--sample", type=int, help="so many mutants, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each mutant")
-    parser.add_argument("--minutes", type=float, help="stop after so many")
-    parser.add_argument(
-        "--record", type=Path, help="JSON lines; what stands there is not run again"
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("modules", nargs="*", help="files or folders; all of the table if none")
+    parser.add_argument("--only", help="a pattern of what is changed, such as '= 0$' or '^max$'")
+    parser.add_argument("--sample", type=int, default=0, help="changes to try; 0: all of them")
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--output", type=Path, default=Path("mutation.jsonl"))
+    parser.add_argument("--survivors-of", type=Path, help="try those that an earlier run left")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0: never")
+    parser.add_argument("--slack", type=float, default=4.0, help="times the usual time allowed")
+    parser.add_argument("--list", action="store_true", help="count the changes and try none")
     args = parser.parse_args()
-    import pytest  # noqa: F401 - before the first fork, as PyTorch
-    import torch  # noqa: F401
+    names = args.modules or [p for p in TESTS if p.count("/") == 1 or p.endswith("/")]
+    modules = list(dict.fromkeys(modules_of(names)))
+    found = [m for module in modules for m in Finder(module, (ROOT / module).read_bytes()).found]
+    mutants = sorted(set(found), key=lambda m: (m.module, m.start, m.after))
+    if args.only:
+        mutants = [m for m in mutants if re.search(args.only, m.before)]
+    total = len(mutants)
+    if args.survivors_of:
+        lines = map(json.loads, args.survivors_of.read_text().splitlines())
+        left = {
+            (r["module"], r["before"], r["after"], r["line"])
+            for r in lines
+            if r["verdict"] == "survived"
+        }
+        mutants = [m for m in mutants if (m.module, m.before, m.after, m.line) in left]
+    elif args.sample:
+        mutants = random.Random(args.seed).sample(mutants, min(args.sample, total))
+    print(f"{total} changes in {len(modules)} modules, {len(mutants)} to try", flush=True)
+    if args.list:
+        for module, count in Counter(m.module for m in mutants).items():
+            print(f"{count:6d} {module}")
+        return 0
 
-    sys.dont_write_bytecode = True
-    everything = list(mutants_of(args.targets))
-    chosen = everything
-    if args.sample is not None and args.sample < len(everything):
-        chosen = random.Random(args.seed).sample(everything, args.sample)
-    known: dict[str, str] = {}
-    if args.record and args.record.exists():
-        for line in args.record.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            known[entry["mutant"]] = entry["result"]
-    began, counts, survivors = time.monotonic(), Counter[str](), []
+    import pytest  # noqa: F401
+    import torch  # noqa: F401  # imported once, for all processes forked from here
+
+    deadline = time.monotonic() + (args.seconds or 1e9)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        copy_tree(Path(folder))
-        for mutant in chosen:
-            if args.minutes and time.monotonic() - began > 60 * args.minutes:
+        copy = Path(folder).resolve() / "tree"
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
+        shutil.copytree(ROOT, copy, ignore=ignored, symlinks=True)
+        run = Run(copy, args.output, args.slack)
+        for number, mutant in enumerate(mutants):
+            if time.monotonic() > deadline:
                 break
-            result = known.get(mutant.key) or run(mutant, Path(folder), args.limit_s)
-            counts[result] += 1
-            if result == "survived":
-                survivors.append(mutant.key)
-                print("survived", mutant.key, flush=True)
-            if args.record and mutant.key not in known:
-                with args.record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"mutant": mutant.key, "result": result}) + "\n")
-    print(
-        f"{len(everything)} mutants, {sum(counts.values())} run: {counts['killed']} killed, "
-        f"{counts['timeout']} timed out, {counts['survived']} survived"
-    )
-    return 1 if survivors else 0
+            if mutant.key not in run.verdicts:
+                result = run.try_one(mutant)
+                print(f"{number + 1:5d} {result['verdict']:<9} {mutant}", flush=True)
+    tried = [run.verdicts[m.key] for m in mutants if m.key in run.verdicts]
+    counts = Counter(result["verdict"] for result in tried)
+    print(f"\n{total} changes, {len(tried)} tried: {dict(counts)}")
+    for mutant in mutants:
+        if run.verdicts.get(mutant.key, {}).get("verdict") == "survived":
+            print(f"survived  {mutant}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -235,11 +235,8 @@ class ReplicaAverager:
             if total > 0:
                 self._state.buffers.write_from(floats, others)
             # From here on what the round took away, so that it can be undone.
-            for old, new in zip(self._before_buffers, (*floats, *others), strict=True):
-                if old.dtype is torch.bool:
-                    old.logical_xor_(new)
-                else:
-                    change(old, new, out=old)
+            buffers = zip(self._before_buffers, (*floats, *others), strict=True)
+            self._before_buffers = tuple(_taken_away(old, new) for old, new in buffers)
             for old, flat in zip(self._before, params.flats, strict=True):
                 old.sub_(flat)
             post = float(norm(params.flats))
@@ -251,7 +248,7 @@ class ReplicaAverager:
     def undo_all_reduce(self) -> None:
         """Take back what the last :meth:`all_reduce` changed; keep what was trained since.
 
-        Exact up to rounding. A flag that the averaging has turned is turned back.
+        Exact up to rounding. A flag that the round changed is what it was before the round.
         """
         assert self._before is not None, "an averaging comes before its undoing"
         with self._device.comm():
@@ -262,7 +259,7 @@ class ReplicaAverager:
                 self._state.buffers.read_into(floats, others)
                 for live, change in zip((*floats, *others), self._before_buffers, strict=True):
                     if live.dtype is torch.bool:
-                        live.logical_xor_(change)
+                        live.copy_(change.add(live).clamp_(0, 1))
                     else:
                         live.add_(change)
                 self._state.buffers.write_from(floats, others)
@@ -302,6 +299,14 @@ class ReplicaAverager:
         heaviest = int(weights.argmax())
         for flat in others:
             collective.broadcast_(flat, src=heaviest)
+
+
+def _taken_away(old: Tensor, new: Tensor) -> Tensor:
+    """``old - new``, in the memory of ``old`` but for flags, which count as 0 and 1."""
+    if old.dtype is torch.bool:
+        return old.to(torch.int8).sub_(new.to(torch.int8))
+    change(old, new, out=old)
+    return old
 
 
 def _reals(*flats: Tensor) -> list[Tensor]:

@@ -872,36 +872,51 @@ def test_only_one_rank_times_out_and_the_rest_are_aborted():
         raise patient.exception(TIMEOUT_S)
 
 
+class _ClosedTooLong:
+    """A turnstile whose timeout passes just before what ``meanwhile`` does to the barrier."""
+
+    def __init__(self, turnstile: Any, meanwhile: Callable[[], object]) -> None:
+        self._turnstile = turnstile
+        self._meanwhile = meanwhile
+        self.num_timeouts = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not blocking:
+            return self._turnstile.acquire(blocking=False)
+        self.num_timeouts += 1
+        self._meanwhile()
+        return False
+
+    def release(self) -> None:
+        self._turnstile.release()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_meeting_that_is_complete_just_as_the_time_is_up_takes_place(late):
+    barrier = AbortableBarrier(2)
+    last = _ClosedTooLong(barrier._turnstiles[late], lambda: barrier.wait(1 - late, TIMEOUT_S))
+    plain, barrier._turnstiles[late] = barrier._turnstiles[late], last
+    barrier.wait(late, TIMEOUT_S)
+    assert last.num_timeouts == 1
+    assert not barrier.aborted
+    # And the turnstile is closed again, for the next meeting.
+    barrier._turnstiles[late] = plain
+    first = start(lambda: barrier.wait(late, TIMEOUT_S))
+    until(lambda: barrier._waiting == [late])
+    assert not first.done()
+    barrier.wait(1 - late, TIMEOUT_S)
+    assert first.exception(TIMEOUT_S) is None
+
+
+def test_a_break_just_as_the_time_is_up_is_told_with_its_own_reason():
+    barrier = AbortableBarrier(2)
+    barrier._turnstiles[0] = _ClosedTooLong(
+        barrier._turnstiles[0], lambda: barrier.abort("planted")
+    )
+    with pytest.raises(CollectiveAborted, match="planted"):
+        barrier.wait(0, TIMEOUT_S)
+
+
 def test_a_barrier_for_nobody_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         AbortableBarrier(0)
-
-
-class LateTurnstile:
-    """A rank's lock whose timeout ends only once the meeting was completed."""
-
-    def __init__(self, lock, arrived, completed):
-        self._lock, self._arrived, self._completed = lock, arrived, completed
-        self.release = lock.release
-
-    def acquire(self, blocking=True, timeout=-1):
-        if not blocking:
-            return self._lock.acquire(blocking=False)
-        self._arrived.set()
-        assert self._completed.wait(TIMEOUT_S)
-        return False
-
-
-def test_a_meeting_that_completes_just_at_its_timeout_has_taken_place():
-    barrier = AbortableBarrier(2)
-    arrived, completed = threading.Event(), threading.Event()
-    barrier._turnstiles[0] = LateTurnstile(barrier._turnstiles[0], arrived, completed)
-    met = []
-    waits = threading.Thread(target=lambda: met.append(barrier.wait(0, 0.01)))
-    waits.start()
-    assert arrived.wait(TIMEOUT_S)
-    barrier.wait(1, TIMEOUT_S)
-    completed.set()
-    waits.join(TIMEOUT_S)
-    assert met == [None]
-    assert not barrier.aborted

@@ -93,6 +93,16 @@ def test_a_time_that_cannot_be_is_ignored(bad):
     assert cadence.anchor == 10
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_averaging_costs_is_told_by_the_rank_whose_time_can_be(bad, rank):
+    cadence = ElChe(2, 10, min_anchor=2, overhead_target=0.10)
+    compute_s = [1.0, 1.0]
+    compute_s[rank] = bad
+    cadence.report_timing(compute_s, [10, 10], 0.15)
+    assert cadence.anchor == 15
+
+
 def test_one_outlier_hardly_moves_the_counts():
     cadence = ElChe(2)
     play(cadence, (0.1, 0.1), rounds=3)

@@ -9,7 +9,15 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.errors import AveragingFailed
 from coordinator.machine import Coordinator
-from coordinator.messages import FINAL_ROUND, AbortCollective, Average, PublishEpoch, Send
+from coordinator.messages import (
+    FINAL_ROUND,
+    SAVE_ROUND,
+    AbortCollective,
+    Average,
+    PublishEpoch,
+    SaveCheckpoint,
+    Send,
+)
 from coordinator.state import Phase, Rank, RankState
 
 EMPTY = m.Payload(params=())
@@ -199,23 +207,44 @@ def test_too_many_failed_rounds_in_a_row_end_the_run():
     assert run.to(m.Shutdown) == [m.Shutdown(snapshot=False)] * 2
 
 
-def test_late_rounds_with_a_good_one_between_them_do_not_add_up():
-    run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=2)
+def finish_round(run):
+    """Both ranks answer the round asked for last, and take its average."""
+    round_id = run.to(m.RequestParams)[-1].round
+    run.snapshot(0, round_id), run.snapshot(1, round_id)
+    run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
+    run.tell(m.SyncAck(rank=0, round=round_id)), run.tell(m.SyncAck(rank=1, round=round_id))
+
+
+def test_late_rounds_that_do_not_follow_one_another_never_end_the_run():
+    run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=3)
     for _ in range(5):
-        run.now += 1.0
-        run.tell(m.Tick())  # this round is late
-        good = run.to(m.RequestParams)[-1].round
-        for rank in (0, 1):
-            run.snapshot(rank, good)
-        run.tell(m.Averaged(round=good, average=EMPTY, num_samples=2))
-        for rank in (0, 1):
-            run.tell(m.SyncAck(rank=rank, round=good))
         for _ in range(2):
-            run.end_plan(0)
-            run.end_plan(1)
-    assert run.machine.outcome.failure is None
-    assert run.machine.statistics().num_failed_rounds == 5
-    assert run.machine.statistics().num_averagings == 5
+            run.now += 1.0
+            run.tell(m.Tick())
+        finish_round(run)
+        asked = len(run.to(m.RequestParams))
+        while len(run.to(m.RequestParams)) == asked:
+            run.end_plan(0), run.end_plan(1)
+    assert run.machine.statistics().num_failed_rounds == 10
+    assert run.machine.phase is Phase.RUNNING
+
+
+def test_nobody_is_waited_for_once_a_round_is_over():
+    run = at_a_round(snapshot_timeout_s=1.0)
+    assert run.machine.deadline == 1.0
+    finish_round(run)
+    assert run.machine.deadline == run.machine.core.config.stall_timeout_s
+
+
+def test_a_rank_that_dies_in_a_round_does_not_count_as_late():
+    """What is left of the patience is what there was before."""
+    run = at_a_round(world=2, snapshot_timeout_s=1.0, max_failed_rounds=2, continue_on_failure=True)
+    run.now += 1.0
+    run.tell(m.Tick())
+    assert run.machine.rounds.round.num_failed == 1
+    run.tell(m.Failed(rank=1, epoch=0, step=1, error=ValueError("planted")))
+    assert run.machine.rounds.round.num_failed == 1
+    assert run.machine.phase is Phase.RUNNING
 
 
 def test_an_average_that_could_not_be_computed_gives_the_round_up():
@@ -237,26 +266,6 @@ def finish_training(run, epoch=0):
     run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
     for rank in (0, 1):
         run.tell(m.SyncAck(rank=rank, round=round_id))
-
-
-@pytest.mark.parametrize("ahead", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_a_sync_run_ends_with_the_states_of_the_furthest_step_alone(ahead):
-    """After a death in a reduction some ranks have made a step that the others have not."""
-    run = Run(3, policy=ApplyPolicy.SYNC, backend=THREAD, num_samples=6)
-    run.tell(m.StopRequested())
-    payloads = [m.Payload(params=(torch.full((1,), float(r)),)) for r in range(3)]
-    for rank in range(3):
-        step = 2 if rank in ahead else 1
-        run.tell(
-            m.FinalSnapshot(rank=rank, payload=payloads[rank], num_samples=2 * step, step=step)
-        )
-        run.tell(m.Exiting(rank=rank))
-    if len(ahead) == 1:
-        assert run.machine.outcome.payload is payloads[ahead[0]]
-    else:
-        (job,) = run.jobs()
-        assert job.ranks == ahead
-        assert job.payloads == tuple(payloads[rank] for rank in ahead)
 
 
 def test_a_run_ends_with_the_average_of_the_last_snapshots():
@@ -324,6 +333,22 @@ def test_a_final_average_that_fails_is_the_outcome_of_the_run():
 
 
 # -- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_samples", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_result_of_sync_is_made_of_the_ranks_that_came_furthest(ahead, num_samples):
+    """After a death in a reduction some may have made a step more than others."""
+    run = Run(world=3, policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True)
+    run.tell(m.StopRequested())
+    assert len(run.to(m.Shutdown)) == 3
+    payloads = [m.Payload(params=(torch.tensor([float(rank)]),)) for rank in range(3)]
+    for rank, payload in enumerate(payloads):
+        step = 2 if rank == ahead else 1
+        run.tell(m.FinalSnapshot(rank=rank, payload=payload, num_samples=num_samples, step=step))
+        run.tell(m.Exiting(rank=rank))
+    assert run.machine.outcome.payload is payloads[ahead]
+    assert run.jobs() == []
 
 
 def test_a_failure_wakes_the_collective_and_sends_everyone_home():
@@ -421,6 +446,57 @@ def test_under_sync_no_round_and_no_limit_is_sent():
     assert run.machine.statistics().num_averagings == 5
     assert run.to(m.SyncNow) + run.to(m.Throttle) + run.to(m.Resume) == []
     assert len(run.to(m.Shutdown)) == 2
+
+
+@pytest.mark.parametrize(("world", "policy"), [(1, "cadence"), (2, "sync")])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_every_checkpoint_asked_for_is_made_when_it_is_asked_for(world, policy, buffers):
+    """One is made at a time; when it is, the next may be."""
+    run = Run(world=world, policy=ApplyPolicy(policy), backend=THREAD)
+    held = (torch.zeros(1),) if buffers else ()
+    for ticket in range(3):
+        run.tell(m.SaveRequested(ticket=ticket))
+        for rank in range(world):
+            asked = run.to(m.Capture, rank)
+            assert len(asked) == ticket + 1
+            part = m.Payload(params=(), buffers=held)
+            step, extra = ticket + 1, {"rank": rank}
+            run.tell(
+                m.Captured(
+                    rank=rank, id=asked[-1].id, payload=part, num_samples=1, step=step, extra=extra
+                )
+            )
+        if buffers and world > 1:
+            run.tell(m.Averaged(round=SAVE_ROUND, average=EMPTY, kept=EMPTY))
+        saved = [c.tickets for c in run.others if isinstance(c, SaveCheckpoint)]
+        assert saved == [(t,) for t in range(ticket + 1)]
+
+
+def test_every_checkpoint_asked_for_is_made_of_a_round_of_its_own():
+    run = Run(backend=THREAD, anchor=50)
+    for ticket in range(3):
+        run.end_plan(0), run.end_plan(1)
+        run.tell(m.SaveRequested(ticket=ticket))
+        call = run.to(m.SyncNow, 0)[-1]
+        assert (call.round, call.capture) == (ticket + 1, True)
+        for rank, average in enumerate((EMPTY, None)):
+            extra = {"rank": rank}
+            run.tell(m.SyncAck(rank=rank, round=call.round, extra=extra, average=average))
+        saved = [c.tickets for c in run.others if isinstance(c, SaveCheckpoint)]
+        assert saved == [(t,) for t in range(ticket + 1)]
+
+
+def test_the_last_rank_of_sync_averages_nothing_any_more():
+    """Two steps were made together; those that it makes alone are no averagings."""
+    run = Run(policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True, num_samples=6)
+    run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
+    tally = m.Tally(num_batches=2, num_samples=2)
+    report = m.BatchReport(rank=0, epoch=0, tally=tally)
+    run.tell(m.Halted(rank=0, generation=0, step=2, num_syncs=0, report=report))
+    run.tell(m.Regrouped(rank=0, generation=1))
+    assert run.machine.core.alone
+    assert run.to(m.StartEpoch, 0)[-1].plan.num_batches == 2
+    assert run.machine.statistics().num_averagings == 2
 
 
 def test_one_device_averages_nothing():

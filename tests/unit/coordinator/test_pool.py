@@ -262,6 +262,28 @@ def test_a_death_opens_what_was_not_settled_and_counts_what_was_trained():
     assert pool.oldest.num_samples == 20
 
 
+def test_a_pool_is_exhausted_once_nothing_is_open():
+    pool = pool_of(10, progressive=False)
+    assert not pool.exhausted  # the epoch is still to begin
+    deal(pool, 0)
+    assert len(pool.oldest.open) > 0
+    assert not pool.exhausted
+    while deal(pool, 0) or deal(pool, 1):
+        pass
+    assert pool.exhausted
+    pool.take_back(1, (1.0, 0.0))
+    assert not pool.exhausted
+
+
+def test_the_death_of_the_last_hands_nothing_over():
+    """Nobody has a share that what was reserved could follow."""
+    pool = pool_of(20, progressive=False)
+    deal(pool, 0)
+    pool.take_back(0, (0.0, 0.0))
+    assert len(pool.oldest.open) == 20
+    assert sum(pool.oldest.quotas) == 20
+
+
 def test_a_death_gives_back_what_it_took_of_a_limit():
     pool = pool_of(10, max_batches=6, progressive=False)
     assert size(deal(pool, 1)) == 5

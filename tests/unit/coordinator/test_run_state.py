@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from coordinator import messages as m
+from coordinator.checkpoint import _order, _spans
 from coordinator.config import AverageBackend
 from coordinator.messages import SaveCheckpoint
 from tests.unit.coordinator.test_machine import EMPTY, Run
@@ -25,3 +29,16 @@ def test_what_a_dead_rank_trained_after_its_part_of_a_checkpoint_is_not_in_it():
     assert (epoch["num_samples"], epoch["num_retrained"]) == (6, 0)
     assert [rank["num_samples"] for rank in epoch["tally"]["ranks"]] == [2, 2, 2]
     assert run.machine.core.pool.oldest.num_retrained == 1
+
+
+@given(st.lists(st.integers(0, 30), unique=True))
+@example([4, 2, 0])
+@example([1, 4, 7, 8, 9, 3])
+def test_batches_left_of_a_plan_are_kept_in_their_order(batches):
+    spans = _spans(batches)
+    assert _order(spans) == batches
+    assert all(len(span) > 0 for span in spans)
+
+
+def test_batches_at_equal_distances_are_one_range():
+    assert _spans([1, 4, 7, 20]) == [range(1, 8, 3), range(20, 21)]
