@@ -27,7 +27,7 @@ class AverageBackend(Enum):
 
     AUTO = "auto"
     """A rule chooses before the run starts, by the devices and the policy; see
-    :func:`choose_backend`, which also gives the reason."""
+    ``coordinator.choose_backend``, which also gives the reason."""
     CPU = "cpu"
     """Snapshots are averaged by the coordinator; no rank waits for another."""
     THREAD = "thread"

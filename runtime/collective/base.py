@@ -177,7 +177,7 @@ class Collective(ABC):
             tensors: A list or tuple, of the same shapes and dtypes on every rank.
             weight: This rank's weight, finite and not negative. The values of a rank with
                 weight 0 are never used, NaN included; it takes the mean as the others do.
-            tally: Any number; the sum over the ranks is in :attr:`tally` afterwards.
+            tally: Any number; the sum over the ranks is in ``tally`` afterwards.
 
         Returns:
             The sum of the weights. If it is 0 all tensors stay exactly as they were.

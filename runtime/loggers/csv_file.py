@@ -32,7 +32,7 @@ class CsvLogger(RunLogger):
 
     A file that exists is gone on with: rows are added, none is ever taken away. Epochs that a
     resumed run trains again therefore stand twice, and the later row counts. The file is
-    opened for each row and closed again, so that :meth:`close` has nothing to do and nothing is
+    opened for each row and closed again, so that ``close()`` has nothing to do and nothing is
     lost; a row that a crash cut off is left, and the next one begins a line of its own. Any
     thread may call it; two loggers must not share a file.
 
