@@ -9,7 +9,6 @@ from collections import namedtuple
 import pytest
 import torch
 
-import runtime.replica.weights
 from runtime import (
     FSDP,
     DataParallelCoordinator,
@@ -19,6 +18,7 @@ from runtime import (
     Trainer,
     Weighted,
 )
+from runtime.replica import weights
 from tests.support.fsdp_ranks import node_size, on_ranks
 from tests.support.own_loop import gradients_travel
 from tests.support.weighing import (
@@ -242,7 +242,7 @@ FORMS = [
 def reading(request, monkeypatch):
     """Weights as the host reads them from the CPU, and as it must not from a GPU."""
     if request.param == "unread":
-        monkeypatch.setattr(runtime.weights, "_may_be_read", lambda weight: False)
+        monkeypatch.setattr(weights, "_may_be_read", lambda weight: False)
     return request.param
 
 

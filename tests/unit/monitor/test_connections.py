@@ -61,7 +61,7 @@ monitor.close()
 @contextmanager
 def half_sent(port, count):
     """So many half-sent requests, from a process of their own; gives what it said."""
-    script = ROOT / "tests" / "unit" / "half_sent.py"
+    script = ROOT / "tests" / "support" / "half_sent.py"
     process = subprocess.Popen(
         [sys.executable, str(script), str(port), str(count)],
         stdin=subprocess.PIPE,
