@@ -698,7 +698,7 @@ class Solo(Engine):
         try:
             for batch in batches:
                 loss, weight = weighted_loss(loss_fn(self._model, move(batch, self._device)))
-                losses.append(backward_of(loss, weight))
+                losses.append(backward_of(loss, weight, self._params))
                 self._num_accumulated += 1
                 self._weights.append(weight)
             total_weight(self._weights)

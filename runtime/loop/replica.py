@@ -359,29 +359,11 @@ class LoopReplica:
         """Run backward on what :meth:`forward` gave."""
         self.sample_timer.start()
         given = [None if g is None else carry(g, self.device) for g in grads]
-        with self._masking(_mask_of(shard, given) if params else None):
+        mask = _mask_of(shard, given) if params else None
+        with _masking(self.state.params.params, mask):
             found = shard.backward(given, params=params, keep=keep)
         self.sample_timer.stop(0)
         return found
-
-    @contextmanager
-    def _masking(self, weight: Tensor | None) -> Iterator[None]:
-        """Around a backward pass whose gradients are zeros if its weight, which is not read, is 0:
-        they may be NaN then, and those that are there already must not be touched."""
-        if weight is None:
-            yield
-            return
-        params = self.state.params.params
-        before = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-        yield
-        new = [p.grad for p in params if p.grad is not None]
-        scale_(new, (weight != 0).to(torch.float64))
-        with torch.no_grad():
-            for p, old in zip(params, before, strict=True):
-                if old is not None:
-                    p.grad = old if p.grad is None else old.add_(p.grad)
 
     def collect(self, collective: Collective) -> None:
         """See :meth:`GradientExchange.collect`."""
@@ -420,8 +402,7 @@ class LoopReplica:
         for batch in batches:
             self.batch_timer.start()
             loss, weight = weighted_loss(loss_fn(self.model, move(batch, self.device)))
-            with self._masking(weight if isinstance(weight, Tensor) else None):
-                losses.append(backward_of(loss, weight))
+            losses.append(backward_of(loss, weight, self.state.params.params))
             self.batch_timer.stop(1)
             weights.append(weight)
         found = torch.stack(losses) if losses else torch.empty(0, device=self.device)
@@ -627,13 +608,33 @@ def weighted_loss(result: object) -> tuple[Tensor, Weight | None]:
     return checked_loss(result), None
 
 
-def backward_of(loss: Tensor, weight: Weight | None) -> Tensor:
+@contextmanager
+def _masking(params: Sequence[nn.Parameter], weight: Tensor | None) -> Iterator[None]:
+    """Around a backward pass whose gradients are zeros if its weight, which is not read, is 0:
+    they may be NaN then, and those that are there already must not be touched."""
+    if weight is None:
+        yield
+        return
+    before = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    yield
+    new = [p.grad for p in params if p.grad is not None]
+    scale_(new, (weight != 0).to(torch.float64))
+    with torch.no_grad():
+        for p, old in zip(params, before, strict=True):
+            if old is not None:
+                p.grad = old if p.grad is None else old.add_(p.grad)
+
+
+def backward_of(loss: Tensor, weight: Weight | None, params: Sequence[nn.Parameter]) -> Tensor:
     """Run backward, outside autocast, with the loss multiplied by its weight; gives the loss
-    without its graph, 0 if its weight is."""
+    without its graph, 0 if its weight is. Of the weight 0 the parameters' gradients stay."""
     found = loss.detach().reshape(())
     if isinstance(weight, float) and weight == 0:
         return torch.zeros_like(found)
-    with outside_autocast():
+    mask = weight if isinstance(weight, Tensor) else None
+    with outside_autocast(), _masking(params, mask):
         whole = loss if weight is None else loss * weight
         whole.backward()  # type: ignore[no-untyped-call]
     return torch.where(weight == 0, 0.0, found) if isinstance(weight, Tensor) else found
