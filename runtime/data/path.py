@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from runtime.core.threads import IntraOpThreads
 from runtime.data.dataset import DatasetAdapter, EpochIndex
 from runtime.data.loader import (
     CALIBRATION_STEPS,
@@ -217,6 +218,7 @@ class DataPath:
                 self._index,
                 stage=self._slots(rank),
                 copies=self._contexts[rank],
+                num_threads=self._gather_threads(),
                 on_ready=wake,
                 **common,
             )
@@ -228,6 +230,12 @@ class DataPath:
             stage=self._waiting(None),
             **common,
         )
+
+    def _gather_threads(self) -> int:
+        """Intra-op threads of one rank's reading: the cores that no worker computes on."""
+        if not self._adapter.in_memory or any(c.device.type == "cpu" for c in self._contexts):
+            return 1
+        return max(1, IntraOpThreads.budget() // len(self._contexts) - 1)
 
     def _resides(self, device: torch.device) -> bool:
         """Whether data is brought to a device at the start, on request."""

@@ -37,7 +37,7 @@ class Numbers(Dataset):
 class Rig(Consumer):
     """A prefetching loader, and a worker that uses each batch late."""
 
-    def __init__(self, dataset, *, copies=None, depth=None, resident=None, budget=None):
+    def __init__(self, dataset, *, copies=None, depth=None, resident=None, budget=None, threads=1):
         self.ready = threading.Semaphore(0)
         self.copies = DelayedCopies() if copies is None else copies
         adapter = adapt_dataset(dataset)
@@ -57,6 +57,7 @@ class Rig(Consumer):
             EpochIndex(N, SIZE, SEED),
             stage=self.stage,
             copies=self.copies,
+            num_threads=threads,
             seed=SEED,
             rank=0,
             on_ready=self.ready.release,

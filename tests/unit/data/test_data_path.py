@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from runtime.core.threads import IntraOpThreads
 from runtime.data import loader as stage
 from runtime.data import path as data_path
 from runtime.data.dataset import EpochIndex, adapt_dataset
@@ -70,6 +72,24 @@ def test_memory_maps_are_streamed_unless_asked_for(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(8))
     with loader_for((np.load(tmp_path / "x.npy", mmap_mode="r"),)) as loader:
         assert type(loader) is ThreadLoader
+
+
+@pytest.mark.parametrize(
+    ("devices", "dataset", "threads"),
+    [
+        (("cuda",), "tensors", 15),
+        (("cuda", "cuda"), "tensors", 7),
+        (("cuda",) * 20, "tensors", 1),
+        (("cuda", "cpu"), "tensors", 1),
+        (("cuda",), "code", 1),
+    ],
+)
+def test_gathers_take_the_cores_that_no_worker_needs(monkeypatch, devices, dataset, threads):
+    monkeypatch.setattr(IntraOpThreads, "budget", lambda: 16)
+    adapter = adapt_dataset((torch.arange(6),) if dataset == "tensors" else Counted())
+    path = DataPath(DataOptions(batch_size=2), adapter, EpochIndex(6, 2, 0), [Device(1)])
+    path._contexts = [SimpleNamespace(device=torch.device(kind)) for kind in devices]
+    assert path._gather_threads() == threads
 
 
 def test_the_first_steps_are_whole_windows():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coordinator.messages import EpochPlan
-from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.dataset import ColumnAdapter, EpochIndex, adapt_dataset
 from runtime.data.loader import Pace
 from runtime.data.prefetch import SlotStage
 from runtime.data.process_loader import ProcessLoader
@@ -59,6 +59,23 @@ def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeyp
             rig.use(plan)
         assert rig.stage.num_reads
     assert rig.copies.num_used == 24
+
+
+def test_batches_are_gathered_by_as_many_threads_as_are_given(monkeypatch):
+    before, seen = torch.get_num_threads(), set()
+    gather = ColumnAdapter.load_into
+
+    def load_into(self, indices, out):
+        seen.add(torch.get_num_threads())
+        gather(self, indices, out)
+
+    monkeypatch.setattr(ColumnAdapter, "load_into", load_into)
+    try:
+        with Rig(TENSORS, resident=False, threads=before + 1) as rig:
+            rig.use(EPOCHS[0])
+    finally:
+        torch.set_num_threads(before)  # what threads to come would have
+    assert seen == {before + 1}
 
 
 def test_the_twin_without_streams_gives_the_same_batches():
