@@ -1,5 +1,6 @@
 # make demo   train on scikit-learn's digits, then with every policy and backend
 # make test   run the tests
+# make test-long  many more schedules: SEED=0 COUNT=200000 says which, SCALE=5 how many in the tests
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make lint   ruff and mypy
 # make docs   build docs/ with the API reference into site/
@@ -13,14 +14,24 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-gpu browser lint format docs clean
+.PHONY: demo test test-long test-gpu browser lint format docs clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
 	$(PY) examples/digits.py --all
 
 test: $(VENV)/.stamp-test browser
-	$(PY) -m pytest
+	$(PY) -m pytest -n logical --dist worksteal
+
+SEED  ?= 0
+COUNT ?= 200000
+SCALE ?= 5
+JOBS  ?= $(shell nproc)
+
+test-long: $(VENV)/.stamp-test
+	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS)
+	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS) --late
+	TEST_SCALE=$(SCALE) $(PY) -m pytest -n logical --dist worksteal tests/simulation
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) tests/gpu/run.py

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a background job of a shell without job control, where tests of Ctrl-C, and the
     # processes that they start, would see no signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A deadline of 200 ms for an example says how busy the machine is.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 # tqdm's monitor is one daemon thread for the process; no test needs it.
 tqdm.tqdm.monitor_interval = 0

@@ -14,7 +14,7 @@ from coordinator.service import Service
 from tests.deadlock.faults import Faults
 from tests.deadlock.tap import Tap
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 VOCABULARY = 17
 LENGTH = 8
-NUM_STEPS = 20
+NUM_STEPS = 10
 BATCH_SIZE = 3
 
 

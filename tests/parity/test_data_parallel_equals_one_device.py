@@ -13,8 +13,6 @@ from tests.parity.test_sync_equals_ddp import assert_parity
 NUM_STEPS = 100
 BATCH_SIZES = (16, 7, 1, 2, 24)  # fewer samples than replicas, and remainders, too
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def cut(case: Case) -> list[torch.Tensor]:
     order = torch.randperm(case.num_samples, generator=torch.Generator().manual_seed(7))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,27 +16,17 @@ from tests.parity import ddp_gan_process as gan
 from tests.parity import ddp_process
 from tests.parity.ddp_process import Case
 from tests.parity.test_sync_equals_ddp import (
-    DdpProcesses,
     State,
     Steps,
     assert_parity,
+    train_ddp,
     train_one_device,
 )
+from tests.support.rank_processes import RankProcesses
 
 PROCESS_S = 60.0
 NUM_STEPS = 40
 THREAD, GLOO = AverageBackend.THREAD, AverageBackend.GLOO
-
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def ddp_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DdpProcesses]:
-    processes = DdpProcesses(tmp_path_factory.mktemp("ddp"))
-    try:
-        yield processes
-    finally:
-        processes.close()
 
 
 def make_case(optimizer: str, dtype: str, num_samples: int) -> Case:
@@ -90,7 +79,7 @@ each_way = pytest.mark.parametrize(
 @each_way
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_wrapped_replicas_equal_distributed_data_parallel(
-    ddp_processes: DdpProcesses,
+    ddp_processes: RankProcesses,
     world_size: int,
     optimizer: str,
     dtype: str,
@@ -99,8 +88,7 @@ def test_wrapped_replicas_equal_distributed_data_parallel(
     case = make_case(optimizer, dtype, 8 * world_size * NUM_STEPS)
     steps = deal(case, [8] * world_size)
     assert len(steps) == NUM_STEPS
-    initial = ddp_process.make_model(case).state_dict()
-    expected = ddp_processes.train(world_size, case, initial, steps)
+    expected = train_ddp(ddp_processes, case, steps)
     assert_parity(case, train_wrapped(case, steps, backend), expected)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,23 +10,13 @@ from tests.parity import ddp_process
 from tests.parity.ddp_process import Case
 from tests.parity.test_sync_equals_ddp import (
     NUM_STEPS,
-    DdpProcesses,
     State,
     Steps,
     assert_parity,
     initial_state,
+    train_ddp,
 )
-
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DdpProcesses]:
-    found = DdpProcesses(tmp_path_factory.mktemp("ddp"))
-    try:
-        yield found
-    finally:
-        found.close()
+from tests.support.rank_processes import RankProcesses
 
 
 def make_case(world_size: int, optimizer: str, dtype: str) -> Case:
@@ -91,11 +79,12 @@ def train_rounds(case: Case, world_size: int, steps: Steps) -> State:
 
 
 @pytest.mark.parametrize("train", [train_setup, train_rounds])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "dtype"),
+    [(2, "sgd", "float64"), (3, "adamw", "float64"), (2, "adamw", "float32")],
+)
 def test_setup_equals_distributed_data_parallel(
-    processes: DdpProcesses, world_size: int, optimizer: str, dtype: str, train
+    ddp_processes: RankProcesses, world_size: int, optimizer: str, dtype: str, train
 ) -> None:
     case = make_case(world_size, optimizer, dtype)
     steps = make_steps(case, world_size)
@@ -103,5 +92,5 @@ def test_setup_equals_distributed_data_parallel(
     state = train(case, world_size, steps)
     moved = sum((state[k] - v).norm().item() for k, v in initial_state(case).items())
     assert moved > 0.1
-    expected = processes.train(world_size, case, initial_state(case), steps)
+    expected = train_ddp(ddp_processes, case, steps)
     assert_parity(case, state, expected)

@@ -14,8 +14,6 @@ from tests.support.running import GLOO, SYNC, THREAD, WAIT_S, Trace, builder
 
 __all__ = ["capturable_on_cpu", "posing"]  # fixtures
 
-pytestmark = pytest.mark.timeout(120)
-
 N, TOKENS, VOCABULARY, WIDTH = 46, 6, 13, 16
 IGNORED = -100
 BOUND = 1e-8

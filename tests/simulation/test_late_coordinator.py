@@ -8,12 +8,12 @@ import pytest
 
 from coordinator.config import ApplyPolicy
 from coordinator.service import Inbox
-from tests.simulation.finding import STUCK, assert_is_found
+from tests.simulation.finding import SCALE, STUCK, assert_is_found
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_late_schedule
 
-NUM_SCHEDULES = 2000
-SLICES = 4
+NUM_SCHEDULES = 600 * SCALE
+SLICES = 2
 
 
 @pytest.mark.parametrize("part", range(SLICES))
@@ -39,9 +39,9 @@ def test_every_schedule_ends_with_nothing_held_back_that_everybody_waits_for(par
         seen["saved"] += bool(run.saved)
         seen[run.schedule.config.policy] += 1
     for what in ("acknowledgements may wait", "a report came before them", "late"):
-        assert seen[what] >= 100, what
-    for what in ("died", "saved", ApplyPolicy.CADENCE, ApplyPolicy.ASYNC):
         assert seen[what] >= 50, what
+    for what in ("died", "saved", ApplyPolicy.CADENCE, ApplyPolicy.ASYNC):
+        assert seen[what] >= 20, what
 
 
 def test_a_last_answer_that_is_held_back_is_found(monkeypatch):

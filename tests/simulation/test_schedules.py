@@ -17,7 +17,7 @@ from tests.simulation.finding import NUM_SCHEDULES
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_schedule
 
-SLICES = 8
+SLICES = 4
 
 
 @pytest.mark.parametrize("part", range(SLICES))

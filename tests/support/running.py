@@ -11,7 +11,7 @@ from torch import nn
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
 
 CPU = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Bound of every wait: reached only by a test that fails."""
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC

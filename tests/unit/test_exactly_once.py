@@ -139,7 +139,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 @example(Case(103, 10, 4, SYNC, THREAD))
 @example(Case(103, 10, 3, CADENCE, OVER_CPU, slow_rank=1, slowdown=20))

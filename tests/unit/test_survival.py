@@ -320,7 +320,6 @@ def test_an_unknown_mode_is_refused():
         builder().on_worker_failure("ignore")
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, GLOO), (ASYNC, AverageBackend.THREAD)]
 )

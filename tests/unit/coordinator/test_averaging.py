@@ -103,7 +103,7 @@ def test_a_vanishing_average_has_no_divergence():
     assert result.divergences == (0.0, 0.0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40),
     weight_lists,

@@ -12,7 +12,7 @@ from coordinator import service as inbox_module
 from coordinator.messages import Send
 from coordinator.service import Inbox
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def snapshot(rank, round_id=1):

@@ -19,7 +19,7 @@ from coordinator.metrics import EpochTally
 from coordinator.rounds import RoundKeeper
 from coordinator.service import Inbox, Service
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Bound of every wait: reached only by a test that fails."""
 
 

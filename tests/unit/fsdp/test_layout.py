@@ -14,7 +14,7 @@ from runtime.fsdp.layout import Layout, dense_stride, make_layouts
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 worlds = st.integers(1, 7)
-properties = settings(max_examples=60, deadline=None)
+properties = settings(max_examples=60)
 
 
 def numbered(shapes):

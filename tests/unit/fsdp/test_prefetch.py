@@ -28,7 +28,7 @@ from tests.support.fsdp_ranks import (
 )
 from tests.support.posing import POSING, posing_group
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 WAKE_S = 10.0
 
 each_freeing = pytest.mark.parametrize("strategy", FREEING, ids=lambda s: s.name)

@@ -110,7 +110,7 @@ class Shapes(nn.Module):
         return torch.stack([(p.sin() * x).sum() * (i + 1) for i, p in enumerate(self.all)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=4),
     world_size=st.integers(1, 4),

@@ -14,7 +14,7 @@ from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed
 from runtime.loop import data_parallel as loop_calls
 from tests.support.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of, state
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def rank():

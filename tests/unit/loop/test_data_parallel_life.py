@@ -17,7 +17,7 @@ from runtime import AverageBackend, DataParallelCoordinator, ReplicaMismatch
 from runtime.core.threads import IntraOpThreads
 from tests.support.parallel import adam, identical, loss_fn, mlp, replicas, samples_of
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 # -- what there is at the beginning -----------------------------------------------------------

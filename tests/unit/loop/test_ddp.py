@@ -189,7 +189,7 @@ kinds = st.lists(
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), kinds=kinds, world_size=st.integers(2, 4), seed=st.integers(0, 1000))
 def test_replicas_hold_the_same_weighted_mean_bit_for_bit(data, kinds, world_size, seed):
     weights = data.draw(

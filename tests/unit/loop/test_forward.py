@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -59,7 +59,6 @@ def numbers(n, width=1):
     return torch.arange(n * width, dtype=torch.float64).view(n, width)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7))
 def test_pieces_are_complete_and_disjoint(num_samples, weights):
     x = numbers(num_samples)

@@ -40,7 +40,7 @@ def set_ratios(model, weights):
     model._engine._balancer.adopt(weights)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(ratios, st.lists(st.integers(1, 23), min_size=1, max_size=3), st.sampled_from([sgd, adamw]))
 def test_steps_equal_one_device_whatever_the_ratios(weights, sizes, optim):
     """S18: never scaled by 1/N, never weighted twice; replicas keep the same bits."""

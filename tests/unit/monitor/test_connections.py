@@ -99,7 +99,6 @@ def run_with(number, tmp_path):
         process.wait()
 
 
-@pytest.mark.timeout(120)
 def test_half_sent_requests_beyond_the_descriptors_leave_a_run_as_it_is(tmp_path):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < NUM_HALF_SENT + 100:

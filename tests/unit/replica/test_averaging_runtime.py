@@ -65,9 +65,15 @@ class WatchedAverager:
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
 def test_what_is_trained_while_an_average_is_computed_stays(monkeypatch, policy):
     """Every step adds 1, so that a replica is its own steps plus what averages brought."""
-    trace = Trace()
+    trace, begun = Trace(), threading.Event()
+
+    def train(model, batch):
+        if trace.steps[current_worker().rank] >= 20:
+            begun.wait(0.05)  # with an end: a rank answers between two steps
+        return trace(model, batch)
 
     def hold():
+        begun.set()
         before = dict(trace.steps)
         trace.wait_for(
             lambda: (
@@ -78,7 +84,7 @@ def test_what_is_trained_while_an_average_is_computed_stays(monkeypatch, policy)
         return sum(trace.steps.values()) - sum(before.values())
 
     watched = WatchedAverager(monkeypatch, hold)
-    b = builder(train=trace, dataset=200, batch_size=1, way=(policy, OVER_CPU))
+    b = builder(train=train, dataset=200, batch_size=1, way=(policy, OVER_CPU))
     state = b.anchor(2).max_overshoot(200).run().join(WAIT_S)
     assert watched.meanwhile >= 6  # the average really was computed beside training
     *rounds, (finals, weights, result) = watched.calls

@@ -265,7 +265,7 @@ def test_low_precision_takes_weights(precision, way):
         torch.manual_seed(0)
         return nn.Linear(3, 1)
 
-    settings = {"model": net, "dataset": (DATA,), "train": fit, "way": way, "epochs": 8}
+    settings = {"model": net, "dataset": (DATA,), "train": fit, "way": way, "epochs": 30}
     b = builder(**settings).precision(precision).max_grad_norm(1.0).accumulate(2)
     b.on_non_finite("raise")
     metrics = b.run().join(WAIT_S).metrics

@@ -1,0 +1,77 @@
+"""PyTorch's own data-parallel systems in real processes, which answer one job after another."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+START_S = 80.0
+JOB_S = 60.0
+
+
+class RankProcesses:
+    """Gloo processes of a script, one group for each world size.
+
+    Args:
+        script: Takes ``RANK WORLD_SIZE STORE_FILE``, says ``ready``, and for each path on stdin
+            ``done``; rank 0 has then written the result beside it.
+        directory: For jobs, results and stores.
+    """
+
+    def __init__(self, script: str, directory: Path) -> None:
+        self._script = script
+        self._directory = directory
+        self._groups: dict[int, list[subprocess.Popen[str]]] = {}
+        self._job = count()
+
+    def train(self, world_size: int, job: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The state dict after a group has done a job."""
+        if world_size not in self._groups:
+            self._start(world_size)
+        path = self._directory / f"job-{next(self._job)}"
+        torch.save(job, path)
+        for process in self._groups[world_size]:
+            assert process.stdin is not None
+            process.stdin.write(f"{path}\n")
+            process.stdin.flush()
+        for process in self._groups[world_size]:
+            self._expect(process, "done", JOB_S)
+        state: dict[str, torch.Tensor] = torch.load(f"{path}.result")
+        return state
+
+    def close(self) -> None:
+        """Kill all of them."""
+        processes = [process for group in self._groups.values() for process in group]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate(timeout=10.0)
+
+    def _start(self, world_size: int) -> None:
+        store = self._directory / f"store-{world_size}"
+        self._groups[world_size] = [
+            subprocess.Popen(
+                [sys.executable, self._script, str(rank), str(world_size), str(store)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in self._groups[world_size]:
+            self._expect(process, "ready", START_S)
+
+    @staticmethod
+    def _expect(process: subprocess.Popen[str], word: str, timeout_s: float) -> None:
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], timeout_s)
+        answer = process.stdout.readline().strip() if readable else "nothing"
+        assert answer == word, f"a process said {answer!r} within {timeout_s:.0f} s"
