@@ -20,6 +20,7 @@ from torch import Tensor
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
 from runtime.data.dataset import DatasetAdapter
+from runtime.device.base import Device
 
 Position = tuple[int, int]
 """Epoch, and position of the batch in the epoch's permutation."""
@@ -107,6 +108,20 @@ def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
 def move_batch(batch: Any, device: torch.device) -> Any:
     """``batch`` with every tensor, at any depth, on ``device``; other values as they are."""
     return map_batch(batch, lambda part: part.to(device))
+
+
+def pin_batch(batch: Any, copies: Device) -> Any:
+    """``batch`` with copies in pinned memory in place of its host tensors; see ``Device.pin``."""
+    return map_batch(batch, lambda part: copies.pin(part) if isinstance(part, Tensor) else part)
+
+
+def bring_batch(batch: Any, copies: Device) -> Any:
+    """``batch`` on a worker's device, copied in the current stream; see ``Device.bring``."""
+
+    def bring(part: Any) -> Any:
+        return copies.bring(part) if isinstance(part, Tensor) else part.to(copies.device)
+
+    return map_batch(batch, bring)
 
 
 def parts_of(batch: Any) -> list[Any]:

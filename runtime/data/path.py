@@ -210,7 +210,8 @@ class DataPath:
             "worker": worker,
         }
         if self._loads_inline(device):
-            return InlineLoader(self._adapter, self._index, device=device, **common)
+            copies = self._contexts[rank]
+            return InlineLoader(self._adapter, self._index, device=device, copies=copies, **common)
         if device.type == "cuda":
             return PrefetchLoader(
                 self._adapter,

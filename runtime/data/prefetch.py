@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from coordinator.messages import EpochPlan
-from runtime.data.batches import Position, batch_bytes, map_batch, parts_of
+from runtime.data.batches import (
+    Position,
+    batch_bytes,
+    bring_batch,
+    map_batch,
+    parts_of,
+    pin_batch,
+)
 from runtime.data.dataset import ColumnAdapter, DatasetAdapter, EpochIndex
 from runtime.data.loader import InlineLoader, LoadedBatch, Pace, Stage, ThreadLoader
 from runtime.data.slots import (
@@ -117,7 +124,7 @@ class ResidentReader:
         self._orders: OrderedDict[int, Tensor] = OrderedDict()
 
     def read(self, position: Position) -> LoadedBatch:
-        """Gather a batch. The host waits for nothing, but for a new epoch's permutation."""
+        """Gather a batch. The host waits for nothing on the device."""
         epoch, batch = position
         start, stop = self._index.bounds(batch)
         indices = self._order(epoch)[start:stop]
@@ -127,7 +134,8 @@ class ResidentReader:
     def _order(self, epoch: int) -> Tensor:
         order = self._orders.get(epoch)
         if order is None:
-            order = self._orders[epoch] = self._copies.bring(self._index.order(epoch))
+            pinned = self._copies.pin(self._index.order(epoch))
+            order = self._orders[epoch] = self._copies.bring(pinned)
             if len(self._orders) > _KEPT_EPOCHS:
                 self._orders.popitem(last=False)
         return order
@@ -153,10 +161,9 @@ class ResidentLoader(InlineLoader):
         copies: Device,
         rank: int,
     ) -> None:
-        super().__init__(adapter, index, device=copies.device, seed=0, rank=rank)
+        super().__init__(adapter, index, device=copies.device, seed=0, rank=rank, copies=copies)
         self._moves = False
         self._data = data
-        self._copies = copies
         self._reader: ResidentReader | None = None
 
     def submit(self, plan: EpochPlan) -> None:
@@ -277,7 +284,7 @@ class SlotStage(Stage):
     def take(self, loaded: LoadedBatch) -> None:
         """Let the current stream wait for the slot, or copy a batch that lies in none."""
         if loaded.slot is None:
-            loaded.data = map_batch(loaded.data, self._bring)
+            loaded.data = bring_batch(loaded.data, self._copies)
             return
         assert self._pool is not None
         self._pool.take(loaded.slot)
@@ -286,9 +293,6 @@ class SlotStage(Stage):
     def cancelled(self) -> None:
         """Begin with the next plan."""
         self._pace.cancelled()
-
-    def _bring(self, part: Any) -> Any:
-        return self._copies.bring(part) if isinstance(part, Tensor) else part.to(self._device)
 
     @property
     def _device(self) -> Any:
@@ -403,15 +407,12 @@ class SlotStage(Stage):
                 *(self._rank, loaded.batch, loaded.epoch),
             )
         with self._copies.copying():  # pins for this device, not for the first one
-            loaded.data = map_batch(loaded.data, self._pin)
+            loaded.data = pin_batch(loaded.data, self._copies)
             if any(isinstance(p, Tensor) and not p.is_cpu for p in parts_of(loaded.data)):
                 # The data set made it in this stream, which the worker's does not wait for.
                 made = self._copies.new_event()
                 self._copies.record(made)
                 self._copies.wait_host(made)
-
-    def _pin(self, part: Any) -> Any:
-        return self._copies.pin(part) if isinstance(part, Tensor) else part
 
     # -- both ---------------------------------------------------------------------------
 

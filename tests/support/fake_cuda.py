@@ -86,6 +86,7 @@ class FakeCuda(CudaApi):
         self.graphs, self.capturing = [], False
         self.now_s = 0.0
         self._default = FakeStream("default")
+        self._pinned = set()
         self._places = {}  # with the tensors, so that no address comes up twice
         self._local = threading.local()
         self._lock = threading.RLock()
@@ -171,6 +172,7 @@ class FakeCuda(CudaApi):
         tensor.view(-1).view(torch.uint8).fill_(GARBAGE)
         with self._lock:
             self.place(tensor, CPU)
+            self._pinned.add(tensor.untyped_storage().data_ptr())
             self._note("pin", tensor.numel() * tensor.element_size())
         return tensor
 
@@ -242,6 +244,10 @@ class FakeCuda(CudaApi):
         """Let a tensor pose as one of a device; others are on the current one. Gives it back."""
         self._places[tensor.untyped_storage().data_ptr()] = tensor, device
         return tensor
+
+    def is_pinned(self, tensor):
+        """Whether a tensor lies in pinned memory, from which copies do not block."""
+        return tensor.untyped_storage().data_ptr() in self._pinned
 
     def mark(self, name):
         """Give the current stream a piece of work that tells when it runs."""
