@@ -136,6 +136,11 @@ def parts_of(batch: Any) -> list[Any]:
     return parts
 
 
-def batch_bytes(batch: Any) -> int:
-    """Bytes of the elements of all tensors in ``batch``; what else it holds is not counted."""
-    return sum(part.nbytes for part in parts_of(batch) if isinstance(part, Tensor))
+def batch_bytes(batch: Any, taken: Callable[[int], int] = int) -> int:
+    """What the tensors of ``batch`` take; what else it holds is not counted.
+
+    Args:
+        batch: The batch.
+        taken: What a tensor with elements of so many bytes takes; by default so many.
+    """
+    return sum(taken(part.nbytes) for part in parts_of(batch) if isinstance(part, Tensor))

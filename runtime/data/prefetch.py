@@ -39,6 +39,7 @@ from runtime.data.slots import (
     slottable,
 )
 from runtime.device.base import Device, available_host_bytes
+from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import MemoryReading
 
 logger = logging.getLogger(__name__)
@@ -219,6 +220,8 @@ class SlotStage(Stage):
         batch_size: Rows of a whole batch.
         pace: Says when depths are sized; not shared.
         num_host_workers: Workers that load into the host's memory.
+        snapshot_bytes: Gives what snapshots of all workers will take of the host's memory
+            beside the batches, and do not take in the first steps.
         depth: Batches to load ahead at most; ``None``: up to ``MAX_DEPTH``.
         data: Brought to the device if the budget allows; ``None``: always streamed.
 
@@ -237,6 +240,7 @@ class SlotStage(Stage):
         batch_size: int,
         pace: Pace,
         num_host_workers: int = 1,
+        snapshot_bytes: Callable[[], int] = int,
         depth: int | None = None,
         data: ResidentData | None = None,
     ) -> None:
@@ -247,6 +251,7 @@ class SlotStage(Stage):
         self._rank = rank
         self._batch_size = batch_size
         self._num_host_workers = num_host_workers
+        self._snapshot_bytes = snapshot_bytes
         self._wanted = depth
         self._data = data
         self._pace = pace
@@ -305,9 +310,8 @@ class SlotStage(Stage):
         first, self._is_calibrated = not self._is_calibrated, True
         if first and self._reside(reading):
             return
-        host = host_depth(
-            available_host_bytes(), self._num_host_workers, self._batch_bytes, plan_batches
-        )
+        available = available_host_bytes() - (self._snapshot_bytes() if first else 0)
+        host = host_depth(available, self._num_host_workers, self._batch_bytes, plan_batches)
         layout = self._layout  # read once: the loader's thread may write it meanwhile
         if layout is None:
             # No slot can hold such batches: those ahead wait in the host's memory.
@@ -397,7 +401,7 @@ class SlotStage(Stage):
 
     def _put_aside(self, loaded: LoadedBatch, pool: SlotPool | None) -> None:
         if pool is None:
-            self._batch_bytes = max(self._batch_bytes, batch_bytes(loaded.data))
+            self._batch_bytes = max(self._batch_bytes, batch_bytes(loaded.data, pinned_bytes))
             self._layout = BatchLayout.of(loaded.data, loaded.num_samples, self._batch_size)
         elif not self._warned:
             self._warned = True

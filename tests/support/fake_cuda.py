@@ -306,6 +306,23 @@ class FakeCuda(CudaApi):
             self.log.append(entry)
 
 
+def pinned_alive_at_allocation(fake):
+    """From here on, how many blocks of pinned memory were in use at each new allocation."""
+    allocate, blocks, alive = fake.empty_pinned, [], []
+
+    def users(tensor):  # of its memory, the stand-in among them, which keeps every tensor
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    def empty_pinned(shape, dtype):
+        alive.append(sum(users(block) > unused for block, unused in blocks))
+        block = allocate(shape, dtype)
+        blocks.append((block, users(block)))
+        return block.view(-1)
+
+    fake.empty_pinned = empty_pinned
+    return alive
+
+
 @contextmanager
 def standing_in(fake):
     """Use the stand-in wherever no other way to CUDA is passed."""

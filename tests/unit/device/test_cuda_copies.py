@@ -13,10 +13,12 @@ from coordinator.messages import EpochPlan
 from runtime import run as run_module
 from runtime.data import path as data_path
 from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.path import DataOptions, DataPath
 from runtime.data.prefetch import PrefetchLoader, ResidentData, ResidentReader
 from runtime.data.slots import BatchLayout, SlotPool, TensorSpec
 from runtime.device import memory as cuda_memory
 from runtime.device.cuda import CudaDevice
+from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import CudaMemory, MemoryCaps, MemoryReading, explain_out_of_memory
 from tests.support.fake_cuda import GPU, FakeCuda
 from tests.support.running import WAIT_S, builder, count_up
@@ -288,6 +290,29 @@ def test_a_cap_that_the_user_has_set_is_not_raised():
     caps = MemoryCaps(memory)
     caps.acquire(GPU, 0.9)
     assert memory.fractions[GPU] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (5 * GIB, 8 * GIB)]
+)
+def test_pinned_memory_counts_as_pytorch_rounds_it(asked, taken):
+    assert pinned_bytes(asked) == taken
+
+
+class Pair:
+    rank, world_size = 0, 2
+    model = torch.nn.BatchNorm1d(3)
+
+
+def test_snapshots_count_with_the_pinned_memory_that_they_will_take(late):
+    fake, _ = late
+    adapter = adapt_dataset(Reads())
+    contexts = [PosingDevice(GPU, api=fake)] * 2
+    path = DataPath(DataOptions(batch_size=2), adapter, EpochIndex(41, 2, 0), contexts)
+    loaders = [path.make_loader(Pair(), lambda: None) for _ in contexts]
+    # Twelve float32 numbers in a flat tensor, and the number of batches, for each worker.
+    assert [loader._slots._snapshot_bytes() for loader in loaders] == [2 * (64 + 8)] * 2
+    path.close()
 
 
 def test_other_errors_are_left_alone():
