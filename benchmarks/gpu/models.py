@@ -443,7 +443,82 @@ def ended(bench: Bench, handle: TrainerHandle) -> TrainedState:
 
 def epochs_for(bench: Bench, seconds: float, epoch_s: float) -> int:
     """Epochs of a run: the first is warm-up, the others take so long together."""
-    return bench.pick(1 + max(2, round(seconds / epoch_s)), 2)
+    return bench.pick(1 + max(2, round(seconds / epoch_s)), 3)
+
+
+class StepClock:
+    """A ``train_fn`` that notes when each step is given to the device, epoch by epoch.
+
+    An epoch's interior begins behind its first steps, in which the host gives the device what
+    the end of the epoch before has let run empty. From there on the host is held back: by the
+    batches, or by the worker's bound on how far it may run ahead of the device.
+
+    Args:
+        loss: The workload's.
+        num_edge_steps: How many the first steps are.
+    """
+
+    def __init__(self, loss: TrainFn, num_edge_steps: int) -> None:
+        self._loss = loss
+        self._num_edge_steps = num_edge_steps
+        self._stamps: list[float] = []
+        self.epochs: list[list[float]] = []
+
+    def begin(self, epoch: int, worker: Any) -> None:
+        """An ``epoch_fn``: the steps from here on are of a new epoch."""
+        self._stamps = []
+        self.epochs.append(self._stamps)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        self._stamps.append(time.perf_counter())
+        return self._loss(model, batch)
+
+    def step_s(self) -> float:
+        """Seconds of a step between the first and the last of an interior, but for epoch 0.
+
+        Raises:
+            ValueError: The epochs are too short to have an interior.
+        """
+        interiors = [stamps[self._num_edge_steps :] for stamps in self.epochs[1:]]
+        num_steps = sum(max(0, len(stamps) - 1) for stamps in interiors)
+        if not num_steps:
+            raise ValueError(f"no epoch has {self._num_edge_steps + 2} steps")
+        return sum(stamps[-1] - stamps[0] for stamps in interiors if stamps) / num_steps
+
+    def ends_s(self) -> list[float]:
+        """What each epoch but the first and the last took beyond the time of its steps."""
+        pairs = zip(self.epochs[1:], self.epochs[2:], strict=False)
+        step_s = self.step_s()
+        return [after[0] - stamps[0] - len(stamps) * step_s for stamps, after in pairs]
+
+
+def interior_rate(
+    bench: Bench,
+    workload: GpuWorkload,
+    data: Batch,
+    *,
+    num_epochs: int,
+    configure: Configure = lambda builder: builder,
+    ends_s: list[float] | None = None,
+) -> float:
+    """One worker, from the first to the last step of the epochs' interiors.
+
+    Not for CUDA graphs, which run ``train_fn`` in the first steps alone.
+
+    Args:
+        bench: Says where, and how long to wait.
+        workload: What is trained.
+        data: Its samples, whole batches.
+        num_epochs: The first of which is warm-up.
+        configure: Changes the run.
+        ends_s: Gets what the ends of epochs took beyond their steps.
+    """
+    clock = StepClock(workload.loss, bench.pick(WARM_STEPS, 2))
+    builder = builder_of(bench, workload, data, num_epochs=num_epochs, train_fn=clock)
+    ended(bench, configure(builder.epoch_fn(clock.begin)).run())
+    if ends_s is not None:
+        ends_s.extend(clock.ends_s())
+    return workload.batch_size / clock.step_s()
 
 
 def runtime_rate(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from runtime.collective.base import Group, Plan, Request
-from runtime.collective.process_group import ProcessGroupCollective, connect_ranks
+from runtime.collective.base import Group, Plan, ReduceOp, Request
+from runtime.collective.process_group import ProcessGroupCollective, as_summed, connect_ranks
 from runtime.collective.thread import reduce_at_once
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.device import cuda_api
@@ -268,6 +268,21 @@ class NcclCollective(ProcessGroupCollective):
                 f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group is "
                 "aborted"
             )
+
+    def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> None:
+        """Sends each rank its part alone, without a copy of the input in float32 or float64."""
+        if op in (ReduceOp.MAX, ReduceOp.MIN):  # which NCCL computes without regard to NaN
+            super()._reduce_scatter(output, input, op)
+            return
+        whole = as_summed(input)
+        part = output if whole is input else whole.new_empty(output.numel())
+        options = self._options(_c10d.ReduceScatterOptions)
+        options.reduceOp = _c10d.ReduceOp.SUM
+        self._wait(self._connected()._reduce_scatter_base(part, whole, options))
+        if op is ReduceOp.AVG:
+            part.div_(self.world_size)
+        if part is not output:
+            output.copy_(part)
 
     def _options(self, kind: Any) -> Any:
         options = kind()

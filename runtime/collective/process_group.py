@@ -105,9 +105,7 @@ class ProcessGroupCollective(Collective):
             case "reduce_scatter_into":
                 assert isinstance(op, ReduceOp)
                 output, input = request.tensors
-                whole = input.view(-1).clone()
-                self._all_reduce_(whole, op)
-                output.view(-1).copy_(whole.view(self.world_size, -1)[self.rank])
+                self._reduce_scatter(output.view(-1), input.view(-1), op)
             case "all_gather_into":
                 output, input = request.tensors
                 if input.numel():
@@ -129,7 +127,7 @@ class ProcessGroupCollective(Collective):
         """Scales locally and sums: the divisor is in the factor, the same everywhere."""
         if flat.numel() == 0:
             return
-        wire = flat.float() if flat.dtype in LOW_PRECISION else flat
+        wire = as_summed(flat)
         # A factor of 0 must not turn NaN and infinity into NaN.
         _ = wire.mul_(factor) if factor else wire.zero_()
         self._sum_(wire)
@@ -144,16 +142,18 @@ class ProcessGroupCollective(Collective):
             reduce = torch.amax if op is ReduceOp.MAX else torch.amin
             reduce(gathered.view(self.world_size, -1), dim=0, out=flat)
             return
-        wire = flat
-        if flat.dtype in LOW_PRECISION:
-            wire = flat.float()
-        elif flat.dtype is torch.int16:  # unknown to Gloo
-            wire = flat.to(torch.int32)
+        wire = as_summed(flat)
         self._sum_(wire)
         if op is ReduceOp.AVG:
             wire.div_(self.world_size)
         if wire is not flat:
             flat.copy_(wire)
+
+    def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> None:
+        """Gloo has none of its own: everything is reduced, and the rank's part kept."""
+        whole = input.clone()
+        self._all_reduce_(whole, op)
+        output.copy_(whole.view(self.world_size, -1)[self.rank])
 
     def _sum_(self, flat: Tensor) -> None:
         options = self._options(_c10d.AllreduceOptions)
@@ -248,6 +248,13 @@ def _connect_gloo(rank: int, world_size: int, store: Store, timeout_s: float) ->
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1  # one exchange at a time
     return backend(store, rank, world_size, options)
+
+
+def as_summed(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype in which it is summed; itself if that is its own."""
+    if tensor.dtype in LOW_PRECISION:
+        return tensor.float()
+    return tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor  # no backend has it
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -334,7 +334,8 @@ class StagedThreadCollective(ThreadCollective):
 
     def _room(self, num_bytes: int) -> Tensor:
         if self._pinned is None or self._pinned.numel() < num_bytes:
-            self._pinned = self._api.empty_pinned((num_bytes,), torch.uint8)
+            self._pinned = None  # its block is free before a larger one is taken
+            self._pinned = self._api.empty_pinned((cuda_api.pinned_bytes(num_bytes),), torch.uint8)
         return self._pinned
 
     def _fetch(

@@ -20,6 +20,7 @@ from torch import Tensor
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
 from runtime.data.dataset import DatasetAdapter
+from runtime.device.base import Device
 
 Position = tuple[int, int]
 """Epoch, and position of the batch in the epoch's permutation."""
@@ -109,6 +110,20 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return map_batch(batch, lambda part: part.to(device))
 
 
+def pin_batch(batch: Any, copies: Device) -> Any:
+    """``batch`` with copies in pinned memory in place of its host tensors; see ``Device.pin``."""
+    return map_batch(batch, lambda part: copies.pin(part) if isinstance(part, Tensor) else part)
+
+
+def bring_batch(batch: Any, copies: Device) -> Any:
+    """``batch`` on a worker's device, copied in the current stream; see ``Device.bring``."""
+
+    def bring(part: Any) -> Any:
+        return copies.bring(part) if isinstance(part, Tensor) else part.to(copies.device)
+
+    return map_batch(batch, bring)
+
+
 def parts_of(batch: Any) -> list[Any]:
     """Every tensor of ``batch`` and whatever else has ``.to()``, in the order of its containers."""
     parts: list[Any] = []
@@ -121,6 +136,11 @@ def parts_of(batch: Any) -> list[Any]:
     return parts
 
 
-def batch_bytes(batch: Any) -> int:
-    """Bytes of the elements of all tensors in ``batch``; what else it holds is not counted."""
-    return sum(part.nbytes for part in parts_of(batch) if isinstance(part, Tensor))
+def batch_bytes(batch: Any, taken: Callable[[int], int] = int) -> int:
+    """What the tensors of ``batch`` take; what else it holds is not counted.
+
+    Args:
+        batch: The batch.
+        taken: What a tensor with elements of so many bytes takes; by default so many.
+    """
+    return sum(taken(part.nbytes) for part in parts_of(batch) if isinstance(part, Tensor))

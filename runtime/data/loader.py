@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coordinator.messages import EpochPlan
-from runtime.data.batches import PlanQueue, Position, batch_bytes, move_batch, read_batch
+from runtime.data.batches import (
+    PlanQueue,
+    Position,
+    batch_bytes,
+    bring_batch,
+    move_batch,
+    pin_batch,
+    read_batch,
+)
 from runtime.data.dataset import DatasetAdapter, EpochIndex
 from runtime.data.slots import host_depth
-from runtime.device.base import available_host_bytes
+from runtime.device.base import Device, available_host_bytes
 
 if TYPE_CHECKING:
     from runtime.data.slots import DeviceSlot
@@ -310,10 +318,29 @@ class Loader(ABC):
 class InlineLoader(Loader):
     """Loads in ``try_next``, which therefore always has the next batch.
 
-    Meant for tensors in memory; with any other data set it blocks while that reads.
+    Meant for tensors in memory; with any other data set it blocks while that reads. Batches
+    go to a GPU in the current stream, from pinned copies of their own: the host waits for no
+    copy, and a data set may write to what it gave.
+
+    Args:
+        adapter: See :class:`Loader`; so are the arguments that are not listed here.
+        copies: The worker's way to its device; ``None``: ``device`` is the CPU.
     """
 
-    _closed = False
+    def __init__(
+        self,
+        adapter: DatasetAdapter,
+        index: EpochIndex,
+        *,
+        device: torch.device,
+        seed: int,
+        rank: int,
+        worker: object = None,
+        copies: Device | None = None,
+    ) -> None:
+        super().__init__(adapter, index, device=device, seed=seed, rank=rank, worker=worker)
+        self._copies = Device() if copies is None else copies
+        self._closed = False
 
     @property
     def reads_inline(self) -> bool:
@@ -332,7 +359,9 @@ class InlineLoader(Loader):
         if position is None:
             return None
         loaded = self._read(position)
-        return self._on_device(loaded) if self._moves else loaded
+        if self._moves:
+            loaded.data = bring_batch(pin_batch(loaded.data, self._copies), self._copies)
+        return loaded
 
     def cancel(self) -> None:
         """Forget all that was submitted and not taken."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +37,7 @@ from runtime.device.base import (
     Device,
     available_host_bytes,
 )
+from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
 
 
@@ -114,6 +117,8 @@ class DataPath:
         self._data: dict[torch.device, ResidentData] = {}
         if can_reside(adapter) and options.resident is not False:
             self._data = {device: ResidentData(adapter) for device in dict.fromkeys(devices)}
+        self._lock = threading.Lock()
+        self._snapshot_bytes = 0
         self._processes: dict[int, ProcessLoader] = {}
         self._capped: list[torch.device] = []
         if options.resident:
@@ -192,9 +197,14 @@ class DataPath:
         """
         rank, device = worker.rank, self._contexts[worker.rank].device
         if device.type == "cuda" and worker.world_size > 1:
-            # Averaging needs memory that the first steps do not show.
-            state = (*worker.model.parameters(), *worker.model.buffers())
-            self._budgets[device].expect(sum(tensor.nbytes for tensor in state))
+            # Averaging needs memory that the first steps do not show: one flat tensor of each
+            # dtype on the device, and a pinned one on the host.
+            sizes: Counter[torch.dtype] = Counter()
+            for tensor in (*worker.model.parameters(), *worker.model.buffers()):
+                sizes[tensor.dtype] += tensor.nbytes
+            self._budgets[device].expect(sizes.total())
+            with self._lock:
+                self._snapshot_bytes += sum(map(pinned_bytes, sizes.values()))
         if rank in self._processes:
             return self._processes[rank]
         if self._resides(device):
@@ -211,7 +221,8 @@ class DataPath:
             "worker": worker,
         }
         if self._loads_inline(device):
-            return InlineLoader(self._adapter, self._index, device=device, **common)
+            copies = self._contexts[rank]
+            return InlineLoader(self._adapter, self._index, device=device, copies=copies, **common)
         if device.type == "cuda":
             return PrefetchLoader(
                 self._adapter,
@@ -270,6 +281,7 @@ class DataPath:
             batch_size=c.batch_size,
             pace=self._pace(),
             num_host_workers=len(self._contexts),
+            snapshot_bytes=lambda: self._snapshot_bytes,
             depth=c.prefetch,
             data=self._data.get(device) if resides else None,
         )

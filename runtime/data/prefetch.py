@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from coordinator.messages import EpochPlan
-from runtime.data.batches import Position, batch_bytes, map_batch, parts_of
+from runtime.data.batches import (
+    Position,
+    batch_bytes,
+    bring_batch,
+    map_batch,
+    parts_of,
+    pin_batch,
+)
 from runtime.data.dataset import ColumnAdapter, DatasetAdapter, EpochIndex
 from runtime.data.loader import InlineLoader, LoadedBatch, Pace, Stage, ThreadLoader
 from runtime.data.slots import (
@@ -32,6 +39,7 @@ from runtime.data.slots import (
     slottable,
 )
 from runtime.device.base import Device, available_host_bytes
+from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import MemoryReading
 
 logger = logging.getLogger(__name__)
@@ -117,7 +125,7 @@ class ResidentReader:
         self._orders: OrderedDict[int, Tensor] = OrderedDict()
 
     def read(self, position: Position) -> LoadedBatch:
-        """Gather a batch. The host waits for nothing, but for a new epoch's permutation."""
+        """Gather a batch. The host waits for nothing on the device."""
         epoch, batch = position
         start, stop = self._index.bounds(batch)
         indices = self._order(epoch)[start:stop]
@@ -127,7 +135,8 @@ class ResidentReader:
     def _order(self, epoch: int) -> Tensor:
         order = self._orders.get(epoch)
         if order is None:
-            order = self._orders[epoch] = self._copies.bring(self._index.order(epoch))
+            pinned = self._copies.pin(self._index.order(epoch))
+            order = self._orders[epoch] = self._copies.bring(pinned)
             if len(self._orders) > _KEPT_EPOCHS:
                 self._orders.popitem(last=False)
         return order
@@ -153,10 +162,9 @@ class ResidentLoader(InlineLoader):
         copies: Device,
         rank: int,
     ) -> None:
-        super().__init__(adapter, index, device=copies.device, seed=0, rank=rank)
+        super().__init__(adapter, index, device=copies.device, seed=0, rank=rank, copies=copies)
         self._moves = False
         self._data = data
-        self._copies = copies
         self._reader: ResidentReader | None = None
 
     def submit(self, plan: EpochPlan) -> None:
@@ -212,6 +220,8 @@ class SlotStage(Stage):
         batch_size: Rows of a whole batch.
         pace: Says when depths are sized; not shared.
         num_host_workers: Workers that load into the host's memory.
+        snapshot_bytes: Gives what snapshots of all workers will take of the host's memory
+            beside the batches, and do not take in the first steps.
         depth: Batches to load ahead at most; ``None``: up to ``MAX_DEPTH``.
         data: Brought to the device if the budget allows; ``None``: always streamed.
 
@@ -230,6 +240,7 @@ class SlotStage(Stage):
         batch_size: int,
         pace: Pace,
         num_host_workers: int = 1,
+        snapshot_bytes: Callable[[], int] = int,
         depth: int | None = None,
         data: ResidentData | None = None,
     ) -> None:
@@ -240,6 +251,7 @@ class SlotStage(Stage):
         self._rank = rank
         self._batch_size = batch_size
         self._num_host_workers = num_host_workers
+        self._snapshot_bytes = snapshot_bytes
         self._wanted = depth
         self._data = data
         self._pace = pace
@@ -277,7 +289,7 @@ class SlotStage(Stage):
     def take(self, loaded: LoadedBatch) -> None:
         """Let the current stream wait for the slot, or copy a batch that lies in none."""
         if loaded.slot is None:
-            loaded.data = map_batch(loaded.data, self._bring)
+            loaded.data = bring_batch(loaded.data, self._copies)
             return
         assert self._pool is not None
         self._pool.take(loaded.slot)
@@ -286,9 +298,6 @@ class SlotStage(Stage):
     def cancelled(self) -> None:
         """Begin with the next plan."""
         self._pace.cancelled()
-
-    def _bring(self, part: Any) -> Any:
-        return self._copies.bring(part) if isinstance(part, Tensor) else part.to(self._device)
 
     @property
     def _device(self) -> Any:
@@ -301,9 +310,8 @@ class SlotStage(Stage):
         first, self._is_calibrated = not self._is_calibrated, True
         if first and self._reside(reading):
             return
-        host = host_depth(
-            available_host_bytes(), self._num_host_workers, self._batch_bytes, plan_batches
-        )
+        available = available_host_bytes() - (self._snapshot_bytes() if first else 0)
+        host = host_depth(available, self._num_host_workers, self._batch_bytes, plan_batches)
         layout = self._layout  # read once: the loader's thread may write it meanwhile
         if layout is None:
             # No slot can hold such batches: those ahead wait in the host's memory.
@@ -393,7 +401,7 @@ class SlotStage(Stage):
 
     def _put_aside(self, loaded: LoadedBatch, pool: SlotPool | None) -> None:
         if pool is None:
-            self._batch_bytes = max(self._batch_bytes, batch_bytes(loaded.data))
+            self._batch_bytes = max(self._batch_bytes, batch_bytes(loaded.data, pinned_bytes))
             self._layout = BatchLayout.of(loaded.data, loaded.num_samples, self._batch_size)
         elif not self._warned:
             self._warned = True
@@ -403,15 +411,12 @@ class SlotStage(Stage):
                 *(self._rank, loaded.batch, loaded.epoch),
             )
         with self._copies.copying():  # pins for this device, not for the first one
-            loaded.data = map_batch(loaded.data, self._pin)
+            loaded.data = pin_batch(loaded.data, self._copies)
             if any(isinstance(p, Tensor) and not p.is_cpu for p in parts_of(loaded.data)):
                 # The data set made it in this stream, which the worker's does not wait for.
                 made = self._copies.new_event()
                 self._copies.record(made)
                 self._copies.wait_host(made)
-
-    def _pin(self, part: Any) -> Any:
-        return self._copies.pin(part) if isinstance(part, Tensor) else part
 
     # -- both ---------------------------------------------------------------------------
 

@@ -22,6 +22,16 @@ Graph = Any
 """Work that was recorded once and can be given to a stream again and again."""
 
 
+def pinned_bytes(num_bytes: int) -> int:
+    """What a block of pinned memory of ``num_bytes`` takes: the next power of two.
+
+    So PyTorch's ``ATen/core/CachingHostAllocator.h`` rounds (``c10::llvm::PowerOf2Ceil``), up to
+    2.11 always, in 2.13 unless ``pinned_max_round_threshold_mb`` or ``pinned_max_cached_size_mb``
+    of ``PYTORCH_ALLOC_CONF`` says otherwise. It keeps what is freed for blocks of the same size.
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
+
+
 class CudaApi:
     """Every call to CUDA; stateless and thread-safe. Only :meth:`wait_host` waits.
 
@@ -81,7 +91,10 @@ class CudaApi:
         return float(start.elapsed_time(end)) / 1e3
 
     def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Page-locked memory of the host. Allocating may wait for the device."""
+        """Page-locked memory of the host; takes :func:`pinned_bytes`.
+
+        Allocating may wait for the device.
+        """
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:

@@ -184,6 +184,7 @@ class _Stage:
         self._sync.wait_host(self._returned)
         with self._api.on_device(self._device):
             self._flats = self._packed.load(tensors)
+            self._twins = []  # or a block that is too small now would stay
             self._twins = [self._twin(i, flat) for i, flat in enumerate(self._flats)]
             for twin, flat in zip(self._twins, self._flats, strict=True):
                 self._api.copy(twin, flat)
@@ -208,9 +209,12 @@ class _Stage:
     def _twin(self, index: int, flat: Tensor) -> Tensor:
         # Two flat tensors may have one dtype: complex ones are seen as real.
         key, num_elements = (index, flat.dtype), flat.numel()
-        pinned = self._pinned.get(key)
+        pinned = self._pinned.pop(key, None)
         if pinned is None or pinned.numel() < num_elements:
-            pinned = self._pinned[key] = self._api.empty_pinned((num_elements,), flat.dtype)
+            pinned = None  # its block is free before a larger one is taken
+            num_bytes = cuda_api.pinned_bytes(flat.nbytes)
+            pinned = self._api.empty_pinned((num_bytes // flat.itemsize,), flat.dtype)
+        self._pinned[key] = pinned
         return pinned[:num_elements]
 
 

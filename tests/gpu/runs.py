@@ -280,9 +280,9 @@ QUIET_SAMPLES = 8 * N
 
 
 def quiet_data(kind, device):
-    """Read by code, gathered into slots, resident, or on the device from the start."""
-    if kind == "read":
-        return Read(QUIET_SAMPLES), {}
+    """Read by code, ahead or in the step, gathered into slots, resident, or there already."""
+    if kind in ("read", "inline"):
+        return Read(QUIET_SAMPLES), {"prefetch": 0} if kind == "inline" else {}
     data = Read(QUIET_SAMPLES).columns
     if kind == "there":
         return tuple(t.to(device) for t in data), {}

@@ -134,6 +134,25 @@ def test_every_operation_works(make, world_size):
 
 
 @each_size
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_reduce_scatter_gives_each_rank_its_part(make, world_size, op, dtype, in_place):
+    ranks = make(world_size)
+    whole = torch.arange(8.0 * world_size).to(dtype)
+
+    def scatter(end, device):
+        own = (whole + end.rank).to(device)
+        part = own.view(world_size, -1)[end.rank] if in_place else torch.zeros(8).to(own)
+        end.reduce_scatter_into(part, own, op)
+        return part.cpu()
+
+    values = torch.stack([whole + rank for rank in range(world_size)])
+    reduce = {ReduceOp.SUM: torch.sum, ReduceOp.AVG: torch.mean, ReduceOp.MAX: torch.amax}[op]
+    assert torch.equal(torch.cat(ranks.run(scatter)), reduce(values, dim=0))
+
+
+@each_size
 def test_a_second_incarnation_works_after_an_abort(make, world_size):
     first = make(world_size)
     first.run(sum_of_ranks)

@@ -18,7 +18,7 @@ def _waits_are_allowed_again():
     allow_waits()
 
 
-@pytest.mark.parametrize("kind", ["read", "streamed", "resident", "there"])
+@pytest.mark.parametrize("kind", ["read", "inline", "streamed", "resident", "there"])
 @pytest.mark.parametrize(
     ("way", "ranks"), QUIET_WAYS, ids=[f"{name_of(way)}-{ranks}" for way, ranks in QUIET_WAYS]
 )

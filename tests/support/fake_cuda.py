@@ -86,6 +86,7 @@ class FakeCuda(CudaApi):
         self.graphs, self.capturing = [], False
         self.now_s = 0.0
         self._default = FakeStream("default")
+        self._pinned = set()
         self._places = {}  # with the tensors, so that no address comes up twice
         self._local = threading.local()
         self._lock = threading.RLock()
@@ -171,6 +172,7 @@ class FakeCuda(CudaApi):
         tensor.view(-1).view(torch.uint8).fill_(GARBAGE)
         with self._lock:
             self.place(tensor, CPU)
+            self._pinned.add(tensor.untyped_storage().data_ptr())
             self._note("pin", tensor.numel() * tensor.element_size())
         return tensor
 
@@ -243,6 +245,10 @@ class FakeCuda(CudaApi):
         self._places[tensor.untyped_storage().data_ptr()] = tensor, device
         return tensor
 
+    def is_pinned(self, tensor):
+        """Whether a tensor lies in pinned memory, from which copies do not block."""
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
     def mark(self, name):
         """Give the current stream a piece of work that tells when it runs."""
         stream = self._used(None, name)
@@ -298,6 +304,23 @@ class FakeCuda(CudaApi):
     def _note(self, *entry):
         with self._lock:
             self.log.append(entry)
+
+
+def pinned_alive_at_allocation(fake):
+    """From here on, how many blocks of pinned memory were in use at each new allocation."""
+    allocate, blocks, alive = fake.empty_pinned, [], []
+
+    def users(tensor):  # of its memory, the stand-in among them, which keeps every tensor
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    def empty_pinned(shape, dtype):
+        alive.append(sum(users(block) > unused for block, unused in blocks))
+        block = allocate(shape, dtype)
+        blocks.append((block, users(block)))
+        return block.view(-1)
+
+    fake.empty_pinned = empty_pinned
+    return alive
 
 
 @contextmanager

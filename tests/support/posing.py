@@ -41,6 +41,11 @@ class PosingBackend:
     def _allgather_base(self, output, input, options):
         return self._run("_allgather_base", options, output, input)
 
+    def _reduce_scatter_base(self, output, input, options):
+        assert output.numel() * self._args[1] == input.numel()
+        assert output.dtype is input.dtype
+        return self._run("_reduce_scatter_base", options, output, input)
+
     def abort(self):
         self._note("abort")
         self._end()

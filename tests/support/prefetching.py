@@ -37,7 +37,17 @@ class Numbers(Dataset):
 class Rig(Consumer):
     """A prefetching loader, and a worker that uses each batch late."""
 
-    def __init__(self, dataset, *, copies=None, depth=None, resident=None, budget=None, threads=1):
+    def __init__(
+        self,
+        dataset,
+        *,
+        copies=None,
+        depth=None,
+        resident=None,
+        budget=None,
+        snapshot_bytes=int,
+        threads=1,
+    ):
         self.ready = threading.Semaphore(0)
         self.copies = DelayedCopies() if copies is None else copies
         adapter = adapt_dataset(dataset)
@@ -49,6 +59,7 @@ class Rig(Consumer):
             rank=0,
             batch_size=SIZE,
             pace=Pace(CALIBRATION),
+            snapshot_bytes=snapshot_bytes,
             depth=depth,
             data=data,
         )

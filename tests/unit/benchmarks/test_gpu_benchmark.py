@@ -14,6 +14,7 @@ from benchmarks.gpu.bench import (
     GRACE_S,
     RESERVE_S,
     Bench,
+    Rates,
     Report,
     Row,
     Section,
@@ -27,6 +28,9 @@ from benchmarks.gpu.bench import (
     section_table,
     summary,
 )
+from benchmarks.gpu.models import StepClock
+from benchmarks.gpu.sections import smaller_of
+from benchmarks.harness import FLIGHT_RECORDER, environment
 
 # What the process of the sections runs in the tests below. It starts without PyTorch.
 TABLE = """
@@ -195,6 +199,54 @@ def test_a_system_that_fails_leaves_the_others_their_rounds():
     rates.require(["a"])
     with pytest.raises(SystemFailed, match="x: AttributeError: no such method"):
         rates.require(["a", "x"])
+
+
+# -- what the rates are made of -----------------------------------------------------------
+
+
+def clock_of(*epochs, num_edge_steps=2):
+    clock = StepClock(None, num_edge_steps)
+    clock.epochs = [list(stamps) for stamps in epochs]
+    return clock
+
+
+def test_a_steps_time_is_that_of_the_interiors_and_the_ends_are_told_apart():
+    """The first two steps of an epoch come at once: the device has nothing to do."""
+    warm_up = [0.0, 50.0, 100.0, 200.0]
+    first = [300.0, 300.0, 300.0, 302.0, 304.0]  # two steps of 2 s
+    second = [314.0, 314.0, 314.0, 316.0, 318.0, 324.0]
+    clock = clock_of(warm_up, first, second)
+    assert clock.step_s() == (4.0 + 10.0) / 5
+    assert clock.ends_s() == [pytest.approx(14.0 - 5 * 2.8)]
+    assert clock_of(warm_up, first).step_s() == 2.0
+
+
+def test_epochs_without_an_interior_are_refused():
+    with pytest.raises(ValueError, match="no epoch has 4 steps"):
+        clock_of([0.0], [1.0, 2.0, 3.0]).step_s()
+
+
+def test_a_clock_notes_each_step_of_each_epoch():
+    clock = StepClock(lambda model, batch: batch, 0)
+    for epoch, num_steps in enumerate((2, 3)):
+        clock.begin(epoch, None)
+        assert [clock(None, step) for step in range(num_steps)] == list(range(num_steps))
+    assert [len(stamps) for stamps in clock.epochs] == [2, 3]
+
+
+def test_what_can_be_reached_is_the_smaller_rate_of_each_round():
+    rates = Rates(values={"copy": [1.0, 5.0, 3.0], "gather": [2.0, 4.0]})
+    assert smaller_of(rates, "copy", "gather") == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("name", [None, *FLIGHT_RECORDER])
+def test_the_flight_recorder_is_off_unless_the_user_has_set_it(monkeypatch, name):
+    for other in FLIGHT_RECORDER:
+        monkeypatch.delenv(other, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, "77")
+    found = {key: value for key, value in environment().items() if key in FLIGHT_RECORDER}
+    assert found == (dict.fromkeys(FLIGHT_RECORDER, "0") if name is None else {name: "77"})
 
 
 # -- one section --------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Ban:
         self.is_on = False
 
 
-@pytest.mark.parametrize("kind", ["read", "streamed", "resident", "there"])
+@pytest.mark.parametrize("kind", ["read", "inline", "streamed", "resident", "there"])
 @pytest.mark.parametrize(
     ("way", "ranks"),
     # On a CPU lockstep looks at each step's gradients: there it waits for nobody.

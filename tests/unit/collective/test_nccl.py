@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed
 
-from runtime.collective import NcclCollective, create_collectives
+from runtime.collective import NcclCollective, ReduceOp, create_collectives
 from runtime.collective import nccl as nccl_module
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.support.fake_cuda import CPU, FakeCuda, standing_in
@@ -207,6 +207,48 @@ def test_low_precision_is_summed_in_float32(scene):
         backend.allreduce = allreduce.__get__(backend)
     on_ranks(ends, scene.on_stream(lambda end: end.weighted_mean_([tensors[end.rank]], 1)))
     assert sent == [torch.float32] * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        (ReduceOp.SUM, torch.float32),
+        (ReduceOp.AVG, torch.float32),
+        (ReduceOp.SUM, torch.bfloat16),
+        (ReduceOp.AVG, torch.bfloat16),
+        (ReduceOp.SUM, torch.int16),
+    ],
+    ids=str,
+)
+def test_a_reduce_scatter_sends_each_rank_its_part_alone(scene, op, dtype):
+    ends = scene.group()
+    wholes = [torch.arange(6.0).add(end.rank).to(dtype) for end in ends]
+    parts = [torch.zeros(3, dtype=dtype) for _ in ends]
+    for end in ends:
+        scene.fake.place(wholes[end.rank], GPUS[end.rank])
+        scene.fake.place(parts[end.rank], GPUS[end.rank])
+    sent = []
+    real = PosingBackend._reduce_scatter_base
+
+    def reduce_scatter(backend, output, input, options):
+        own = input.data_ptr() == wholes[backend.rank].data_ptr()
+        sent.append((input.dtype, own, options.reduceOp == torch.distributed.ReduceOp.SUM))
+        return real(backend, output, input, options)
+
+    for backend in scene.backends:
+        backend._reduce_scatter_base = reduce_scatter.__get__(backend)
+    del scene.calls[:]
+    on_ranks(
+        ends,
+        scene.on_stream(lambda end: end.reduce_scatter_into(parts[end.rank], wholes[end.rank], op)),
+    )
+    assert scene.names() == ["_reduce_scatter_base"] * 2
+    wire = {torch.bfloat16: torch.float32, torch.int16: torch.int32}.get(dtype, dtype)
+    assert sent == [(wire, wire is dtype, True)] * 2
+    divisor = 2 if op is ReduceOp.AVG else 1
+    expected = [(2 * i + 1) / divisor for i in range(6)]
+    assert [part.tolist() for part in parts] == [expected[:3], expected[3:]]
+    assert wholes[0].tolist() == list(range(6))
 
 
 def test_small_decisions_of_the_host_are_taken_at_the_gate(scene):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coordinator.messages import EpochPlan
+from runtime.data import prefetch as prefetch_module
 from runtime.data.dataset import ColumnAdapter, EpochIndex, adapt_dataset
 from runtime.data.loader import Pace
 from runtime.data.prefetch import SlotStage
@@ -396,3 +397,31 @@ def test_batches_of_loader_processes_go_through_slots():
     finally:
         copies.finish()
         assert loader.close(20)
+
+
+class Pinning(DelayedCopies):
+    """Counts the tensors in pinned memory."""
+
+    num_pinned = 0
+
+    def empty_pinned(self, shape, dtype):
+        self.num_pinned += 1
+        return super().empty_pinned(shape, dtype)
+
+
+@pytest.mark.parametrize(("available", "num_hosts"), [(4 * 240, 2), (4 * 288, 3)])
+def test_host_slots_count_as_pytorch_rounds_them(monkeypatch, available, num_hosts):
+    """A batch of 32 and 48 bytes takes 32 and 64: 96 of the quarter that batches may take."""
+    monkeypatch.setattr(prefetch_module, "available_host_bytes", lambda: available)
+    with Rig(Numbers(), copies=Pinning()) as rig:
+        rig.use(EPOCHS[0])
+        assert rig.copies.num_pinned == 2 * num_hosts
+
+
+def test_snapshots_to_come_are_kept_back_from_the_hosts_memory_once(monkeypatch):
+    monkeypatch.setattr(prefetch_module, "available_host_bytes", lambda: 4 * 288 + 1000)
+    with Rig(Numbers(), copies=Pinning(), snapshot_bytes=lambda: 1000 + 4 * 96) as rig:
+        rig.use(EPOCHS[0])
+        assert rig.copies.num_pinned == 2 * 2
+        rig.use(EPOCHS[1])  # by now what is available tells of them
+        assert rig.copies.num_pinned == 2 * 4

@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from coordinator.messages import EpochPlan
 from runtime import run as run_module
 from runtime.data import path as data_path
-from runtime.data.prefetch import PrefetchLoader
+from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.path import DataOptions, DataPath
+from runtime.data.prefetch import PrefetchLoader, ResidentData, ResidentReader
 from runtime.data.slots import BatchLayout, SlotPool, TensorSpec
 from runtime.device import memory as cuda_memory
 from runtime.device.cuda import CudaDevice
+from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import CudaMemory, MemoryCaps, MemoryReading, explain_out_of_memory
 from tests.support.fake_cuda import GPU, FakeCuda
 from tests.support.running import WAIT_S, builder, count_up
@@ -60,6 +64,7 @@ class PosingDevice(CudaDevice):
         return torch.zeros(tuple(shape), dtype=dtype)
 
     def bring(self, tensor):
+        assert self.api.is_pinned(tensor), "the host waits for a copy from pageable memory"
         target = torch.zeros_like(tensor)
         self.api.copy(target, tensor)
         self.api.run(self.api.current)  # what reads it is not queued behind it
@@ -105,6 +110,53 @@ def test_a_pinned_copy_is_made_of_plain_host_tensors_alone():
         assert copies.pin(other) is other
 
 
+@pytest.fixture
+def moved(monkeypatch):
+    """What goes to a device: the sources, and how."""
+    found, to = [], torch.Tensor.to
+
+    def spy(self, *args, **kwargs):
+        found.append((self, kwargs))
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", spy)
+    return found
+
+
+PLANS = [EpochPlan(epoch=epoch, batches=(range(3),)) for epoch in range(3)]
+
+
+def test_batches_read_in_the_step_go_from_pinned_memory_and_the_host_does_not_wait(moved):
+    fake = FakeCuda(patience=None)
+    copies = CudaDevice(torch.device("meta"), api=fake, memory=FakeMemory())
+    with loader_for(Reads(), [copies], prefetch=0) as loader:
+        for plan in PLANS:
+            loader.submit(plan)
+        batches = [loader.try_next() for _ in range(9)]
+    assert {batch.data[0].device.type for batch in batches} == {"meta"}
+    sources = [source for source, _ in moved]
+    assert [how for _, how in moved] == [{"non_blocking": True}] * 9
+    assert all(fake.is_pinned(source) for source in sources)
+    # None is written to again: each has a block of its own, which PyTorch keeps until its copy
+    # is over.
+    assert len({source.data_ptr() for source in sources}) == len(fake.calls("pin")) == 9
+    assert not fake.calls("wait_host")
+
+
+def test_a_new_epochs_order_goes_from_pinned_memory_and_the_host_does_not_wait(moved):
+    fake = FakeCuda(patience=None, allow_default=True)
+    copies = CudaDevice(torch.device("meta"), api=fake, memory=FakeMemory())
+    columns = (torch.arange(41),)
+    reader = ResidentReader(ResidentData(adapt_dataset(columns)), EpochIndex(41, 2, 0), copies)
+    fake.log.clear()  # bringing the data is waited for, once
+    for epoch in range(3):
+        for batch in range(4):
+            assert reader.read((epoch, batch)).data[0].shape == (2,)
+    assert [how for _, how in moved] == [{"non_blocking": True}] * 3
+    assert all(fake.is_pinned(source) for source, _ in moved)
+    assert not fake.calls("wait_host")
+
+
 # -- whole runs, on a device that runs late ----------------------------------------------
 
 
@@ -148,13 +200,14 @@ class Seen:
     "change",
     [
         lambda b: b,
+        lambda b: b.prefetch(0),
         lambda b: b.prefetch(2),
         lambda b: b.prefetch(2).accumulate(2),
         lambda b: b.dataset((torch.arange(41),)),
         lambda b: b.dataset((torch.arange(41),)).resident(False),
         lambda b: b.dataset((torch.arange(41),)).resident(True),
     ],
-    ids=["auto", "depth", "windows", "fits", "streamed", "resident"],
+    ids=["auto", "inline", "depth", "windows", "fits", "streamed", "resident"],
 )
 def test_a_run_trains_every_sample_once_whatever_the_data_path(late, change, ranks):
     fake, memory = late
@@ -237,6 +290,29 @@ def test_a_cap_that_the_user_has_set_is_not_raised():
     caps = MemoryCaps(memory)
     caps.acquire(GPU, 0.9)
     assert memory.fractions[GPU] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (5 * GIB, 8 * GIB)]
+)
+def test_pinned_memory_counts_as_pytorch_rounds_it(asked, taken):
+    assert pinned_bytes(asked) == taken
+
+
+class Pair:
+    rank, world_size = 0, 2
+    model = torch.nn.BatchNorm1d(3)
+
+
+def test_snapshots_count_with_the_pinned_memory_that_they_will_take(late):
+    fake, _ = late
+    adapter = adapt_dataset(Reads())
+    contexts = [PosingDevice(GPU, api=fake)] * 2
+    path = DataPath(DataOptions(batch_size=2), adapter, EpochIndex(41, 2, 0), contexts)
+    loaders = [path.make_loader(Pair(), lambda: None) for _ in contexts]
+    # Twelve float32 numbers in a flat tensor, and the number of batches, for each worker.
+    assert [loader._slots._snapshot_bytes() for loader in loaders] == [2 * (64 + 8)] * 2
+    path.close()
 
 
 def test_other_errors_are_left_alone():
