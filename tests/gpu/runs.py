@@ -293,6 +293,8 @@ def quiet(device, way, ranks, kind, forbid, allow):
     """Steps between two rounds, while batches are loaded ahead and reports go out."""
     train = Quiet(ranks, forbid, allow)
     data, settings = quiet_data(kind, device)
+    if ranks > 1:  # or a rank that is late with its first steps has none left for the last meeting
+        settings = {**settings, "partition_ratios": [1 / ranks] * ranks}
     handle = learn(
         [device] * ranks,
         way,
