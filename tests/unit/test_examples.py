@@ -85,7 +85,7 @@ def test_mnist_names_a_directory_without_images(tmp_path):
     assert f"{tmp_path} holds no file" in done.stderr
 
 
-@pytest.mark.parametrize("kept", [3, 10, 500])
+@pytest.mark.parametrize("kept", [3, 500])
 def test_mnist_names_a_file_that_is_cut_short(tmp_path, kept):
     write_mnist(tmp_path, "train", count=20, pack=False)
     path = tmp_path / "train-images-idx3-ubyte"
@@ -120,9 +120,8 @@ def test_char_lm_names_a_text_that_is_too_short(tmp_path):
     assert "fewer than 1280 characters" in done.stderr
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_gan_draws_points_near_the_modes(workers):
-    output = output_of("gan.py", "--workers", workers, "--steps", 500)
+def test_gan_draws_points_near_the_modes():
+    output = output_of("gan.py", "--workers", 3, "--steps", 500)
     assert len(re.findall(r"^step +\d+  judge [\d.]+  maker [\d.]+$", output, re.MULTILINE)) == 5
     share, modes = re.search(r"(\d+)% of the points lie near one of (\d) of 8", output).groups()
     # Points of an untrained maker lie near none.

@@ -80,7 +80,7 @@ def test_whenever_it_is_killed_the_newest_whole_one_is_found(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=100,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

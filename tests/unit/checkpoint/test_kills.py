@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 BOUND_S = 55
 
 
-@pytest.mark.parametrize(("policy", "count"), [("sync", 10), ("cadence", 4)])
+@pytest.mark.parametrize(("policy", "count"), [("sync", 5), ("cadence", 3)])
 def test_every_life_after_a_kill_goes_on_from_a_whole_checkpoint(tmp_path, policy, count):
     result = tmp_path / "result.json"
     done = subprocess.run(

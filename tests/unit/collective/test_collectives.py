@@ -129,63 +129,61 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 # --- results ---------------------------------------------------------------
 
 
-@each_kind
-@each_world_size
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [(op, dtype) for op in ReduceOp for dtype in FLOATS]
-    + [(op, dtype) for op in ReduceOp if op is not ReduceOp.AVG for dtype in INTEGERS],
-    ids=str,
-)
-def test_all_reduce_equals_the_reference(kind, world_size, op, dtype):
-    values = values_of(world_size, 97, dtype)
+def assert_all_reduced(ends, size, op, dtype):
+    values = values_of(len(ends), size, dtype)
     tensors = [value.clone() for value in values]
-    with group_of(world_size, kind) as ends:
-        on_ranks(ends, lambda end: end.all_reduce_(tensors[end.rank], op))
+    on_ranks(ends, lambda end: end.all_reduce_(tensors[end.rank], op))
     assert_close(tensors[0], reduced(values, op))
     assert_same_bits(tensors)
+
+
+@each_kind
+@each_world_size
+@pytest.mark.parametrize("op", list(ReduceOp))
+def test_all_reduce_equals_the_reference(kind, world_size, op):
+    with group_of(world_size, kind) as ends:
+        for dtype in FLOATS if op is ReduceOp.AVG else (*FLOATS, *INTEGERS):
+            assert_all_reduced(ends, 97, op, dtype)
 
 
 @each_kind
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("op", list(ReduceOp))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_all_reduce_of_many_elements_equals_the_reference(kind, world_size, op, dtype):
-    values = values_of(world_size, LARGE, dtype)
-    tensors = [value.clone() for value in values]
+def test_all_reduce_of_many_elements_equals_the_reference(kind, world_size):
     with group_of(world_size, kind) as ends:
-        on_ranks(ends, lambda end: end.all_reduce_(tensors[end.rank], op))
-    assert_close(tensors[0], reduced(values, op))
-    assert_same_bits(tensors)
+        for op in ReduceOp:
+            for dtype in (torch.bfloat16, torch.float32):
+                assert_all_reduced(ends, LARGE, op, dtype)
 
 
 @each_kind
 @each_size
-@pytest.mark.parametrize("op", [ReduceOp.MAX, ReduceOp.MIN])
-@pytest.mark.parametrize("rank_of_nan", [0, 1])
-def test_nan_wins_in_max_and_min(kind, size, op, rank_of_nan):
-    values = values_of(2, size)
-    values[rank_of_nan][3] = float("nan")
-    tensors = [value.clone() for value in values]
+def test_nan_wins_in_max_and_min(kind, size):
     with group_of(2, kind) as ends:
-        on_ranks(ends, lambda end: end.all_reduce_(tensors[end.rank], op))
-    for tensor in tensors:
-        assert tensor.isnan().nonzero().flatten().tolist() == [3]
+        for op in (ReduceOp.MAX, ReduceOp.MIN):
+            for rank_of_nan in range(2):
+                values = values_of(2, size)
+                values[rank_of_nan][3] = float("nan")
+                on_ranks(ends, lambda end: end.all_reduce_(values[end.rank], op))  # noqa: B023
+                for tensor in values:
+                    assert tensor.isnan().nonzero().flatten().tolist() == [3]
 
 
 @each_kind
 @each_world_size
 @each_size
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_weighted_mean_equals_the_reference(kind, world_size, size, dtype):
+def test_weighted_mean_equals_the_reference(kind, world_size, size):
+    with group_of(world_size, kind) as ends:
+        for dtype in FLOATS:
+            assert_weighted_mean(ends, size, dtype)
+
+
+def assert_weighted_mean(ends, size, dtype):
+    world_size = len(ends)
     values = values_of(world_size, size, dtype)
     others = values_of(world_size, 5, torch.float64, seed=1)
     weights = [3, 0.5, 32, 1][:world_size]
     tensors = [(values[r].clone(), others[r].clone().view(5, 1)) for r in range(world_size)]
-    with group_of(world_size, kind) as ends:
-        totals = on_ranks(
-            ends, lambda end: end.weighted_mean_(tensors[end.rank], weights[end.rank])
-        )
+    totals = on_ranks(ends, lambda end: end.weighted_mean_(tensors[end.rank], weights[end.rank]))
     assert totals == [sum(weights)] * world_size
     parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     for index, inputs in enumerate((values, others)):
@@ -196,18 +194,22 @@ def test_weighted_mean_equals_the_reference(kind, world_size, size, dtype):
 
 @each_kind
 @each_size
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_values_of_a_rank_with_weight_0_are_not_used(kind, size, dtype):
+def test_the_values_of_a_rank_with_weight_0_are_not_used(kind, size):
+    with group_of(3, kind) as ends:
+        for dtype in FLOATS:
+            assert_not_used(ends, size, dtype)
+
+
+def assert_not_used(ends, size, dtype):
     values = values_of(3, size, dtype)
     poison = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
     for rank, weight_0 in ((0, True), (1, False), (2, True)):
         if weight_0:
             values[rank][:3] = poison
     tensors = [value.clone() for value in values]
-    with group_of(3, kind) as ends:
-        totals = on_ranks(
-            ends, lambda end: end.weighted_mean_([tensors[end.rank]], 5 * (end.rank == 1))
-        )
+    totals = on_ranks(
+        ends, lambda end: end.weighted_mean_([tensors[end.rank]], 5 * (end.rank == 1))
+    )
     assert totals == [5.0] * 3
     assert_same_bits([values[1], *tensors])
 
@@ -237,18 +239,18 @@ def test_infinite_and_huge_values_keep_their_place_in_a_mean(kind):
 @each_kind
 @each_world_size
 @each_size
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.complex64], ids=str
-)
-def test_broadcast_copies_the_source_of_any_dtype(kind, world_size, size, dtype):
-    generator = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randint(0, 2, (size,), generator=generator).to(dtype) for _ in range(world_size)
-    ]
-    src = world_size - 1
-    expected = tensors[src].clone()
+def test_broadcast_copies_the_source_of_any_dtype(kind, world_size, size):
     with group_of(world_size, kind) as ends:
-        on_ranks(ends, lambda end: end.broadcast_(tensors[end.rank], src))
+        for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.complex64):
+            assert_broadcast(ends, size, dtype)
+
+
+def assert_broadcast(ends, size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randint(0, 2, (size,), generator=generator).to(dtype) for _ in ends]
+    src = len(ends) - 1
+    expected = tensors[src].clone()
+    on_ranks(ends, lambda end: end.broadcast_(tensors[end.rank], src))
     assert_same_bits([expected, *tensors])
 
 
@@ -266,9 +268,15 @@ def test_a_tensor_without_dimensions_is_served(kind):
 @each_kind
 @each_world_size
 @each_size
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int16], ids=str)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_all_gather_puts_inputs_in_order_of_rank(kind, world_size, size, dtype, in_place):
+def test_all_gather_puts_inputs_in_order_of_rank(kind, world_size, size):
+    with group_of(world_size, kind) as ends:
+        for dtype in (torch.bool, torch.float32, torch.int16):
+            for in_place in (False, True):
+                assert_gathered(ends, size, dtype, in_place)
+
+
+def assert_gathered(ends, size, dtype, in_place):
+    world_size = len(ends)
     inputs = values_of(world_size, size, dtype)
     outputs = [torch.zeros(world_size * size, dtype=dtype) for _ in range(world_size)]
 
@@ -279,21 +287,27 @@ def test_all_gather_puts_inputs_in_order_of_rank(kind, world_size, size, dtype, 
             own = part.copy_(own)
         end.all_gather_into(outputs[end.rank], own)
 
-    with group_of(world_size, kind) as ends:
-        on_ranks(ends, gather)
+    on_ranks(ends, gather)
     assert_same_bits([torch.cat(inputs), *outputs])
 
 
 @each_kind
 @each_world_size
-@pytest.mark.parametrize("size", [7, 300_001])
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [(ReduceOp.SUM, torch.float64), (ReduceOp.AVG, torch.bfloat16), (ReduceOp.MAX, torch.float32)],
-    ids=str,
-)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_reduce_scatter_gives_each_rank_its_part(kind, world_size, size, op, dtype, in_place):
+@pytest.mark.parametrize("size", [7, LARGE // 2])
+def test_reduce_scatter_gives_each_rank_its_part(kind, world_size, size):
+    ways = (
+        (ReduceOp.SUM, torch.float64),
+        (ReduceOp.AVG, torch.bfloat16),
+        (ReduceOp.MAX, torch.float32),
+    )
+    with group_of(world_size, kind) as ends:
+        for op, dtype in ways:
+            for in_place in (False, True):
+                assert_scattered(ends, size, op, dtype, in_place)
+
+
+def assert_scattered(ends, size, op, dtype, in_place):
+    world_size = len(ends)
     inputs = values_of(world_size, world_size * size, dtype)
     originals = [input.clone() for input in inputs]
     outputs = [torch.empty(size, dtype=dtype) for _ in range(world_size)]
@@ -304,8 +318,7 @@ def test_reduce_scatter_gives_each_rank_its_part(kind, world_size, size, op, dty
             outputs[end.rank] = own[end.rank * size : (end.rank + 1) * size]
         end.reduce_scatter_into(outputs[end.rank], inputs[end.rank], op)
 
-    with group_of(world_size, kind) as ends:
-        on_ranks(ends, scatter)
+    on_ranks(ends, scatter)
     assert_close(torch.cat(outputs), reduced(originals, op))
     if not in_place:
         for original, input in zip(originals, inputs, strict=True):
