@@ -13,6 +13,7 @@ from coordinator.messages import Average, Command, PublishEpoch, Send
 from coordinator.state import Failure, RankState
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
+from tests.simulation.replicas import expect_payload
 from tests.simulation.saves import BEFORE, SaveChecks
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Checks:
         self._asked_at: dict[int, float] = {}
         self.longest_answer_s = 0.0
         self._num_failed_rounds = 0
+        self._num_averagings = 0
+        self._failed_before = 0
         self._dismissed: set[int] = set()
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
@@ -98,6 +101,9 @@ class Checks:
             )
         if round_id < self._asked:
             raise Violation(f"round {round_id} comes after round {self._asked}")
+        if self._sim.machine.core.num_averagings > self._num_averagings:
+            self._num_averagings = self._sim.machine.core.num_averagings
+            self._failed_before = given_up
         self._num_failed_rounds = given_up
         self._asked, self._unanswered = round_id, {rank}
 
@@ -142,6 +148,10 @@ class Checks:
         if plan.first_step != num_held:
             raise Violation(f"rank {rank} holds {num_held} batches, told: {plan.first_step}")
 
+    def on_reduced(self) -> None:
+        """The ranks of ``SYNC`` have made a step together."""
+        self._failed_before = self._sim.machine.core.generation
+
     def on_trained(self, rank: int, batch: Batch, size: int) -> None:
         """The rank trained a batch."""
         before = self._trained.get(batch)
@@ -181,6 +191,8 @@ class Checks:
             if not outcome.stopped:
                 raise Violation("a run without a result")
             return
+        if payload.held is not None:
+            expect_payload(payload, "the result")
         effects = payload.base.union(payload.local)
         if len(effects) != len(payload.base) + len(payload.local):
             raise Violation("a batch is in the result twice")
@@ -194,6 +206,11 @@ class Checks:
         """A run fails when a rank dies, or, if the others may go on, when nobody can."""
         sim, s = self._sim, self._sim.schedule
         late = s.late_chance or s.collective_timeout_s
+        if isinstance(failure.error, AveragingFailed):
+            core = sim.machine.core
+            failed = core.num_failed_rounds if self.needs_rounds else core.generation
+            if (in_a_row := failed - self._failed_before) < self._config.max_failed_rounds - 1:
+                raise Violation(f"{in_a_row} failures in a row end the run") from failure.error
         if late and isinstance(failure.error, AveragingFailed | CollectiveTimeout | RunStalled):
             return
         if not sim.dead:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from coordinator import messages as m
 
@@ -22,10 +23,18 @@ class Traced(m.Payload):
     Attributes:
         base: The batches in the average that the replica started from.
         local: The batches that it trained since, in order.
+        squares: Norms that were told with a snapshot of tensors.
+        held: What the tensors of ``base`` must be, where there are any.
+        places: Where the batches of ``local`` stand in them.
+        brought: What each rank brought to the collective that this comes out of.
     """
 
     base: frozenset[Batch] = frozenset()
     local: tuple[Batch, ...] = ()
+    squares: tuple[float, ...] | None = None
+    held: Any = None
+    places: tuple[int, ...] = ()
+    brought: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         return f"<{len(self.base)} averaged, since {list(self.local)}>"
@@ -39,10 +48,14 @@ def replica(base: frozenset[Batch], local: Iterable[Batch]) -> Traced:
 def squares_of(state: m.Payload) -> tuple[float, ...] | None:
     """The norms that a rank tells of a snapshot: of some, and of each others."""
     assert isinstance(state, Traced)
+    if state.held is not None:
+        return state.squares
     return (float(len(state.base)), float(len(state.local))) if len(state.local) % 3 else None
 
 
-def average(parts: Sequence[Traced], weights: Sequence[int], samples_of: SamplesOf) -> Traced:
+def average(
+    parts: Sequence[Traced], weights: Sequence[float], weight_of: Callable[[Batch], float]
+) -> Traced:
     """The weighted average of replicas, every batch in it once."""
     base = parts[0].base
     effects = set(base)
@@ -50,7 +63,7 @@ def average(parts: Sequence[Traced], weights: Sequence[int], samples_of: Samples
         if part.base is not base and part.base != base:
             odd = sorted(part.base ^ base)
             raise Violation(f"replicas that start from different averages are averaged: {odd}")
-        if sum(map(samples_of, part.local)) != weight:
+        if sum(map(weight_of, part.local)) != weight:
             raise Violation(f"weight {weight} for the batches {list(part.local)}")
         for batch in part.local:
             if batch in effects:
@@ -68,3 +81,20 @@ class SamplesOf:
 
     def __call__(self, batch: Batch) -> int:
         return min(self._batch_size, self._num_samples - batch[1] * self._batch_size)
+
+
+class WeightOf:
+    """The weight of a batch's loss: its samples, or another number for each batch.
+
+    Args:
+        samples_of: The samples of a batch.
+        own: Whether losses come with weights of their own.
+    """
+
+    def __init__(self, samples_of: SamplesOf, own: bool) -> None:
+        self._samples_of = samples_of
+        self.own = own
+
+    def __call__(self, batch: Batch) -> int:
+        factor = 1 + sum(batch) % 3 if self.own else 1  # integers, whose sums are exact
+        return factor * self._samples_of(batch)

@@ -18,11 +18,13 @@ MAX_SCHEDULES = 5000
 STUCK = "nothing can happen any more"
 
 
-def assert_is_found(expected: str, draw: Callable[[int], Schedule] = draw_schedule) -> None:
+def assert_is_found(
+    expected: str, draw: Callable[[int], Schedule] = draw_schedule, *, tensors: bool = False
+) -> None:
     """Some schedule fails, with a message that says how."""
     for seed in range(MAX_SCHEDULES):
         try:
-            simulate(seed, draw=draw)
+            simulate(seed, draw=draw, tensors=tensors)
         except SimulationFailed as error:
             text = str(error)
             if expected in text.splitlines()[0]:

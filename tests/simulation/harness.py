@@ -11,13 +11,16 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 from coordinator import messages as m
-from coordinator.config import AverageBackend
+from coordinator.averaging import Averager, clone_payload
+from coordinator.config import ApplyPolicy, AverageBackend
+from coordinator.dispatch import count_batches
 from coordinator.machine import Coordinator
 from coordinator.messages import (
     SAVE_ROUND,
@@ -33,10 +36,11 @@ from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.worker.config import WAKE
 from runtime.worker.group import StopAgreement
 from tests.simulation.checks import Checks
-from tests.simulation.effects import SamplesOf, Traced, Violation, average, replica
+from tests.simulation.effects import Batch, SamplesOf, Traced, Violation, WeightOf, average, replica
+from tests.simulation.replicas import Effects, Replica, average_effects
 from tests.simulation.saves import Origin
 from tests.simulation.schedule import Death, Schedule, draw_schedule
-from tests.simulation.sim_worker import GET, Join, Op, SimWorker
+from tests.simulation.sim_worker import GET, Join, Op, SimWorker, Torn
 
 MAX_EVENTS = 50_000
 TRACE_LINES = 400
@@ -105,9 +109,17 @@ class Simulation:
     """
 
     def __init__(
-        self, schedule: Schedule, hooks: Hooks | None = None, origin: Origin | None = None
+        self,
+        schedule: Schedule,
+        hooks: Hooks | None = None,
+        origin: Origin | None = None,
+        *,
+        tensors: bool = False,
     ) -> None:
         c = schedule.config
+        self._tensors = tensors and c.policy is not ApplyPolicy.SYNC and origin is None
+        self._per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
+        self._mixer = Averager()
         self.origin = origin
         self.saved: list[SaveCheckpoint] = []
         self.schedule = schedule
@@ -116,6 +128,8 @@ class Simulation:
         self.rng = random.Random(schedule.seed)
         self.clock = _Clock(self)
         self.samples_of = SamplesOf(c.num_samples, c.batch_size)
+        lockstep = c.policy is ApplyPolicy.SYNC and c.world_size > 1
+        self.weight_of = WeightOf(self.samples_of, schedule.seed % 2 == 1 and not lockstep)
         self.agreement = StopAgreement()
         self.machine = Coordinator(c, None if origin is None else origin.run)
         self.result: Traced = replica(frozenset() if origin is None else origin.held, ())
@@ -311,7 +325,9 @@ class Simulation:
         def finish() -> None:
             parts = [p for p in job.payloads if isinstance(p, Traced)]
             self.average_pending = False
-            mean = average(parts, job.weights, self.samples_of)
+            mean = average(parts, job.weights, self.weight_of)
+            if parts[0].held is not None:
+                mean = self._averaged(job, mean, parts)
             divergences = tuple((r, self.draw(self.schedule.divergence)) for r in job.ranks)
             self._put(
                 m.Averaged(
@@ -320,11 +336,33 @@ class Simulation:
                     num_samples=sum(job.weights),
                     divergences=divergences,
                     compute_s=self.schedule.average_s,
-                    kept=mean if job.keep else None,
+                    kept=_kept(mean) if job.keep else None,
                 )
             )
 
         return finish
+
+    def _averaged(self, job: Average, mean: Traced, parts: Sequence[Traced]) -> Traced:
+        """The same with tensors, by the coordinator's own arithmetic."""
+        made = self._mixer.average(job.payloads, job.weights, job.squares).average
+        held = self._effects(parts, job.weights)
+        return replace(mean, params=made.params, buffers=made.buffers, taken=made.taken, held=held)
+
+    def _effects(self, parts: Sequence[Traced], weights: Sequence[float]) -> Effects:
+        local = [[self._place_of(batch) for batch in part.local] for part in parts]
+        whole = [part.held.plus(places) for part, places in zip(parts, local, strict=True)]
+        return average_effects(whole, weights, local, parts[0].held)
+
+    def _place_of(self, batch: Batch) -> int:
+        return batch[0] * self._per_epoch + batch[1]
+
+    def new_replica(self) -> Replica | None:
+        """The tensors of a rank, if this run has any."""
+        c = self.schedule.config
+        if not self._tensors:
+            return None
+        meets = c.backend is not AverageBackend.CPU
+        return Replica(self._place_of, self._per_epoch * c.num_epochs, rounds=meets)
 
     # -- the workers' threads --------------------------------------------------------------
 
@@ -412,8 +450,13 @@ class Simulation:
         name = joined[0][1].key[0]
         if name != "regroup":
             weights = [j.weight if name != "buffers" else 0 for _, j in joined]
-            state = average([j.state for _, j in joined], weights, self.samples_of)
+            state = average([j.state for _, j in joined], weights, self.weight_of)
+            if joined[0][1].brought is not None:
+                brought = tuple(j.brought for _, j in joined)
+                held = self._effects([j.state for _, j in joined], weights)
+                state = replace(state, brought=brought, held=held)
         if name == "step":
+            self.checks.on_reduced()
             for rank, join in joined:
                 for batch in join.state.local:
                     self.checks.on_trained(rank, batch, self.samples_of(batch))
@@ -429,7 +472,7 @@ class Simulation:
         def leave() -> None:
             # A group that breaks meanwhile may take the result from some ranks, not all.
             if self._is_broken(generation) and self._lot(self.schedule.torn_chance):
-                self._resume(worker, error=CollectiveAborted("aborted"))
+                self._resume(worker, error=Torn(state))
             else:
                 self._resume(worker, state)
 
@@ -509,8 +552,18 @@ class Simulation:
         )
 
 
+def _kept(mean: Traced) -> Traced:
+    """What the coordinator keeps of an average, whose own memory is written to again."""
+    copied = clone_payload(mean)
+    return replace(mean, params=copied.params, buffers=copied.buffers, taken=copied.taken)
+
+
 def simulate(
-    seed: int, hooks: Hooks | None = None, draw: Callable[[int], Schedule] = draw_schedule
+    seed: int,
+    hooks: Hooks | None = None,
+    draw: Callable[[int], Schedule] = draw_schedule,
+    *,
+    tensors: bool = False,
 ) -> Simulation:
     """Run the schedule of a seed to its end."""
-    return Simulation(draw(seed), hooks).run()
+    return Simulation(draw(seed), hooks, tensors=tensors).run()

@@ -10,6 +10,7 @@ from coordinator.config import ApplyPolicy
 from coordinator.dispatch import count_batches
 from coordinator.messages import SaveCheckpoint
 from tests.simulation.effects import Batch, Traced, Violation
+from tests.simulation.replicas import expect_payload
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
@@ -80,6 +81,8 @@ class SaveChecks:
         c = self._sim.schedule.config
         per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
         held, run = held_by(command), command.run
+        if isinstance(command.payload, Traced) and command.payload.held is not None:
+            expect_payload(command.payload, "saved")
         said = consumed_by(run, per_epoch)
         if said != held:
             missing, extra = sorted(held - said), sorted(said - held)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator import messages as m
@@ -21,6 +22,7 @@ from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.reporter import Reporter
 from runtime.worker.windows import Windows
 from tests.simulation.effects import Batch, Traced, Violation, replica, squares_of
+from tests.simulation.replicas import Brought, Meeting
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
@@ -42,12 +44,22 @@ class Join:
         state: The replica.
         weight: Samples behind it.
         generation: The group of ranks that it is entered with.
+        brought: The tensors of the replica, where it has any.
     """
 
     key: tuple[str, int]
     state: Traced
-    weight: int
+    weight: float
     generation: int
+    brought: Brought | None = None
+
+
+class Torn(CollectiveAborted):
+    """The group broke when all had joined: the rank loses the average that the others have."""
+
+    def __init__(self, average: Traced | None) -> None:
+        super().__init__("aborted")
+        self.average = average
 
 
 Op = float | Get | Join
@@ -95,6 +107,7 @@ class SimWorker:
         self._together = Lockstep(sim.agreement)
         self._snapshot: tuple[Batch, ...] = ()
         self._before: Traced | None = None
+        self.replica = sim.new_replica()
         if sim.origin is not None:
             self.base = sim.origin.held
             self._together.step = sim.origin.step(rank)
@@ -104,6 +117,16 @@ class SimWorker:
     def state(self) -> Traced:
         """The replica now."""
         return replica(self.base, self.local)
+
+    def _copied(self, *, last: bool = False) -> Traced:
+        """The replica now, with its tensors."""
+        tensors = self.replica
+        return self.state if tensors is None else tensors.copy(self.state, last=last)
+
+    def _expect(self, when: str) -> None:
+        """The tensors must be what is said of them."""
+        if self.replica is not None:
+            self.replica.expect(self.local, when)
 
     # -- the thread's life -----------------------------------------------------------
 
@@ -132,8 +155,9 @@ class SimWorker:
             self._reporter.put(
                 m.FinalSnapshot(
                     rank=self.rank,
-                    payload=self.state,
+                    payload=self._copied(last=True),
                     num_samples=0 if self._lockstep else self.protocol.samples,
+                    weight=None if self._lockstep else self.protocol.weight,
                     step=self._together.step if counts else 0,
                     extra=self._extra() if self.protocol.shutdown.capture else None,
                 )
@@ -250,7 +274,7 @@ class SimWorker:
         if sizes and not (yield from self._await_batch(answer=not self.protocol.leaving)):
             return False
         self._sim.hooks.before_step(self)
-        elapsed = 0.0
+        elapsed, trained = 0.0, []
         for i, size in enumerate(sizes):
             if i:
                 yield from self._await_batch(answer=False)
@@ -261,6 +285,9 @@ class SimWorker:
             if not self._lockstep:  # there it counts once the gradients are averaged
                 self._sim.checks.on_trained(self.rank, batch, size)
             self.local.append(batch)
+            trained.append(batch)
+            if self.replica is not None:
+                self.replica.train(batch)
         if self._lockstep:
             self.base = (yield self._join("step", self._together.step, sum(sizes))).base
             self.local.clear()
@@ -270,7 +297,8 @@ class SimWorker:
         if self._lockstep:
             self.protocol.lockstep(len(sizes))
         else:
-            self.protocol.trained(len(sizes), sum(sizes))
+            weight = sum(map(self._sim.weight_of, trained)) if self._sim.weight_of.own else None
+            self.protocol.trained(len(sizes), sum(sizes), weight)
         return True
 
     def _await_batch(self, *, answer: bool) -> Steps:
@@ -313,7 +341,7 @@ class SimWorker:
     def _capture_now(self, capture: int) -> None:
         self._together.num_captured = capture
         report = self._reporter.take_report(wait=True)
-        payload: m.Payload = self.state
+        payload: m.Payload = self._copied()
         if self._lockstep:  # one rank sends the parameters, each of them its buffers
             leads = self.rank == self._sim.group_of(self.protocol.generation)[0]
             payload = m.Payload(params=(self.state,) if leads else (), buffers=(self.rank,))  # type: ignore[arg-type]
@@ -374,6 +402,10 @@ class SimWorker:
                 assert self._before is not None
                 self.base = self._before.base
                 self.local = [*self._before.local, *self.local]
+                if self.replica is not None:
+                    self.replica.held = self._before.held
+                    self.replica.undo()
+                self._expect("undone")
             case _:
                 raise Violation(f"the protocol leaves {work} to the worker")
 
@@ -381,14 +413,12 @@ class SimWorker:
         report = self._reporter.take_report(wait=message.capture)
         ok, extra, average = False, None, None
         try:
-            self._before = self.state
-            self.base = (yield self._join("round", message.round, self.protocol.samples)).base
-            self.local.clear()
+            yield from self._all_reduce(message.round)
             ok = True
             if message.capture:
                 extra = self._extra()
                 if self.rank == self._sim.group_of(self.protocol.generation)[0]:
-                    average = self.state
+                    average = self._copied()
         except (CollectiveAborted, CollectiveTimeout):
             pass
         finally:
@@ -409,10 +439,47 @@ class SimWorker:
         if ok:
             yield from self._per_epoch(message.evaluate, message.checkpoint)
 
+    def _all_reduce(self, round_id: int) -> Steps:
+        self._check_samples()
+        join, tensors, weight = (
+            self._join("round", round_id, 0),
+            self.replica,
+            self.protocol.weight,
+        )
+        self._before = join.state
+        if tensors is None:
+            self.base = (yield replace(join, weight=weight)).base
+        else:
+            self._before = replace(self._before, held=tensors.held)
+            brought = tensors.bring(weight)
+            try:
+                average = yield replace(join, state=self._before, weight=weight, brought=brought)
+            except (CollectiveAborted, CollectiveTimeout) as error:
+                torn = error.average if isinstance(error, Torn) else None
+                met = Meeting(0, [brought], error) if torn is None else self._meeting(torn, True)
+                with suppress(type(error)):
+                    tensors.meet(met, weight)
+                self._expect("a round that failed")
+                raise
+            tensors.meet(self._meeting(average, torn=False), weight)
+            self.base, tensors.held = average.base, average.held
+        self.local.clear()
+        self._expect("averaged")
+
+    def _meeting(self, average: Traced, torn: bool) -> Meeting:
+        ranks = self._sim.group_of(self.protocol.generation)
+        return Meeting(ranks.index(self.rank), average.brought, torn=torn)
+
+    def _check_samples(self) -> None:
+        """The protocol's samples since the last round must be those of its batches."""
+        if self.protocol.samples != sum(map(self._sim.samples_of, self.local)):
+            raise Violation(f"{self.protocol.samples} samples for the batches {self.local}")
+
     def _send_snapshot(self, message: m.RequestParams) -> None:
+        self._check_samples()
         report = self._reporter.take_report(wait=message.capture)
         self._snapshot = tuple(self.local)
-        state = self.state
+        state = self.state if self.replica is None else self.replica.snapshot(self.state)
         self.protocol.snapshot_taken(message.round)
         self._reporter.put(
             m.ParamSnapshot(
@@ -420,6 +487,7 @@ class SimWorker:
                 round=message.round,
                 payload=state,
                 num_samples=self.protocol.samples,
+                weight=self.protocol.weight,
                 num_batches=self.protocol.batches,
                 squares=squares_of(state),
                 report=report,
@@ -437,6 +505,10 @@ class SimWorker:
             self.local = [b for b in self.local if b not in self._snapshot]
             self.base = average.base
         evaluated, checkpoint = message.evaluate, message.checkpoint
+        wanted = evaluated is not None or checkpoint is not None
+        if self.replica is not None and (message.num_samples > 0 or wanted):
+            self.replica.take(average, wanted=wanted)
+        self._expect("updated")
         yield from self._per_epoch(evaluated, checkpoint)
         self._reporter.put(m.SyncAck(rank=self.rank, round=message.round))
 

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from coordinator import messages as m
+from coordinator.config import ApplyPolicy
+from coordinator.failures import Survival
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool
-from coordinator.rounds import Round
+from coordinator.rounds import Round, RoundKeeper
 from coordinator.state import Gate
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly
 from tests.simulation.harness import Simulation
+from tests.simulation.schedule import draw_schedule
+
+
+def drawn(wanted):
+    """Draws schedules until one is as wanted, each seed others."""
+
+    def draw(seed):
+        schedule = draw_schedule(seed)
+        while not wanted(schedule):
+            seed += 10**6
+            schedule = draw_schedule(seed)
+        return schedule
+
+    return draw
 
 
 def test_a_dropped_resume_is_found(monkeypatch):
@@ -106,6 +122,34 @@ def test_a_batch_settled_before_it_is_averaged_is_found(monkeypatch):
     assert_is_found("is closed without the effect")
 
 
+def test_late_rounds_counted_over_a_good_one_are_found(monkeypatch):
+    end_round = RoundKeeper._end_round
+
+    def grudging(self):
+        num_failed = self.round.num_failed
+        end_round(self)
+        self.round.num_failed = num_failed
+
+    monkeypatch.setattr(RoundKeeper, "_end_round", grudging)
+    assert_is_found("failures in a row end the run", drawn(lambda s: s.late_chance))
+
+
+def test_halts_counted_over_a_step_are_found(monkeypatch):
+    """Those of ``SYNC``, at whatever step."""
+    on_halted = Survival.on_halted
+
+    def grudging(self, event):
+        self._last_step = event.step
+        on_halted(self, event)
+
+    def halts_often(schedule):
+        lockstep = schedule.config.policy is ApplyPolicy.SYNC and schedule.config.world_size > 1
+        return lockstep and schedule.collective_timeout_s and not schedule.deaths
+
+    monkeypatch.setattr(Survival, "on_halted", grudging)
+    assert_is_found("failures in a row end the run", drawn(halts_often))
+
+
 def test_a_batch_dealt_twice_is_found(monkeypatch):
     assign = ChunkPool._assign
 
@@ -149,7 +193,20 @@ def test_counters_zeroed_by_an_update_are_found(monkeypatch):
         return taken
 
     monkeypatch.setattr(WorkerProtocol, "updated", zeroed)
-    assert_is_found("Violation: weight")
+    assert_is_found("samples for the batches")
+
+
+def test_a_weight_zeroed_by_an_update_is_found(monkeypatch):
+    updated = WorkerProtocol.updated
+
+    def zeroed(self, update):
+        taken = updated(self, update)
+        if taken:
+            self.weight = 0
+        return taken
+
+    monkeypatch.setattr(WorkerProtocol, "updated", zeroed)
+    assert_is_found("Violation: weight 0")
 
 
 def test_a_worker_that_joins_a_round_while_it_leaves_is_found(monkeypatch):

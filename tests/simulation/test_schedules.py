@@ -49,7 +49,7 @@ def test_the_same_seed_gives_the_same_history():
 
 
 def test_the_schedules_reach_every_setting():
-    drawn = [draw_schedule(seed) for seed in range(NUM_SCHEDULES)]
+    drawn = [draw_schedule(seed) for seed in range(NUM_SCHEDULES // 5)]
     assert {s.config.world_size for s in drawn} == set(range(1, 9))
     assert len({(s.config.policy, s.config.backend) for s in drawn}) == 6
     assert any(s.config.num_samples < s.config.world_size for s in drawn)

@@ -1,0 +1,272 @@
+"""Real replicas in the simulation: small tensors, averaged by the code that a run averages with.
+
+A replica has a number for each batch of the run, which only training that batch changes, and
+buffers that do the same. What the numbers must be is known without tensors: a batch counts 1
+where it was trained, and, once a round has taken it, its rank's share in that round, once.
+
+Only the meeting of a collective is a double: the ranks of a simulation are no threads, so that
+each computes by itself, as it leaves, what all have brought.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from coordinator import messages as m
+from runtime.collective.barrier import Rendezvous
+from runtime.collective.base import Request
+from runtime.collective.thread import ThreadCollective
+from runtime.core.errors import CollectiveAborted
+from runtime.device.base import Device
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
+from tests.simulation.effects import Batch, Traced, Violation
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What a state must be: the effect of each batch, and how often its lead trained it.
+
+    Attributes:
+        shares: Float64, one for each batch: 1 if trained by nobody else.
+        counts: Int64: buffers that are taken from the rank with most samples.
+    """
+
+    shares: Tensor
+    counts: Tensor
+
+    def plus(self, places: Sequence[int], share: float = 1.0) -> Effects:
+        """And these batches, trained once more."""
+        shares, counts = self.shares.clone(), self.counts.clone()
+        for place in places:
+            shares[place] += share
+            counts[place] += 1
+        return Effects(shares, counts)
+
+
+def average_effects(
+    parts: Sequence[Effects],
+    weights: Sequence[float],
+    local: Sequence[Sequence[int]],
+    base: Effects,
+) -> Effects:
+    """The effects of an average: each rank's batches count as much as its weight.
+
+    Args:
+        parts: What each rank holds.
+        weights: Of what each has trained.
+        local: The batches that each has trained since the last average.
+        base: That average, the same on all ranks.
+    """
+    total = sum(weights)
+    shares = base.shares.clone()
+    for places, weight in zip(local, weights, strict=True):
+        for place in places:
+            shares[place] += weight / total
+    heaviest = weights.index(max(weights))
+    return Effects(shares, parts[heaviest].counts if total else base.counts)
+
+
+class Model(nn.Module):
+    """A number for each batch, four times."""
+
+    def __init__(self, num_batches: int) -> None:
+        super().__init__()
+        self.effects = nn.Parameter(torch.zeros(num_batches, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(num_batches, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(num_batches, dtype=torch.int64))
+        self.register_buffer("odd", torch.zeros(num_batches, dtype=torch.bool))
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a rank brings to a collective."""
+
+    reals: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]
+    weight: float
+
+
+class Meeting(ThreadCollective):
+    """A rank's end of a collective that all others have already brought their tensors to.
+
+    Args:
+        rank: The rank's place among those that meet.
+        brought: What each of them brought.
+        error: Why they never met, if they did not.
+        torn: Whether the group breaks before the rank has its result.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        brought: Sequence[Brought],
+        error: BaseException | None = None,
+        torn: bool = False,
+    ) -> None:
+        super().__init__(rank, len(brought), Rendezvous(len(brought), 1.0))
+        self._brought = brought
+        self._error = error
+        self._torn = torn
+        self._num_broadcasts = 0
+
+    def _run(self, request: Request) -> float:
+        if self._error is not None:
+            raise self._error
+        requests = [self._of_peer(peer, request) for peer in self._brought]
+        requests[self.rank] = request
+        self._num_broadcasts += request.name == "broadcast_"
+        plan = self._plan(requests)  # tensors so small are reduced by whoever makes the plan
+        assert plan.done
+        if plan.fault is not None:
+            raise ValueError(plan.fault)
+        return plan.total
+
+    def _of_peer(self, peer: Brought, mine: Request) -> Request:
+        """What a peer asks when this rank asks that."""
+        match mine.name:
+            case "barrier":
+                return mine
+            case "weighted_mean_":
+                return mine._replace(tensors=[t.clone() for t in peer.reals], weight=peer.weight)
+            case "all_gather_into":
+                return mine._replace(
+                    tensors=(
+                        torch.empty_like(mine.tensors[0]),
+                        torch.tensor([peer.weight], dtype=torch.float64),
+                    )
+                )
+            case "broadcast_":
+                return mine._replace(tensors=(peer.others[self._num_broadcasts].clone(),))
+        raise AssertionError(f"a round calls {mine.name}")
+
+    def check(self) -> None:
+        if self._torn:
+            raise CollectiveAborted("aborted")
+
+
+class Replica:
+    """A rank's tensors, and what they must be.
+
+    Attributes:
+        held: What the average that it started from must be.
+        seen: What has happened to it, and how often.
+    """
+
+    def __init__(self, place_of: Callable[[Batch], int], num_batches: int, *, rounds: bool) -> None:
+        self.model = Model(num_batches)
+        self._state = FlatState(self.model)
+        self._averager = ReplicaAverager(self._state, Device(1), None)
+        self._place_of = place_of
+        self._rounds_meet = rounds
+        zeros = torch.zeros(num_batches, dtype=torch.float64)
+        self.held = Effects(zeros, zeros.long())
+        self.seen: Counter[str] = Counter()
+
+    def places(self, batches: Sequence[Batch]) -> list[int]:
+        return [self._place_of(batch) for batch in batches]
+
+    @torch.no_grad()
+    def train(self, batch: Batch) -> None:
+        """A step."""
+        place = self._place_of(batch)
+        self.model.effects[place] += 1
+        self.model.mean[place] += 1
+        self.model.count[place] += 1
+        self.model.odd[place] ^= True
+
+    def expect(self, local: Sequence[Batch], when: str) -> None:
+        """The live state must be the last average and what was trained since."""
+        self.seen[when] += 1
+        wanted = self.held.plus(self.places(local))
+        model = self.model
+        _compare(when, wanted, model.effects, model.mean, model.count)
+        # Over the CPU flags stay where they are.
+        if self._rounds_meet and not torch.equal(model.odd, wanted.counts % 2 == 1):
+            raise Violation(f"{when}: flags are {model.odd.tolist()}, counts {wanted.counts}")
+
+    # -- over the CPU ------------------------------------------------------------------
+
+    def snapshot(self, traced: Traced) -> Traced:
+        """A snapshot for a round."""
+        payload, _, squares = self._averager.start_snapshot()
+        return self._with(traced, payload, squares)
+
+    def copy(self, traced: Traced, *, last: bool = False) -> Traced:
+        """A snapshot for something else."""
+        averager = self._averager
+        payload = averager.last_snapshot() if last else averager.snapshot(reuse=False)
+        return self._with(traced, payload, None)
+
+    def _with(
+        self, traced: Traced, payload: m.Payload, squares: tuple[float, ...] | None
+    ) -> Traced:
+        return replace(
+            traced,
+            params=payload.params,
+            buffers=payload.buffers,
+            taken=payload.taken,
+            squares=squares,
+            held=self.held,
+            places=tuple(self.places(traced.local)),
+        )
+
+    def take(self, average: Traced, *, wanted: bool) -> None:
+        """The average has come.
+
+        Args:
+            average: The average.
+            wanted: Whether the user's functions are to see it.
+        """
+
+        def meanwhile() -> None:
+            self.seen["shown"] += 1
+            _compare("shown", average.held, self.model.effects, self.model.mean, self.model.count)
+
+        self._averager.take(average, meanwhile if wanted else None)
+        self.held = average.held
+
+    # -- over a collective ---------------------------------------------------------------
+
+    def bring(self, weight: float) -> Brought:
+        """What the rank puts into a round now."""
+        floats, others = self._state.buffers.empty()
+        self._state.buffers.read_into(floats, others)
+        reals = [*self._state.params.flats, *floats]
+        return Brought(tuple(t.detach().clone() for t in reals), others, weight)
+
+    def meet(self, meeting: Meeting, weight: float) -> None:
+        """Take part in a round; raises as a real one does if it fails."""
+        self._averager.collective = meeting
+        self._averager.all_reduce(weight)
+
+    def undo(self) -> None:
+        """The round is taken back."""
+        self._averager.undo_all_reduce()
+
+
+def expect_payload(payload: Traced, what: str) -> None:
+    """A payload must hold what is said of it."""
+    wanted = payload.held.plus(payload.places)
+    size = len(wanted.shares)
+    (effects,), (mean,) = payload.params, payload.buffers
+    count = next(t for t in payload.taken if t.dtype is torch.int64)
+    _compare(what, wanted, effects[:size], mean, count)
+
+
+def _compare(when: str, wanted: Effects, effects: Tensor, mean: Tensor, count: Tensor) -> None:
+    for name, found in (("parameters", effects), ("buffers", mean)):
+        off = (found.detach() - wanted.shares).abs()
+        if not bool((off < TOLERANCE).all()):
+            raise Violation(
+                f"{when}: effects in {name} are {found.tolist()}, not {wanted.shares.tolist()}"
+            )
+    if not torch.equal(count, wanted.counts):
+        raise Violation(f"{when}: counts are {count.tolist()}, not {wanted.counts.tolist()}")

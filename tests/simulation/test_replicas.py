@@ -1,0 +1,151 @@
+"""Schedules with real tensors, averaged by real averagers: every effect is in them once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from coordinator import messages as m
+from coordinator.averaging import Averager
+from coordinator.config import ApplyPolicy, AverageBackend
+from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.flat import FlatState
+from runtime.worker.protocol import WorkerProtocol
+from tests.simulation.finding import assert_is_found
+from tests.simulation.harness import simulate
+from tests.simulation.schedule import draw_schedule
+
+NUM_SCHEDULES = 150
+"""One of them takes four times as long as one without tensors."""
+
+
+def draw_rounds(seed):
+    """The schedule, or another one if this one has no rounds."""
+    schedule = draw_schedule(seed)
+    while schedule.config.world_size == 1 or schedule.config.policy is ApplyPolicy.SYNC:
+        seed += 10**6
+        schedule = draw_schedule(seed)
+    return schedule
+
+
+def test_every_effect_is_in_the_tensors_once():
+    seen = Counter()
+    for seed in range(NUM_SCHEDULES):
+        run = simulate(seed, draw=draw_rounds, tensors=True)
+        over_cpu = run.schedule.config.backend is AverageBackend.CPU
+        for worker in run.workers:
+            seen.update(worker.replica.seen)
+        seen["results over the CPU" if over_cpu else "results"] += (
+            run.machine.outcome.payload is not None
+        )
+        seen["saved"] += len(run.saved)
+    for what in ("updated", "shown", "averaged", "saved", "results over the CPU", "results"):
+        assert seen[what] >= 30, (what, seen)
+    for what in ("undone", "a round that failed"):
+        assert seen[what] >= 3, (what, seen)
+
+
+@pytest.mark.parametrize("seed", [1, 66, 77])
+def test_tensors_change_nothing_of_a_history(seed):
+    plain, real = simulate(seed, draw=draw_rounds), simulate(seed, draw=draw_rounds, tensors=True)
+    assert plain.num_events == real.num_events
+    assert [line[:2] for line in plain.trace] == [line[:2] for line in real.trace]
+
+
+def test_a_round_that_is_not_taken_back_is_found(monkeypatch):
+    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", lambda self: None)
+    assert_is_found("undone: effects in parameters", draw_rounds, tensors=True)
+
+
+def test_parameters_that_are_not_taken_back_are_found(monkeypatch):
+    undo = ReplicaAverager.undo_all_reduce
+
+    def forgetful(self):
+        for change in self._before:
+            change.zero_()
+        undo(self)
+
+    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
+    assert_is_found("undone: effects in parameters", draw_rounds, tensors=True)
+
+
+def test_buffers_that_are_not_taken_back_are_found(monkeypatch):
+    undo = ReplicaAverager.undo_all_reduce
+
+    def forgetful(self):
+        self._before_buffers = ()
+        undo(self)
+
+    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
+    assert_is_found("undone: effects in buffers", draw_rounds, tensors=True)
+
+
+def test_flags_that_are_not_taken_back_are_found(monkeypatch):
+    undo = ReplicaAverager.undo_all_reduce
+
+    def forgetful(self):
+        for change in self._before_buffers:
+            if change.dtype is torch.int8:
+                change.zero_()
+        undo(self)
+
+    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
+    assert_is_found("undone: flags", draw_rounds, tensors=True)
+
+
+def test_integers_of_the_first_rank_are_found(monkeypatch):
+    def first(self, others, num_samples):
+        for flat in others:
+            self.collective.broadcast_(flat, src=0)
+
+    monkeypatch.setattr(ReplicaAverager, "_take_from_heaviest", first)
+    assert_is_found("averaged: counts", draw_rounds, tensors=True)
+
+
+def test_an_average_that_loses_what_was_trained_meanwhile_is_found(monkeypatch):
+    def replacing(self, average, meanwhile=None):
+        self.replace(average)
+        if meanwhile is not None:
+            meanwhile()
+
+    monkeypatch.setattr(ReplicaAverager, "take", replacing)
+    assert_is_found("updated: effects in parameters", draw_rounds, tensors=True)
+
+
+def test_an_average_without_weights_is_found(monkeypatch):
+    average = Averager.average
+
+    def equal(self, payloads, weights, squares=()):
+        return average(self, payloads, [int(w > 0) for w in weights], squares)
+
+    monkeypatch.setattr(Averager, "average", equal)
+    assert_is_found("effects in parameters", draw_rounds, tensors=True)
+
+
+def test_a_snapshot_without_buffers_is_found(monkeypatch):
+    measured = FlatState.snapshot_measured
+
+    def careless(self, payload):
+        held = [t.clone() for t in payload.buffers]
+        squares = measured(self, payload)
+        for buffer, before in zip(payload.buffers, held, strict=True):
+            buffer.copy_(before)
+        return squares
+
+    monkeypatch.setattr(FlatState, "snapshot_measured", careless)
+    assert_is_found("effects in buffers", draw_rounds, tensors=True)
+
+
+def test_samples_in_place_of_weights_are_found(monkeypatch):
+    monkeypatch.setattr(m.ParamSnapshot, "round_weight", property(lambda self: self.num_samples))
+    assert_is_found("for the batches", draw_rounds, tensors=True)
+
+
+def test_samples_in_place_of_weights_over_a_collective_are_found(monkeypatch):
+    def weigh(self, weight):
+        self.weight = self._weight_since = self.samples
+
+    monkeypatch.setattr(WorkerProtocol, "weigh", weigh)
+    assert_is_found("for the batches", draw_rounds, tensors=True)
