@@ -23,6 +23,7 @@ from runtime.core.nested import flatten
 from runtime.loop.alike import Likeness
 from runtime.loop.balance import Balancer, Cadence, deal, sync_seconds
 from runtime.loop.gather import Call
+from runtime.loop.rank_threads import Task
 from runtime.loop.replica import (
     LearningRate,
     LoopReplica,
@@ -35,7 +36,7 @@ from runtime.loop.replica import (
     mean_of_accumulated,
     weighted_loss,
 )
-from runtime.loop.runner import END_S, Journal, Runner, Task
+from runtime.loop.runner import END_S, Journal, Runner
 from runtime.loop.scatter import Ambient, Scatter, move, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 from runtime.replica.weights import Weight

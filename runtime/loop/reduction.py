@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from runtime.core.errors import CollectiveAborted
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event
 from runtime.device.sync import StreamSync
-from runtime.loop.rank_threads import Outcome, RankThreads
+from runtime.loop.rank_threads import Job, RankThreads, TaskOutcome
 
 Tensors = Sequence[Tensor]
 
@@ -252,17 +253,17 @@ class GroupReduction(Reduction):
                 self._sync.wait(self._devices[rank], [self._events[rank]])
                 self._ends[rank].weighted_mean_(flats[rank], weights[rank])
 
-            call = self._threads.new_call(exchange)
+            job = Job([partial(exchange, rank) for rank in range(len(flats))])
             try:
-                self._threads.deliver(call)
-                call.wait()
+                self._threads.deliver(job)
+                job.wait()
             except BaseException:  # Ctrl-C: nobody may write to the tensors any more
-                if call.is_begun:
+                if job.is_begun:
                     self._ends[0].abort()
-                    self._threads.deliver(call)
-                    call.wait(ABORT_S)
+                    self._threads.deliver(job)
+                    job.wait(ABORT_S)
                 raise
-            _raise_first(call.outcomes)
+            _raise_first(job.outcomes)
             for packed, own in zip(self._packed, tensors, strict=True):
                 packed.store(own)
 
@@ -298,7 +299,7 @@ def _closing(ends: Sequence[Collective]) -> Callable[[], None]:
     return close
 
 
-def _raise_first(outcomes: Sequence[Outcome]) -> None:
+def _raise_first(outcomes: Sequence[TaskOutcome]) -> None:
     """Raise what went wrong first: others failed because of it."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors:
