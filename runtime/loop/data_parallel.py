@@ -21,6 +21,7 @@ from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
+from runtime.core.weight import Weighted, check_weight
 from runtime.data.batches import move_batch, parts_of
 from runtime.loop.alike import Mirror
 from runtime.loop.module import MakeModel, build_replicas, kind_of
@@ -30,7 +31,6 @@ from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner, resolve_b
 from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
 from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
 from runtime.replica.non_finite import first_bad
-from runtime.replica.weights import Weighted, check_weight
 
 # -- A mini-batch cut for replicas: every sample once, in order --
 

@@ -16,6 +16,7 @@ from coordinator.config import AverageBackend
 from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import ReplicaMismatch
+from runtime.core.weight import LossWeightFn, check_weight
 from runtime.device.base import Device, device_summary
 from runtime.device.sync import StreamSync
 from runtime.loop.balance import Balancer, Cadence, rounds, unequal_gpus
@@ -26,7 +27,6 @@ from runtime.loop.replica import LoopReplica, LossFn
 from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner, resolve_backend
 from runtime.replica.build import OptimFactory, Template, adopt, build_model
 from runtime.replica.schedule import SchedulerFactory
-from runtime.replica.weights import LossWeightFn, check_weight
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from coordinator.errors import GpuWorkerError
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.threads import IntraOpThreads, Living, resolve_vector_math
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,20 @@ class Job:
                 if dead:
                     raise GpuWorkerError(f"threads have ended: {', '.join(dead)}; set up again")
         return True
+
+
+def own_failures(outcomes: Sequence[TaskOutcome]) -> list[tuple[int, BaseException]]:
+    """Rank and error of those that failed on their own account; else of the first woken one."""
+    failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
+    # Peers of a rank that failed are only woken by it.
+    own = [f for f in failed if not isinstance(f[1], (CollectiveAborted, CollectiveTimeout))]
+    return own or failed[:1]
+
+
+def first_failure(outcomes: Sequence[TaskOutcome]) -> tuple[int, BaseException] | None:
+    """Rank and error of the first that failed on its own account, if one did."""
+    failed = own_failures(outcomes)
+    return failed[0] if failed else None
 
 
 Inbox = queue.SimpleQueue[Work | None]

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from runtime.collective import Collective, create_collectives
 from runtime.collective.base import LOW_PRECISION
-from runtime.core.errors import CollectiveAborted
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event
 from runtime.device.sync import StreamSync
-from runtime.loop.rank_threads import Job, RankThreads, TaskOutcome
+from runtime.loop.rank_threads import Job, RankThreads, first_failure
 
 Tensors = Sequence[Tensor]
 
@@ -263,7 +262,9 @@ class GroupReduction(Reduction):
                     self._threads.deliver(job)
                     job.wait(ABORT_S)
                 raise
-            _raise_first(job.outcomes)
+            failure = first_failure(job.outcomes)
+            if failure is not None:
+                raise failure[1]
             for packed, own in zip(self._packed, tensors, strict=True):
                 packed.store(own)
 
@@ -297,10 +298,3 @@ def _closing(ends: Sequence[Collective]) -> Callable[[], None]:
             end.close()
 
     return close
-
-
-def _raise_first(outcomes: Sequence[TaskOutcome]) -> None:
-    """Raise what went wrong first: others failed because of it."""
-    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    if errors:
-        raise next((e for e in errors if not isinstance(e, CollectiveAborted)), errors[0])

@@ -16,12 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from runtime.collective import Collective
 from runtime.core.nested import Spec, flatten
-from runtime.device.base import Device
-from runtime.loop.scatter import Piece, carry, move, outside_autocast, placed
-from runtime.replica.build import OptimFactory, build_optimizer
-from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
-from runtime.replica.schedule import Schedule, SchedulerFactory
-from runtime.replica.weights import (
+from runtime.core.weight import (
     LossWeightFn,
     Weight,
     Weighted,
@@ -29,9 +24,14 @@ from runtime.replica.weights import (
     inverse_of,
     piece_weight,
     scale_,
-    weigh_,
     weight_field,
 )
+from runtime.device.base import Device
+from runtime.loop.scatter import Piece, carry, move, outside_autocast, placed
+from runtime.replica.build import OptimFactory, build_optimizer
+from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
+from runtime.replica.gradients import weigh_
+from runtime.replica.schedule import Schedule, SchedulerFactory
 
 # -- Gradients on their way between the replicas --
 

@@ -17,12 +17,19 @@ from torch import Tensor, nn
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
+from runtime.core.errors import ReplicaFailed
 from runtime.core.nested import flatten
 from runtime.core.threads import IntraOpThreads
 from runtime.device.cuda import open_device
 from runtime.device.sync import StreamSync
-from runtime.loop.rank_threads import Job, RankThreads, Task, TaskOutcome
+from runtime.loop.rank_threads import (
+    Job,
+    RankThreads,
+    Task,
+    TaskOutcome,
+    first_failure,
+    own_failures,
+)
 from runtime.loop.replica import LoopReplica
 from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind, RunFacts
 from runtime.timeline.recorder import Lane
@@ -154,19 +161,6 @@ class ReplicaThreads:
             )
 
 
-def first_failure(outcomes: Sequence[TaskOutcome]) -> tuple[int, BaseException] | None:
-    """Rank and error of the first that failed on its own account, if one did."""
-    failed = _failures(outcomes)
-    return failed[0] if failed else None
-
-
-def _failures(outcomes: Sequence[TaskOutcome]) -> list[tuple[int, BaseException]]:
-    failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
-    # Peers of a rank that failed are only woken by it.
-    own = [f for f in failed if not isinstance(f[1], (CollectiveAborted, CollectiveTimeout))]
-    return own or failed[:1]
-
-
 def raise_first(
     outcomes: Sequence[TaskOutcome], devices: Sequence[torch.device], what: str
 ) -> None:
@@ -180,7 +174,7 @@ def raise_first(
     Raises:
         ReplicaFailed: With the rank named, and the original as its cause.
     """
-    failures = _failures(outcomes)
+    failures = own_failures(outcomes)
     if not failures:
         return
     rank, error = failures[0]
