@@ -27,7 +27,7 @@ from runtime.loop.alike import Mirror
 from runtime.loop.module import MakeModel, build_replicas, kind_of
 from runtime.loop.rank_threads import TaskOutcome
 from runtime.loop.replica import LoopReplica, Options, ParamGroups, checked_loss, refuse_sparse
-from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner, resolve_backend
+from runtime.loop.runner import Ends, Journal, Runner, resolve_backend
 from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
 from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
 from runtime.replica.non_finite import first_bad
@@ -435,15 +435,16 @@ class DataParallelCoordinator:
         ends = Ends(
             partial(create_collectives, num_ends, kind, self._devices) if num_ends else list
         )
-        self._threads = ReplicaThreads(self._devices, ends.close, "data-parallel")
+        self._runner = Runner(
+            self._devices, ends, Journal(None), name="data-parallel", patient=True
+        )
         try:
-            self._replicas = build_replicas(self._threads, _maker(model_factory), optim_factory)
+            self._replicas = build_replicas(self._runner, _maker(model_factory), optim_factory)
             ends.get()
         except BaseException:
-            self._threads.close()
+            self._runner.close()
             raise
         self._shards = Shards(self._replicas, loss_fn)
-        self._runner = Runner(self._threads, self._devices, ends, Journal(None), patient=True)
         self._unlike = len({kind_of(device) for device in self._devices}) > 1
         self._mirror = Mirror(self._replicas)
         self._groups = ParamGroups(self._replicas)
@@ -705,7 +706,7 @@ class DataParallelCoordinator:
 
     def _check_open(self) -> None:
         self._runner.judge()
-        if self._threads.closed:
+        if self._runner.closed:
             raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
         if self._runner.fault is not None:
             raise RuntimeError(
@@ -721,7 +722,7 @@ class DataParallelCoordinator:
         Raises:
             RuntimeError: A thread does not come back from user code.
         """
-        self._threads.close()
+        self._runner.close()
 
     def __enter__(self) -> DataParallelCoordinator:
         """Close when the block is left."""

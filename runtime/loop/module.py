@@ -24,7 +24,7 @@ from runtime.loop.config import DdpConfig
 from runtime.loop.engine import Engine, Solo, Team
 from runtime.loop.rank_threads import Task
 from runtime.loop.replica import LoopReplica, LossFn
-from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner, resolve_backend
+from runtime.loop.runner import Ends, Journal, Runner, resolve_backend
 from runtime.replica.build import OptimFactory, Template, adopt, build_model
 from runtime.replica.schedule import SchedulerFactory
 
@@ -495,22 +495,17 @@ def set_up(
     make_ends = partial(create_collectives, len(places), kind, places, COLLECTIVE_TIMEOUT_S)
     ends = Ends(make_ends)
 
-    def at_end() -> None:
-        journal.finish()  # of a model that was dropped, not closed
-        ends.close()
-
     journal.begin(places, kind, reason)
     try:
-        threads = ReplicaThreads(places, at_end)
+        runner = Runner(places, ends, journal)
     except BaseException as error:
         journal.finish(error)
         raise
     try:
         replicas = build_replicas(
-            threads, source.make, optim_factory, config.loss_weight, tensors=source.tensors()
+            runner, source.make, optim_factory, config.loss_weight, tensors=source.tensors()
         )
         ends.get()
-        runner = Runner(threads, places, ends, journal)
         balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
         drifting = len({kind_of(place) for place in places}) > 1
         team = Team(
@@ -526,7 +521,7 @@ def set_up(
         return source.finish(ReplicatedModule(team, source.head))
     except BaseException as error:
         journal.finish(error)
-        threads.close()
+        runner.close()
         raise
 
 
@@ -619,7 +614,7 @@ def _check_module(model: nn.Module) -> None:
 
 
 def build_replicas(
-    threads: ReplicaThreads,
+    runner: Runner,
     make: MakeModel,
     optim_factory: OptimFactory,
     loss_weight: LossWeightFn | None = None,
@@ -629,15 +624,15 @@ def build_replicas(
     """One after the other, each in its own thread, rank 0 first.
 
     Args:
-        threads: Of the replicas.
+        runner: Has their threads.
         make: Makes a rank's model.
         optim_factory: Makes its optimizer.
         loss_weight: See :class:`~runtime.DdpConfig`.
         tensors: What the models consist of, as far as they are there already.
     """
     replicas: list[LoopReplica] = []
-    used: list[list[bool]] = [[] for _ in threads.contexts]
-    sync = StreamSync([context.device for context in threads.contexts])
+    used: list[list[bool]] = [[] for _ in runner.contexts]
+    sync = StreamSync([context.device for context in runner.contexts])
     # A model that is on a GPU may still be on its way there.
     events = sync.marks(tensors)
 
@@ -654,10 +649,10 @@ def build_replicas(
         context.finish()  # others copy its weights on streams of their own
         return replica
 
-    for rank, context in enumerate(threads.contexts):
-        tasks: list[Task | None] = [None] * len(threads.contexts)
+    for rank, context in enumerate(runner.contexts):
+        tasks: list[Task | None] = [None] * len(runner.contexts)
         tasks[rank] = partial(build, rank, context)
-        outcome = threads.run(tasks)[rank]
+        outcome = runner.execute(tasks)[rank]
         if outcome.error is not None:
             outcome.error.add_note(f"while replica {rank} was built on {context.device}")
             raise outcome.error

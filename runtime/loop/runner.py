@@ -48,119 +48,6 @@ SETTLE_S = 30.0
 _numbers = count()
 
 
-class ReplicaThreads:
-    """One daemon thread for each device, which lives in its device's context.
-
-    The threads end with :meth:`close`, when this object is collected, or when the
-    interpreter exits; the last one out clears up. Used by one thread at a time.
-
-    Args:
-        devices: One for each rank; a device may stand more than once.
-        at_end: Called once, in whatever thread, when they have ended.
-        name: What the threads are called; ``None``: ``replica-<number of the loop>``.
-
-    Attributes:
-        contexts: The device of each rank as its thread sees it.
-
-    Raises:
-        Exception: A device cannot be used.
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        at_end: Callable[[], object] = lambda: None,
-        name: str | None = None,
-    ) -> None:
-        num_cpus = sum(device.type == "cpu" for device in devices)
-        if num_cpus:
-            IntraOpThreads.acquire()
-
-        def clear_up() -> None:
-            try:
-                at_end()
-            except Exception:
-                logger.warning("the replicas' group did not close", exc_info=True)
-            if num_cpus:
-                IntraOpThreads.release()
-
-        try:
-            self.contexts = [open_device(device, num_cpus) for device in devices]
-        except BaseException:
-            clear_up()
-            raise
-        # From here on the threads clear up, even if not all of them could be started.
-        contexts = [context.activate for context in self.contexts]
-        name = name or f"replica-{next(_numbers)}"
-        self._threads = RankThreads(name, contexts, clear_up, lend=num_cpus)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the threads were told to end."""
-        return self._threads.closed
-
-    def check_caller(self) -> None:
-        """Refuse what could only block.
-
-        Raises:
-            RuntimeError: The threads have ended, or one of them calls.
-        """
-        if self.closed:
-            raise RuntimeError(
-                "the replicas' threads have ended: the model was closed; go on with model.module, "
-                "or set up again"
-            )
-        self.check_thread()
-
-    def check_thread(self) -> None:
-        """Refuse a call by one of the threads, which others wait for.
-
-        Raises:
-            RuntimeError: One of them calls.
-        """
-        if self._threads.has_caller():
-            raise RuntimeError("a replica cannot call the model that it is a part of")
-
-    def run(self, tasks: Sequence[Task | None]) -> list[TaskOutcome]:
-        """Do each rank's task in its thread, all at the same time; blocks until all are done.
-
-        Args:
-            tasks: One for each rank; ``None``: nothing to do.
-
-        Returns:
-            What came of each. No task's exception is raised.
-
-        Raises:
-            RuntimeError: See :meth:`check_caller`.
-        """
-        self.check_caller()
-        job = Job(tasks)
-        self.deliver(job)
-        self.wait(job)
-        return job.outcomes
-
-    def deliver(self, job: Job) -> None:
-        """See :meth:`RankThreads.deliver`."""
-        self._threads.deliver(job)
-
-    def wait(self, job: Job, timeout_s: float | None = None) -> bool:
-        """See :meth:`Job.wait`."""
-        return job.wait(timeout_s, self._threads)
-
-    def close(self) -> None:
-        """End the threads once they have done what they were given. Idempotent.
-
-        Raises:
-            GpuWorkerError: One is still alive after a while, in the user's own code.
-        """
-        alive = self._threads.end(END_S)
-        if alive:
-            raise GpuWorkerError(
-                f"threads did not end within {END_S:g} s: {', '.join(alive)}; they are daemons "
-                "and will not keep the process alive"
-            )
-
-
 def raise_first(
     outcomes: Sequence[TaskOutcome], devices: Sequence[torch.device], what: str
 ) -> None:
@@ -405,30 +292,36 @@ class Runner:
     has to :meth:`settle`. With ``patient`` it leaves once they are done: each piece of work is
     done by all replicas or by none.
 
+    The threads, daemons, end with :meth:`close`, when this object is collected, or when the
+    interpreter exits; the last one out closes the journal and the group.
+
     Args:
-        threads: The ranks' threads.
-        devices: Their devices.
-        ends: Where they meet.
+        devices: One for each rank; a device may stand more than once.
+        ends: Where the ranks meet.
         journal: Takes down what happens.
         sync: Orders their streams and the caller's; ``None``: by events.
+        name: What the threads are called; ``None``: ``replica-<number of the loop>``.
         patient: Whether tasks that were begun are always waited for.
 
     Attributes:
+        contexts: The device of each rank as its thread sees it.
         interrupted: Whether a caller left before its tasks were done.
         fault: Why the replicas may differ for good, where it was ``patient``.
+
+    Raises:
+        Exception: A device cannot be used.
     """
 
     def __init__(
         self,
-        threads: ReplicaThreads,
         devices: Sequence[torch.device],
         ends: Ends,
         journal: Journal,
         sync: StreamSync | None = None,
         *,
+        name: str | None = None,
         patient: bool = False,
     ) -> None:
-        self._threads = threads
         self._devices = devices
         self._ends = ends
         self._journal = journal
@@ -437,6 +330,33 @@ class Runner:
         self._changing: Job | None = None
         self.interrupted = False
         self.fault: str | None = None
+        num_cpus = sum(device.type == "cpu" for device in devices)
+        if num_cpus:
+            IntraOpThreads.acquire()
+
+        def clear_up() -> None:
+            try:
+                journal.finish()  # of a model that was dropped, not closed
+                ends.close()
+            except Exception:
+                logger.warning("the replicas' group did not close", exc_info=True)
+            if num_cpus:
+                IntraOpThreads.release()
+
+        try:
+            self.contexts = [open_device(device, num_cpus) for device in devices]
+        except BaseException:
+            clear_up()
+            raise
+        # From here on the threads clear up, even if not all of them could be started.
+        contexts = [context.activate for context in self.contexts]
+        name = name or f"replica-{next(_numbers)}"
+        self._threads = RankThreads(name, contexts, clear_up, lend=num_cpus)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads were told to end."""
+        return self._threads.closed
 
     def check_caller(self) -> None:
         """Refuse what could only block.
@@ -444,11 +364,21 @@ class Runner:
         Raises:
             RuntimeError: The threads have ended, or one of them calls.
         """
-        self._threads.check_caller()
+        if self.closed:
+            raise RuntimeError(
+                "the replicas' threads have ended: the model was closed; go on with model.module, "
+                "or set up again"
+            )
+        self.check_thread()
 
     def check_thread(self) -> None:
-        """See :meth:`ReplicaThreads.check_thread`."""
-        self._threads.check_thread()
+        """Refuse a call by one of the threads, which others wait for.
+
+        Raises:
+            RuntimeError: One of them calls.
+        """
+        if self._threads.has_caller():
+            raise RuntimeError("a replica cannot call the model that it is a part of")
 
     def ends(self) -> Sequence[Collective]:
         """Each rank's end of the group."""
@@ -482,35 +412,39 @@ class Runner:
                 None if task is None else partial(self._ordered, device, events, task)
                 for device, task in zip(self._devices, tasks, strict=True)
             ]
-        self._threads.check_caller()
-        job = Job(tasks)
-        self._changing = job if changes else None
-        before = self.fault
-        try:
-            self._threads.deliver(job)
-            self._threads.wait(job)
-        except BaseException:
-            if self._patient:
-                self._finish(job, before)
-            else:
-                self.interrupted = not self._threads.closed
-                self._ends.abort()
-            raise
-        if changes:
-            self.judge()
-        outcomes = job.outcomes
+        outcomes = self.execute(tasks, changes=changes)
         if events:
             self._rejoin(outcomes)
         self._journal.outcomes(what, outcomes, reducing)
         raise_first(outcomes, self._devices, what)
         return outcomes
 
+    def execute(self, tasks: Sequence[Task | None], *, changes: bool = False) -> list[TaskOutcome]:
+        """As :meth:`run`, but no task's exception is raised, and no stream waits."""
+        self.check_caller()
+        job = Job(tasks)
+        self._changing = job if changes else None
+        before = self.fault
+        try:
+            self._threads.deliver(job)
+            job.wait(None, self._threads)
+        except BaseException:
+            if self._patient:
+                self._finish(job, before)
+            else:
+                self.interrupted = not self.closed
+                self._ends.abort()
+            raise
+        if changes:
+            self.judge()
+        return job.outcomes
+
     def _finish(self, job: Job, before: str | None) -> None:
         """Leave no thread at work on the replicas."""
         self.fault = "it was interrupted, and a replica did not come to an end"
         if job.is_begun:
             self._threads.deliver(job)  # to those that it has not reached
-            if not self._threads.wait(job, SETTLE_S):
+            if not job.wait(SETTLE_S, self._threads):
                 return
         self.fault = before
 
@@ -528,8 +462,17 @@ class Runner:
         self.interrupted = False
 
     def close(self) -> None:
-        """End the threads."""
-        self._threads.close()
+        """End the threads once they have done what they were given. Idempotent.
+
+        Raises:
+            GpuWorkerError: One is still alive after a while, in the user's own code.
+        """
+        alive = self._threads.end(END_S)
+        if alive:
+            raise GpuWorkerError(
+                f"threads did not end within {END_S:g} s: {', '.join(alive)}; they are daemons "
+                "and will not keep the process alive"
+            )
 
     @contextmanager
     def waking_peers(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from runtime.loop.config import DdpConfig
 from runtime.loop.engine import Team
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.replica import LoopReplica
-from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner
+from runtime.loop.runner import Ends, Journal, Runner
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.loop.test_cadence import loss_fn
@@ -121,8 +121,8 @@ def posing_team(fake, net, config=None):
     config = config or DdpConfig()
     devices = (CPU,) * NUM_REPLICAS
     ends = Ends(partial(create_collectives, NUM_REPLICAS))
-    threads = ReplicaThreads(devices, ends.close)
     journal = Journal(None)
+    runner = Runner(devices, ends, journal, PosingSync(fake))
     used = [[] for _ in devices]
     models = [net]
     for _ in devices[1:]:
@@ -130,11 +130,10 @@ def posing_team(fake, net, config=None):
         models[-1].load_state_dict(net.state_dict())
     tasks = [
         partial(LoopReplica, rank, context, model, optim, used)
-        for rank, (context, model) in enumerate(zip(threads.contexts, models, strict=True))
+        for rank, (context, model) in enumerate(zip(runner.contexts, models, strict=True))
     ]
-    outcomes = threads.run(tasks)
+    outcomes = runner.execute(tasks)
     assert [o.error for o in outcomes] == [None] * NUM_REPLICAS
-    runner = Runner(threads, devices, ends, journal, PosingSync(fake))
     cadence = Cadence.of(NUM_REPLICAS, config, spaced=True)
     team = Team([o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), cadence, journal, None)
     team._on_cpu = False  # buffers travel through the collective
