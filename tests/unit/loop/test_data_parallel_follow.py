@@ -275,6 +275,15 @@ def test_settings_of_the_first_optimizer_hold_for_all():
         assert {o.param_groups[0]["lr"] for o in coordinator.optimizers} == {0.3}
 
 
+def test_optimizers_may_be_stepped_by_hand():
+    with replicas(2) as coordinator:
+        coordinator.train_batch(samples_of(10))
+        for optimizer in coordinator.optimizers:  # on the gradients of the batch, once more
+            optimizer.step()
+        coordinator.train_batch(samples_of(10, 1))
+        assert identical(coordinator)
+
+
 def test_groups_added_to_the_first_optimizer_alone_are_refused():
     with replicas(2) as coordinator:
         coordinator.optimizers[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)]})

@@ -17,6 +17,7 @@ from runtime.loop.balance import Balancer, Cadence
 from runtime.loop.config import DdpConfig
 from runtime.loop.engine import Team
 from runtime.loop.module import ReplicatedModule
+from runtime.loop.rank_threads import Job
 from runtime.loop.replica import LoopReplica
 from runtime.loop.runner import Ends, Journal, Runner
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
@@ -170,6 +171,25 @@ def test_a_step_is_in_order_in_both_directions(fake, replicas_first):
                 "after",
             ]
     assert fake.violations == []
+
+
+def test_after_ctrl_c_the_caller_comes_behind_what_the_replicas_still_did(fake, monkeypatch):
+    wait = Job.wait
+
+    def interrupted(job, *args):
+        wait(job, *args)
+        raise KeyboardInterrupt
+
+    caller = fake.new_stream(GPU)
+    with posing_team(fake, Marking(fake)) as model, fake.stream(caller):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            patch.setattr(Job, "wait", interrupted)
+            model(make_batch(6)[0])
+        fake.done.clear()
+        model.zero_grad()  # any call settles it
+        fake.mark("after")
+        fake.run(caller)
+        assert fake.done == [*["forward"] * NUM_REPLICAS, "after"]
 
 
 def test_a_replica_never_works_on_the_callers_stream(fake):
