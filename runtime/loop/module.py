@@ -631,6 +631,7 @@ def build_replicas(
         tensors: What the models consist of, as far as they are there already.
     """
     replicas: list[LoopReplica] = []
+    num_ranks = len(runner.contexts)
     used: list[list[bool]] = [[] for _ in runner.contexts]
     sync = StreamSync([context.device for context in runner.contexts])
     # A model that is on a GPU may still be on its way there.
@@ -640,7 +641,7 @@ def build_replicas(
         sync.wait(context.device, events)
         model = make(rank, context.device, replicas[0].model if replicas else None)
         for name, p in model.named_parameters():
-            if p.requires_grad and not p.is_floating_point():
+            if num_ranks > 1 and p.requires_grad and not p.is_floating_point():
                 raise ValueError(
                     f"parameter {name!r} is {p.dtype}: gradients of several devices can be added "
                     "up for floating-point parameters only; hold its real and imaginary part apart"
@@ -650,7 +651,7 @@ def build_replicas(
         return replica
 
     for rank, context in enumerate(runner.contexts):
-        tasks: list[Task | None] = [None] * len(runner.contexts)
+        tasks: list[Task | None] = [None] * num_ranks
         tasks[rank] = partial(build, rank, context)
         outcome = runner.execute(tasks)[rank]
         if outcome.error is not None:
