@@ -16,6 +16,7 @@ from runtime.core.errors import (
     ReplicaMismatch,
     WorkerFailed,
 )
+from runtime.core.weight import Weighted
 from runtime.device.base import device_summary
 from runtime.fsdp import FSDP, ShardingStrategy
 from runtime.handle import TrainerHandle
@@ -25,7 +26,6 @@ from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator, sha
 from runtime.loop.ddp import Ddp
 from runtime.monitor import Monitor
 from runtime.replica.gradients import average_gradients, has_non_finite
-from runtime.replica.weights import Weighted
 from runtime.results import TrainedState, WorkerFailure
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer, TrainerBuilder

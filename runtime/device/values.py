@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coordinator.metrics import ExactSum, Tally, WeightSum
-from runtime.core.weight import Weight, check_weight
+from runtime.core.weight import Weight, check_read_weight
 from runtime.device.cuda_api import Event
 from runtime.device.timing import EventPool, StepTimer
 
@@ -57,7 +57,7 @@ class Sums:
         """
         for weight, step in batches:
             if not 0 <= weight < math.inf:
-                check_weight(weight, f" in step {step}")
+                check_read_weight(weight, f" in step {step}")
         if self._on_bad_loss is not None and not all(map(math.isfinite, losses)):
             for loss, (_, step) in zip(losses, batches, strict=True):
                 if not math.isfinite(loss):

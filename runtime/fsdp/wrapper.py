@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from runtime.collective import Collective, split
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
+from runtime.core.weight import check_weight
 from runtime.fsdp.gradients import check_clip, clip_by_, sharded_norm
 from runtime.fsdp.layout import Found, check_same, describe, find_parameters
 from runtime.fsdp.lifecycle import STALE, OwnedGroups, calls_of
 from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters
 from runtime.fsdp.state import Parameters, gather_state, load_state, sync_buffers
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
-from runtime.replica.weights import check_weight, weigh_
+from runtime.replica.gradients import weigh_
 
 # -- A backward that comes too late --
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.loop.rank_threads import Task
 from runtime.loop.replica import LoopReplica, ParamGroups
-from runtime.loop.runner import Runner, Task
+from runtime.loop.runner import Runner
 
 # -- What the caller does to rank 0's model holds for all replicas --
 
@@ -40,8 +41,8 @@ class Mirror:
         self._trained = list(self._trainable)
         self._versions = self._read_versions()
         self._slots = [
-            (module, slots, key)
-            for module in self._first.modules
+            (f"{prefix}.{key}" if prefix else key, slots, key)
+            for prefix, module in self._first.model.named_modules()
             for slots in (module._parameters, module._modules)
             for key in slots
         ]
@@ -57,44 +58,51 @@ class Mirror:
         parts = self._read_parts()
         if any(map(is_not, parts, self._parts)):
             changed = [new is not old for new, old in zip(parts, self._parts, strict=True)]
-            module, _, key = self._slots[changed.index(True)]
             raise RuntimeError(
-                f"{key!r} of a {type(module).__name__} was replaced after Trainer.setup, and the "
+                f"{self._slots[changed.index(True)][0]!r} of the primary was replaced, and the "
                 "optimizers and the other replicas hold what was there before: put it back and "
                 "change weights in place (load_state_dict without assign, p.copy_()), or build "
-                "the whole model before Trainer.setup"
+                "the whole model before"
             )
 
-    def flags(self) -> bool:
+    def flags(self, *, always: bool = False) -> bool:
         """Pass modes and frozen parameters on; tells whether a mode has changed.
+
+        Args:
+            always: Whether the others may have changed theirs.
 
         Raises:
             RuntimeError: A parameter requires a gradient that did not when it was set up.
         """
         modes = self._read_modes()
         changed = modes != self._modes
-        if changed:
+        if changed or always:
             self._modes = modes
             for replica in self._others:
                 for module, mode in zip(replica.modules, modes, strict=True):
-                    module.training = mode
+                    if module.training is not mode:
+                        module.training = mode
         trainable = self._read_trainable()
-        if trainable != self._trainable:
+        if always or trainable != self._trainable:
             self._refuse_strangers(trainable)
             self._trainable = trainable
             for replica in self._others:
                 for p, flag in zip(replica.tensors, trainable, strict=True):
-                    p.requires_grad_(flag)
+                    if p.requires_grad is not flag:
+                        p.requires_grad_(flag)
         return changed
 
     def _refuse_strangers(self, trainable: Sequence[bool]) -> None:
+        if not any(now and not then for now, then in zip(trainable, self._trained, strict=True)):
+            return
         names = [name for name, _ in self._first.model.named_parameters()]
         for name, now, then in zip(names, trainable, self._trained, strict=True):
             if now and not then:
                 raise RuntimeError(
-                    f"parameter {name!r} was frozen in Trainer.setup, so no optimizer holds it and "
-                    "no gradient of it is exchanged: freeze parameters after Trainer.setup, and "
-                    "unfreeze them when they are due"
+                    f"parameter {name!r} was frozen when the replicas were built, so no optimizer "
+                    "holds it and no gradient of it is exchanged: leave it trainable in "
+                    "Trainer.setup or in model_factory, freeze it afterwards, and unfreeze it "
+                    "when it is due"
                 )
 
     def weights_changed(self) -> bool:
@@ -124,6 +132,18 @@ class Mirror:
                         "keep both, or register such a buffer before Trainer.setup"
                     )
         return True
+
+    def is_changed(self) -> bool:
+        """Whether weights or buffers were changed or replaced since :meth:`are_alike`."""
+        now = self._first.state.buffers.tensors()
+        if self.weights_changed() or any(map(is_not, now, self._buffers)):
+            return True
+        return _versions(now) != self._buffer_versions
+
+    def are_alike(self) -> None:
+        """All replicas have rank 0's weights and buffers now."""
+        self.weights_are_alike()
+        self.buffers_are_seen()
 
     def buffers_written(self) -> bool:
         """Whether any of rank 0's buffers was written to since; one that was replaced is not."""
@@ -242,8 +262,8 @@ class Likeness:
         """All have stepped, and have rank 0's buffers."""
         if self._drifting:
             self._copy("copy_params")
-        self._mirror.weights_are_alike()
-        self._buffers_are_alike()
+        self._mirror.are_alike()
+        self.buffers_differ = False
 
     # -- on the caller's word --------------------------------------------------------------
 
@@ -252,8 +272,8 @@ class Likeness:
         self._mirror.check()
         self._mirror.buffers_changed()  # or they do not fit
         self._copy("copy_weights")
-        self._mirror.weights_are_alike()
-        self._buffers_are_alike()
+        self._mirror.are_alike()
+        self.buffers_differ = False
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state on every rank."""

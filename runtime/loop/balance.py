@@ -350,18 +350,3 @@ def share_out(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
             )
             sizes[rank] -= 1
     return tuple(sizes)
-
-
-def deal(num_items: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """Items for each party in proportion to its count, exactly the counts if they sum so.
-
-    A party may get none.
-    """
-    total = sum(counts)
-    sizes = [num_items * count // total for count in counts]
-    rests = [num_items * count % total for count in counts]
-    for rank in sorted(range(len(counts)), key=lambda r: (-rests[r], r)):
-        if sum(sizes) == num_items:
-            break
-        sizes[rank] += 1
-    return tuple(sizes)

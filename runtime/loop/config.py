@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.core.checks import check_callable, check_flag, check_float, check_int
-from runtime.replica.weights import LossWeightFn
+from runtime.core.weight import LossWeightFn
 from runtime.timeline.timeline import Timeline
 
 DEFAULT_ANCHOR = 10

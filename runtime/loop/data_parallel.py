@@ -8,45 +8,29 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from numbers import Real
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
-from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
-from runtime.core.errors import (
-    CollectiveAborted,
-    CollectiveTimeout,
-    NonFiniteError,
-    ReplicaFailed,
-    ReplicaMismatch,
-)
-from runtime.core.threads import IntraOpThreads
+from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
+from runtime.core.weight import Weighted, check_weight
 from runtime.data.batches import move_batch, parts_of
-from runtime.device.base import Device
-from runtime.device.cuda import open_device
-from runtime.device.cuda_api import Event
-from runtime.device.sync import StreamSync
-from runtime.loop.rank_threads import Call, Outcome, RankThreads
-from runtime.replica.build import (
-    BuildOrder,
-    ModelFactory,
-    OptimFactory,
-    Replica,
-    Template,
-    adopt,
-    build_replica,
-)
+from runtime.loop.alike import Mirror
+from runtime.loop.module import MakeModel, build_replicas, kind_of
+from runtime.loop.rank_threads import TaskOutcome
+from runtime.loop.replica import LoopReplica, Options, ParamGroups, checked_loss, refuse_sparse
+from runtime.loop.runner import Ends, Journal, Runner, resolve_backend
+from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
 from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
 from runtime.replica.non_finite import first_bad
-from runtime.replica.step import GradientReducer
-from runtime.replica.weights import Weighted, check_weight
 
 # -- A mini-batch cut for replicas: every sample once, in order --
 
@@ -150,145 +134,7 @@ def _cut(samples: Any, start: int, stop: int) -> Any:
     return type(samples)(parts.values())
 
 
-# -- The threads of replicas, with their devices, their cores and their collective --
-
-
-def start_threads(
-    devices: Sequence[torch.device], backend: AverageBackend
-) -> tuple[list[Device], Sequence[Collective], RankThreads]:
-    """Start a thread for each replica, inside its device's context.
-
-    The last thread to end closes the collective and gives the intra-op threads back.
-
-    Args:
-        devices: The replicas' devices.
-        backend: The resolved transport.
-
-    Returns:
-        Device objects, ends of the collective (none for one device), and the threads.
-    """
-    num_cpu = sum(device.type == "cpu" for device in devices)
-    contexts = [open_device(device, num_cpu) for device in devices]
-    kind = backend.value if backend in (AverageBackend.NCCL, AverageBackend.GLOO) else "thread"
-    ends = create_collectives(len(devices), kind, devices) if len(devices) > 1 else []
-    IntraOpThreads.acquire()
-
-    def on_end() -> None:
-        IntraOpThreads.release()
-        for end in ends:
-            end.close()
-
-    # Once the threads are made they end everything, even if one could not be started.
-    activate = [c.activate for c in contexts]
-    return contexts, ends, RankThreads("data-parallel", activate, on_end, lend=num_cpu)
-
-
-def first_error(outcomes: Sequence[Outcome]) -> tuple[int, BaseException | None]:
-    """The first failure that is not the echo of another rank's."""
-    failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
-    echoes = (CollectiveAborted, CollectiveTimeout)
-    first = [(rank, e) for rank, e in failed if not isinstance(e, echoes)]
-    return next(iter(first or failed), (0, None))
-
-
-def kind_of(device: torch.device) -> str:
-    """What replicas must share to compute the same bits."""
-    if device.type == "cpu":
-        return device.type
-    return str(torch.cuda.get_device_properties(device).name)
-
-
-# -- Work that all replicas of a loop do at once, and whether they are alike after it --
-
-SETTLE_S = 30.0
-"""How long Ctrl-C waits for the replicas to come to the end of what they are doing."""
-
-
-class LoopCalls:
-    """Calls of one thread to the threads of replicas.
-
-    Ctrl-C may come between any two lines of the caller: every piece of work is done by all
-    replicas or by none, and what went wrong is known at the next call at the latest.
-
-    Args:
-        threads: Of the replicas.
-        devices: Of the replicas.
-
-    Attributes:
-        fault: Why the replicas may differ for good.
-        num_batches: Batches trained, for errors.
-    """
-
-    def __init__(self, threads: RankThreads, devices: Sequence[torch.device]) -> None:
-        self._threads = threads
-        self._devices = devices
-        self._changing: Call | None = None
-        self.fault: str | None = None
-        self.num_batches = 0
-
-    def check(self) -> None:
-        """Raises ``RuntimeError`` where nothing can be done with the replicas any more."""
-        self._judge()
-        if self._threads.closed:
-            raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
-        if self.fault is not None:
-            raise RuntimeError(
-                f"the replicas may differ, for {self.fault}; build a new DataParallelCoordinator "
-                "from a saved state"
-            )
-
-    def run(self, work: Callable[[int], Any], *, changes: bool = False) -> list[Outcome]:
-        """Let every replica's thread work, and wait for all of them.
-
-        Args:
-            work: A replica's part.
-            changes: Whether the replicas differ if it fails on one of them.
-        """
-        call = self._threads.new_call(work)
-        self._changing = call if changes else None
-        before = self.fault
-        try:
-            self._threads.deliver(call)
-            call.wait()
-        except BaseException:  # Ctrl-C: leave no thread at work on the replicas
-            self.fault = "it was interrupted, and a replica did not come to an end"
-            if call.is_begun:
-                self._threads.deliver(call)  # to those that it has not reached
-                if not call.wait(SETTLE_S):
-                    raise
-            self.fault = before
-            raise
-        return call.outcomes
-
-    def settle(self, work: Callable[[int], Any]) -> None:
-        """As :meth:`run`, for work that leaves the replicas different if it fails.
-
-        Raises:
-            ReplicaFailed: It did.
-        """
-        outcomes = self.run(work, changes=True)
-        self._judge()
-        self.values(outcomes)
-
-    def values(self, outcomes: Sequence[Outcome]) -> list[Any]:
-        """What the replicas returned; raises ``ReplicaFailed`` for the first that failed."""
-        rank, error = first_error(outcomes)
-        if error is not None:
-            what = f"batch {self.num_batches}"
-            raise ReplicaFailed(rank, str(self._devices[rank]), what, error) from error
-        return [outcome.value for outcome in outcomes]
-
-    def _judge(self) -> None:
-        """Take note if the last change failed; Ctrl-C may have come before that was seen."""
-        if self._changing is not None:
-            rank, error = first_error(self._changing.outcomes)
-            if error is not None:
-                self.fault = f"rank {rank} failed while the replicas were changed"
-            self._changing = None
-
-
-# -- One replica of a :class:`~runtime.loop.data_parallel.DataParallelCoordinator`, in its thread
-# --
+# -- What a replica does with its samples, in its thread --
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -322,151 +168,76 @@ class Reduced(NamedTuple):
     bad: str | None = None
 
 
-class LoopReplica:
-    """A model, its optimizer and its part in each batch. Every method runs in its thread.
+class Shards:
+    """What the replicas do with a mini-batch. Every method runs in a replica's thread.
 
     Args:
-        replica: The built replica.
-        device: Where it lives; the thread is inside its ``activate()``.
-        collective: Where gradients are averaged; ``None``: there is one replica.
-
-    Attributes:
-        modules: The model and everything in it, in one order on every replica.
-        tensors: All its parameters, frozen ones too, in one order on every replica.
+        replicas: In order of rank.
+        loss_fn: The user's.
     """
 
-    def __init__(self, replica: Replica, device: Device, collective: Collective | None) -> None:
-        self.model = replica.model
-        self.optimizer = replica.optimizer
-        # PyTorch takes the tensors of a state as they are, and each replica needs its own.
-        self.optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
-        self.modules = list(replica.model.modules())
-        self.tensors = list(replica.model.parameters())
-        self._state = replica.state
-        self._params = replica.state.params.params
-        self._names = replica.state.params.names
-        self._device = device
-        self._reducer: GradientReducer | None = None
-        if collective is not None:
-            self._reducer = GradientReducer(replica.state.params, collective, comm=device.comm)
-        device.pin_accumulators(self._params)
-        self._kept: list[Tensor] = []
-        self._checked = False
+    def __init__(self, replicas: Sequence[LoopReplica], loss_fn: LossFn) -> None:
+        self.replicas = replicas
+        self.loss_fn = loss_fn
+        self._kept: list[list[Tensor]] = [[] for _ in replicas]
+        self._checked = [False] * len(replicas)
 
-    def buffers(self) -> list[Tensor]:
-        """The model's buffers as they are now; a module may replace them."""
-        return self._state.buffers.tensors()
-
-    def forward_backward(
-        self, loss_fn: LossFn, samples: Any, num_samples: int, behind: Sequence[Event]
-    ) -> Part:
-        """Compute the gradients of a shard. The parameters stay as they are.
-
-        Args:
-            loss_fn: The user's.
-            samples: The shard; tensors in columns are moved to the device.
-            num_samples: Its size; 0: nothing is computed.
-            behind: Marks in the caller's streams, which the device's work must wait for.
-        """
-        StreamSync().wait(self._device.device, behind)
-        self._state.params.check()
-        self._kept = [buffer.clone() for buffer in self.buffers()]
-        self._forget_gradients()
+    def compute(self, rank: int, samples: Any, num_samples: int) -> Part:
+        """The gradients of a shard. The parameters stay as they are; of no samples nothing is
+        computed. Tensors in columns are moved to the device."""
+        replica = self.replicas[rank]
+        replica.state.params.check()
+        self._kept[rank] = [buffer.clone() for buffer in replica.state.buffers.tensors()]
+        replica.zero_grad()
         if num_samples == 0:
             return Part()
         if isinstance(samples, Tensor) or holds_columns(samples):
-            samples = move_batch(samples, self._device.device)
-        loss, told = _check_result(loss_fn(self.model, samples))
+            samples = move_batch(samples, replica.device)
+        loss, told = _check_result(self.loss_fn(replica.model, samples))
         loss.backward()  # type: ignore[no-untyped-call]
-        if not self._checked:
-            self._check_gradients()
+        if not self._checked[rank]:
+            _check_gradients(replica)
+            self._checked[rank] = True
         return told._replace(loss=float(loss.detach()))
 
-    def reduce(self, weight: float) -> Reduced:
+    def reduce(self, rank: int, end: Collective | None, weight: float) -> Reduced:
         """Average the gradients with those of the other replicas; not all weights are 0."""
-        own = [p.grad for p in self._params]
-        if self._reducer is not None:
-            try:
-                amount: Any = weight
-                self._reducer.pack(amount)
-                self._reducer.exchange(amount)
-                self._reducer.unpack()
-            except BaseException:
-                self._reducer.collective.abort()  # the peers wait for this rank
-                raise
-        grads = self._gradients()
-        norm = gradient_norm(grads)
-        if math.isfinite(norm):
-            return Reduced(norm)
-        return Reduced(norm, first_bad(self._names, own))
+        params = self.replicas[rank].state.params
+        own = [p.grad for p in params.params]
+        if end is not None:
+            self.replicas[rank].exchange.average(end, weight)
+        norm = gradient_norm([p.grad for p in params.params if p.grad is not None])
+        return Reduced(norm, None if math.isfinite(norm) else first_bad(params.names, own))
 
-    def step(self, factor: float, source: LoopReplica) -> None:
-        """Scale the gradients, let the optimizer step, take over another replica's buffers.
-
-        Waits for the device: what the replica holds may be read anywhere afterwards.
-
-        Args:
-            factor: What to multiply the gradients with.
-            source: Whose buffers every replica has afterwards.
-        """
+    def step(self, rank: int, factor: float, source: LoopReplica, options: Options | None) -> None:
+        """Scale the gradients, let the optimizer step, take over another replica's buffers."""
+        replica = self.replicas[rank]
+        grads = [p.grad for p in replica.state.params.params if p.grad is not None]
         if factor != 1.0:
-            torch._foreach_mul_(self._gradients(), factor)
-        self.optimizer.step()
-        with torch.no_grad():
-            for target, value in zip(self.buffers(), source.buffers(), strict=True):
-                if target is not value:
-                    target.copy_(value)
-        self._kept = []
-        self._device.finish()
+            torch._foreach_mul_(grads, factor)
+        replica.step(options, keep=True)
+        if replica is not source:
+            replica.copy_buffers(source)
+        self._kept[rank] = []
 
-    def undo(self) -> None:
+    def undo(self, rank: int) -> None:
         """Take the batch back: the buffers are as they were, and there are no gradients."""
-        with torch.no_grad():
-            for buffer, kept in zip(self.buffers(), self._kept, strict=False):
-                buffer.copy_(kept)
-        self._kept = []
-        self._forget_gradients()
-        self._device.finish()
+        replica = self.replicas[rank]
+        replica.restore_buffers(self._kept[rank])
+        self._kept[rank] = []
+        replica.zero_grad()
 
-    def copy_optimizer(self, source: LoopReplica) -> None:
-        """Take over the state and settings of another replica's optimizer, which rests."""
-        self.optimizer.load_state_dict(source.optimizer.state_dict())
-        self._device.finish()
 
-    def copy_params(self, source: LoopReplica) -> None:
-        """Take over another replica's trainable parameters, which nobody changes meanwhile."""
-        with torch.no_grad():
-            flats = zip(self._state.params.flats, source._state.params.flats, strict=True)
-            for target, value in flats:
-                target.copy_(value)
-        self._device.finish()
-
-    def copy_all(self, source: LoopReplica, rank: int, behind: Sequence[Event]) -> None:
-        """Take over every tensor of another replica's model, frozen ones and buffers too."""
-        StreamSync().wait(self._device.device, behind)
-        adopt(self.model, Template.of(source.model), rank)
-        self._device.finish()
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._params if p.grad is not None]
-
-    def _forget_gradients(self) -> None:
-        for p in self._params:
-            p.grad = None
-
-    def _check_gradients(self) -> None:
-        if not self._gradients():
-            raise ValueError(
-                "loss_fn's loss reaches no trainable parameter: every gradient is None after "
-                "backward; compute the loss with the model that loss_fn is given"
-            )
-        for name, p in zip(self._names, self._params, strict=True):
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"parameter {name!r} has a sparse gradient, which replicas cannot average: "
-                    "build the embedding with sparse=False"
-                )
-        self._checked = True
+def _check_gradients(replica: LoopReplica) -> None:
+    params = replica.state.params
+    if all(p.grad is None for p in params.params):
+        raise ValueError(
+            "loss_fn's loss reaches no trainable parameter: every gradient is None after "
+            "backward; compute the loss with the model that loss_fn is given"
+        )
+    for name, p in zip(params.names, params.params, strict=True):
+        if p.grad is not None:
+            refuse_sparse(name, p.grad)
 
 
 def _check_result(result: object) -> tuple[Tensor, Part]:
@@ -486,17 +257,7 @@ def _check_result(result: object) -> tuple[Tensor, Part]:
             f"loss_fn returned {type(result).__name__}: return the mean loss of the samples as a "
             "tensor, (loss, weight), (loss, number correct), or Weighted(loss, weight, correct)"
         )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"loss_fn returned a loss of shape {tuple(loss.shape)}: return a scalar, the mean loss "
-            "of the samples, for instance loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "loss_fn returned a loss without a gradient: compute it from the model's output "
-            "outside torch.no_grad(), and do not detach it"
-        )
-    return loss, part
+    return checked_loss(loss), part
 
 
 def _number(value: object) -> float:
@@ -569,127 +330,6 @@ class Seconds:
         if self._are_weights:
             return part._replace(weight=host_weight(part.second))
         return part._replace(correct=read_correct(part.second))
-
-
-# -- What the caller does to the first replica's model holds for all replicas --
-
-Seen = list[tuple[Tensor, int]]
-
-
-class LoopMirror:
-    """Compares the first replica with what it was and with the others.
-
-    In the caller's thread, while the replicas rest. Modes and frozen parameters are compared
-    with the other replicas' own, for ``loss_fn`` may change those too. Values are compared by
-    PyTorch's count of writes in place.
-
-    Args:
-        replicas: Alike, in order of rank.
-    """
-
-    def __init__(self, replicas: Sequence[LoopReplica]) -> None:
-        self._replicas = replicas
-        self._first, *self._others = replicas
-        self._homes = [
-            (module._parameters, key, p, f"{prefix}.{key}" if prefix else key, p.requires_grad)
-            for prefix, module in self._first.model.named_modules()
-            for key, p in module._parameters.items()
-            if p is not None
-        ]
-        self._seen = self._look()
-
-    def follow_flags(self) -> None:
-        """Pass modes and frozen parameters on.
-
-        Raises:
-            RuntimeError: A parameter was replaced, or unfrozen that is not trained.
-        """
-        for parameters, key, p, name, is_trained in self._homes:
-            if parameters.get(key) is not p:
-                raise RuntimeError(
-                    f"parameter {name!r} of the primary was replaced, and the optimizers hold the "
-                    "old one: write to it in place (p.copy_(...), load_state_dict without "
-                    "assign=True)"
-                )
-            if p.requires_grad and not is_trained:
-                raise RuntimeError(
-                    f"parameter {name!r} was frozen when the replicas were built, so no optimizer "
-                    "holds it: leave it trainable in model_factory, and freeze it on the primary "
-                    "until it shall be trained"
-                )
-        self._take_out_of_inference()
-        for other in self._others:
-            for module, its in zip(self._first.modules, other.modules, strict=True):
-                if its.training is not module.training:
-                    its.training = module.training
-            for p, its_p in zip(self._first.tensors, other.tensors, strict=True):
-                if its_p.requires_grad is not p.requires_grad:
-                    its_p.requires_grad_(p.requires_grad)
-
-    def _take_out_of_inference(self) -> None:
-        """Replace the buffers that the primary's forward made in inference mode.
-
-        Nobody else may write to those.
-        """
-        for module in self._first.modules:
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_inference():
-                    with torch.inference_mode(False):
-                        module._buffers[key] = buffer.clone()
-
-    def follow_settings(self) -> None:
-        """Give every optimizer the settings of the first one's groups.
-
-        Raises:
-            RuntimeError: It has other groups than it was built with.
-        """
-        groups = self._first.optimizer.param_groups
-        for other in self._others:
-            own = other.optimizer.param_groups
-            if [len(g["params"]) for g in own] != [len(g["params"]) for g in groups]:
-                raise RuntimeError(
-                    "the first optimizer has other parameter groups than the others: build all "
-                    "groups in optim_factory"
-                )
-            for group, its in zip(groups, own, strict=True):
-                for key, value in group.items():
-                    if key == "params":
-                        continue
-                    if isinstance(value, Tensor) and isinstance(its.get(key), Tensor):
-                        its[key].copy_(value)
-                    elif its.get(key) is not value:
-                        its[key] = value
-
-    def is_changed(self) -> bool:
-        """Whether tensors of the first replica were written to since :meth:`are_alike`."""
-        now = self._look()
-        return len(now) != len(self._seen) or any(
-            tensor is not old or version != old_version
-            for (tensor, version), (old, old_version) in zip(now, self._seen, strict=True)
-        )
-
-    def check(self) -> None:
-        """Make sure that the others can take over what the first has.
-
-        Raises:
-            ReplicaMismatch: They cannot; names the first difference.
-        """
-        first = Template.of(self._first.model)
-        for rank, other in enumerate(self._others, 1):
-            difference = first.first_difference(Template.of(other.model))
-            if difference is not None:
-                raise ReplicaMismatch(
-                    f"replica {rank} cannot follow the primary: {difference}; change tensors in "
-                    "place and keep their shapes, or build a new DataParallelCoordinator"
-                )
-
-    def are_alike(self) -> None:
-        """All replicas hold what the first one holds now."""
-        self._seen = self._look()
-
-    def _look(self) -> Seen:
-        tensors = (*self._first.tensors, *self._first.buffers())
-        return [(t, -1 if t.is_inference() else t._version) for t in tensors]
 
 
 _REMEDY = (
@@ -780,62 +420,41 @@ class DataParallelCoordinator:
                 "devices is empty: name one device for each replica, as ['cpu', 'cpu']"
             )
         self._devices = check_devices(devices)
-        self._loss_fn = loss_fn
         self._max_grad_norm = max_grad_norm
         if max_grad_norm is not None:
             self._max_grad_norm = check_float("max_grad_norm", max_grad_norm, 0, above=True)
         if not isinstance(backend, AverageBackend):
             raise TypeError(f"backend={backend!r}; pass an AverageBackend")
-        self.backend, self.backend_reason = choose_backend(
-            backend,
-            ApplyPolicy.SYNC,
-            [str(device) for device in self._devices],
-            nccl_available=torch.distributed.is_available()
-            and torch.distributed.is_nccl_available(),
-        )
-        self._unlike = len({kind_of(device) for device in self._devices}) > 1
+        self.backend, self.backend_reason = resolve_backend(backend, self._devices)
         self._seconds = Seconds()
         self._busy = threading.Lock()
         self._alike = True
-        contexts, ends, self._threads = start_threads(self._devices, self.backend)
-        self._calls = LoopCalls(self._threads, self._devices)
+        self._num_batches = 0
+        kind = self.backend.value if self.backend in _GROUPS else "thread"
+        num_ends = len(self._devices) if len(self._devices) > 1 else 0
+        ends = Ends(
+            partial(create_collectives, num_ends, kind, self._devices) if num_ends else list
+        )
+        self._runner = Runner(
+            self._devices, ends, Journal(None), name="data-parallel", patient=True
+        )
         try:
-            self._replicas = self._build(model_factory, optim_factory, contexts, ends)
+            self._replicas = build_replicas(self._runner, _maker(model_factory), optim_factory)
+            ends.get()
         except BaseException:
-            self._threads.close()
+            self._runner.close()
             raise
-        self._mirror = LoopMirror(self._replicas)
+        self._shards = Shards(self._replicas, loss_fn)
+        self._unlike = len({kind_of(device) for device in self._devices}) > 1
+        self._mirror = Mirror(self._replicas)
+        self._groups = ParamGroups(self._replicas)
         # Appended to: the hook must not keep this object and its threads alive.
         self._loaded: list[torch.optim.Optimizer] = []
+        for replica in self._replicas:
+            replica.guard.close()  # a step by hand is the user's own affair
+            # PyTorch takes the tensors of a state as they are, and each replica needs its own.
+            replica.optimizer.register_load_state_dict_pre_hook(lambda _, s: copy.deepcopy(s))
         self._replicas[0].optimizer.register_load_state_dict_post_hook(self._loaded.append)
-
-    def _build(
-        self,
-        model_factory: ModelFactory,
-        optim_factory: OptimFactory,
-        contexts: Sequence[Device],
-        ends: Sequence[Collective],
-    ) -> list[LoopReplica]:
-        order = BuildOrder()
-
-        def build(rank: int) -> LoopReplica:
-            device = contexts[rank]
-            replica = build_replica(
-                order, rank, device.device, model_factory, optim_factory, finish=device.finish
-            )
-            built = LoopReplica(replica, device, ends[rank] if ends else None)
-            device.finish()
-            return built
-
-        try:
-            outcomes = self._calls.run(build)
-        finally:
-            order.forget()  # wakes whoever waits for replica 0
-        rank, error = first_error(outcomes)
-        if error is not None:
-            error.add_note(f"while replica {rank} was built on {self._devices[rank]}")
-            raise error
-        return [outcome.value for outcome in outcomes]
 
     # -- what there is ------------------------------------------------------------------
 
@@ -915,50 +534,47 @@ class DataParallelCoordinator:
                 raise ValueError("train_batch got no samples; leave the call out")
             shards = shard_samples(samples, self.num_devices)
             counts = [count_samples(shard) for shard in shards]
-            self._mirror.follow_flags()
-            self._mirror.follow_settings()
-            marks = self._marks(samples)
+            self._follow()
+            self._groups.check()
             if self._loaded:
-                self._copy_from_primary(lambda r, _: r.copy_optimizer(self._replicas[0]))
+                self._copy_from_primary(lambda r: r.copy_optimizer(self._replicas[0]))
                 self._loaded.clear()
             if not self._alike or self._mirror.is_changed():
-                self._copy_all(marks)
+                self._copy_all()
             self._alike = False  # until the end: Ctrl-C may come between any two lines
             try:
-                loss, correct, weights = self._compute(shards, counts, marks)
+                loss, correct, weights = self._compute(shards, counts)
                 if not any(weights):
                     self._undo()
                     self._are_alike()
                     return BatchResult(0.0, correct, total, 0.0)
                 norm = self._reduce(weights)
             except BaseException:
-                if self._calls.fault is None:
+                if self._runner.fault is None:
                     self._undo()
                     self._are_alike()
                 raise
             self._step(norm, counts)
-            self._calls.num_batches += 1
+            self._num_batches += 1
             self._are_alike()
         return BatchResult(loss, correct, total, norm)
 
     def _compute(
-        self, shards: Sequence[Any], counts: Sequence[int], marks: Sequence[Event]
+        self, shards: Sequence[Any], counts: Sequence[int]
     ) -> tuple[float, int, list[float]]:
         """Every replica's gradients; the mean loss, the number correct, and the weights."""
-        outcomes = self._calls.run(
-            lambda rank: self._replicas[rank].forward_backward(
-                self._loss_fn, shards[rank], counts[rank], marks
-            )
+        tensors = [part for part in parts_of(shards) if isinstance(part, Tensor)]
+        outcomes = self._run(
+            lambda rank: self._shards.compute(rank, shards[rank], counts[rank]), tensors
         )
-        found = self._calls.values(outcomes)
+        found: list[Part] = [outcome.value for outcome in outcomes]
         self._seconds.look(found, counts)
         parts = []
         for rank, part in enumerate(found):
             try:
                 parts.append(self._seconds.read(part))
             except ValueError as error:
-                what = f"batch {self._calls.num_batches}"
-                raise ReplicaFailed(rank, str(self._devices[rank]), what, error) from error
+                raise ReplicaFailed(rank, str(self._devices[rank]), self._what, error) from error
         told = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
         if any(told) and not all(told):
             raise ValueError(
@@ -972,24 +588,32 @@ class DataParallelCoordinator:
         counted = [(part.loss, weight) for part, weight in zip(parts, weights, strict=True)]
         for rank, (loss, weight) in enumerate(counted):
             if weight and not math.isfinite(loss):
-                raise NonFiniteError(rank, self._calls.num_batches, "loss", remedy=_REMEDY)
+                raise NonFiniteError(rank, self._num_batches, "loss", remedy=_REMEDY)
         mean = sum(loss * weight for loss, weight in counted if weight) / (sum(weights) or 1.0)
         return mean, sum(part.correct for part in parts), weights
 
     def _reduce(self, weights: Sequence[float]) -> float:
         """Average the gradients on all replicas; their norm."""
-        outcomes = self._calls.run(lambda rank: self._replicas[rank].reduce(weights[rank]))
-        if (error := first_error(outcomes)[1]) is not None:
-            self._calls.fault = (
-                f"their gradients could not be averaged ({error}), and the group is broken"
+        ends: Sequence[Collective | None] = self._runner.ends() or [None]
+
+        def reduce(rank: int) -> Reduced:
+            with self._runner.waking_peers():
+                return self._shards.reduce(rank, ends[rank], weights[rank])
+
+        try:
+            outcomes = self._run(reduce)
+        except ReplicaFailed as error:
+            self._runner.fault = (
+                f"their gradients could not be averaged ({error.__cause__}), and the group is "
+                "broken"
             )
-        reduced = self._calls.values(outcomes)
+            raise
+        reduced: list[Reduced] = [outcome.value for outcome in outcomes]
         bad = [rank for rank, r in enumerate(reduced) if not math.isfinite(r.norm)]
         if bad:
             rank = next((r for r in bad if weights[r] and reduced[r].bad is not None), bad[0])
             name = reduced[rank].bad
-            number = self._calls.num_batches
-            raise NonFiniteError(rank, number, "gradient", name, remedy=_REMEDY)
+            raise NonFiniteError(rank, self._num_batches, "gradient", name, remedy=_REMEDY)
         return float(reduced[0].norm)
 
     def _step(self, norm: float, counts: Sequence[int]) -> None:
@@ -997,9 +621,13 @@ class DataParallelCoordinator:
         if self._max_grad_norm is not None:
             factor = min(1.0, self._max_grad_norm / (norm + 1e-6))
         source = self._replicas[next(rank for rank, n in enumerate(counts) if n)]
-        self._calls.settle(lambda rank: self._replicas[rank].step(factor, source))
+        options = self._groups.options()
+        self._run(
+            lambda rank: self._shards.step(rank, factor, source, options if rank else None),
+            changes=True,
+        )
         if self._unlike:
-            self._copy_from_primary(lambda r, _: r.copy_params(self._replicas[0]))
+            self._copy_from_primary(lambda r: r.copy_params(self._replicas[0]))
 
     def sync_params(self) -> None:
         """Give every replica the primary's parameters, frozen ones too, and buffers.
@@ -1011,27 +639,59 @@ class DataParallelCoordinator:
             ReplicaMismatch, RuntimeError: As :meth:`train_batch`.
         """
         with self._turn():
-            self._mirror.follow_flags()
-            self._copy_all(self._marks(()))
+            self._follow()
+            self._copy_all()
 
-    def _copy_all(self, marks: Sequence[Event]) -> None:
-        """Give every replica all tensors of the primary's."""
+    def _follow(self) -> None:
+        """Parts, modes and frozen parameters of the primary hold for all."""
         self._mirror.check()
+        for module in self._replicas[0].modules:
+            for key, buffer in module._buffers.items():
+                # Made by a forward in inference mode: nobody else may write to it.
+                if buffer is not None and buffer.is_inference():
+                    with torch.inference_mode(False):
+                        module._buffers[key] = buffer.clone()
+        self._mirror.flags(always=True)  # loss_fn may have changed those of any replica
+
+    def _copy_all(self) -> None:
+        """Give every replica all tensors of the primary's."""
+        first = Template.of(self.primary)
+        for rank, model in enumerate(self.models[1:], 1):
+            difference = first.first_difference(Template.of(model))
+            if difference is not None:
+                raise ReplicaMismatch(
+                    f"replica {rank} cannot follow the primary: {difference}; change tensors in "
+                    "place and keep their shapes, or build a new DataParallelCoordinator"
+                )
         if not self._alike:
             self._undo()  # of a batch that was interrupted; nothing where it was stepped
         self._alike = False
-        self._copy_from_primary(lambda r, rank: r.copy_all(self._replicas[0], rank, marks))
+        self._copy_from_primary(lambda r: r.copy_weights(self._replicas[0]))
         self._are_alike()
 
     def _undo(self) -> None:
-        self._calls.settle(lambda rank: self._replicas[rank].undo())
+        self._run(self._shards.undo, changes=True)
 
     def _are_alike(self) -> None:
         self._mirror.are_alike()
         self._alike = True
 
-    def _copy_from_primary(self, copy: Callable[[LoopReplica, int], None]) -> None:
-        self._calls.settle(lambda rank: copy(self._replicas[rank], rank) if rank else None)
+    def _copy_from_primary(self, copy: Callable[[LoopReplica], None]) -> None:
+        self._run(lambda rank: copy(self._replicas[rank]) if rank else None, changes=True)
+
+    def _run(
+        self,
+        work: Callable[[int], Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        changes: bool = False,
+    ) -> list[TaskOutcome]:
+        tasks = [partial(work, rank) for rank in range(self.num_devices)]
+        return self._runner.run(tasks, self._what, tensors, changes=changes)
+
+    @property
+    def _what(self) -> str:
+        return f"batch {self._num_batches}"
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -1041,13 +701,18 @@ class DataParallelCoordinator:
                 "time, and not from loss_fn"
             )
         with self._busy:  # not acquire(): Ctrl-C could come before a try
-            self._calls.check()
+            self._check_open()
             yield
 
-    def _marks(self, samples: Any) -> list[Event]:
-        """Events in the caller's current streams of every GPU that plays a part."""
-        tensors = [part for part in parts_of(samples) if isinstance(part, Tensor)]
-        return StreamSync(self._devices).marks(tensors)
+    def _check_open(self) -> None:
+        self._runner.judge()
+        if self._runner.closed:
+            raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
+        if self._runner.fault is not None:
+            raise RuntimeError(
+                f"the replicas may differ, for {self._runner.fault}; build a new "
+                "DataParallelCoordinator from a saved state"
+            )
 
     # -- the end ------------------------------------------------------------------------
 
@@ -1057,7 +722,7 @@ class DataParallelCoordinator:
         Raises:
             RuntimeError: A thread does not come back from user code.
         """
-        self._threads.close()
+        self._runner.close()
 
     def __enter__(self) -> DataParallelCoordinator:
         """Close when the block is left."""
@@ -1070,3 +735,16 @@ class DataParallelCoordinator:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+_GROUPS = (AverageBackend.NCCL, AverageBackend.GLOO)
+
+
+def _maker(model_factory: ModelFactory) -> MakeModel:
+    def make(rank: int, device: torch.device, first: nn.Module | None) -> nn.Module:
+        model = build_model(model_factory, device)
+        if first is not None:
+            adopt(model, Template.of(first), rank)
+        return model
+
+    return make

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
-from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.config import AverageBackend
 from runtime.core.checks import check_devices
 from runtime.core.errors import ReplicaMismatch
+from runtime.core.weight import Weight, check_weight, parts_of, scale_
 from runtime.device import cuda_api
 from runtime.loop.reduction import CpuReduction, GroupReduction, Reduction, StagedReduction
+from runtime.loop.runner import resolve_backend
 from runtime.replica.build import Template
 from runtime.replica.flat import FlatBuffers
-from runtime.replica.weights import Weight, check_weight, parts_of, scale_
 
 # -- What each parameter and buffer of models of one kind is called on which rank --
 
@@ -317,13 +317,7 @@ class Ddp:
         if not isinstance(backend, AverageBackend):
             raise TypeError(f"Ddp.wrap: backend={backend!r}; pass an AverageBackend")
         replicas = ReplicaSet(found, places)
-        chosen, reason = choose_backend(
-            backend,
-            ApplyPolicy.SYNC,
-            [str(device) for device in places],
-            nccl_available=torch.distributed.is_available()
-            and torch.distributed.is_nccl_available(),
-        )
+        chosen, reason = resolve_backend(backend, places)
         return cls(replicas, places, chosen, reason, make_reduction(chosen, places))
 
     @property

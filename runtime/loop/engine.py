@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -17,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from coordinator.dispatch import split_by_ratio
 from runtime.collective import Collective
 from runtime.core.errors import ReplicaFailed
 from runtime.core.nested import flatten
+from runtime.core.weight import Weight
 from runtime.loop.alike import Likeness
-from runtime.loop.balance import Balancer, Cadence, deal, sync_seconds
+from runtime.loop.balance import Balancer, Cadence, sync_seconds
 from runtime.loop.gather import Call
+from runtime.loop.rank_threads import Task
 from runtime.loop.replica import (
     LearningRate,
     LoopReplica,
@@ -35,10 +37,9 @@ from runtime.loop.replica import (
     mean_of_accumulated,
     weighted_loss,
 )
-from runtime.loop.runner import END_S, Journal, Runner, Task
+from runtime.loop.runner import END_S, Journal, Runner
 from runtime.loop.scatter import Ambient, Scatter, move, placed
 from runtime.replica.build import OptimFactory, build_optimizer
-from runtime.replica.weights import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -174,72 +175,6 @@ def total_weight(weights: Sequence[Weight | None]) -> Weight | None:
     return sum(given[1:], given[0]) if given else None
 
 
-class Engine(ABC):
-    """Trains one model on some devices.
-
-    Attributes:
-        devices: Theirs, in order of rank.
-        models: The replicas; the first one is the user's.
-        optimizers: One for each.
-        rate: The learning rate.
-    """
-
-    devices: tuple[torch.device, ...]
-    models: tuple[nn.Module, ...]
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    rate: LearningRate
-
-    @property
-    @abstractmethod
-    def chunk_ratios(self) -> tuple[float, ...]:
-        """Each device's part of a batch."""
-
-    @property
-    @abstractmethod
-    def batch_counts(self) -> tuple[int, ...]:
-        """Each device's batches between two reductions."""
-
-    @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a batch."""
-
-    @abstractmethod
-    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
-        """Train several batches up to their gradients; gives their losses."""
-
-    @abstractmethod
-    def step(self, weight: Weight | None = None) -> None:
-        """Divide by the weight, step every optimizer and forget the gradients."""
-
-    @abstractmethod
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of the whole batch; gives the norm they had."""
-
-    @abstractmethod
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-
-    @abstractmethod
-    def sync_params(self) -> None:
-        """Give rank 0's weights to all."""
-
-    @abstractmethod
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state on every rank."""
-
-    @abstractmethod
-    def set_attribute(self, name: str, value: object) -> None:
-        """Set an attribute of every replica."""
-
-    @abstractmethod
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        """Add a buffer to every replica."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what was started. Idempotent."""
-
-
 # -- Several replicas behind one module: one batch shared out, or several for each --
 
 GUESSED = (
@@ -249,7 +184,7 @@ GUESSED = (
 )
 
 
-class Team(Engine):
+class Team:
     """Runs replicas in their threads and keeps them alike.
 
     Calls are serialised; backward comes through autograd, in whatever thread that uses.
@@ -262,6 +197,12 @@ class Team(Engine):
         journal: Takes down what happens.
         max_grad_norm: Clips gradients; ``None``: they stay as they are.
         drifting: Whether devices compute different bits from the same gradients.
+
+    Attributes:
+        devices: Theirs, in order of rank.
+        models: The replicas' models.
+        optimizers: One for each.
+        rate: The learning rate.
     """
 
     def __init__(
@@ -395,7 +336,7 @@ class Team(Engine):
             if batches:
                 self._notice_gradients()
                 self._open(Window.ACCUMULATED)
-            sizes = deal(len(batches), self.batch_counts)
+            sizes = split_by_ratio(len(batches), self.batch_counts)
             tasks: list[Task | None] = []
             start = 0
             for replica, size in zip(self._replicas, sizes, strict=True):
@@ -621,7 +562,7 @@ def _accumulate(
 # -- One device: the model itself, with nothing in between --
 
 
-class Solo(Engine):
+class Solo:
     """One model on one device, in the caller's thread and on its streams.
 
     Args:
@@ -630,6 +571,9 @@ class Solo(Engine):
         optim_factory: Makes the optimizer.
         max_grad_norm: Clips gradients; ``None``: they stay as they are.
         journal: Takes down what happens.
+
+    Attributes:
+        devices, models, optimizers, rate: See :class:`Team`.
     """
 
     def __init__(
@@ -800,3 +744,7 @@ def _refuse(solo: weakref.ref[Solo], grads: Any) -> None:
         self._notice_zeroed()
         if self._num_accumulated:
             raise RuntimeError(MIXED)
+
+
+Engine = Team | Solo
+"""Trains one model on some devices."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from runtime.core.weight import Weight, parts_of
 from runtime.loop.replica import Shard
 from runtime.loop.scatter import Scatter, carry
-from runtime.replica.weights import Weight, parts_of
 
 
 class Backward(Protocol):

@@ -10,24 +10,23 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
-from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.config import AverageBackend
 from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import ReplicaMismatch
+from runtime.core.weight import LossWeightFn, check_weight
 from runtime.device.base import Device, device_summary
 from runtime.device.sync import StreamSync
 from runtime.loop.balance import Balancer, Cadence, rounds, unequal_gpus
 from runtime.loop.config import DdpConfig
-from runtime.loop.data_parallel import kind_of
 from runtime.loop.engine import Engine, Solo, Team
+from runtime.loop.rank_threads import Task
 from runtime.loop.replica import LoopReplica, LossFn
-from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner, Task
+from runtime.loop.runner import Ends, Journal, Runner, resolve_backend
 from runtime.replica.build import OptimFactory, Template, adopt, build_model
 from runtime.replica.schedule import SchedulerFactory
-from runtime.replica.weights import LossWeightFn, check_weight
 
 logger = logging.getLogger(__name__)
 
@@ -490,24 +489,23 @@ def set_up(
     if spaced is None:
         spaced = unequal_gpus(places)
     cadence = Cadence.of(len(places), config, spaced=spaced)
-    kind, reason = _transport(places)
+    backend, reason = resolve_backend(AverageBackend.AUTO, places)
+    kind = "nccl" if backend is AverageBackend.NCCL else "thread"
+    logger.info("gradients go over %s: %s", kind, reason)
     make_ends = partial(create_collectives, len(places), kind, places, COLLECTIVE_TIMEOUT_S)
     ends = Ends(make_ends)
 
-    def at_end() -> None:
-        journal.finish()  # of a model that was dropped, not closed
-        ends.close()
-
     journal.begin(places, kind, reason)
     try:
-        threads = ReplicaThreads(places, at_end)
+        runner = Runner(places, ends, journal)
     except BaseException as error:
         journal.finish(error)
         raise
     try:
-        replicas = _build_replicas(threads, source, optim_factory, config.loss_weight)
+        replicas = build_replicas(
+            runner, source.make, optim_factory, config.loss_weight, tensors=source.tensors()
+        )
         ends.get()
-        runner = Runner(threads, places, ends, journal)
         balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
         drifting = len({kind_of(place) for place in places}) > 1
         team = Team(
@@ -523,8 +521,12 @@ def set_up(
         return source.finish(ReplicatedModule(team, source.head))
     except BaseException as error:
         journal.finish(error)
-        threads.close()
+        runner.close()
         raise
+
+
+MakeModel = Callable[[int, torch.device, nn.Module | None], nn.Module]
+"""``f(rank, device, first)`` gives a rank's model on its device, with the weights of rank 0's."""
 
 
 class Source:
@@ -611,71 +613,61 @@ def _check_module(model: nn.Module) -> None:
         raise ValueError("no parameter of the model requires a gradient, nothing can be trained")
 
 
-def _build_replicas(
-    threads: ReplicaThreads,
-    source: Source,
+def build_replicas(
+    runner: Runner,
+    make: MakeModel,
     optim_factory: OptimFactory,
-    loss_weight: LossWeightFn | None,
+    loss_weight: LossWeightFn | None = None,
+    *,
+    tensors: Sequence[Tensor] = (),
 ) -> list[LoopReplica]:
-    """One after the other, each in its own thread, rank 0 first."""
+    """One after the other, each in its own thread, rank 0 first.
+
+    Args:
+        runner: Has their threads.
+        make: Makes a rank's model.
+        optim_factory: Makes its optimizer.
+        loss_weight: See :class:`~runtime.DdpConfig`.
+        tensors: What the models consist of, as far as they are there already.
+    """
     replicas: list[LoopReplica] = []
-    used: list[list[bool]] = [[] for _ in threads.contexts]
-    sync = StreamSync([context.device for context in threads.contexts])
+    num_ranks = len(runner.contexts)
+    used: list[list[bool]] = [[] for _ in runner.contexts]
+    sync = StreamSync([context.device for context in runner.contexts])
     # A model that is on a GPU may still be on its way there.
-    events = sync.marks(source.tensors())
-    for rank, context in enumerate(threads.contexts):
-        first = replicas[0].model if replicas else None
-        build = partial(_build, rank, context, source, optim_factory, first, used, loss_weight)
-        tasks: list[Task | None] = [None] * len(threads.contexts)
-        tasks[rank] = partial(_after, partial(sync.wait, context.device, events), build)
-        outcome = threads.run(tasks)[rank]
+    events = sync.marks(tensors)
+
+    def build(rank: int, context: Device) -> LoopReplica:
+        sync.wait(context.device, events)
+        model = make(rank, context.device, replicas[0].model if replicas else None)
+        for name, p in model.named_parameters():
+            if num_ranks > 1 and p.requires_grad and not p.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r} is {p.dtype}: gradients of several devices can be added "
+                    "up for floating-point parameters only; hold its real and imaginary part apart"
+                )
+        replica = LoopReplica(rank, context, model, optim_factory, used, loss_weight)
+        context.finish()  # others copy its weights on streams of their own
+        return replica
+
+    for rank, context in enumerate(runner.contexts):
+        tasks: list[Task | None] = [None] * num_ranks
+        tasks[rank] = partial(build, rank, context)
+        outcome = runner.execute(tasks)[rank]
         if outcome.error is not None:
-            outcome.error.add_note(f"while rank {rank} was built on {context.device}")
+            outcome.error.add_note(f"while replica {rank} was built on {context.device}")
             raise outcome.error
         replicas.append(outcome.value)
     return replicas
 
 
-def _after(first: Callable[[], object], then: Callable[[], Any]) -> Any:
-    first()
-    return then()
-
-
-def _build(
-    rank: int,
-    context: Device,
-    source: Source,
-    optim_factory: OptimFactory,
-    first: nn.Module | None,
-    used: list[list[bool]],
-    loss_weight: LossWeightFn | None,
-) -> LoopReplica:
-    model = source.make(rank, context.device, first)
-    for name, p in model.named_parameters():
-        if p.requires_grad and not p.is_floating_point():
-            raise ValueError(
-                f"parameter {name!r} is {p.dtype}: gradients of several devices can be added up "
-                "for floating-point parameters only; hold its real and imaginary part apart"
-            )
-    replica = LoopReplica(rank, context, model, optim_factory, used, loss_weight)
-    context.finish()  # others copy its weights on streams of their own
-    return replica
+def kind_of(device: torch.device) -> str:
+    """What replicas must share to compute the same bits."""
+    if device.type == "cpu":
+        return device.type
+    return str(torch.cuda.get_device_properties(device).name)
 
 
 def _visible() -> tuple[torch.device, ...]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
-
-
-def _transport(devices: Sequence[torch.device]) -> tuple[str, str]:
-    """Kind of the ranks' group, NCCL where that serves these devices, and why."""
-    names = [str(device) for device in devices]
-    backend, reason = choose_backend(
-        AverageBackend.AUTO,
-        ApplyPolicy.SYNC,
-        names,
-        nccl_available=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
-    )
-    kind = "nccl" if backend is AverageBackend.NCCL else "thread"
-    logger.info("gradients go over %s: %s", kind, reason)
-    return kind, reason

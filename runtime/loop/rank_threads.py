@@ -11,8 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
+from coordinator.errors import GpuWorkerError
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.threads import IntraOpThreads, Living, resolve_vector_math
 
 logger = logging.getLogger(__name__)
@@ -25,6 +29,9 @@ LOOK_S = 0.2
 no wait is longer than this."""
 
 
+Task = Callable[[], Any]
+
+
 class Work(Protocol):
     """What the threads of some ranks do, each its part."""
 
@@ -32,60 +39,78 @@ class Work(Protocol):
         """Do a rank's part, in its thread; ``broken`` is why it cannot be done. Never raises."""
 
 
-class Outcome(NamedTuple):
-    """What became of a rank's work.
+@dataclass(slots=True)
+class TaskOutcome:
+    """What came of one rank's task.
 
     Attributes:
         value: What it returned.
-        error: What it raised, if it did.
+        error: What it raised.
+        start_s: When it began, by ``time.monotonic()``.
+        end_s: When it ended.
     """
 
     value: Any = None
     error: BaseException | None = None
+    start_s: float = 0.0
+    end_s: float = 0.0
 
 
-class Call:
-    """One piece of work for every rank. Thread-safe.
+class Job:
+    """Tasks of several ranks, and whoever waits for all of them. Thread-safe.
+
+    Args:
+        tasks: One for each rank; ``None``: nothing to do.
 
     Attributes:
         outcomes: One for each rank, in order; complete once :meth:`wait` says so.
+        ranks: Those that have a task.
         is_begun: Whether a rank may have it.
     """
 
-    def __init__(self, work: Callable[[int], Any], num_ranks: int) -> None:
-        self._work = work
-        self.outcomes: list[Outcome] = [Outcome()] * num_ranks
+    def __init__(self, tasks: Sequence[Task | None]) -> None:
+        self._tasks = list(tasks)  # each is its own rank's thread's
+        self.outcomes = [TaskOutcome() for _ in tasks]
+        self.ranks = [rank for rank, task in enumerate(tasks) if task is not None]
         self.is_begun = False
-        self._taken = [False] * num_ranks  # each is its own rank's thread's
         self._lock = threading.Lock()
-        self._num_left = num_ranks
+        self._num_left = len(self.ranks)
         # Not an Event: its methods are Python code, which Ctrl-C may leave in the middle with
         # the lock inside it held for good.
         self._done = threading.Lock()
         self._done.acquire()
 
     def carry_out(self, rank: int, broken: BaseException | None) -> None:
-        """Do a rank's part, in its thread, once; ``broken`` is why it cannot be done."""
-        if self._taken[rank]:
+        """Do a rank's task, in its thread, once; ``broken`` is why it cannot be done."""
+        outcome, task = self.outcomes[rank], self._tasks[rank]
+        if task is None:
             return
-        self._taken[rank] = True
-        if broken is not None:
-            self.outcomes[rank] = Outcome(error=broken)
-        else:
-            try:
-                self.outcomes[rank] = Outcome(self._work(rank))
-            except BaseException as error:
-                self.outcomes[rank] = Outcome(error=error)
+        outcome.start_s = time.monotonic()
+        try:
+            if broken is not None:
+                raise broken
+            outcome.value = task()
+        except BaseException as error:
+            outcome.error = error
+        self._tasks[rank] = task = None  # what it holds is the caller's alone from here on
+        outcome.end_s = time.monotonic()
         with self._lock:
             self._num_left -= 1
             last = self._num_left == 0
         if last:
             self._done.release()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, threads: RankThreads | None = None) -> bool:
         """Block until every rank is through; ``False`` if time is up before.
 
         Can be interrupted by a signal. The ranks' work goes on then.
+
+        Args:
+            timeout_s: In seconds; ``None``: no end.
+            threads: Those that do it, if the caller wants to know when they have ended.
+
+        Raises:
+            GpuWorkerError: A thread has ended with its part undone.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._num_left:
@@ -95,7 +120,25 @@ class Call:
             # Taken by whoever waits first, who leaves it to the others.
             if self._done.acquire(timeout=left):
                 self._done.release()
+            elif threads is not None:
+                dead = [name for rank, name in threads.dead().items() if self._tasks[rank]]
+                if dead:
+                    raise GpuWorkerError(f"threads have ended: {', '.join(dead)}; set up again")
         return True
+
+
+def own_failures(outcomes: Sequence[TaskOutcome]) -> list[tuple[int, BaseException]]:
+    """Rank and error of those that failed on their own account; else of the first woken one."""
+    failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
+    # Peers of a rank that failed are only woken by it.
+    own = [f for f in failed if not isinstance(f[1], (CollectiveAborted, CollectiveTimeout))]
+    return own or failed[:1]
+
+
+def first_failure(outcomes: Sequence[TaskOutcome]) -> tuple[int, BaseException] | None:
+    """Rank and error of the first that failed on its own account, if one did."""
+    failed = own_failures(outcomes)
+    return failed[0] if failed else None
 
 
 Inbox = queue.SimpleQueue[Work | None]
@@ -164,33 +207,29 @@ class RankThreads:
         """Whether no call is accepted any more."""
         return self._closed
 
-    def start(self, work: Callable[[int], Any]) -> Call:
-        """Let every rank's thread call ``work(rank)``, behind earlier calls. Does not block.
+    def start(self, work: Callable[[int], Any]) -> Job:
+        """Let every rank's thread call ``work(rank)``, behind earlier jobs. Does not block.
 
         For whoever must know, if Ctrl-C comes meanwhile, that all ranks do it or none does:
-        :meth:`new_call` and :meth:`deliver`.
+        make a :class:`Job`, and :meth:`deliver` it.
 
         Raises:
             RuntimeError: They are closed, or were left behind in a fork.
         """
-        call = self.new_call(work)
-        self.deliver(call)
-        return call
+        job = Job([partial(work, rank) for rank in range(len(self._inboxes))])
+        self.deliver(job)
+        return job
 
-    def new_call(self, work: Callable[[int], Any]) -> Call:
-        """A call that no rank has yet."""
-        return Call(work, len(self._inboxes))
-
-    def deliver(self, call: Call) -> None:
-        """Give a call to every rank's thread. Does not block.
+    def deliver(self, job: Job) -> None:
+        """Give a job to the threads of its ranks. Does not block.
 
         Where an exception left this in the middle, the next try completes it: each rank does
-        its part once, however often it gets the call.
+        its part once, however often it gets the job.
 
         Raises:
-            RuntimeError: As :meth:`start`; no rank has the call.
+            RuntimeError: As :meth:`start`; no rank has the job.
         """
-        self.post(call, range(len(self._inboxes)))
+        self.post(job, job.ranks)
 
     def post(self, work: Work, ranks: Iterable[int]) -> None:
         """Let the threads of these ranks carry out work, behind earlier work. Does not block.
@@ -206,7 +245,7 @@ class RankThreads:
         with self._lock:  # a close comes before a call or behind it on every rank
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name} are closed")
-            if isinstance(work, Call):
+            if isinstance(work, Job):
                 work.is_begun = True
             for rank in ranks:
                 self._inboxes[rank].put(work)
@@ -217,9 +256,9 @@ class RankThreads:
         # of a thread that has ended may be another's by now.
         return any(t.ident == threading.get_ident() and t.is_alive() for t in self._threads)
 
-    def dead(self) -> list[str]:
-        """Names of the threads that have ended."""
-        return [thread.name for thread in self._threads if not thread.is_alive()]
+    def dead(self) -> dict[int, str]:
+        """Rank and name of each thread that has ended."""
+        return {rank: t.name for rank, t in enumerate(self._threads) if not t.is_alive()}
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the threads behind the calls they have, and wait for them. Idempotent.

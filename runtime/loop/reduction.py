@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor
 
 from runtime.collective import Collective, create_collectives
 from runtime.collective.base import LOW_PRECISION
-from runtime.core.errors import CollectiveAborted
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event
 from runtime.device.sync import StreamSync
-from runtime.loop.rank_threads import Outcome, RankThreads
+from runtime.loop.rank_threads import Job, RankThreads, first_failure
 
 Tensors = Sequence[Tensor]
 
@@ -256,17 +256,19 @@ class GroupReduction(Reduction):
                 self._sync.wait(self._devices[rank], [self._events[rank]])
                 self._ends[rank].weighted_mean_(flats[rank], weights[rank])
 
-            call = self._threads.new_call(exchange)
+            job = Job([partial(exchange, rank) for rank in range(len(flats))])
             try:
-                self._threads.deliver(call)
-                call.wait()
+                self._threads.deliver(job)
+                job.wait()
             except BaseException:  # Ctrl-C: nobody may write to the tensors any more
-                if call.is_begun:
+                if job.is_begun:
                     self._ends[0].abort()
-                    self._threads.deliver(call)
-                    call.wait(ABORT_S)
+                    self._threads.deliver(job)
+                    job.wait(ABORT_S)
                 raise
-            _raise_first(call.outcomes)
+            failure = first_failure(job.outcomes)
+            if failure is not None:
+                raise failure[1]
             for packed, own in zip(self._packed, tensors, strict=True):
                 packed.store(own)
 
@@ -300,10 +302,3 @@ def _closing(ends: Sequence[Collective]) -> Callable[[], None]:
             end.close()
 
     return close
-
-
-def _raise_first(outcomes: Sequence[Outcome]) -> None:
-    """Raise what went wrong first: others failed because of it."""
-    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    if errors:
-        raise next((e for e in errors if not isinstance(e, CollectiveAborted)), errors[0])

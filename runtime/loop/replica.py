@@ -16,12 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from runtime.collective import Collective
 from runtime.core.nested import Spec, flatten
-from runtime.device.base import Device
-from runtime.loop.scatter import Piece, carry, move, outside_autocast, placed
-from runtime.replica.build import OptimFactory, build_optimizer
-from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
-from runtime.replica.schedule import Schedule, SchedulerFactory
-from runtime.replica.weights import (
+from runtime.core.weight import (
     LossWeightFn,
     Weight,
     Weighted,
@@ -29,9 +24,14 @@ from runtime.replica.weights import (
     inverse_of,
     piece_weight,
     scale_,
-    weigh_,
     weight_field,
 )
+from runtime.device.base import Device
+from runtime.loop.scatter import Piece, carry, move, outside_autocast, placed
+from runtime.replica.build import OptimFactory, build_optimizer
+from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
+from runtime.replica.gradients import weigh_
+from runtime.replica.schedule import Schedule, SchedulerFactory
 
 # -- Gradients on their way between the replicas --
 
@@ -113,7 +113,7 @@ class GradientExchange:
             if grad is None:
                 view.zero_()
             else:
-                _refuse_sparse(name, grad)
+                refuse_sparse(name, grad)
                 targets.append(view)
                 sources.append(grad)
         if targets:
@@ -134,11 +134,11 @@ class GradientExchange:
             grad = mine.grad
             if grad is None:
                 continue
-            _refuse_sparse(name, grad)
+            refuse_sparse(name, grad)
             if theirs.grad is None:
                 theirs.grad = grad
             else:
-                _refuse_sparse(name, theirs.grad)
+                refuse_sparse(name, theirs.grad)
                 targets.append(theirs.grad)
                 sources.append(grad)
         if targets:
@@ -155,7 +155,7 @@ class GradientExchange:
             if theirs.grad is None:
                 mine.grad = None
                 continue
-            _refuse_sparse(name, theirs.grad)
+            refuse_sparse(name, theirs.grad)
             targets.append(view)
             sources.append(theirs.grad)
             mine.grad = view
@@ -170,7 +170,8 @@ class GradientExchange:
             p.grad = view if flag else None
 
 
-def _refuse_sparse(name: str, grad: Tensor) -> None:
+def refuse_sparse(name: str, grad: Tensor) -> None:
+    """Raise ``ValueError`` for a gradient that cannot be laid into a flat tensor."""
     if grad.layout is not torch.strided:
         raise ValueError(
             f"parameter {name!r} has a sparse gradient, which replicas cannot add up: "
@@ -300,6 +301,7 @@ class LoopReplica:
         sample_timer: Times forward and backward, for so many samples.
         batch_timer: Times whole batches.
         sync_timer: Times the averages of several batches.
+        exchange: Its gradients on their way to the others.
         reduced_s: When the last exchange of gradients began and ended, on the host.
     """
 
@@ -327,7 +329,7 @@ class LoopReplica:
         self.sample_timer = context.new_timer()
         self.batch_timer = context.new_timer()
         self.sync_timer = context.new_timer()
-        self._exchange = GradientExchange(self.state.params, rank, used, context.comm)
+        self.exchange = GradientExchange(self.state.params, rank, used, context.comm)
         self._comm = context.comm
         self.reduced_s = (0.0, 0.0)
 
@@ -368,24 +370,24 @@ class LoopReplica:
     def collect(self, collective: Collective) -> None:
         """See :meth:`GradientExchange.collect`."""
         start_s = time.monotonic()
-        self._exchange.collect(collective)
+        self.exchange.collect(collective)
         self.reduced_s = (start_s, time.monotonic())
 
     def hand_to(self, first: LoopReplica) -> None:
         """See :meth:`GradientExchange.hand_to`."""
         start_s = time.monotonic()
-        self._exchange.hand_to(first._exchange)
+        self.exchange.hand_to(first.exchange)
         self.reduced_s = first.reduced_s = (start_s, time.monotonic())
 
     def take_from(self, first: LoopReplica) -> None:
         """See :meth:`GradientExchange.take_from`."""
         self.state.params.check()
-        self._exchange.take_from(first._exchange)
+        self.exchange.take_from(first.exchange)
 
     @property
     def num_elements(self) -> int:
         """Of the parameters that are exchanged."""
-        return self._exchange.num_elements
+        return self.exchange.num_elements
 
     # -- several batches between two reductions ------------------------------------------
 
@@ -446,7 +448,7 @@ class LoopReplica:
         collective.barrier()  # that the slowest is waited for is no cost of the exchange
         start_s = time.monotonic()
         self.sync_timer.start()
-        self._exchange.average(collective, amount)
+        self.exchange.average(collective, amount)
         self.sync_timer.stop(1)
         self.reduced_s = (start_s, time.monotonic())
 
@@ -459,15 +461,16 @@ class LoopReplica:
     def spread(self, collective: Collective) -> None:
         """See :meth:`GradientExchange.spread`."""
         self.state.params.check()
-        self._exchange.spread(collective)
+        self.exchange.spread(collective)
 
-    def step(self, options: Options | None) -> None:
-        """Step the optimizer with the settings of rank 0's, and forget the gradients."""
+    def step(self, options: Options | None, *, keep: bool = False) -> None:
+        """Step the optimizer with the settings of rank 0's; ``keep`` the gradients or forget."""
         if options is not None:
             self._set_options(options)
         with self.guard.stepping():
             self.optimizer.step()
-        self.zero_grad()
+        if not keep:
+            self.zero_grad()
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""
@@ -537,6 +540,14 @@ class LoopReplica:
         if mine:
             with _writing(mine):
                 torch._foreach_copy_(mine, theirs)
+
+    @torch.no_grad()
+    def restore_buffers(self, kept: Sequence[Tensor]) -> None:
+        """Write back what the buffers were; nothing where none were kept."""
+        mine = self.state.buffers.tensors()
+        if kept and mine:
+            with _writing(mine):
+                torch._foreach_copy_(mine, list(kept))
 
     @torch.no_grad()
     def broadcast_buffers(self, collective: Collective) -> None:
@@ -698,6 +709,18 @@ class ParamGroups:
         for replica in self._others:
             replica.set_groups(places, self.options())
         self._members = members
+
+    def check(self) -> None:
+        """Refuse other groups than there were.
+
+        Raises:
+            RuntimeError: There are.
+        """
+        if self._read() != self._members:
+            raise RuntimeError(
+                "the first optimizer has other parameter groups than the others: build all "
+                "groups in optim_factory"
+            )
 
     def options(self) -> Options:
         """Settings of rank 0's groups, as they are now; the caller's own."""

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
+from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
+from runtime.core.errors import ReplicaFailed
 from runtime.core.nested import flatten
 from runtime.core.threads import IntraOpThreads
 from runtime.device.cuda import open_device
 from runtime.device.sync import StreamSync
-from runtime.loop.rank_threads import RankThreads
+from runtime.loop.rank_threads import (
+    Job,
+    RankThreads,
+    Task,
+    TaskOutcome,
+    first_failure,
+    own_failures,
+)
 from runtime.loop.replica import LoopReplica
 from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind, RunFacts
 from runtime.timeline.recorder import Lane
@@ -33,175 +40,17 @@ logger = logging.getLogger(__name__)
 
 # -- The threads in which replicas run: one for each device, idle until they are given work --
 
-Task = Callable[[], Any]
 END_S = 10.0
 """How long the end waits for all threads together."""
-LOOK_S = 1.0
-"""How often a caller looks whether the threads that it waits for live."""
+SETTLE_S = 30.0
+"""How long Ctrl-C waits for replicas that must come to the end of what they are doing."""
 
 _numbers = count()
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What came of one rank's task.
-
-    Attributes:
-        value: What it returned.
-        error: What it raised.
-        start_s: When it began, by ``time.monotonic()``.
-        end_s: When it ended.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    start_s: float = 0.0
-    end_s: float = 0.0
-
-
-class Job:
-    """Tasks of several ranks, and the caller that waits for all of them."""
-
-    def __init__(self, tasks: Sequence[Task | None]) -> None:
-        self._tasks: list[Task | None] = list(tasks)
-        self.outcomes = [Outcome() for _ in tasks]
-        self._left = sum(task is not None for task in tasks)
-        self._mutex = threading.Lock()
-        self._done = threading.Lock()
-        if self._left:
-            self._done.acquire()
-
-    def carry_out(self, rank: int, broken: BaseException | None) -> None:
-        """Do a rank's task, in its thread; ``broken`` is why it cannot be done. Never raises."""
-        outcome, task = self.outcomes[rank], self._tasks[rank]
-        assert task is not None, "a rank without a task is given no job"
-        outcome.start_s = time.monotonic()
-        try:
-            if broken is not None:
-                raise broken
-            outcome.value = task()
-        except BaseException as error:
-            outcome.error = error
-        self._tasks[rank] = task = None  # what it holds is the caller's alone from here on
-        outcome.end_s = time.monotonic()
-        with self._mutex:
-            self._left -= 1
-            if not self._left:
-                self._done.release()
-
-    def wait(self, threads: RankThreads) -> None:
-        """Block until all tasks are done. Ctrl-C gets through.
-
-        Raises:
-            GpuWorkerError: A thread is gone.
-        """
-        while not self._done.acquire(timeout=LOOK_S):
-            dead = threads.dead()
-            if dead and not self._done.acquire(blocking=False):
-                raise GpuWorkerError(f"threads have ended: {', '.join(dead)}; set up again")
-
-
-class ReplicaThreads:
-    """One daemon thread for each device, which lives in its device's context.
-
-    The threads end with :meth:`close`, when this object is collected, or when the
-    interpreter exits; the last one out clears up. Used by one thread at a time.
-
-    Args:
-        devices: One for each rank; a device may stand more than once.
-        at_end: Called once, in whatever thread, when they have ended.
-
-    Attributes:
-        contexts: The device of each rank as its thread sees it.
-
-    Raises:
-        Exception: A device cannot be used.
-    """
-
-    def __init__(
-        self, devices: Sequence[torch.device], at_end: Callable[[], object] = lambda: None
-    ) -> None:
-        num_cpus = sum(device.type == "cpu" for device in devices)
-        if num_cpus:
-            IntraOpThreads.acquire()
-
-        def clear_up() -> None:
-            try:
-                at_end()
-            except Exception:
-                logger.warning("the replicas' group did not close", exc_info=True)
-            if num_cpus:
-                IntraOpThreads.release()
-
-        try:
-            self.contexts = [open_device(device, num_cpus) for device in devices]
-        except BaseException:
-            clear_up()
-            raise
-        # From here on the threads clear up, even if not all of them could be started.
-        contexts = [context.activate for context in self.contexts]
-        self._threads = RankThreads(f"replica-{next(_numbers)}", contexts, clear_up, lend=num_cpus)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the threads were told to end."""
-        return self._threads.closed
-
-    def check_caller(self) -> None:
-        """Refuse what could only block.
-
-        Raises:
-            RuntimeError: The threads have ended, or one of them calls.
-        """
-        if self.closed:
-            raise RuntimeError(
-                "the replicas' threads have ended: the model was closed; go on with model.module, "
-                "or set up again"
-            )
-        self.check_thread()
-
-    def check_thread(self) -> None:
-        """Refuse a call by one of the threads, which others wait for.
-
-        Raises:
-            RuntimeError: One of them calls.
-        """
-        if self._threads.has_caller():
-            raise RuntimeError("a replica cannot call the model that it is a part of")
-
-    def run(self, tasks: Sequence[Task | None]) -> list[Outcome]:
-        """Do each rank's task in its thread, all at the same time; blocks until all are done.
-
-        Args:
-            tasks: One for each rank; ``None``: nothing to do.
-
-        Returns:
-            What came of each. No task's exception is raised.
-
-        Raises:
-            RuntimeError: See :meth:`check_caller`.
-        """
-        self.check_caller()
-        job = Job(tasks)
-        self._threads.post(job, [rank for rank, task in enumerate(tasks) if task is not None])
-        job.wait(self._threads)
-        return job.outcomes
-
-    def close(self) -> None:
-        """End the threads once they have done what they were given. Idempotent.
-
-        Raises:
-            GpuWorkerError: One is still alive after a while, in the user's own code.
-        """
-        alive = self._threads.end(END_S)
-        if alive:
-            raise GpuWorkerError(
-                f"threads did not end within {END_S:g} s: {', '.join(alive)}; they are daemons "
-                "and will not keep the process alive"
-            )
-
-
-def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device], what: str) -> None:
+def raise_first(
+    outcomes: Sequence[TaskOutcome], devices: Sequence[torch.device], what: str
+) -> None:
     """Raise for the first rank that failed on its own account.
 
     Args:
@@ -212,16 +61,30 @@ def raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device], wh
     Raises:
         ReplicaFailed: With the rank named, and the original as its cause.
     """
-    failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
-    if not failed:
+    failures = own_failures(outcomes)
+    if not failures:
         return
-    # Peers of a rank that failed are only woken by it.
-    own = [f for f in failed if not isinstance(f[1], (CollectiveAborted, CollectiveTimeout))]
-    rank, error = (own or failed)[0]
+    rank, error = failures[0]
     raised = ReplicaFailed(rank, str(devices[rank]), what, error)
-    for other, peer in own[1:]:
+    for other, peer in failures[1:]:
         raised.add_note(f"rank {other} failed too: {type(peer).__name__}: {peer}")
     raise raised from error
+
+
+def resolve_backend(
+    backend: AverageBackend, devices: Sequence[torch.device]
+) -> tuple[AverageBackend, str]:
+    """The transport of gradients between replicas on these devices, and why it is that one.
+
+    Raises:
+        ValueError: The backend does not serve the devices.
+    """
+    return choose_backend(
+        backend,
+        ApplyPolicy.SYNC,
+        [str(device) for device in devices],
+        nccl_available=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+    )
 
 
 # -- What the replicas of a loop of the user's own did and when, on the lanes of a timeline --
@@ -291,7 +154,7 @@ class Journal:
     # -- the work ------------------------------------------------------------------------
 
     def outcomes(
-        self, what: str, outcomes: Sequence[Outcome], replicas: Sequence[LoopReplica] = ()
+        self, what: str, outcomes: Sequence[TaskOutcome], replicas: Sequence[LoopReplica] = ()
     ) -> None:
         """Each rank has done its task; with a reduction in it where it took one."""
         if self._timeline is None or what not in _TRAINING:
@@ -343,7 +206,7 @@ class Journal:
     def record(self, what: str, start_s: float) -> None:
         """The one device has done something, in the caller's thread."""
         if self._timeline is not None:
-            self.outcomes(what, [Outcome(start_s=start_s, end_s=time.monotonic())])
+            self.outcomes(what, [TaskOutcome(start_s=start_s, end_s=time.monotonic())])
 
     def watch_backward(self, output: Any) -> None:
         """Record the backward pass through what the one device has computed."""
@@ -366,7 +229,7 @@ class Journal:
             if tensor.requires_grad:
                 tensor.register_hook(begun)  # type: ignore[no-untyped-call]
 
-    def _stepped(self, spans: dict[int, Outcome]) -> None:
+    def _stepped(self, spans: dict[int, TaskOutcome]) -> None:
         assert self._timeline is not None, "checked by the caller"
         for rank, lane in enumerate(self._lanes):
             sizes, self._sizes[rank] = self._sizes[rank], []
@@ -424,31 +287,76 @@ class Ends:
 class Runner:
     """Gives tasks to the ranks and brings back what came of them. For one thread at a time.
 
+    A caller that leaves before its tasks are done, by Ctrl-C say, which may come between any
+    two lines, leaves them behind: whoever waits in a collective is woken, and the next call
+    has to :meth:`settle`. With ``patient`` it leaves once they are done: each piece of work is
+    done by all replicas or by none.
+
+    The threads, daemons, end with :meth:`close`, when this object is collected, or when the
+    interpreter exits; the last one out closes the journal and the group.
+
     Args:
-        threads: The ranks' threads.
-        devices: Their devices.
-        ends: Where they meet.
+        devices: One for each rank; a device may stand more than once.
+        ends: Where the ranks meet.
         journal: Takes down what happens.
         sync: Orders their streams and the caller's; ``None``: by events.
+        name: What the threads are called; ``None``: ``replica-<number of the loop>``.
+        patient: Whether tasks that were begun are always waited for.
 
     Attributes:
-        interrupted: Whether a caller left (by Ctrl-C, say) before its tasks were done.
+        contexts: The device of each rank as its thread sees it.
+        interrupted: Whether a caller left before its tasks were done.
+        fault: Why the replicas may differ for good, where it was ``patient``.
+
+    Raises:
+        Exception: A device cannot be used.
     """
 
     def __init__(
         self,
-        threads: ReplicaThreads,
         devices: Sequence[torch.device],
         ends: Ends,
         journal: Journal,
         sync: StreamSync | None = None,
+        *,
+        name: str | None = None,
+        patient: bool = False,
     ) -> None:
-        self._threads = threads
         self._devices = devices
         self._ends = ends
         self._journal = journal
         self._sync = sync or StreamSync(devices)
+        self._patient = patient
+        self._changing: Job | None = None
         self.interrupted = False
+        self.fault: str | None = None
+        num_cpus = sum(device.type == "cpu" for device in devices)
+        if num_cpus:
+            IntraOpThreads.acquire()
+
+        def clear_up() -> None:
+            try:
+                journal.finish()  # of a model that was dropped, not closed
+                ends.close()
+            except Exception:
+                logger.warning("the replicas' group did not close", exc_info=True)
+            if num_cpus:
+                IntraOpThreads.release()
+
+        try:
+            self.contexts = [open_device(device, num_cpus) for device in devices]
+        except BaseException:
+            clear_up()
+            raise
+        # From here on the threads clear up, even if not all of them could be started.
+        contexts = [context.activate for context in self.contexts]
+        name = name or f"replica-{next(_numbers)}"
+        self._threads = RankThreads(name, contexts, clear_up, lend=num_cpus)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads were told to end."""
+        return self._threads.closed
 
     def check_caller(self) -> None:
         """Refuse what could only block.
@@ -456,11 +364,21 @@ class Runner:
         Raises:
             RuntimeError: The threads have ended, or one of them calls.
         """
-        self._threads.check_caller()
+        if self.closed:
+            raise RuntimeError(
+                "the replicas' threads have ended: the model was closed; go on with model.module, "
+                "or set up again"
+            )
+        self.check_thread()
 
     def check_thread(self) -> None:
-        """See :meth:`ReplicaThreads.check_thread`."""
-        self._threads.check_thread()
+        """Refuse a call by one of the threads, which others wait for.
+
+        Raises:
+            RuntimeError: One of them calls.
+        """
+        if self._threads.has_caller():
+            raise RuntimeError("a replica cannot call the model that it is a part of")
 
     def ends(self) -> Sequence[Collective]:
         """Each rank's end of the group."""
@@ -472,7 +390,9 @@ class Runner:
         what: str,
         tensors: Sequence[Tensor] = (),
         reducing: Sequence[LoopReplica] = (),
-    ) -> list[Outcome]:
+        *,
+        changes: bool = False,
+    ) -> list[TaskOutcome]:
         """Do each rank's task in its thread; blocks until all are done.
 
         Args:
@@ -480,6 +400,7 @@ class Runner:
             what: What they do.
             tensors: What the tasks read of the caller's.
             reducing: Replicas that may exchange gradients in it, for the timeline.
+            changes: Whether the replicas differ for good if one of them fails in it.
 
         Raises:
             ReplicaFailed: A task raised.
@@ -491,26 +412,67 @@ class Runner:
                 None if task is None else partial(self._ordered, device, events, task)
                 for device, task in zip(self._devices, tasks, strict=True)
             ]
-        try:
-            outcomes = self._threads.run(tasks)
-        except BaseException:
-            self.interrupted = not self._threads.closed
-            self._ends.abort()
-            raise
+        outcomes = self.execute(tasks, changes=changes)
         if events:
             self._rejoin(outcomes)
         self._journal.outcomes(what, outcomes, reducing)
         raise_first(outcomes, self._devices, what)
         return outcomes
 
+    def execute(self, tasks: Sequence[Task | None], *, changes: bool = False) -> list[TaskOutcome]:
+        """As :meth:`run`, but no task's exception is raised, and no stream waits."""
+        self.check_caller()
+        job = Job(tasks)
+        self._changing = job if changes else None
+        before = self.fault
+        try:
+            self._threads.deliver(job)
+            job.wait(None, self._threads)
+        except BaseException:
+            if self._patient:
+                self._finish(job, before)
+            else:
+                self.interrupted = not self.closed
+                self._ends.abort()
+            raise
+        if changes:
+            self.judge()
+        return job.outcomes
+
+    def _finish(self, job: Job, before: str | None) -> None:
+        """Leave no thread at work on the replicas."""
+        self.fault = "it was interrupted, and a replica did not come to an end"
+        if job.is_begun:
+            self._threads.deliver(job)  # to those that it has not reached
+            if not job.wait(SETTLE_S, self._threads):
+                return
+        self.fault = before
+
+    def judge(self) -> None:
+        """Take note if the last change failed; Ctrl-C may have come before that was seen."""
+        if self._changing is not None:
+            failure = first_failure(self._changing.outcomes)
+            if failure is not None:
+                self.fault = f"rank {failure[0]} failed while the replicas were changed"
+            self._changing = None
+
     def settle(self) -> None:
         """After an interruption: wait for what the ranks still do."""
-        self._threads.run([_nothing] * len(self._devices))
+        self.run([_nothing] * len(self._devices), "settle")
         self.interrupted = False
 
     def close(self) -> None:
-        """End the threads."""
-        self._threads.close()
+        """End the threads once they have done what they were given. Idempotent.
+
+        Raises:
+            GpuWorkerError: One is still alive after a while, in the user's own code.
+        """
+        alive = self._threads.end(END_S)
+        if alive:
+            raise GpuWorkerError(
+                f"threads did not end within {END_S:g} s: {', '.join(alive)}; they are daemons "
+                "and will not keep the process alive"
+            )
 
     @contextmanager
     def waking_peers(self) -> Iterator[None]:
@@ -526,7 +488,7 @@ class Runner:
         value = task()
         return value, self._sync.mark(device)
 
-    def _rejoin(self, outcomes: Sequence[Outcome]) -> None:
+    def _rejoin(self, outcomes: Sequence[TaskOutcome]) -> None:
         done = [outcome for outcome in outcomes if outcome.value is not None]
         marks = []
         for outcome in done:

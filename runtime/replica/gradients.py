@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import LOW_PRECISION
+from runtime.core.weight import Weight, part_of, scale_
 
 
 def average_gradients(grads: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
@@ -122,3 +124,24 @@ def gradient_norm(grads: Sequence[Tensor]) -> float:
     peak = max(peaks)
     parts = [torch.linalg.vector_norm(g.double() / peak).to("cpu") for g in grads]
     return min(peak * float(torch.linalg.vector_norm(torch.stack(parts))), sys.float_info.max)
+
+
+@torch.no_grad()
+def weigh_(
+    gradients: Sequence[Tensor], weight: Weight, device: torch.device, end: Collective
+) -> None:
+    """Scale a rank's gradients so that their plain mean over the ranks is the weighted one.
+
+    A collective call, without a host sync: every rank takes part, also with weight 0. If all
+    have weight 0 the gradients become zeros.
+
+    Args:
+        gradients: This rank's, written to.
+        weight: Of this rank.
+        device: Where the weights are added up.
+        end: All ranks.
+    """
+    own = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1).clone()
+    total = own.clone()
+    end.all_reduce_(total, ReduceOp.SUM)
+    scale_(gradients, (part_of(own, total) * end.world_size).reshape(()))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from runtime.collective import Collective
 from runtime.collective.base import LOW_PRECISION
-from runtime.core.weight import Mask, Weight, WindowWeight, check_weight, split_loss
+from runtime.core.weight import Mask, Weight, WindowWeight, check_read_weight, split_loss
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatParams
 from runtime.replica.non_finite import StepJudge
@@ -585,7 +585,7 @@ class Stepper:
             weight = torch.where(live, told, 0)
             first = torch.where(live, weight / fraction, plain)
         else:
-            self.weight = None if weight is None else check_weight(weight)
+            self.weight = None if weight is None else check_read_weight(weight)
             weight = num_samples if weight is None else float(weight)
             live = weight > 0
             first = weight / fraction if live else plain

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.dispatch import split_by_ratio
 from runtime.loop.balance import (
     CALIBRATION_STEPS,
     MIN_SHARE,
     REBALANCE_EVERY,
     Balancer,
-    deal,
     share_out,
     shares_of,
 )
@@ -92,8 +92,8 @@ def test_sizes_are_as_close_to_the_ratios_as_whole_numbers_can_be(weights, num_s
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=9).filter(any), st.integers(0, 3000))
 def test_batches_are_dealt_completely_and_exactly_as_counted(counts, num_items):
-    assert deal(sum(counts), counts) == tuple(counts)
-    sizes = deal(num_items, counts)
+    assert split_by_ratio(sum(counts), counts) == tuple(counts)
+    sizes = split_by_ratio(num_items, counts)
     assert sum(sizes) == num_items
     for size, count in zip(sizes, counts, strict=True):
         assert abs(size - num_items * count / sum(counts)) < 1

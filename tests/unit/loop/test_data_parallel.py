@@ -155,7 +155,7 @@ def test_only_what_is_trainable_travels():
         frozen = coordinator.primary[0].weight.clone()
         coordinator.train_batch(samples_of(8))
         assert torch.equal(coordinator.primary[0].weight, frozen)
-        flats = coordinator._replicas[0]._state.params.flats
+        flats = coordinator._replicas[0].state.params.flats
         travels = sum(flat.numel() for flat in flats)
         assert travels < 64
         assert all(model[0].weight.grad is None for model in coordinator.models)

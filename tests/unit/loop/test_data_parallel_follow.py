@@ -143,7 +143,7 @@ def test_buffers_of_the_primary_are_everybodys_in_the_next_batch(change):
 def test_weights_that_were_not_changed_are_not_copied(monkeypatch):
     with replicas(2, model=with_norm) as coordinator:
         coordinator.train_batch(samples_of(8))
-        monkeypatch.setattr(coordinator, "_copy_all", lambda marks: pytest.fail("copied"))
+        monkeypatch.setattr(coordinator, "_copy_all", lambda: pytest.fail("copied"))
         coordinator.primary.eval()
         with torch.no_grad():
             coordinator.primary(samples_of(4)[0])
@@ -199,7 +199,7 @@ def add(model):
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        (unfreeze, RuntimeError, r"'0.weight' was frozen when .* trainable in model_factory"),
+        (unfreeze, RuntimeError, r"'0.weight' was frozen when .* trainable in .*model_factory"),
         (assign, RuntimeError, r"'0.weight' of the primary was replaced.* in place"),
         (shrink, ReplicaMismatch, r"cannot follow the primary: .*'1.running_mean'.* \(1,\)"),
         (add, ReplicaMismatch, r"cannot follow the primary: .*'extra'"),
@@ -273,6 +273,15 @@ def test_settings_of_the_first_optimizer_hold_for_all():
         coordinator.train_batch(samples_of(10, 1))
         assert identical(coordinator)
         assert {o.param_groups[0]["lr"] for o in coordinator.optimizers} == {0.3}
+
+
+def test_optimizers_may_be_stepped_by_hand():
+    with replicas(2) as coordinator:
+        coordinator.train_batch(samples_of(10))
+        for optimizer in coordinator.optimizers:  # on the gradients of the batch, once more
+            optimizer.step()
+        coordinator.train_batch(samples_of(10, 1))
+        assert identical(coordinator)
 
 
 def test_groups_added_to_the_first_optimizer_alone_are_refused():

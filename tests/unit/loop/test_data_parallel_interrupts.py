@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from runtime import ReplicaFailed
-from runtime.loop import data_parallel, rank_threads
-from runtime.loop import data_parallel as loop_calls
-from runtime.loop import data_parallel as loop_mirror
+from runtime.loop import alike, data_parallel, rank_threads, runner
 from tests.support.parallel import identical, loss_fn, mlp, replicas, samples_of
 
 # What of the standard library is written in Python can be left at any line, too.
-MODULES = (data_parallel, loop_calls, loop_mirror, rank_threads, threading)
+MODULES = (alike, data_parallel, rank_threads, runner, threading)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -132,7 +130,7 @@ def test_ctrl_c_between_the_step_and_the_copy_for_unlike_devices_is_made_good(mo
                 coordinator.train_batch(samples_of(9))
         assert not identical(coordinator)
         seen = []
-        coordinator._loss_fn = lambda model, samples: (
+        coordinator._shards.loss_fn = lambda model, samples: (
             seen.append(model[0].weight.detach().clone()),
             loss_fn(model, samples),
         )[1]

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from runtime import GpuWorkerError, ReplicaFailed, Trainer
 from runtime.loop import engine as team_file
 from runtime.loop import runner as replicas_file
+from runtime.loop.rank_threads import Job
 from runtime.loop.replica import LoopReplica
-from runtime.loop.runner import Job
 from tests.support.own_loop import (
     NUM_FEATURES,
     WAIT_S,
@@ -201,7 +201,7 @@ def test_a_caller_that_is_interrupted_can_go_on(what, monkeypatch):
     x, y = make_batch(6)
     wait = Job.wait
 
-    def interrupted(job, threads):
+    def interrupted(job, *args):
         monkeypatch.setattr(Job, "wait", wait)
         raise KeyboardInterrupt
 
@@ -324,7 +324,7 @@ def test_setup_that_fails_leaves_no_thread():
 
     with pytest.raises(ZeroDivisionError, match="no model") as found:
         Trainer.setup(factory, sgd, ["cpu"] * 2)
-    assert "rank 1" in found.value.__notes__[0]
+    assert "replica 1" in found.value.__notes__[0]
     del found
     assert replica_threads() == []
 

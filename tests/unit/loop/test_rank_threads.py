@@ -10,12 +10,13 @@ import sys
 import threading
 import weakref
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from runtime.loop import rank_threads
-from runtime.loop.rank_threads import RankThreads
+from runtime.loop.rank_threads import Job, RankThreads
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 10.0
@@ -78,7 +79,7 @@ def test_the_threads_know_each_other_and_nobody_else(make):
     assert values(threads.start(lambda rank: threads.has_caller())) == [True, True]
     assert not threads.has_caller()
     threads.close()
-    assert threads.dead() == ["ranks-0", "ranks-1"]
+    assert threads.dead() == {0: "ranks-0", 1: "ranks-1"}
     found = []
     for _ in range(20):  # which get the numbers of those that have ended
         other = threading.Thread(target=lambda: found.append(threads.has_caller()))
@@ -309,7 +310,7 @@ class Interrupted:
 def test_a_call_whose_delivery_was_interrupted_can_be_completed_and_is_done_once(make, at):
     threads, done = make(3), []
     threads._inboxes[at] = Interrupted(threads._inboxes[at])
-    call = threads.new_call(done.append)
+    call = Job([partial(done.append, rank) for rank in range(3)])
     assert not call.is_begun
     with pytest.raises(KeyboardInterrupt):
         threads.deliver(call)

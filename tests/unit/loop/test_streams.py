@@ -17,8 +17,9 @@ from runtime.loop.balance import Balancer, Cadence
 from runtime.loop.config import DdpConfig
 from runtime.loop.engine import Team
 from runtime.loop.module import ReplicatedModule
+from runtime.loop.rank_threads import Job
 from runtime.loop.replica import LoopReplica
-from runtime.loop.runner import Ends, Journal, ReplicaThreads, Runner
+from runtime.loop.runner import Ends, Journal, Runner
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.loop.test_cadence import loss_fn
@@ -121,8 +122,8 @@ def posing_team(fake, net, config=None):
     config = config or DdpConfig()
     devices = (CPU,) * NUM_REPLICAS
     ends = Ends(partial(create_collectives, NUM_REPLICAS))
-    threads = ReplicaThreads(devices, ends.close)
     journal = Journal(None)
+    runner = Runner(devices, ends, journal, PosingSync(fake))
     used = [[] for _ in devices]
     models = [net]
     for _ in devices[1:]:
@@ -130,11 +131,10 @@ def posing_team(fake, net, config=None):
         models[-1].load_state_dict(net.state_dict())
     tasks = [
         partial(LoopReplica, rank, context, model, optim, used)
-        for rank, (context, model) in enumerate(zip(threads.contexts, models, strict=True))
+        for rank, (context, model) in enumerate(zip(runner.contexts, models, strict=True))
     ]
-    outcomes = threads.run(tasks)
+    outcomes = runner.execute(tasks)
     assert [o.error for o in outcomes] == [None] * NUM_REPLICAS
-    runner = Runner(threads, devices, ends, journal, PosingSync(fake))
     cadence = Cadence.of(NUM_REPLICAS, config, spaced=True)
     team = Team([o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), cadence, journal, None)
     team._on_cpu = False  # buffers travel through the collective
@@ -171,6 +171,25 @@ def test_a_step_is_in_order_in_both_directions(fake, replicas_first):
                 "after",
             ]
     assert fake.violations == []
+
+
+def test_after_ctrl_c_the_caller_comes_behind_what_the_replicas_still_did(fake, monkeypatch):
+    wait = Job.wait
+
+    def interrupted(job, *args):
+        wait(job, *args)
+        raise KeyboardInterrupt
+
+    caller = fake.new_stream(GPU)
+    with posing_team(fake, Marking(fake)) as model, fake.stream(caller):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            patch.setattr(Job, "wait", interrupted)
+            model(make_batch(6)[0])
+        fake.done.clear()
+        model.zero_grad()  # any call settles it
+        fake.mark("after")
+        fake.run(caller)
+        assert fake.done == [*["forward"] * NUM_REPLICAS, "after"]
 
 
 def test_a_replica_never_works_on_the_callers_stream(fake):
