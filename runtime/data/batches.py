@@ -20,6 +20,7 @@ from torch import Tensor
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
 from runtime.data.dataset import DatasetAdapter
+from runtime.device.capture_gate import GATE
 
 Position = tuple[int, int]
 """Epoch, and position of the batch in the epoch's permutation."""
@@ -78,9 +79,12 @@ def read_batch(
     position: Position,
     worker: object = None,
 ) -> Any:
-    """Load one batch with ``current_worker()`` and its generator in place."""
+    """Load one batch with ``current_worker()`` and its generator in place.
+
+    Never beside the capture of a graph, which a data set that uses a GPU could break.
+    """
     view = LoaderView(rank, batch_generator(seed, *position), worker)
-    with worker_context(view):
+    with worker_context(view), GATE.reading():
         return adapter.load(indices)
 
 

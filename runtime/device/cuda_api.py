@@ -104,13 +104,6 @@ class CudaApi:
         """Memory that the graphs of one stream may share."""
         return torch.cuda.graph_pool_handle()
 
-    def free_cache(self) -> None:
-        """Give back what the allocator keeps and nobody uses, on all devices.
-
-        Waits for a device whose memory is freed, so no collective may be in flight.
-        """
-        torch.cuda.empty_cache()
-
     def capture(
         self, work: Callable[[], None], *, pool: Any, generators: Sequence[torch.Generator] = ()
     ) -> Graph:
