@@ -2,10 +2,11 @@
 
 While a graph is captured, other threads may go on giving their own devices work and memory
 (``capture_error_mode="thread_local"``). What they may not do is draw from the default
-generator of the device that captures: PyTorch registers it with every capture, and up to 2.12
-it then raises in whatever thread draws. Nor may they synchronize that device, which breaks the
-capture. A worker's own thread does neither while it captures, and no other worker may share its
-device. That leaves the threads that read a data set, which is the user's code.
+generator of the device that captures: PyTorch 2.11's ``CUDAGraph::capture_begin`` registers it,
+and one flag of its state makes draws raise in every other thread (2.13 keeps a state for each
+capture). Nor may they synchronize that device, which breaks the capture. A worker's own thread
+does neither while it captures, and no other worker may share its device. That leaves the
+threads that read a data set, which is the user's code.
 
 Nothing here holds a collective up: a capture frees no device memory, so it waits for no peer.
 """
