@@ -129,9 +129,10 @@ class TrainerBuilder:
         (a factor of a loss, a weight that is no tensor of the device, an epoch's number) stays
         as it was when it was captured, until ``current_worker().forget_graphs()``. Batches of
         another shape, the short one at an epoch's end included, are trained eagerly, and so is
-        a step that cannot be captured, with a warning that says why. Optimizers get
-        ``capturable``; one without (plain ``SGD``) is captured for a constant learning rate:
-        build it with ``fused=True`` where a scheduler moves it. No effect on CPU devices."""
+        a step that cannot be captured, with a warning that says why. So are all steps of workers
+        that share a GPU. Optimizers get ``capturable``; one without (plain ``SGD``) is captured
+        for a constant learning rate: build it with ``fused=True`` where a scheduler moves it. No
+        effect on CPU devices."""
         return self._set(cuda_graphs=check_flag("cuda_graphs", flag))
 
     # -- devices and averaging -------------------------------------------------

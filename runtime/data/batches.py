@@ -21,6 +21,7 @@ from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
 from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
+from runtime.device.capture_gate import GATE
 
 Position = tuple[int, int]
 """Epoch, and position of the batch in the epoch's permutation."""
@@ -79,9 +80,12 @@ def read_batch(
     position: Position,
     worker: object = None,
 ) -> Any:
-    """Load one batch with ``current_worker()`` and its generator in place."""
+    """Load one batch with ``current_worker()`` and its generator in place.
+
+    Never beside the capture of a graph, which a data set that uses a GPU could break.
+    """
     view = LoaderView(rank, batch_generator(seed, *position), worker)
-    with worker_context(view):
+    with worker_context(view), GATE.reading():
         return adapter.load(indices)
 
 

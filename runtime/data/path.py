@@ -108,11 +108,10 @@ class DataPath:
         self._contexts = contexts
         devices = [context.device for context in contexts]
         self._cuda = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        workers = {device: devices.count(device) for device in self._cuda}
         self._budgets = {
-            device: DeviceBudget(
-                options.vram_fraction, devices.count(device), graphs=options.cuda_graphs
-            )
-            for device in self._cuda
+            device: DeviceBudget(options.vram_fraction, n, graphs=options.cuda_graphs and n == 1)
+            for device, n in workers.items()
         }
         self._data: dict[torch.device, ResidentData] = {}
         if can_reside(adapter) and options.resident is not False:

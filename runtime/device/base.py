@@ -154,38 +154,27 @@ class Device:
 
     # -- graphs ---------------------------------------------------------------------
 
-    def pause_point(self) -> None:
-        """Between two steps: wait here while another worker captures a graph."""
-        return
-
-    def idle(self) -> AbstractContextManager[None]:
-        """Context around a wait in which this worker gives the device nothing."""
-        return nullcontext()
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Context around a function of the user that may take long."""
-        return nullcontext()
-
-    def reserve(self) -> None:
-        """Ask for :meth:`alone` in the next step."""
-        return
-
-    def unreserve(self) -> None:
-        """There is no need for it after all."""
-        return
+    @property
+    def is_shared(self) -> bool:
+        """Whether other workers of the process are on the device, so that it has no graphs."""
+        return False
 
     def abandon(self) -> None:
         """The run is over, and its thread may be stuck; from any thread. Idempotent."""
         return
 
-    def alone(self) -> AbstractContextManager[bool]:
-        """Context in which no other worker gives its device anything, if that can be had now."""
+    def capturing(self) -> AbstractContextManager[bool]:
+        """Context for captures; yields whether they can be made now.
+
+        Blocks until what was given before is done, until no other worker of the process
+        captures, and for some seconds at most until no data set is being read.
+        """
         return nullcontext(False)
 
     def capture(self, work: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
         """Record what ``work`` gives to the device, without running it.
 
-        Blocks until what was given before is done. Inside :meth:`alone` only.
+        Blocks until what was given before is done. Inside :meth:`capturing` only.
 
         Args:
             work: Called once.

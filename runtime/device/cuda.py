@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,7 +23,7 @@ from runtime.core.threads import IntraOpThreads
 from runtime.device import cuda_api
 from runtime.device import memory as cuda_memory
 from runtime.device.base import Arrival, Device
-from runtime.device.capture_gate import GATE, CaptureGate, GateMember
+from runtime.device.capture_gate import GATE, CaptureGate
 from runtime.device.cuda_api import CudaApi, Event, Stream
 from runtime.device.memory import CudaMemory, MemoryReading
 from runtime.device.timing import CudaTimer, EventPool, StepTimer
@@ -125,7 +125,7 @@ class CudaDevice(Device):
         device: The GPU; several workers may share it.
         max_run_ahead: Steps that may be outstanding on it.
         api: The way to CUDA; ``None``: the real one.
-        gate: Keeps others still while this one captures; ``None``: that of the process.
+        gate: Lets captures in; ``None``: that of the process.
         memory: Tells what the device has left; ``None``: that of the process.
 
     Attributes:
@@ -155,7 +155,6 @@ class CudaDevice(Device):
         self._events = EventPool(self.api)
         self._accumulators: list[Any] = []
         self._gate = GATE if gate is None else gate
-        self._member: GateMember | None = None
         self._pool: Any = None
         self._graphs: WeakSet[Any] = WeakSet()  # those in the pool
 
@@ -173,7 +172,7 @@ class CudaDevice(Device):
             before = self._before or self.api.mark_caller(self.device)
             for stream in streams:
                 self.api.wait_event(before, stream)
-            member = self._member = self._gate.join()
+            self._gate.join(self, self.device)
             try:
                 # Thread-local: backward of this thread's graphs stays on this thread.
                 with self.api.stream(streams[0]), torch.autograd.set_multithreading_enabled(False):
@@ -181,7 +180,7 @@ class CudaDevice(Device):
                 self.finish()
                 STREAMS.give_back(self.api, self.device, streams)
             finally:
-                member.leave()
+                self._gate.leave(self)
                 self._accumulators = []
 
     def follow_caller(self) -> None:
@@ -211,13 +210,12 @@ class CudaDevice(Device):
     @contextmanager
     def comm(self) -> Iterator[None]:
         """The comm stream, behind all compute before it and in front of all that follows."""
-        with self._entered().collective():
-            self._order(self.comm_stream, behind=self.compute)
-            try:
-                with self.api.stream(self.comm_stream):
-                    yield
-            finally:
-                self._order(self.compute, behind=self.comm_stream)
+        self._order(self.comm_stream, behind=self.compute)
+        try:
+            with self.api.stream(self.comm_stream):
+                yield
+        finally:
+            self._order(self.compute, behind=self.comm_stream)
 
     def _order(self, stream: Stream, *, behind: Stream) -> None:
         event = self._events.record(behind)
@@ -257,42 +255,34 @@ class CudaDevice(Device):
 
     # -- graphs -----------------------------------------------------------------------
 
-    def pause_point(self) -> None:
-        """Wait while another CUDA worker of the process captures."""
-        self._entered().pause_point()
-
-    def idle(self) -> AbstractContextManager[None]:
-        """See :meth:`GateMember.idle`."""
-        return self._entered().idle()
-
-    def apart(self) -> AbstractContextManager[None]:
-        """See :meth:`GateMember.apart`."""
-        return self._entered().apart()
-
-    def reserve(self) -> None:
-        """See :meth:`GateMember.reserve`."""
-        self._entered().reserve()
-
-    def unreserve(self) -> None:
-        """See :meth:`GateMember.unreserve`."""
-        self._entered().unreserve()
+    @property
+    def is_shared(self) -> bool:
+        """Whether other workers of the process are on the device."""
+        return self._gate.num_workers(self.device) > 1
 
     def abandon(self) -> None:
-        """Let no capture of another run wait for this worker."""
-        if self._member is not None:
-            self._member.leave()
+        """Do not count this worker among those of the device any more."""
+        self._gate.leave(self)
 
-    def alone(self) -> AbstractContextManager[bool]:
-        """See :meth:`GateMember.alone`."""
-        return self._entered().alone()
+    @contextmanager
+    def capturing(self) -> Iterator[bool]:
+        """See :meth:`CaptureGate.capturing`."""
+        self.finish()  # of a collective, too, before anyone waits for this worker's capture
+        with self._gate.capturing() as granted:
+            yield granted
 
     def capture(self, work: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
-        """Capture on the compute stream; the graphs of this worker share a pool of memory."""
+        """Capture on the compute stream; the graphs of this worker share a pool of memory.
+
+        Their memory is beside what the allocator keeps of eager steps, which is not freed:
+        ``cudaFree`` may wait for a collective of a peer, and the peer for this worker.
+        ``CUDAGraph.capture_begin`` and ``capture_end`` free nothing, while entering
+        ``torch.cuda.graph`` synchronizes and empties the caches of all devices.
+        """
         if not self._graphs:
             # One without a graph is not to be used again, nor is that of a broken capture.
             self._pool = self.api.new_pool()
         self.finish()
-        self.api.free_cache()  # the graph's memory is its own: it cannot use what is kept
         try:
             graph = self.api.capture(work, pool=self._pool, generators=[generator])
         except BaseException:
@@ -300,11 +290,6 @@ class CudaDevice(Device):
             raise
         self._graphs.add(graph)
         return partial(self.api.replay, graph)
-
-    def _entered(self) -> GateMember:
-        if self._member is None:
-            raise RuntimeError(_OUTSIDE.format(self.device))
-        return self._member
 
     # -- state on its way to the coordinator and back ------------------------------
 

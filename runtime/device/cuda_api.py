@@ -117,20 +117,15 @@ class CudaApi:
         """Memory that the graphs of one stream may share."""
         return torch.cuda.graph_pool_handle()
 
-    def free_cache(self) -> None:
-        """Give back what the allocator keeps and nobody uses, on all devices.
-
-        Waits for a device whose memory is freed, so no collective may be in flight.
-        """
-        torch.cuda.empty_cache()
-
     def capture(
         self, work: Callable[[], None], *, pool: Any, generators: Sequence[torch.Generator] = ()
     ) -> Graph:
         """Record what ``work`` gives to the current stream, without running it.
 
-        If ``work`` raises, or does what cannot be captured, the device's generators are put
-        back into use and the first error comes out. One capture at a time in the process.
+        Neither synchronizes the device nor frees memory. If ``work`` raises, or does what cannot
+        be captured, the device's generators are put back into use, the memory of the capture is
+        given back to the allocator, and the first error comes out. One capture at a time in the
+        process.
 
         Args:
             work: Called once, in this thread.
@@ -139,27 +134,11 @@ class CudaApi:
                 need not be named.
         """
         device = torch.cuda.current_device()
-        graph = torch.cuda.CUDAGraph()
         try:
-            for generator in generators:
-                graph.register_generator_state(generator)
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                # It would only tell that the capture is broken.
-                with suppress(Exception):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            return _capture(work, device, pool, generators)
         except BaseException:
-            with suppress(Exception):
-                graph.reset()
-            with suppress(Exception):  # a broken capture may still have the allocator's ear
-                torch._C._cuda_endAllocateToPool(device, pool)
-            _heal((torch.cuda.default_generators[device], *generators))
+            _heal(device, generators)
             raise
-        return graph
 
     def replay(self, graph: Graph) -> None:
         """Give the work of a graph to the current stream; generators move on."""
@@ -179,25 +158,88 @@ class CudaApi:
         return tensor.device
 
 
-def _heal(generators: Sequence[torch.Generator]) -> None:
+_broken: list[Graph] = []
+"""Graphs whose capture failed, for as long as the process lives; see :func:`_clear_up`."""
+
+
+def _capture(
+    work: Callable[[], object], device: int, pool: Any, generators: Sequence[torch.Generator]
+) -> Graph:
+    graph = torch.cuda.CUDAGraph()
+    has_begun = False
+    try:
+        for generator in generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        has_begun = True
+        try:
+            work()
+        except BaseException:
+            # It would only tell that the capture is broken.
+            with suppress(Exception):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    except BaseException:
+        _clear_up(graph, device, pool, has_begun=has_begun)
+        raise
+    return graph
+
+
+def _clear_up(graph: Graph, device: int, pool: Any, *, has_begun: bool) -> None:
+    """Undo what a broken capture leaves in PyTorch's allocators.
+
+    ``capture_begin`` hands the device's and the pinned allocator a filter that refers to the
+    graph, and takes a reference to the pool. In 2.11, ``capture_end`` raises for a broken
+    capture before it takes the filters out (pytorch#180395); that of the pinned allocator
+    cannot be taken out from here, so the graph has to live on. And ``reset`` gives back the pool
+    of none but a capture that has ended, up to 2.13.0 (pytorch#190348). 2.11 shows both in
+    ``libtorch_cuda.so``, in the calls of ``CUDAGraph::capture_end`` and ``reset``;
+    ``torch/cuda/graphs.py`` only passes on to them. A pool given back twice is taken from the
+    graphs that share it, so where it is not known who gives it back it stays.
+    """
+    _broken.append(graph)
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    gives_back = _resets_broken() or _has_ended(graph)
+    with suppress(Exception):
+        graph.reset()
+    if has_begun and not gives_back:
+        with suppress(Exception):
+            torch._C._cuda_releasePool(device, pool)
+
+
+def _has_ended(graph: Graph) -> bool:
+    """Whether ``capture_end`` got as far as making the graph; one without has no pool."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _resets_broken() -> bool:
+    """Whether ``CUDAGraph.reset`` gives back the pool of a broken capture.
+
+    Builds for ROCm have the change in older versions too.
+    """
+    return torch.version.hip is not None or torch.__version__ >= "2.13.1"
+
+
+def _heal(device: int, generators: Sequence[torch.Generator]) -> None:
     """Let generators draw again that a broken capture has left waiting for its end.
 
     Their state must stay the object that it is, which other graphs know. A capture that
     succeeds ends the wait.
     """
-    target = torch.empty(1, device=generators[0].device)
+    default = torch.cuda.default_generators[device]
+    target = torch.empty(1, device=default.device)
     try:
-        for generator in generators:
+        for generator in (default, *generators):
             target.uniform_(generator=generator)
     except RuntimeError:
         with suppress(Exception):  # the error that broke the capture is the one to tell
-            graph = torch.cuda.CUDAGraph()
-            for generator in generators[1:]:
-                graph.register_generator_state(generator)
-            pool = torch.cuda.graph_pool_handle()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            target.zero_()
-            graph.capture_end()
+            _capture(target.zero_, device, torch.cuda.graph_pool_handle(), generators)
 
 
 API = CudaApi()

@@ -321,7 +321,6 @@ class LoopReplica:
         model.train()
         model.zero_grad(set_to_none=True)
         self.state = FlatState(model)
-        context.pin_accumulators(self.state.params.params)
         self.optimizer = build_optimizer(optim_factory, model, self.state.params.params, None)
         self.guard = StepGuard(self.optimizer)
         self.tensors = list(model.parameters())

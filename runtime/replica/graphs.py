@@ -604,7 +604,7 @@ def _is_library(filename: str) -> bool:
 MAX_CHANGES = 3
 """Times that a changed setting of the optimizer is answered by a new capture."""
 FIRST_PAUSE_STEPS = 8
-"""Steps made eagerly after a capture that had to wait for others; doubled each time."""
+"""Steps made eagerly after a capture that was refused; doubled each time."""
 MAX_PAUSE_STEPS = 64
 _MAX_COUNTED = 64
 
@@ -682,7 +682,6 @@ class GraphedSteps:
         self._graphs: dict[Hashable, StepGraph] = {}
         self._seen: dict[Hashable, int] = {}
         self._gives_up = False
-        self._reserved = False
         self._num_changes = 0
         self._pause = 0
         self._next_pause = FIRST_PAUSE_STEPS
@@ -692,13 +691,11 @@ class GraphedSteps:
     def window(self, sizes: Sequence[int]) -> GraphWindow | None:
         """Where the batches of a window go; ``None``: it is made eagerly, batch by batch."""
         if self._gives_up or list(sizes) != self._full:
-            self._unreserve()
             return None
         return GraphWindow(self._batches, sizes)
 
     def pass_by(self) -> None:
         """A window turned out to hold a batch that no graph can serve."""
-        self._unreserve()
         self._fallbacks.pass_by(
             self._rank,
             f"a batch holds something that is no plain tensor, or there are more than {MAX_KINDS} "
@@ -719,7 +716,6 @@ class GraphedSteps:
         """
         self._graphs.clear()
         self._seen.clear()
-        self._unreserve()
 
     def step(self, window: GraphWindow, train_fn: TrainFn) -> StepEnd:
         """Make a whole window, after ``stepper.open()``."""
@@ -750,11 +746,6 @@ class GraphedSteps:
             self._graphs.clear()
             graph = None
         if graph is None and self._is_due(key):
-            if not self._reserved:
-                self._device.reserve()
-                self._reserved = True
-                return None
-            self._reserved = False
             self._stepper.pause()
             graph = self._capture(window, train_fn)
             self._stepper.resume()
@@ -768,7 +759,7 @@ class GraphedSteps:
 
     def _is_due(self, key: Hashable) -> bool:
         seen = self._seen.get(key, 0)
-        if seen < WARM_UP_STEPS - 1:
+        if seen < WARM_UP_STEPS:
             if seen or len(self._seen) < _MAX_COUNTED:
                 self._seen[key] = seen + 1
             return False
@@ -793,11 +784,18 @@ class GraphedSteps:
         return True
 
     def _capture(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph | None:
-        with self._device.alone() as alone:
-            if not alone:
+        if self._device.is_shared:
+            self._give_up(
+                f"several workers are on {self._device.device}, where a capture in one would "
+                "break the others' draws: give each worker a GPU of its own",
+                everywhere=False,
+            )
+            return None
+        with self._device.capturing() as granted:
+            if not granted:
                 self._pause = self._next_pause
                 self._next_pause = min(2 * self._next_pause, MAX_PAUSE_STEPS)
-                logger.info("rank %d: no capture now, other workers are busy", self._rank)
+                logger.info("rank %d: no capture now, data is being read", self._rank)
                 return None
             for _ in range(2):
                 try:
@@ -855,12 +853,6 @@ class GraphedSteps:
         self._gives_up = True
         self._graphs.clear()
         self._batches = HeldBatches()
-        self._unreserve()
-
-    def _unreserve(self) -> None:
-        if self._reserved:
-            self._reserved = False
-            self._device.unreserve()
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

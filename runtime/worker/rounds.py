@@ -238,7 +238,7 @@ class Answers:
         if evaluate is None and checkpoint is None:
             return
         f = self._functions
-        with worker_context(self._worker), self._clock.apart():
+        with worker_context(self._worker):
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
                 self._reporter.put(m.EvalReport(rank=self._rank, epoch=evaluate, values=values))

@@ -24,7 +24,7 @@ from runtime.worker.windows import count_samples
 class AwaitBatch(Protocol):
     """Gives the next batch of the plan in progress; ``None``: the worker is to leave."""
 
-    def __call__(self, *, answer: bool, then: int = COMPUTE) -> Any:
+    def __call__(self, *, answer: bool) -> Any:
         """Wait for it; ``answer``: between two steps; ``then``: the cause of what follows."""
 
 
@@ -184,24 +184,18 @@ class WorkerSteps:
         """
         lane = self._lane
         first: Any = None
-        # With graphs the worker may have to wait below while another one captures.
-        then = COMPUTE if self._capturable is None else CONTROL
         if sizes:
             assert self._await_batch is not None, "the worker is closed, or was given no batches"
-            first = self._await_batch(answer=not self._protocol.leaving, then=then)
+            first = self._await_batch(answer=not self._protocol.leaving)
             if first is None:
                 return False
         elif lane is not None:
-            lane.enter(then)
-        if self._context.has_graphs:
-            self._context.pause_point()
+            lane.enter(COMPUTE)
         if self._schedule.scheduler is not None or self._capturable is not None:
             self._advance_schedule(position)
         if lane is None:
             self.train_window(sizes, first, train_fn)
             return True
-        if lane.cause != COMPUTE:
-            lane.enter(COMPUTE)
         start = lane.since
         self.train_window(sizes, first, train_fn)
         lane.end_step(CONTROL, start, sizes)

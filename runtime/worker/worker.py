@@ -366,8 +366,7 @@ class GpuWorker:
             own.before_epoch_fn()
             key_generator(self.generator, self.config.seed, self.rank, epoch)
             if self._functions.epoch_fn is not None:
-                with self._context.apart():
-                    self._functions.epoch_fn(epoch, self)
+                self._functions.epoch_fn(epoch, self)
             own.after_epoch_fn(epoch)
 
     def _may_step(self) -> bool:
@@ -393,7 +392,7 @@ class GpuWorker:
         shutdown = self.protocol.shutdown
         return shutdown is not None and shutdown.snapshot
 
-    def _await_batch(self, *, answer: bool, then: int = COMPUTE) -> Any:
+    def _await_batch(self, *, answer: bool) -> Any:
         """The next batch; while it is being loaded, messages are answered or put aside.
 
         Between steps a stalled loader must not delay an acknowledgement (D8); inside a
@@ -401,7 +400,6 @@ class GpuWorker:
 
         Args:
             answer: Whether messages are answered.
-            then: What the time goes to from there on.
         """
         assert self._loader is not None, "a worker without a loader has no plans"
         lane = self._lane
@@ -411,7 +409,7 @@ class GpuWorker:
         loaded = self._loader.try_next()
         if lane is not None and lane.cause != DATA:
             if loaded is not None:
-                lane.enter_past(DATA, asked, then)
+                lane.enter_past(DATA, asked, COMPUTE)
                 return loaded.data
             lane.enter(DATA, asked)
         while loaded is None:
@@ -428,7 +426,7 @@ class GpuWorker:
                     answer = False
             loaded = self._loader.try_next()
         if lane is not None:
-            lane.enter(then)
+            lane.enter(COMPUTE)
         return loaded.data
 
     def _submit(self, plan: m.EpochPlan) -> None:
@@ -487,8 +485,7 @@ class GpuWorker:
         """
         with self._recorder.waiting(self.protocol):
             self._reporter.flush(wait=True)
-            with self._context.idle():
-                return self._inbox.get(timeout=timeout_s)
+            return self._inbox.get(timeout=timeout_s)
 
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):

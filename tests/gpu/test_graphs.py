@@ -72,18 +72,40 @@ def test_a_graph_trains_what_eager_steps_train(precision, resident, caplog):
 
 
 @pytest.mark.parametrize("way", SHARED, ids=lambda w: f"{w[0].name}-{w[1].name}")
-def test_two_workers_on_one_gpu_capture_under_every_policy(way, caplog):
-    """One captures while the other is parked, with its loader's thread alive."""
+def test_workers_that_share_a_gpu_make_eager_steps_with_one_warning(way, caplog):
     b = a_run(way=way, devices=("cuda:0", "cuda:0")).resident(False)
     state = b.cuda_graphs(True).run().join(WAIT_S)
     assert [e.num_samples for e in state.metrics] == [1030] * 4
     assert state.metrics[-1].avg_loss < state.metrics[0].avg_loss
+    (warning,) = warnings_of(caplog)
+    assert "several workers are on cuda:0" in warning
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Noise of the GPU that trains, from its default generator, and waits for it."""
+
+    def __len__(self):
+        return 1030
+
+    def __getitem__(self, index):
+        x = torch.randn(64, device="cuda:0")
+        torch.cuda.synchronize("cuda:0")
+        return x.cpu(), index % 10
+
+
+def test_a_data_set_may_draw_on_the_gpu_that_captures(caplog):
+    """In the loader's thread, which waits while the step is captured."""
+    b = Trainer.builder(net, adamw, loss_of).dataset(Drawing()).batch_size(32).num_epochs(4)
+    b.devices(["cuda:0"]).policy(CADENCE).backend(CPU).seed(5).stall_timeout(60)
+    state = b.cuda_graphs(True).run().join(WAIT_S)
+    assert [e.num_samples for e in state.metrics] == [1030] * 4
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.two_gpus
 def test_lockstep_with_graphs_is_lockstep_without(caplog):
     def run(flag):
-        b = a_run(way=(SYNC, THREAD), devices=("cuda:0", "cuda:0"))
+        b = a_run(way=(SYNC, THREAD), devices=("cuda:0", "cuda:1"))
         return b.cuda_graphs(flag).run().join(WAIT_S)
 
     assert_close(run(True), run(False), rtol=1e-2, atol=1e-2)
@@ -116,7 +138,7 @@ def test_a_step_that_reads_the_device_goes_on_eagerly_with_one_warning(caplog):
         loss = loss_of(model, batch)
         return loss * (2.0 if float(loss.detach()) > 1e9 else 1.0)
 
-    b = a_run(model=lambda d: net(d, 0.3), loss=reading, devices=("cuda:0", "cuda:0"))
+    b = a_run(model=lambda d: net(d, 0.3), loss=reading)
     state = b.cuda_graphs(True).run().join(WAIT_S)
     (warning,) = warnings_of(caplog)
     assert "without a graph" in warning

@@ -226,3 +226,20 @@ def test_memory_is_given_back():
     left = torch.cuda.memory_allocated() - before
     assert used > 6 * 4 * size**2  # two replicas: weights and two moments
     assert left < 4 * size**2  # workspaces of the libraries stay
+
+
+@every_kind
+def test_the_first_model_may_be_trained_on_the_callers_stream(devices):
+    """PyTorch warns where an accumulator is of another stream; warnings are errors here."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else once in a process
+    try:
+        with Trainer.setup(Slow(), adamw, devices) as model:
+            for _ in range(3):
+                x, y = make_batch(8)
+                F.cross_entropy(model.module(x), y).backward()
+                model.step()
+                F.cross_entropy(model(x), y).backward()
+                model.step()
+    finally:
+        torch.set_warn_always(before)

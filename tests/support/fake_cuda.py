@@ -193,9 +193,6 @@ class FakeCuda(CudaApi):
     def new_pool(self):
         return Pool()
 
-    def free_cache(self):
-        self._note("free_cache")
-
     def capture(self, work, *, pool, generators=()):
         with self._lock:
             if self.capturing:

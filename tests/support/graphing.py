@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from itertools import count
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from runtime import record_scalar
 from runtime import run as run_module
 from runtime.data.path import DataPath
 from runtime.device.base import Device
-from runtime.device.capture_gate import CaptureGate
 from runtime.device.cuda import CudaDevice
 from tests.support.fake_cuda import GPU, FakeCuda
 from tests.support.running import CADENCE, OVER_CPU, WAIT_S, builder
@@ -50,17 +50,23 @@ def capturable_on_cpu(monkeypatch):
 
 
 class Posing:
-    """Runs on CPU devices that take them for GPUs."""
+    """Runs on CPU devices that take them for GPUs.
+
+    Attributes:
+        shared: Whether all workers are on one GPU; else each has its own.
+    """
 
     def __init__(self, monkeypatch):
         self.fake = FakeCuda(patience=2)
-        gate = CaptureGate()
+        self.shared = False
+        indices = count(GPU.index)
 
         def data_path(config, adapter, index, contexts):
             return DataPath(config, adapter, index, [Device(1) for _ in contexts])
 
         def open_posing(device, num_cpu_workers):
-            return CudaDevice(GPU, api=self.fake, gate=gate)
+            gpu = GPU if self.shared else torch.device("cuda", next(indices))
+            return CudaDevice(gpu, api=self.fake)
 
         monkeypatch.setattr(run_module, "open_device", open_posing)
         monkeypatch.setattr(run_module, "DataPath", data_path)

@@ -19,6 +19,7 @@ from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import HostStage, InlineLoader, Stage, ThreadLoader
 from runtime.data.path import DataOptions, DataPath
 from runtime.device.base import Device
+from runtime.device.cuda import CudaDevice
 from tests.support.running import WAIT_S, Gate, Trace, builder
 
 
@@ -51,6 +52,14 @@ def loader_for(dataset, contexts=None, **settings):
     path = DataPath(options, adapter, index, contexts or [Device(1)])
     yield path.make_loader(Worker(), lambda: None)
     path.close()
+
+
+def test_memory_is_kept_back_for_a_graph_only_where_a_worker_has_a_gpu_of_its_own():
+    shared, own = torch.device("cuda", 0), torch.device("cuda", 1)
+    contexts = [CudaDevice(device) for device in (shared, shared, own)]
+    adapter = adapt_dataset(Counted())
+    path = DataPath(DataOptions(cuda_graphs=True), adapter, EpochIndex(40, 1, 0), contexts)
+    assert [path._budgets[device]._num_graphs for device in (shared, own)] == [0, 1]
 
 
 def test_tensors_in_memory_are_gathered_in_the_workers_thread():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
+from runtime.device import cuda_api
 from runtime.device.cuda_api import CudaApi
 
 
@@ -23,7 +27,7 @@ def log(monkeypatch):
     log = Log()
 
     class Graph:
-        broken = refuses = False
+        broken = refuses = invalid = has_ended = False
 
         def register_generator_state(self, generator):
             log.append(f"register {generator._name}")
@@ -37,6 +41,14 @@ def log(monkeypatch):
             log.append("end")
             if Graph.broken:
                 raise RuntimeError("the capture was invalidated")
+            self.has_ended = True
+            if Graph.invalid:
+                raise RuntimeError("the graph cannot be instantiated")
+
+        def pool(self):
+            if not self.has_ended:
+                raise RuntimeError("without a preceding successful capture")
+            return "pool"
 
         def reset(self):
             log.append("reset")
@@ -53,6 +65,14 @@ def log(monkeypatch):
         lambda device, pool: log.append(f"allocate to {pool} no more"),
         raising=False,
     )
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_releasePool",
+        lambda device, pool: log.append(f"release {pool}"),
+        raising=False,
+    )
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    monkeypatch.setattr(cuda_api, "_broken", [])
     monkeypatch.setattr(torch.cuda, "default_generators", (Generator(log, "default"),))
     log.graph = Graph
     return log
@@ -79,6 +99,11 @@ def test_a_capture_is_of_one_thread_and_knows_the_generators(log):
     ]
 
 
+def begin(refused):
+    with pytest.raises(RuntimeError, match=refused):
+        CudaApi().capture(lambda: None, pool="pool")
+
+
 def test_a_broken_capture_ends_and_generators_can_draw_again(log):
     def work():
         log.graph.broken = True
@@ -86,24 +111,65 @@ def test_a_broken_capture_ends_and_generators_can_draw_again(log):
 
     with pytest.raises(ValueError, match="reads the device"):
         CudaApi().capture(work, pool="pool", generators=[Generator(log, "own")])
+    healed = ["register own", "begin in new pool, thread_local", "end"]
     assert log[2:] == [
-        *("end", "reset", "allocate to pool no more"),
-        *("register own", "begin in new pool, thread_local", "end"),
+        *("end", "allocate to pool no more", "reset", "release pool"),
+        *(*healed, "allocate to new pool no more", "reset", "release new pool"),
     ]
 
 
 def test_a_capture_that_turns_out_broken_at_its_end_says_so(log):
     log.graph.broken = True
-    with pytest.raises(RuntimeError, match="invalidated"):
-        CudaApi().capture(lambda: None, pool="pool")
-    assert log[1:] == [
-        *("end", "reset", "allocate to pool no more"),
-        *("begin in new pool, thread_local", "end"),
-    ]
+    begin("invalidated")
+    assert log[1:5] == ["end", "allocate to pool no more", "reset", "release pool"]
+    assert log[5:7] == ["begin in new pool, thread_local", "end"]
+
+
+def test_a_broken_graph_outlives_what_the_pinned_allocator_asks_it(log):
+    log.graph.broken = True
+    begin("invalidated")
+    graphs = [graph for graph in gc.get_objects() if isinstance(graph, log.graph)]
+    assert len(graphs) == 2  # that of the generators, too
+
+
+def test_a_pool_is_given_back_once_where_the_function_raised_and_the_capture_ended(log):
+    """``reset`` gives it back; a second time would take it from the graphs that share it."""
+
+    def work():
+        raise ValueError("a mistake of the user's")
+
+    with pytest.raises(ValueError, match="mistake"):
+        CudaApi().capture(work, pool="pool")
+    assert "reset" in log
+    assert "release pool" not in log
+
+
+def test_a_pool_is_given_back_once_where_the_graph_cannot_be_instantiated(log):
+    log.graph.invalid = True
+    begin("cannot be instantiated")
+    assert "reset" in log
+    assert "release pool" not in log
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "gives_back"),
+    [
+        ("2.11.0+cu130", None, True),
+        ("2.13.0+cu130", None, True),
+        ("2.13.1+cu130", None, False),
+        ("2.14.0", None, False),
+        ("2.11.0+rocm7.2", "7.2", False),
+    ],
+)
+def test_a_pool_is_given_back_only_where_reset_does_not(version, hip, gives_back, log, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    log.graph.broken = True
+    begin("invalidated")
+    assert ("release pool" in log) is gives_back
 
 
 def test_a_capture_that_cannot_begin_leaves_no_generator_waiting(log):
     log.graph.refuses = True
-    with pytest.raises(RuntimeError, match="already recording"):
-        CudaApi().capture(lambda: None, pool="pool")
-    assert log == ["reset", "allocate to pool no more", "begin in new pool, thread_local", "end"]
+    begin("already recording")
+    assert log == ["allocate to pool no more", "reset", "begin in new pool, thread_local", "end"]

@@ -242,3 +242,23 @@ def test_rounds_are_timed_by_events(fake):
             assert_identical(model)
         fake.run_all()
         assert sum(model.chunk_ratios) == pytest.approx(1.0)
+
+
+def test_no_accumulator_of_a_replicas_stream_is_left_for_the_callers(fake):
+    """PyTorch warns where a gradient comes from another stream than its accumulator was made on.
+
+    Rank 0's model is the user's too, who may train it on a stream of its own.
+    """
+
+    def accumulators():
+        edges = map(torch.autograd.graph.get_gradient_edge, model.module.parameters())
+        return [edge.node.metadata for edge in edges]
+
+    with posing_team(fake, Marking(fake)) as model:
+        for _ in range(2):
+            x, y = make_batch(8)
+            nn.functional.cross_entropy(model(x), y).backward()
+            for metadata in accumulators():
+                assert "seen" not in metadata
+                metadata["seen"] = True
+            model.step()

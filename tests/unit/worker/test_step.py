@@ -11,7 +11,6 @@ from runtime.core.errors import CollectiveAborted
 from runtime.device.cuda import open_device
 from runtime.device.values import StepMeter
 from runtime.replica.build import BuildOrder
-from runtime.timeline.events import COMPUTE
 from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recording import Recorder
@@ -54,7 +53,7 @@ class Bench:
             config, self.replica, self.protocol, self.meter, timer, values, await_batch=self._await
         )
 
-    def _await(self, *, answer, then=COMPUTE):
+    def _await(self, *, answer):
         self.asked.append(answer)
         return next(self._batches)
 
