@@ -20,18 +20,21 @@ demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
 	$(PY) examples/digits.py --all
 
+# Some tests wait more than they compute.
+JOBS    ?= $(shell nproc)
+WORKERS ?= $(shell expr $(JOBS) + 1)
+
 test: $(VENV)/.stamp-test browser
-	$(PY) -m pytest -n logical --dist worksteal
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 SEED  ?= 0
 COUNT ?= 200000
 SCALE ?= 5
-JOBS  ?= $(shell nproc)
 
 test-long: $(VENV)/.stamp-test
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS)
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS) --late
-	TEST_SCALE=$(SCALE) $(PY) -m pytest -n logical --dist worksteal tests/simulation
+	TEST_SCALE=$(SCALE) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/simulation
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) tests/gpu/run.py

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.graphing import capturable_on_cpu, posing
+from tests.support.pairs import pairwise
 from tests.support.running import GLOO, SYNC, THREAD, WAIT_S, Trace, builder
 
 __all__ = ["capturable_on_cpu", "posing"]  # fixtures
@@ -173,16 +174,12 @@ def assert_equal(loss, optim, *, clip=None, **settings):
         assert metrics.avg_loss == pytest.approx(avg_loss, rel=1e-12)
 
 
-worlds = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 accumulated = pytest.mark.parametrize("accumulate", [1, 3])
 optimizers = pytest.mark.parametrize("optim", [sgd, adamw])
 losses = pytest.mark.parametrize("loss", LOSSES)
 
 
-@losses
-@optimizers
-@accumulated
-@worlds
+@pairwise(loss=LOSSES, optim=[sgd, adamw], accumulate=[1, 3], ranks=[1, 2, 3, 4])
 def test_weighted_losses_equal_one_device(loss, optim, accumulate, ranks):
     assert_equal(loss, optim, ranks=ranks, accumulate=accumulate)
 
@@ -209,15 +206,11 @@ def test_weighted_losses_equal_one_device_with_clipped_gradients(accumulate, ran
 # -- on a device, whose numbers the host does not read ---------------------------------------
 
 
-@losses
-@pytest.mark.parametrize("optim", [sgd, adamw, fused_sgd, fused_adamw])
-@accumulated
+@pairwise(loss=LOSSES, optim=[sgd, adamw, fused_sgd, fused_adamw], accumulate=[1, 3])
 def test_weighted_losses_on_a_device_equal_one_device(loss, optim, accumulate, posing):
     assert_equal(loss, optim, ranks=1, accumulate=accumulate)
 
 
-@losses
-@accumulated
-@pytest.mark.parametrize("ranks", [2, 3])
+@pairwise(loss=LOSSES, accumulate=[1, 3], ranks=[2, 3])
 def test_weighted_losses_of_ranks_on_devices_equal_one_device(loss, accumulate, ranks, posing):
     assert_equal(loss, adamw, ranks=ranks, accumulate=accumulate)

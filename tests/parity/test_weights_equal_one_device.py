@@ -21,6 +21,7 @@ from runtime import (
 from runtime.core import weight as weights
 from tests.support.fsdp_ranks import node_size, on_ranks
 from tests.support.own_loop import gradients_travel
+from tests.support.pairs import pairwise
 from tests.support.weighing import (
     CLASS_WEIGHTS,
     TinyGpt,
@@ -33,7 +34,10 @@ from tests.support.weighing import (
     twins,
 )
 
-classes = pytest.mark.parametrize("class_weights", [None, CLASS_WEIGHTS], ids=["tokens", "classes"])
+CLASSES = [None, CLASS_WEIGHTS]
+READING = ["read", "unread"]
+TRAVELLING = ["directly", "meeting"]
+classes = pytest.mark.parametrize("class_weights", CLASSES, ids=["tokens", "classes"])
 BATCH = 10
 
 
@@ -45,9 +49,13 @@ def cut(batch, world_size):
 
 
 @pytest.mark.usefixtures("reading")
-@classes
-@pytest.mark.parametrize("how", ["numbers", "scalars", "one tensor"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pairwise(
+    indirect=["reading"],
+    reading=READING,
+    class_weights=CLASSES,
+    how=["numbers", "scalars", "one tensor"],
+    world_size=[2, 3, 4],
+)
 def test_ddp_wrap_weighs(world_size, how, class_weights):
     batch = make_tokens(BATCH)
     models = twins(world_size)
@@ -134,10 +142,12 @@ def test_a_weight_that_is_none_is_refused(weight):
         assert "weight" in str(failed.value.__cause__)
 
 
-@classes
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("strategy", ShardingStrategy)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pairwise(
+    class_weights=CLASSES,
+    as_tensor=[False, True],
+    strategy=list(ShardingStrategy),
+    world_size=[1, 2, 3, 4],
+)
 def test_fsdp_weighs(world_size, strategy, as_tensor, class_weights):
     batch = make_tokens(BATCH)
     micro = make_tokens(BATCH, seed=5)
@@ -238,7 +248,7 @@ FORMS = [
 ]
 
 
-@pytest.fixture(params=["read", "unread"])
+@pytest.fixture(params=READING)
 def reading(request, monkeypatch):
     """Weights as the host reads them from the CPU, and as it must not from a GPU."""
     if request.param == "unread":
@@ -246,7 +256,7 @@ def reading(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=["directly", "meeting"])
+@pytest.fixture(params=TRAVELLING)
 def travelling(request):
     with gradients_travel(request.param):
         yield
@@ -260,9 +270,15 @@ def on_devices(model, world_size, loss_weight=None):
 
 
 @pytest.mark.usefixtures("travelling", "reading")
-@pytest.mark.parametrize(("form", "class_weights", "loss_weight"), FORMS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_trainer_setup_weighs(world_size, form, class_weights, loss_weight):
+@pairwise(
+    indirect=["travelling", "reading"],
+    travelling=TRAVELLING,
+    reading=READING,
+    way=FORMS,
+    world_size=[1, 2, 3, 4],
+)
+def test_trainer_setup_weighs(world_size, way):
+    form, class_weights, loss_weight = way
     ids, labels = make_tokens(BATCH, blank=4)
     door = Door(form, class_weights)
     with on_devices(door, world_size, loss_weight) as model:
@@ -280,8 +296,13 @@ def test_trainer_setup_weighs(world_size, form, class_weights, loss_weight):
 
 
 @pytest.mark.usefixtures("travelling", "reading")
-@classes
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pairwise(
+    indirect=["travelling", "reading"],
+    travelling=TRAVELLING,
+    reading=READING,
+    class_weights=CLASSES,
+    world_size=[1, 2, 3, 4],
+)
 def test_accumulation_in_trainer_setup_weighs(world_size, class_weights):
     batches = [make_tokens(BATCH, blank=4), make_tokens(5, seed=7, blank=1)]
     loss_weight = by_token if class_weights is None else by_class
@@ -296,8 +317,13 @@ def test_accumulation_in_trainer_setup_weighs(world_size, class_weights):
 
 
 @pytest.mark.usefixtures("travelling", "reading")
-@classes
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pairwise(
+    indirect=["travelling", "reading"],
+    travelling=TRAVELLING,
+    reading=READING,
+    class_weights=CLASSES,
+    world_size=[1, 2, 3, 4],
+)
 def test_whole_batches_in_trainer_setup_weigh(world_size, class_weights):
     batches = [make_tokens(4, blank=4), *(make_tokens(n, seed=n, blank=1) for n in (3, 6, 5))]
 

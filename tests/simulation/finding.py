@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
 
 from tests.simulation.harness import SimulationFailed, simulate
 from tests.simulation.schedule import Schedule, draw_schedule
+from tests.support.pairs import SCALE
 
-SCALE = int(os.environ.get("TEST_SCALE", "1"))
-"""How many times as much is tried as in every run of the tests."""
 NUM_SCHEDULES = 2000 * SCALE
 MAX_SCHEDULES = 5000
 """Within which a planted fault has to be found."""

@@ -8,9 +8,10 @@ import pytest
 
 from coordinator.config import ApplyPolicy
 from coordinator.service import Inbox
-from tests.simulation.finding import SCALE, STUCK, assert_is_found
+from tests.simulation.finding import STUCK, assert_is_found
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_late_schedule
+from tests.support.pairs import SCALE
 
 NUM_SCHEDULES = 600 * SCALE
 SLICES = 2

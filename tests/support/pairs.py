@@ -1,0 +1,42 @@
+"""Parameters of which each two values meet in some case, in place of the whole product."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+SCALE = int(os.environ.get("TEST_SCALE", "1"))
+"""How many times as much is tried as in every run of the tests."""
+
+
+def pairwise(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """As ``parametrize`` over the product, but with few cases; ``TEST_SCALE`` above 1: with all.
+
+    Whatever two parameters are picked, each pair of their values is in a case. Cases are chosen
+    greedily, so they are always the same.
+
+    Args:
+        indirect: Those that are fixtures' parameters.
+        values: Of each parameter.
+    """
+    cases = list(product(*(range(len(v)) for v in values.values())))
+    if SCALE == 1:
+        open_pairs = {pair for case in cases for pair in _pairs(case)}
+        chosen = []
+        while open_pairs:
+            best = max(cases, key=lambda case: len(open_pairs & _pairs(case)))
+            chosen.append(best)
+            open_pairs -= _pairs(best)
+        cases = chosen
+    lists = list(values.values())
+    rows = [tuple(lists[i][k] for i, k in enumerate(case)) for case in cases]
+    return pytest.mark.parametrize(tuple(values), rows, indirect=list(indirect))
+
+
+def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    placed = list(enumerate(case))
+    return set(combinations(placed, 2))
