@@ -567,7 +567,7 @@ def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "the state waited for never came"
-        os.sched_yield()
+        time.sleep(0.001)
 
 
 @each_kind

@@ -147,7 +147,7 @@ def test_no_weight_is_lost_between_rounds(way, monkeypatch):
 
     b = builder(train=fit, dataset=400, batch_size=2, ranks=2, epochs=2, way=way)
     state = b.anchor(3).run().join(WAIT_S)
-    assert state.metrics[0].num_averagings > 3
+    assert state.metrics[0].num_averagings >= 2
     assert sum(seen) == pytest.approx(2 * sum(range(400)) / 4, rel=1e-12)
 
 
