@@ -38,6 +38,9 @@ ELSEWHERE = {
         "tests/unit/device/test_cuda_device.py::test_accumulators_are_made_under_the_compute_stream_and_kept",
         "tests/gpu/test_streams.py::test_an_accumulator_of_another_stream_is_noticed",
     ],
+    "D9": [
+        "tests/unit/test_step_path_cuda.py::test_the_step_path_neither_syncs_a_device_nor_frees_its_memory"
+    ],
     "D31": [
         "tests/unit/data/test_loader.py::test_an_epoch_abandoned_half_way_leaves_nothing_behind"
     ],
@@ -102,12 +105,10 @@ ABSENT = {
 """Hazards without a test here, and why."""
 
 IN_PART = {
-    "D30": "that PyTorch warns of it needs a GPU, where the test has not run yet",
-    "D9": "the calls are looked for in the source; that they deadlock needs a GPU",
+    "D30": "that PyTorch warns of it needs a GPU",
+    "D9": "the calls are looked for in the source; that they deadlock needs two GPUs",
     "D17": "on the CPU every snapshot lies there anyway; a layout on another device is asked for",
-    **dict.fromkeys(
-        ("S4", "S5", "S6", "S7"), "on streams of a stand-in; the tests on a GPU have not run yet"
-    ),
+    **dict.fromkeys(("S4", "S5", "S6", "S7"), "on streams of a stand-in where there is no GPU"),
     "S10": "the cost is measured by a clock; events need a GPU",
     "S22": "reads of a value are counted on the CPU; waits of a stream need a GPU",
 }

@@ -1,8 +1,7 @@
-"""The step waits for no device: what the source may not call, and what a run does not read."""
+"""The step waits for no device: what a run does not read."""
 
 from __future__ import annotations
 
-import ast
 import threading
 
 import pytest
@@ -12,61 +11,7 @@ from torch import nn
 from runtime import record_scalar
 from runtime.replica.step import Stepper
 from tests.deadlock.faults import BOUND_S
-from tests.house import ROOT, House, called, parse, relative
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
-
-ENTRIES = (
-    "worker/worker.py",
-    "data/loader.py",
-    "collective/thread.py",
-    "collective/process_group.py",
-)
-THE_DEVICE = {"runtime/device/base.py", "runtime/device/cuda_api.py", "runtime/device/memory.py"}
-"""The places that speak to a device, and where streams and events belong."""
-
-
-def step_path():
-    """What runs in a step: the entries and whatever of the runtime they import."""
-    below = House().below(*(f"runtime/{name}" for name in ENTRIES))
-    return [ROOT / file for file in below if file not in THE_DEVICE]
-
-
-FORBIDDEN = {
-    "synchronize": "waits for the whole device",
-    "current_stream": "may be the default stream: take the worker's own",
-    "default_stream": "is ordered with nothing",
-    "empty_cache": "frees memory while a collective may be in flight",
-    "ipc_collect": "frees memory while a collective may be in flight",
-    "set_per_process_memory_fraction": "may free memory",
-    "collect": "may free device memory at any time",
-}
-
-
-@pytest.mark.parametrize("path", step_path(), ids=relative)
-def test_the_step_path_neither_syncs_a_device_nor_frees_its_memory(path):
-    """D9: such a call deadlocks with the collective of a peer that waits for this rank."""
-    calls = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
-    found = [
-        f"{called(call)} in line {call.lineno} {FORBIDDEN[called(call).split('.')[-1]]}"
-        for call in calls
-        if called(call).split(".")[-1] in FORBIDDEN
-    ]
-    assert found == []
-
-
-def test_the_step_path_holds_what_a_step_runs():
-    """D9: the search above finds the files that matter."""
-    found = {path.name for path in step_path()}
-    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "rounds.py"}
-    assert found >= {
-        "loader.py",
-        "dataset.py",
-        "base.py",
-        "thread.py",
-        "protocol.py",
-        "schedule.py",
-    }
-
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
 

@@ -9,6 +9,7 @@ from tests.house import ROOT, House, called, imported_modules, parse, relative, 
 
 ENTRIES = (
     "worker/worker.py",
+    "data/loader.py",
     "device/cuda.py",
     "collective/__init__.py",
 )
@@ -27,6 +28,8 @@ FORBIDDEN = {
     "wait_stream": "makes an event each time: record one of a pool",
     "empty_cache": "frees memory while a collective may be in flight",
     "ipc_collect": "frees memory while a collective may be in flight",
+    "set_per_process_memory_fraction": "may free memory",
+    "collect": "may free device memory at any time",
     "item": "waits for the device",
     "tolist": "waits for the device",
     "cpu": "waits for the device",
