@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, Trainer
+from tests.support.pairs import SCALE
 from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 WAYS = [(CADENCE, OVER_CPU), (SYNC, THREAD), (ASYNC, THREAD), (SYNC, GLOO), (CADENCE, GLOO)]
-NUM_RUNS, NUM_BEFORE = 200, 20
+NUM_RUNS, NUM_BEFORE = 100 * SCALE, 20
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +54,7 @@ def held():
 
 
 def main():
-    """200 runs of every kind; prints what the process held after 20 of them and at the end."""
+    """Runs of every kind; prints what the process held after 20 of them and at the end."""
     for i in range(NUM_RUNS):
         if i == NUM_BEFORE:
             before = held()
@@ -62,7 +63,7 @@ def main():
 
 
 @pytest.mark.timeout(180)
-def test_200_runs_leave_no_thread_no_descriptor_and_no_memory():
+def test_a_hundred_runs_leave_no_thread_no_descriptor_and_no_memory():
     """In a process of its own, so that nothing but the runs decides what it holds."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
