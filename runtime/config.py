@@ -19,6 +19,12 @@ from runtime.timeline import Timeline
 from runtime.worker.config import UserFunctions, WorkerConfig
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISION_NAMES = {
+    **dict.fromkeys(("32", "32-true", "float32", "no"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+    **dict.fromkeys(("16", "16-mixed", "float16"), "fp16"),
+}
+"""The names that Lightning and Accelerate have for them."""
 ON_WORKER_FAILURE = ("raise", "continue")
 MAX_SEED = 2**63 - 1
 """The largest seed that every generator takes."""

@@ -11,9 +11,16 @@ from torch import nn
 
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.metrics import EpochMetrics
-from runtime.config import MAX_SEED, ON_WORKER_FAILURE, PRECISIONS, TrainConfig
+from runtime.config import (
+    MAX_SEED,
+    ON_WORKER_FAILURE,
+    PRECISION_NAMES,
+    PRECISIONS,
+    TrainConfig,
+)
 from runtime.core.checks import (
     check_callable,
+    check_choice,
     check_devices,
     check_flag,
     check_float,
@@ -23,7 +30,7 @@ from runtime.core.checks import (
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.config import DdpConfig
 from runtime.loop.module import ReplicatedModule, set_up
-from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
+from runtime.replica.build import Copies, ModelFactory, OptimFactory, ParamGroups
 from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
@@ -40,13 +47,13 @@ class TrainerBuilder:
     """
 
     def __init__(
-        self, model_factory: ModelFactory, optim_factory: OptimFactory, train_fn: TrainFn
+        self,
+        model_factory: ModelFactory | nn.Module,
+        optim_factory: OptimFactory,
+        train_fn: TrainFn,
     ) -> None:
         if isinstance(model_factory, nn.Module):
-            raise TypeError(
-                "model_factory is a module, not a function that builds one: each worker needs its "
-                "own; pass lambda device: Net().to(device)"
-            )
+            model_factory = Copies(model_factory)
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
         check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
         check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
@@ -137,22 +144,22 @@ class TrainerBuilder:
 
     # -- devices and averaging -------------------------------------------------
 
-    def devices(self, devices: Sequence[str | torch.device]) -> TrainerBuilder:
+    def devices(
+        self, devices: Sequence[str | torch.device] | str | torch.device | int
+    ) -> TrainerBuilder:
         """One worker for each entry; a device may stand more than once (default: every
-        visible CUDA device, else one ``"cpu"``)."""
+        visible CUDA device, else one ``"cpu"``). A number means the first CUDA devices, or so
+        many workers on the CPU where there is no CUDA."""
         return self._set(requested_devices=check_devices(devices))
 
-    def policy(self, p: ApplyPolicy) -> TrainerBuilder:
-        """When replicas average (default ``CADENCE``)."""
-        if not isinstance(p, ApplyPolicy):
-            raise TypeError(f"policy({p!r}): pass ApplyPolicy.SYNC, CADENCE or ASYNC")
-        return self._set(policy=p)
+    def policy(self, p: ApplyPolicy | str) -> TrainerBuilder:
+        """When replicas average (default ``CADENCE``); ``"sync"`` is ``ApplyPolicy.SYNC``."""
+        return self._set(policy=check_choice("policy", p, ApplyPolicy))
 
-    def backend(self, b: AverageBackend) -> TrainerBuilder:
-        """Over what they average (default ``AUTO``: by devices and policy, before the run)."""
-        if not isinstance(b, AverageBackend):
-            raise TypeError(f"backend({b!r}): pass AverageBackend.AUTO, CPU, THREAD, GLOO or NCCL")
-        return self._set(requested_backend=b)
+    def backend(self, b: AverageBackend | str) -> TrainerBuilder:
+        """Over what they average (default ``AUTO``: by devices and policy, before the run);
+        ``"thread"`` is ``AverageBackend.THREAD``."""
+        return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
     def anchor(self, n: int) -> TrainerBuilder:
         """Batches of the slowest rank between two averagings, at first (default 10).
@@ -224,12 +231,15 @@ class TrainerBuilder:
         the weights that ``train_fn`` gives with its losses."""
         return self._set(accumulate=check_int("accumulate", n, 1))
 
-    def precision(self, name: str) -> TrainerBuilder:
+    def precision(self, name: str | int) -> TrainerBuilder:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
-        gradient scaler for each worker."""
-        if name not in PRECISIONS:
+        gradient scaler for each worker. Lightning's names of the same are taken, too
+        (``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``), but for those that train in low
+        precision without autocast."""
+        known = {**dict.fromkeys(PRECISIONS), **PRECISION_NAMES}
+        if not isinstance(name, str | int) or str(name) not in known:
             raise ValueError(f"precision({name!r}): pass one of {', '.join(PRECISIONS)}")
-        return self._set(precision=name)
+        return self._set(precision=PRECISION_NAMES.get(str(name), str(name)))
 
     def on_non_finite(self, mode: str) -> TrainerBuilder:
         """What follows a loss or gradient that is NaN or infinite (default ``"raise"``).
@@ -412,13 +422,14 @@ class Trainer:
 
     @staticmethod
     def builder(
-        model_factory: ModelFactory, optim_factory: OptimFactory, train_fn: TrainFn
+        model_factory: ModelFactory | nn.Module, optim_factory: OptimFactory, train_fn: TrainFn
     ) -> TrainerBuilder:
         """Start describing a run whose loop the runtime owns.
 
         Args:
             model_factory: ``f(device) -> nn.Module``, called once for each worker, one at
-                a time; every replica starts from rank 0's weights.
+                a time; every replica starts from rank 0's weights. A module in its place is
+                copied for each worker, and stays as it is.
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
             train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, or ``(loss,
                 weight)``; called in the worker's thread, on its device, under its compute

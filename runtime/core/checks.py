@@ -1,4 +1,4 @@
-"""What comes with an extra of this package, and may therefore not be installed."""
+"""What users pass, checked as they pass it; and what an extra of this package installs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
+from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+E = TypeVar("E", bound=Enum)
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -67,9 +71,30 @@ def check_directory(name: str, path: Path) -> None:
         raise ValueError(f"{name}({str(path)!r}) is a file; pass a directory")
 
 
+def check_choice(name: str, value: object, kind: type[E]) -> E:
+    """A member of an enumeration, or one by the word that is its value."""
+    if isinstance(value, kind):
+        return value
+    words = {str(member.value): member for member in kind}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    wrong = ValueError if isinstance(value, str) else TypeError
+    members = ", ".join(member.name for member in kind)
+    raise wrong(f"{name}({value!r}): pass a {kind.__name__} or its name, one of {members}")
+
+
 def check_devices(devices: object) -> tuple[torch.device, ...]:
-    """Devices by name or object, not empty, each usable here."""
-    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+    """Devices by name or object, not empty, each usable here.
+
+    A number means so many CUDA devices, or so many workers on the CPU where there is no CUDA.
+    """
+    if isinstance(devices, (str, torch.device)):
+        devices = [devices]
+    elif isinstance(devices, int) and not isinstance(devices, bool):
+        check_int("devices", devices, 1)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        devices = [f"cuda:{i}" if kind == "cuda" else "cpu" for i in range(devices)]
+    elif not isinstance(devices, Sequence):
         raise TypeError(f"devices({devices!r}): pass a list, for instance ['cpu', 'cpu']")
     found = []
     for item in devices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,28 @@ from runtime.replica.schedule import Schedule, SchedulerFactory
 ModelFactory = Callable[[torch.device], nn.Module]
 OptimFactory = Callable[[Any], torch.optim.Optimizer]
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
+
+
+class Copies:
+    """A model factory that copies a module, which stays as it is.
+
+    Args:
+        module: What each worker gets a copy of.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, device: torch.device) -> nn.Module:
+        """A copy on a device."""
+        try:
+            copied = copy.deepcopy(self._module)
+        except Exception as error:
+            raise TypeError(
+                f"a {type(self._module).__name__} cannot be copied for each worker ({error}): pass "
+                "a function that builds it, lambda device: Net().to(device)"
+            ) from error
+        return copied.to(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,16 +88,19 @@ WRONG = [
     ("loader_workers", (-1,), ValueError, "at least 0"),
     ("loader_workers", (0.5,), TypeError, "whole number"),
     ("dataset_lock", ("yes",), TypeError, "True or False"),
-    ("devices", ("cpu",), TypeError, r"\['cpu', 'cpu'\]"),
-    ("devices", (2,), TypeError, "list"),
+    ("devices", (2.0,), TypeError, r"\['cpu', 'cpu'\]"),
+    ("devices", (0,), ValueError, "at least 1"),
+    ("devices", (True,), TypeError, "list"),
+    ("devices", ("gpu",), ValueError, "is no device"),
     ("devices", ([],), ValueError, "at least one"),
     ("devices", ([0],), TypeError, "names such as"),
     ("devices", (["gpu0"],), ValueError, "is no device"),
     ("devices", (["meta"],), ValueError, "not supported"),
     ("devices", (["cuda:77"],), ValueError, "there is no"),
-    ("policy", ("SYNC",), TypeError, "ApplyPolicy.SYNC"),
-    ("backend", ("cpu",), TypeError, "AverageBackend.AUTO"),
-    ("backend", (ApplyPolicy.SYNC,), TypeError, "AverageBackend.AUTO"),
+    ("policy", ("often",), ValueError, "SYNC, CADENCE, ASYNC"),
+    ("policy", (1,), TypeError, "SYNC, CADENCE, ASYNC"),
+    ("backend", ("mpi",), ValueError, "AUTO, CPU, THREAD, GLOO, NCCL"),
+    ("backend", (ApplyPolicy.SYNC,), TypeError, "AUTO, CPU, THREAD, GLOO, NCCL"),
     ("anchor", (0,), ValueError, "at least 1"),
     ("min_anchor", (0,), ValueError, "at least 1"),
     ("max_anchor", (0,), ValueError, "at least 1"),
@@ -125,6 +128,7 @@ WRONG = [
     ("max_grad_norm", (None,), TypeError, "number"),
     ("accumulate", (0,), ValueError, "at least 1"),
     ("precision", ("fp64",), ValueError, "fp32, bf16, fp16"),
+    ("precision", ("bf16-true",), ValueError, "fp32, bf16, fp16"),
     ("precision", (torch.float16,), (TypeError, ValueError), "fp32, bf16, fp16"),
     ("on_non_finite", ("warn",), ValueError, "raise, skip, ignore"),
     ("scheduler", (torch.optim.SGD([torch.zeros(1)], 1.0),), TypeError, "LRScheduler"),
@@ -612,8 +616,3 @@ def test_system_exit_in_train_fn_is_an_error_of_the_run():
         raise SystemExit(3)
 
     assert isinstance(failure_of(builder(train=train)).__cause__, SystemExit)
-
-
-def test_a_module_in_place_of_its_factory_is_refused_at_once():
-    with pytest.raises(TypeError, match="lambda device"):
-        Trainer.builder(torch.nn.Linear(1, 1), plain_sgd, count_up)

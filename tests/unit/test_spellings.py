@@ -1,0 +1,89 @@
+"""Words of other libraries that can mean one thing only, and a module in place of a factory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import ApplyPolicy, AverageBackend, Trainer, WorkerFailed
+from tests.support.running import WAIT_S, Counter, builder
+
+
+@pytest.mark.parametrize(("word", "policy"), [("sync", "SYNC"), ("ASYNC", "ASYNC")])
+def test_a_policy_by_its_name(word, policy):
+    assert builder().policy(word)._config.coordinator.policy is ApplyPolicy[policy]
+
+
+@pytest.mark.parametrize("backend", list(AverageBackend))
+def test_a_backend_by_its_name(backend):
+    assert builder().backend(backend.value)._config.requested_backend is backend
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (16, "fp16"), (32, "fp32"), ("no", "fp32")],
+)
+def test_a_precision_as_lightning_and_accelerate_call_it(word, name):
+    assert builder().precision(word)._config.worker.precision == name
+
+
+def test_one_device_needs_no_list_and_a_number_means_so_many(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert builder().devices("cpu")._config.requested_devices == (cpu,)
+    assert builder().devices(3)._config.requested_devices == (cpu,) * 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    two = tuple(torch.device("cuda", i) for i in range(2))
+    assert builder().devices(2)._config.requested_devices == two
+    with pytest.raises(ValueError, match="there is no cuda:2; 2 CUDA devices are visible"):
+        builder().devices(3)
+
+
+def run_of(model):
+    return (
+        Trainer.builder(
+            model,
+            lambda params: torch.optim.SGD(params, 1.0),
+            lambda model, batch: -model.w.sum(),
+        )
+        .dataset(torch.arange(20))
+        .batch_size(2)
+        .num_epochs(1)
+        .devices(2)
+        .progress(False)
+    )
+
+
+def test_a_module_is_copied_for_each_worker_and_stays_as_it_is():
+    model, seen = Counter(), set()
+    with torch.no_grad():
+        model.w.fill_(5.0)
+    lock = threading.Lock()
+
+    def note(epoch, worker):
+        with lock:
+            seen.add((worker.rank, worker.model is model, float(worker.model.w.detach().sum())))
+
+    state = run_of(model).epoch_fn(note).run().join(WAIT_S)
+    assert seen == {(0, False, 5.0), (1, False, 5.0)}
+    assert float(model.w.detach()) == 5.0
+    assert float(state.params["w"]) != 5.0
+
+
+def test_a_module_that_cannot_be_copied_is_named_with_the_way_out():
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(1))
+
+        def __deepcopy__(self, memo):
+            raise RuntimeError("planted")
+
+    with pytest.raises(WorkerFailed) as failed:
+        run_of(Stubborn()).run().join(WAIT_S)
+    assert "Stubborn cannot be copied" in str(failed.value.__cause__)
+    assert "lambda device" in str(failed.value.__cause__)
