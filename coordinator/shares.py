@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.dispatch import split_by_ratio
+from coordinator.dispatch import split_like
 
 Cost = tuple[float, float]
 """Seconds that a rank takes for a piece: a part that does not depend on it, and those a sample."""
@@ -58,12 +58,6 @@ def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def split_like(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Cut ``total`` in proportion to ``sizes``, none of the parts below 1."""
-    rest = total - len(sizes)
-    return tuple(1 + n for n in split_by_ratio(rest, sizes))
-
-
 def seconds(cost: Cost, num_samples: float) -> float:
     """The time of a piece."""
     return cost[0] + cost[1] * num_samples
@@ -104,10 +98,8 @@ class _Fit:
         new = (time_s - self.fixed_s) / n
         ratio = time_s / seconds((self.fixed_s, self.sample_s), n)
         off = 0 if abs(math.log(ratio)) <= math.log1p(_SUSPECT) else (1 if ratio > 1 else -1)
-        if off and off == self.was_off:
-            weight = 1.0
-        else:
-            weight = 0.5 if off else _WEIGHT
+        is_new_speed = off != 0 and off == self.was_off
+        weight = 1.0 if is_new_speed else _WEIGHT if not off else 0.5
         self.was_off = off
         self.sample_s += weight * (new - self.sample_s)
 

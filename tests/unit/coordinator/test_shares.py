@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.shares import Shares, seconds, split_by_cost, split_like
+from coordinator.dispatch import split_like
+from coordinator.shares import Shares, seconds, split_by_cost
 
 STEPS = 6
 """Global steps behind each measurement."""
