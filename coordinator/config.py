@@ -128,6 +128,7 @@ class CoordinatorConfig:
             ``None``: a quarter of the count, at least 2.
         divergence_threshold: ``None``: no guard.
         partition_ratios: Fixed share of each rank.
+        balance: Under ``SYNC``, cut each global batch by measured speed.
         progressive: Chunks on demand rather than one partition an epoch.
         max_steps: End after this many batches over all ranks.
         evaluate: Whether there is an evaluation function.
@@ -159,6 +160,7 @@ class CoordinatorConfig:
     max_overshoot: int | None = None
     divergence_threshold: float | None = 0.05
     partition_ratios: tuple[float, ...] | None = None
+    balance: bool = False
     progressive: bool = True
     max_steps: int | None = None
     evaluate: bool = False

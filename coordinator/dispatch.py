@@ -48,6 +48,12 @@ def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
+def split_like(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Cut ``total`` in proportion to ``sizes``, none of the parts below 1."""
+    rest = total - len(sizes)
+    return tuple(1 + n for n in split_by_ratio(rest, sizes))
+
+
 class BatchSet:
     """Disjoint ranges of batch positions, taken from the front in rising order."""
 

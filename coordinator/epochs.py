@@ -10,6 +10,10 @@ from coordinator.messages import PublishEpoch
 from coordinator.pool import Epoch, LockstepPlan
 from coordinator.state import Core, Rank
 
+PLAN_STEPS = 6
+"""Optimizer steps in a plan where shares are measured: a new speed is followed after three
+plans at the latest, and ranks wait for the coordinator between two of them."""
+
 
 @dataclass(slots=True)
 class _Closing:
@@ -112,15 +116,25 @@ class Epochs:
         self._core.send(rank.rank, m.StartEpoch(plan=plan))
 
     def deal_lockstep(self, now: float) -> None:
-        """Deal the next epoch to all ranks once they are through with the last."""
+        """Deal the next epoch to all ranks once they are through with the last.
+
+        With shares by measured speed, the next steps of it: their sizes are the same on all
+        ranks, because they come with the plan, and what the steps took decides those of the
+        next plan.
+        """
         live = self._core.live
         if any(r.num_queued for r in live) or not self.all_published:
             # Peers of a lead that evaluates wait here, where no timeout runs.
             return
-        dealt = self._core.pool.deal_epoch(now, [r.rank for r in live], self._core.elche.shares)
+        balances = self._core.shares is not None and len(live) > 1
+        most = PLAN_STEPS * self._core.config.accumulate * len(live) if balances else None
+        dealt = self._core.pool.deal_epoch(
+            now, [r.rank for r in live], self._core.elche.shares, most
+        )
         if dealt is None:
             return
         number, parts = dealt
+        pieces = self._cut_pieces(parts) if balances else {}
         shares = [0] * len(self._core.ranks)
         for rank, spans in parts.items():
             shares[rank] = sum(len(span) for span in spans)
@@ -135,6 +149,7 @@ class Epochs:
             first_window=self._core.num_windows,
             num_windows=steps,
             first_step=self._core.global_step,
+            pieces=pieces,
         )
         self._core.num_windows += steps
         for info in live:
@@ -143,8 +158,24 @@ class Epochs:
                 batches=parts[info.rank],
                 shares=tuple(shares),
                 first_step=self._core.global_step,
+                pieces=pieces.get(info.rank, ()),
             )
             self._start(info, plan)
+
+    def _cut_pieces(
+        self, parts: dict[int, tuple[range, ...]]
+    ) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The pieces of each rank, of sizes that follow what the last plan took."""
+        shares, last = self._core.shares, self._core.plan
+        assert shares is not None, "pieces are cut where shares are measured"
+        for rank, pieces in (last.pieces if last is not None else {}).items():
+            assert last is not None
+            if pieces and last.told.get(rank) == len(pieces):
+                samples = last.count_samples(rank, 0, len(pieces))
+                shares.observe(rank, samples / len(pieces), last.compute_s[rank] / len(pieces))
+        ranks = list(parts)
+        sizes = shares.sizes(len(ranks) * self._core.config.batch_size, ranks)
+        return self._core.pool.cut_pieces(parts, sizes)
 
     def has_work(self, epoch: int) -> bool:
         """Whether the average that closes the epoch is evaluated or handed over."""

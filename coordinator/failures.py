@@ -360,6 +360,8 @@ class Survival:
             told = plan.told.get(rank, 0)
             samples = core.pool.recount(rank, plan.epoch, spans, told=told, made=count)
             core.global_step += count
+            if plan.pieces:
+                samples = plan.count_samples(rank, told, count)
             if epoch is not None and count > told:
                 # A rank that could not say so had its part in these steps.
                 rest = Tally(num_batches=count - told, num_samples=samples)

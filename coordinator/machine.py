@@ -194,6 +194,7 @@ class Coordinator:
         plan = self._core.plan
         if plan is not None:
             plan.told[event.rank] = plan.told.get(event.rank, 0) + tally.num_batches
+            plan.compute_s[event.rank] = plan.compute_s.get(event.rank, 0.0) + tally.compute_s
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
             self._core.pool.freeze(event.rank)

@@ -82,12 +82,15 @@ class EpochPlan:
             the learning-rate schedule has moved. Empty under the other policies.
         first_step: Under ``SYNC``, the position of the schedule (batches trained by
             all ranks) before the plan.
+        pieces: Under ``SYNC`` with shares by measured speed, the samples of each batch, as
+            positions ``[start, stop)`` in the epoch's permutation; empty: the batch's own.
     """
 
     epoch: int
     batches: tuple[range, ...] = ()
     shares: tuple[int, ...] = ()
     first_step: int = 0
+    pieces: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_batches(self) -> int:

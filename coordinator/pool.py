@@ -11,10 +11,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
-from coordinator.dispatch import BatchSet, count_batches, cut, split_by_ratio
+from coordinator.dispatch import (
+    BatchSet,
+    batch_bounds,
+    count_batches,
+    cut,
+    split_by_ratio,
+    split_like,
+)
 from coordinator.metrics import EpochTally
 
 # -- The records of the chunk pool: an open epoch, and what a rank holds of it --
@@ -95,7 +103,9 @@ class LockstepPlan:
         first_window: Optimizer steps that every rank had made before it.
         num_windows: Optimizer steps in it.
         first_step: Batches that all ranks had trained before it.
+        pieces: The samples of each batch of each rank, where shares are measured.
         told: Batches of it that each rank has reported.
+        compute_s: Seconds that each rank has reported for them.
     """
 
     epoch: int
@@ -103,7 +113,13 @@ class LockstepPlan:
     first_window: int
     num_windows: int
     first_step: int
+    pieces: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)
+    compute_s: dict[int, float] = field(default_factory=dict)
+
+    def count_samples(self, rank: int, start: int, stop: int) -> int:
+        """Samples in some of a rank's pieces."""
+        return sum(end - begin for begin, end in self.pieces[rank][start:stop])
 
 
 CHUNK_S = 0.2
@@ -324,13 +340,23 @@ class ChunkPool:
         return capacity >= left
 
     def deal_epoch(
-        self, now: float, ranks: Sequence[int], shares: Sequence[float]
+        self,
+        now: float,
+        ranks: Sequence[int],
+        shares: Sequence[float],
+        most: int | None = None,
     ) -> tuple[int, dict[int, tuple[range, ...]]] | None:
-        """Deal everything open in the oldest epoch at once, for lockstep training.
+        """Deal what is open in the oldest epoch at once, for lockstep training.
 
         Equal shares interleave: global step ``s`` trains the open batches
         ``s * W`` to ``s * W + W - 1``, so that what is consumed is always a prefix. Fixed
         ratios deal contiguous ranges.
+
+        Args:
+            now: The time.
+            ranks: Who takes part.
+            shares: Each rank's part of the work.
+            most: Deal no more batches than this; ``None``: all of them.
 
         Returns:
             The epoch and the ranges of each rank, or ``None`` at the end of the run.
@@ -341,6 +367,8 @@ class ChunkPool:
         left = len(epoch.open) if self._budget is None else min(len(epoch.open), self._budget)
         if left == 0:
             return None
+        if most is not None:
+            left = min(left, most)
         spans = epoch.open.take(left)
         # As they were dealt before the run was interrupted, if it was.
         dealt = epoch.take_parts(ranks, spans) or cut(spans, ranks, self._ratios)
@@ -396,6 +424,37 @@ class ChunkPool:
             epoch.num_settled += len(span)
             epoch.num_samples += self._samples(span)
         ledger.in_round.clear()
+
+    def cut_pieces(
+        self, parts: Mapping[int, tuple[range, ...]], sizes: Sequence[int]
+    ) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The samples of each rank's batches, where ranks share global batches by speed.
+
+        The n-th batches of all ranks are a global batch. Its samples are cut anew into
+        contiguous pieces, in the order of ranks, so that it holds what it would hold without.
+
+        Args:
+            parts: The batches of each rank, in order.
+            sizes: Pieces of a whole global batch, one for each rank of ``parts``.
+
+        Returns:
+            For each batch its positions ``[start, stop)`` in the epoch's permutation.
+        """
+        orders = {rank: [b for span in spans for b in span] for rank, spans in parts.items()}
+        pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in parts}
+        for index in range(max(map(len, orders.values()))):
+            ranks = [rank for rank, order in orders.items() if index < len(order)]
+            batches = [orders[rank][index] for rank in ranks]
+            bounds = [batch_bounds(b, self._num_samples, self._batch_size) for b in batches]
+            if batches == list(range(batches[0], batches[0] + len(batches))):
+                start, stop = bounds[0][0], bounds[-1][1]
+                whole = len(ranks) == len(sizes) and stop - start == sum(sizes)
+                cut_at = sizes if whole else split_like(stop - start, sizes[: len(ranks)])
+                ends = [*accumulate(cut_at, initial=start)]
+                bounds = [*pairwise(ends)]
+            for rank, piece in zip(ranks, bounds, strict=True):
+                pieces[rank].append(piece)
+        return {rank: tuple(found) for rank, found in pieces.items()}
 
     def count_samples(self, batches: Iterable[int]) -> int:
         """Samples in these batches."""

@@ -11,6 +11,7 @@ from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.messages import Allowance, Command, FinalSnapshot, Payload, Send, ToWorker
 from coordinator.metrics import EpochMetrics, Tally
 from coordinator.pool import ChunkPool, LockstepPlan
+from coordinator.shares import Shares
 
 # -- What the coordinator knows about each rank, and what it tells others about it --
 
@@ -346,6 +347,7 @@ class Core:
         generation: Counts the groups of ranks that meet in collectives.
         plan: Under lockstep, what the ranks were dealt last.
         num_windows: Under lockstep, the optimizer steps dealt so far.
+        shares: Under lockstep with shares by measured speed, whose pieces are how large.
         now: Time of the event being handled.
         spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
             where nobody measures it.
@@ -391,6 +393,7 @@ class Core:
         self.generation = 0
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
+        self.shares = Shares(world) if self.lockstep and config.balance else None
         self.now = 0.0
         self.spent_s = 0.0
 

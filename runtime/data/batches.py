@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from itertools import chain
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,20 @@ from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
 from runtime.device.capture_gate import GATE
 
-Position = tuple[int, int]
-"""Epoch, and position of the batch in the epoch's permutation."""
+
+class Position(NamedTuple):
+    """A batch of an epoch.
+
+    Attributes:
+        epoch: Epoch, counted from 0.
+        batch: Position of the batch in the epoch's permutation.
+        piece: Its samples, ``[start, stop)`` in the permutation, where the plan says them.
+    """
+
+    epoch: int
+    batch: int
+    piece: tuple[int, int] | None = None
+
 
 _LOADER_STREAM = 1  # keeps these draws apart from those of the permutation
 
@@ -33,7 +45,7 @@ class PlanQueue:
     """The batch positions of the submitted plans, in order. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._plans: deque[tuple[int, Iterator[int]]] = deque()
+        self._plans: deque[tuple[int, Iterator[tuple[int, tuple[int, int] | None]]]] = deque()
         self._num_left = 0
 
     def __len__(self) -> int:
@@ -41,16 +53,18 @@ class PlanQueue:
 
     def put(self, plan: EpochPlan) -> None:
         """Append the batches of ``plan``."""
-        self._plans.append((plan.epoch, chain.from_iterable(plan.batches)))
+        pieces = plan.pieces or repeat(None)
+        batches = chain.from_iterable(plan.batches)
+        self._plans.append((plan.epoch, zip(batches, pieces, strict=bool(plan.pieces))))
         self._num_left += plan.num_batches
 
     def pop(self) -> Position | None:
         """Take the next position; ``None`` if there is none."""
         while self._plans:
             epoch, batches = self._plans[0]
-            for batch in batches:
+            for batch, piece in batches:
                 self._num_left -= 1
-                return epoch, batch
+                return Position(epoch, batch, piece)
             self._plans.popleft()
         return None
 
@@ -84,7 +98,8 @@ def read_batch(
 
     Never beside the capture of a graph, which a data set that uses a GPU could break.
     """
-    view = LoaderView(rank, batch_generator(seed, *position), worker)
+    generator = batch_generator(seed, position.epoch, position.batch)
+    view = LoaderView(rank, generator, worker)
     with worker_context(view), GATE.reading():
         return adapter.load(indices)
 

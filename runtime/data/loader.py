@@ -295,7 +295,7 @@ class Loader(ABC):
                 position=position,
                 worker=self._worker,
             )
-        return LoadedBatch(data, num_samples, *position)
+        return LoadedBatch(data, num_samples, position.epoch, position.batch)
 
     def _forget_order(self) -> None:
         """Keep no epoch's permutation, which takes 8 bytes a sample."""
@@ -303,10 +303,10 @@ class Loader(ABC):
 
     def _indices(self, position: Position) -> tuple[torch.Tensor, int]:
         """The samples of a batch, and their number; asks for an epoch's order once."""
-        epoch, batch = position
+        epoch, batch, piece = position
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._index.order(epoch)
-        start, stop = self._index.bounds(batch)
+        start, stop = piece or self._index.bounds(batch)
         return self._order[start:stop], stop - start
 
     def _on_device(self, loaded: LoadedBatch) -> LoadedBatch:

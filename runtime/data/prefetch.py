@@ -126,8 +126,8 @@ class ResidentReader:
 
     def read(self, position: Position) -> LoadedBatch:
         """Gather a batch. The host waits for nothing on the device."""
-        epoch, batch = position
-        start, stop = self._index.bounds(batch)
+        epoch, batch, piece = position
+        start, stop = piece or self._index.bounds(batch)
         indices = self._order(epoch)[start:stop]
         data = tuple([column.index_select(0, indices) for column in self._columns])
         return LoadedBatch(data, stop - start, epoch, batch)
@@ -517,6 +517,6 @@ class PrefetchLoader(ThreadLoader):
             gathered = self._slots.gather(adapter, indices)
             if gathered is not None:
                 data, slot = gathered
-                return LoadedBatch(data, num_samples, *position, slot)
+                return LoadedBatch(data, num_samples, position.epoch, position.batch, slot)
         with self._copies.copying():  # for data sets that give tensors of the device
             return super()._read(position)

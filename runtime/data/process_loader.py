@@ -41,7 +41,7 @@ class _Source(Dataset[Any]):
             torch.from_numpy(samples),
             seed=self._seed,
             rank=self._rank,
-            position=(epoch, batch),
+            position=Position(epoch, batch),
         )
         return epoch, batch, len(samples), data
 
@@ -67,7 +67,9 @@ class _Pass:
         if position is None:
             self._ended = True
             raise StopIteration
-        return *position, self._index.indices(*position).numpy()
+        epoch, batch, piece = position
+        start, stop = piece or self._index.bounds(batch)
+        return epoch, batch, self._index.order(epoch)[start:stop].numpy()
 
 
 class ProcessLoader(ThreadLoader):

@@ -31,6 +31,11 @@ class Windows:
             self.steps.append(whole[:rest])
         longest = max(plan.shares, default=num_batches)
         self.steps += [()] * (-(-longest // accumulate) - len(self.steps))
+        if plan.pieces:
+            sizes = [stop - start for start, stop in plan.pieces]
+            for step, start in enumerate(range(0, num_batches, accumulate)):
+                self.steps[step] = sizes[start : start + accumulate]
+            return
         # Only the last batch of an epoch can be short, and spans rise within a plan
         # except where a batch came back from a dead rank: look at each span's end.
         end = 0
@@ -41,9 +46,9 @@ class Windows:
             start, stop = batch_bounds(span[-1], config.num_samples, config.batch_size)
             if stop - start < config.batch_size:
                 step, place = divmod(end - 1, accumulate)
-                sizes = list(self.steps[step])
-                sizes[place] = stop - start
-                self.steps[step] = sizes
+                shorter = list(self.steps[step])
+                shorter[place] = stop - start
+                self.steps[step] = shorter
 
     def position(self, index: int) -> int:
         """Batches that all ranks together have trained before a lockstep step."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from coordinator.dispatch import count_batches
+from coordinator.dispatch import batch_bounds, count_batches
 from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import Average, Command, PublishEpoch, Send
 from coordinator.state import Failure, RankState
@@ -34,6 +35,7 @@ class Checks:
         self._per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
         self._trained: dict[Batch, int] = {}
         self._num_trained: Counter[int] = Counter()
+        self._pieces: dict[int, dict[Batch, tuple[int, int]]] = {}
         self._begun: defaultdict[int, list[int]] = defaultdict(list)
         self._asked = 0
         self._unanswered: set[int] = set()
@@ -147,10 +149,33 @@ class Checks:
         """The rank begins a plan of ``SYNC``."""
         if plan.first_step != num_held:
             raise Violation(f"rank {rank} holds {num_held} batches, told: {plan.first_step}")
+        batches = [(plan.epoch, b) for span in plan.batches for b in span]
+        pieces = plan.pieces or [self._bounds(batch) for batch in batches]
+        self._pieces[rank] = dict(zip(batches, pieces, strict=True))
 
-    def on_reduced(self) -> None:
-        """The ranks of ``SYNC`` have made a step together."""
+    def _bounds(self, batch: Batch) -> tuple[int, int]:
+        return batch_bounds(batch[1], self._config.num_samples, self._config.batch_size)
+
+    def on_reduced(self, trained: Mapping[int, Sequence[Batch]], weights: Sequence[float]) -> None:
+        """The ranks of ``SYNC`` have made a step together.
+
+        Whatever pieces they had, the samples are those of the batches, each of them once.
+        """
         self._failed_before = self._sim.machine.core.generation
+        wanted = Counter((b[0], i) for own in trained.values() for b in own for i in self._all(b))
+        found: Counter[tuple[int, int]] = Counter()
+        for (rank, own), weight in zip(trained.items(), weights, strict=True):
+            pieces = [(b[0], range(*self._pieces[rank][b])) for b in own]
+            if not all(piece for _, piece in pieces):
+                raise Violation(f"rank {rank} has an empty piece among {pieces}")
+            if (size := sum(len(piece) for _, piece in pieces)) != weight:
+                raise Violation(f"rank {rank} weighs {weight} with {size} samples")
+            found.update((epoch, i) for epoch, piece in pieces for i in piece)
+        if found != wanted:
+            raise Violation(f"a step of {sum(wanted.values())} samples trained others: {trained}")
+
+    def _all(self, batch: Batch) -> range:
+        return range(*self._bounds(batch))
 
     def on_trained(self, rank: int, batch: Batch, size: int) -> None:
         """The rank trained a batch."""

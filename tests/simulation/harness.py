@@ -450,13 +450,17 @@ class Simulation:
         name = joined[0][1].key[0]
         if name != "regroup":
             weights = [j.weight if name != "buffers" else 0 for _, j in joined]
+            if name == "step":
+                trained = {rank: tuple(j.state.local) for rank, j in joined}
+                self.checks.on_reduced(trained, weights)
+                if self.schedule.config.balance:  # what is averaged is looked at by batches
+                    weights = [sum(map(self.weight_of, own)) for own in trained.values()]
             state = average([j.state for _, j in joined], weights, self.weight_of)
             if joined[0][1].brought is not None:
                 brought = tuple(j.brought for _, j in joined)
                 held = self._effects([j.state for _, j in joined], weights)
                 state = replace(state, brought=brought, held=held)
         if name == "step":
-            self.checks.on_reduced()
             for rank, join in joined:
                 for batch in join.state.local:
                     self.checks.on_trained(rank, batch, self.samples_of(batch))

@@ -198,7 +198,16 @@ class Draw:
 
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
-    return with_saves(Draw(seed).schedule())
+    return with_shares(with_saves(Draw(seed).schedule()))
+
+
+def with_shares(schedule: Schedule) -> Schedule:
+    """The schedule with shares by measured speed in half of the runs of ``SYNC``."""
+    c = schedule.config
+    if c.policy is not ApplyPolicy.SYNC or c.world_size == 1 or c.partition_ratios is not None:
+        return schedule
+    balance = random.Random(f"shares of {schedule.seed}").random() < 0.5
+    return replace(schedule, config=replace(c, balance=balance))
 
 
 def with_saves(schedule: Schedule) -> Schedule:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from coordinator.failures import Survival
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool
 from coordinator.rounds import Round, RoundKeeper
+from coordinator.shares import Shares
 from coordinator.state import Gate
 from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.windows import Windows
 from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import draw_schedule
@@ -238,6 +242,49 @@ def test_a_lockstep_rank_that_leaves_alone_is_found(monkeypatch):
 
     monkeypatch.setattr(WorkerProtocol, "begin_plan", alone)
     assert_is_found(STUCK)
+
+
+def shares(schedule):
+    return schedule.config.balance
+
+
+def test_a_stale_share_is_found(monkeypatch):
+    """One rank's plan has the sizes of the plan before."""
+    cut_pieces = ChunkPool.cut_pieces
+    before = {}
+
+    def stale(self, parts, sizes):
+        last = before.get(self, sizes)
+        before[self] = sizes
+        found = cut_pieces(self, parts, sizes)
+        if len(last) == len(sizes):
+            rank = max(parts)
+            found[rank] = cut_pieces(self, parts, last)[rank]
+        return found
+
+    monkeypatch.setattr(ChunkPool, "cut_pieces", stale)
+    assert_is_found("trained others", drawn(shares))
+
+
+def test_a_weight_that_is_not_that_of_the_share_is_found(monkeypatch):
+    init = Windows.__init__
+
+    def of_whole_batches(self, plan, config):
+        init(self, replace(plan, pieces=()), config)
+
+    monkeypatch.setattr(Windows, "__init__", of_whole_batches)
+    assert_is_found("weighs", drawn(shares))
+
+
+def test_a_share_of_nothing_is_found(monkeypatch):
+    sizes = Shares.sizes
+
+    def greedy(self, total, ranks):
+        first, *others = sizes(self, total, ranks)
+        return (first + others[0], 0, *others[1:])
+
+    monkeypatch.setattr(Shares, "sizes", greedy)
+    assert_is_found("empty piece", drawn(shares))
 
 
 def test_a_message_to_the_dead_is_found(monkeypatch):

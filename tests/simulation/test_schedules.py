@@ -57,6 +57,7 @@ def test_the_schedules_reach_every_setting():
     assert any(s.config.max_batch_diff == 0 for s in drawn)
     assert any(s.config.max_overshoot == 0 for s in drawn)
     assert any(s.config.partition_ratios for s in drawn)
+    assert any(s.config.balance for s in drawn)
     assert any(s.stop_at_s is not None for s in drawn)
     assert any(s.config.max_steps for s in drawn)
     assert any(s.late_chance for s in drawn)

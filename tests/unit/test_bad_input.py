@@ -206,6 +206,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "divergence_threshold": (0.1,),
         "no_divergence_guard": (),
         "partition_ratios": ((1, 2),),
+        "balance": (False,),
         "progressive_dispatch": (True,),
         "max_grad_norm": (5,),
         "accumulate": (2,),
@@ -307,6 +308,8 @@ def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
     [
         (lambda b: b.drop_last(True).batch_size(30), "smaller batch_size"),
         (lambda b: b.partition_ratios([1, 1, 1]), "3 entries for 2 devices"),
+        (lambda b: b.policy(SYNC).balance(True).partition_ratios([1, 2]), "leave one of them out"),
+        (lambda b: b.policy(CADENCE).balance(True), "leave it out"),
         (lambda b: b.speed_hint(2, 2.0), "no rank 2 of 2"),
         (lambda b: b.anchor(9).max_anchor(8), "raise max_anchor"),
         (lambda b: b.anchor(2).min_anchor(3), "is above the anchor at the start, 2"),

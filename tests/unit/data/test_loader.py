@@ -19,6 +19,7 @@ from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader, ThreadLoader
 from tests.support.loading import (
     ALL,
+    INDEX,
     PLANS,
     SIZE,
     Consumer,
@@ -55,12 +56,24 @@ def test_a_plan_queue_gives_positions_in_order():
     for plan in PLANS:
         queue.put(plan)
     assert len(queue) == 12
-    taken = [queue.pop() for _ in range(13)]
+    taken = [position and position[:2] for position in (queue.pop() for _ in range(13))]
     assert taken[6:] == [(1, 1), (1, 3), (1, 5), (1, 0), (1, 1), (2, 5), None]
     assert len(queue) == 0
     queue.put(ALL)
     queue.clear()
     assert queue.pop() is None
+
+
+@LOCAL
+def test_a_plan_with_pieces_is_loaded_by_them(kind):
+    order = INDEX.order(1).tolist()
+    pieces = ((0, 3), (3, 4), (7, 9))
+    with Consumer(kind, (torch.arange(N),)) as consumer:
+        consumer.loader.submit(EpochPlan(epoch=1, batches=(range(3),), pieces=pieces))
+        loaded = [consumer.next() for _ in pieces]
+        for batch, (start, stop) in zip(loaded, pieces, strict=True):
+            assert batch.num_samples == stop - start
+            assert batch.data[0].tolist() == order[start:stop]
 
 
 @LOCAL

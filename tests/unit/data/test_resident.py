@@ -9,6 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from runtime.data import path as data_path
 from runtime.data import prefetch as resident
+from runtime.data.batches import Position
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.prefetch import ResidentData, ResidentLoader, ResidentReader, can_reside
 from runtime.device.base import Device
@@ -81,7 +82,7 @@ def test_data_is_read_in_pieces(monkeypatch):
 def test_the_permutations_of_old_epochs_are_let_go():
     reader = ResidentReader(ResidentData(adapt_dataset(COLUMNS)), INDEX, Device())
     for epoch in range(6):
-        assert reader.read((epoch, 0)).data[0].tolist() == INDEX.indices(epoch, 0).tolist()
+        assert reader.read(Position(epoch, 0)).data[0].tolist() == INDEX.indices(epoch, 0).tolist()
     assert list(reader._orders) == [3, 4, 5]
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from coordinator.messages import EpochPlan
 from runtime import run as run_module
 from runtime.data import path as data_path
+from runtime.data.batches import Position
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.path import DataOptions, DataPath
 from runtime.data.prefetch import PrefetchLoader, ResidentData, ResidentReader
@@ -151,7 +152,7 @@ def test_a_new_epochs_order_goes_from_pinned_memory_and_the_host_does_not_wait(m
     fake.log.clear()  # bringing the data is waited for, once
     for epoch in range(3):
         for batch in range(4):
-            assert reader.read((epoch, batch)).data[0].shape == (2,)
+            assert reader.read(Position(epoch, batch)).data[0].shape == (2,)
     assert [how for _, how in moved] == [{"non_blocking": True}] * 3
     assert all(fake.is_pinned(source) for source, _ in moved)
     assert not fake.calls("wait_host")

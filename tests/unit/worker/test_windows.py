@@ -51,3 +51,12 @@ def test_the_steps_of_a_long_plan_share_their_sizes():
     assert len(steps) == 500_001
     assert len({id(step) for step in steps}) == 2
     assert (list(steps[0]), list(steps[-1])) == ([4, 4], [1])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_have_the_sizes_of_their_pieces(accumulate):
+    config = WorkerConfig(num_samples=18, batch_size=4, accumulate=accumulate)
+    pieces = ((0, 7), (8, 9), (16, 17))
+    plan = EpochPlan(epoch=0, batches=(range(0, 6, 2),), shares=(3, 2), pieces=pieces)
+    steps = [list(step) for step in Windows(plan, config).steps]
+    assert steps == ([[7], [1], [1]] if accumulate == 1 else [[7, 1], [1]])

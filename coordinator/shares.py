@@ -1,0 +1,174 @@
+"""How a global batch is cut among ranks of unequal speed, so that all of them finish together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.dispatch import split_like
+
+Cost = tuple[float, float]
+"""Seconds that a rank takes for a piece: a part that does not depend on it, and those a sample."""
+
+_WEIGHT = 0.3
+"""Weight of a new measurement in the moving average of the seconds for a sample."""
+_SUSPECT = 0.25
+"""A time that is off by more than this part is an outlier, or the second time a new speed."""
+_WORTH = 0.03
+"""Part of the step that new sizes have to save: sizes that repeat are worth something."""
+_PROBE = (2, 1)
+"""Ratios of neighbouring ranks in the second size that is measured."""
+_DIFFERENT = 0.1
+"""Two sizes tell the fixed part of the time if they differ by more than this part."""
+_MOST_FIXED = 0.9
+"""The fixed part of the time is at most this much of it."""
+
+
+def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """Cut ``total`` samples so that the slowest piece is done as early as can be.
+
+    Args:
+        total: Samples, at least one for each rank.
+        costs: Of each rank; the seconds for a sample are above 0.
+
+    Returns:
+        Whole parts of at least 1 that sum to ``total``.
+    """
+    assert total >= len(costs), f"{total} samples are too few for {len(costs)} ranks"
+    parts = [1] * len(costs)
+    free = list(range(len(costs)))
+    while free:
+        left = total - (len(costs) - len(free))
+        per_s = sum(1 / costs[i][1] for i in free)
+        end_s = (left + sum(costs[i][0] / costs[i][1] for i in free)) / per_s
+        above = [i for i in free if end_s - costs[i][0] > costs[i][1]]
+        if len(above) == len(free):
+            for i in free:
+                parts[i] = max(1, int((end_s - costs[i][0]) / costs[i][1]))
+            break
+        free = above
+    while (rest := total - sum(parts)) != 0:
+        if rest > 0:
+            i = min(range(len(parts)), key=lambda i: seconds(costs[i], parts[i] + 1))
+            parts[i] += 1
+        else:  # by rounding of floats
+            i = max((i for i, n in enumerate(parts) if n > 1), key=lambda i: parts[i])
+            parts[i] -= 1
+    return tuple(parts)
+
+
+def seconds(cost: Cost, num_samples: float) -> float:
+    """The time of a piece."""
+    return cost[0] + cost[1] * num_samples
+
+
+@dataclass(slots=True)
+class _Fit:
+    """What one rank takes for a piece: ``fixed_s + sample_s * n``."""
+
+    fixed_s: float = 0.0
+    sample_s: float = 0.0
+    num_seen: int = 0
+    first: tuple[float, float] | None = None
+    was_off: int = 0
+
+    @property
+    def known(self) -> bool:
+        return self.sample_s > 0
+
+    def add(self, n: float, time_s: float) -> None:
+        self.num_seen += 1
+        if self.num_seen == 1:
+            return  # libraries load and allocators grow in the first steps
+        if self.first is not None and abs(n / self.first[0] - 1) > _DIFFERENT:
+            slope = (time_s - self.first[1]) / (n - self.first[0])
+            fixed_s = self.first[1] - slope * self.first[0]
+            self.fixed_s = min(max(fixed_s, 0.0), _MOST_FIXED * min(time_s, self.first[1]))
+            self.sample_s = (time_s - self.fixed_s) / n
+            self.first = None
+        elif not self.known:
+            self.first = (n, time_s)
+            self.sample_s = time_s / n
+        else:
+            self._follow(n, time_s)
+
+    def _follow(self, n: float, time_s: float) -> None:
+        self.fixed_s = min(self.fixed_s, _MOST_FIXED * time_s)
+        new = (time_s - self.fixed_s) / n
+        ratio = time_s / seconds((self.fixed_s, self.sample_s), n)
+        off = 0 if abs(math.log(ratio)) <= math.log1p(_SUSPECT) else (1 if ratio > 1 else -1)
+        is_new_speed = off != 0 and off == self.was_off
+        weight = 1.0 if is_new_speed else _WEIGHT if not off else 0.5
+        self.was_off = off
+        self.sample_s += weight * (new - self.sample_s)
+
+
+class Shares:
+    """Follows the speed of each rank and says how large its piece of a global batch is.
+
+    The step time is not linear in the piece, so that ``a + b n`` is fitted. Each rank's first
+    measurement is left out; the second is of equal pieces, the third of unequal ones, and
+    both together give ``a``. From there ``b`` follows what is measured: smoothly, but at once
+    where a time is far off for the second time in a row. New sizes are given only where they
+    save a few percent of the step.
+
+    Deterministic and not thread-safe: no clock and no thread of its own.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._fits = [_Fit() for _ in range(world_size)]
+        self._ranks: tuple[int, ...] = ()
+        self._sizes: tuple[int, ...] = ()
+        self._has_probed = False
+
+    def observe(self, rank: int, num_samples: float, compute_s: float) -> None:
+        """Take the mean time of some micro-batches of a rank.
+
+        Args:
+            rank: Whose they are.
+            num_samples: Samples in one of them, on the mean.
+            compute_s: Seconds for one of them, waits for data and peers excluded.
+        """
+        if num_samples > 0 and math.isfinite(compute_s) and compute_s > 0:
+            self._fits[rank].add(num_samples, compute_s)
+
+    def cost(self, rank: int) -> Cost | None:
+        """Seconds for a piece and for each sample in it; ``None``: not measured yet."""
+        fit = self._fits[rank]
+        return (fit.fixed_s, fit.sample_s) if fit.known else None
+
+    def sizes(self, total: int, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The pieces of the next global batches.
+
+        Args:
+            total: Samples in one of them, at least one for each rank.
+            ranks: Who takes part.
+
+        Returns:
+            The size of each rank's piece, at least 1; their sum is ``total``.
+        """
+        self._sizes = self._next(total, tuple(ranks))
+        self._ranks = tuple(ranks)
+        return self._sizes
+
+    def _next(self, total: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        equal = [1] * len(ranks)
+        costs = [cost for rank in ranks if (cost := self.cost(rank)) is not None]
+        if len(costs) < len(ranks):
+            return split_like(total, equal)
+        if not self._has_probed:
+            self._has_probed = True
+            return split_like(total, [_PROBE[i % 2] for i in range(len(ranks))])
+        best = split_by_cost(total, costs)
+        if ranks == self._ranks and sum(self._sizes) == total:
+            now_s, then_s = (
+                max(seconds(cost, n) for cost, n in zip(costs, sizes, strict=True))
+                for sizes in (self._sizes, best)
+            )
+            if now_s * (1 - _WORTH) <= then_s:
+                return self._sizes
+        return best

@@ -1,0 +1,182 @@
+"""SYNC with shares against one device on the global batch, for shares that change at random."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from coordinator.dispatch import permutation, split_like
+from coordinator.shares import Shares
+from runtime import AverageBackend, current_worker
+from tests.support.running import SYNC, THREAD, WAIT_S, builder
+
+N, EPOCHS, SIZE, SEED = 203, 2, 4, 5
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(N, 6, generator=GENERATOR, dtype=torch.float64)
+Y = torch.randn(N, 2, generator=GENERATOR, dtype=torch.float64)
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+START = net()
+
+
+def mean_loss(model, x, y):
+    return nn.functional.mse_loss(model(x), y)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 0.01)
+
+
+@pytest.fixture
+def random_shares(monkeypatch):
+    """Each plan has other sizes, whatever was measured; gives all that were dealt."""
+    draw, dealt = random.Random(7), []
+
+    def sizes(self, total, ranks):
+        parts = split_like(total, [draw.randint(0, 5) + (i == 0) for i in range(len(ranks))])
+        dealt.append(parts)
+        return parts
+
+    monkeypatch.setattr(Shares, "sizes", sizes)
+    return dealt
+
+
+class Trace:
+    """A ``train_fn`` that notes the samples of each micro-batch of each rank."""
+
+    def __init__(self, fails_at=None):
+        self.pieces = {}
+        self._fails_at = fails_at
+
+    def __call__(self, model, batch):
+        x, y, index = batch
+        worker = current_worker()
+        mine = self.pieces.setdefault((worker.current_epoch, worker.rank), [])
+        if self._fails_at == (worker.rank, worker.current_epoch, len(mine)):
+            raise RuntimeError("planted")
+        mine.append(index.tolist())
+        return mean_loss(model, x, y)
+
+
+def run(trace, optim, *, ranks, accumulate=1, clip=None, way=(SYNC, THREAD), balance=True, **more):
+    b = builder(
+        model=lambda device: copy.deepcopy(START),
+        optim=optim,
+        train=trace,
+        dataset=(X, Y, torch.arange(N)),
+        batch_size=SIZE,
+        epochs=EPOCHS,
+        ranks=ranks,
+        way=way,
+    )
+    b.accumulate(accumulate).balance(balance).seed(SEED).tune_allocator(False)
+    if clip is not None:
+        b.max_grad_norm(clip)
+    for name, value in more.items():
+        getattr(b, name)(value)
+    return b.run()
+
+
+def global_steps(ranks, accumulate):
+    """The samples of each step of a run in which nobody dies."""
+    per_step = SIZE * ranks * accumulate
+    for epoch in range(EPOCHS):
+        order = torch.from_numpy(permutation(N, epoch, SEED))
+        yield from order.split(per_step)
+
+
+def one_device(steps, optim, clip):
+    model = copy.deepcopy(START)
+    optimizer = optim(model.parameters())
+    for indices in steps:
+        optimizer.zero_grad()
+        mean_loss(model, X[indices], Y[indices]).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+def assert_same(actual, expected):
+    for name, tensor in expected.items():
+        error = ((actual[name] - tensor).norm() / tensor.norm()).item()
+        assert error < 1e-8, f"{name}: relative error {error:.1e}"
+    before = START.state_dict()
+    assert any((tensor - before[name]).norm() > 0.05 for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulate", "optim", "clip", "backend"),
+    [
+        (1, 1, sgd, None, THREAD),
+        (2, 1, sgd, None, THREAD),
+        (2, 3, adamw, 0.1, THREAD),
+        (3, 1, adamw, None, AverageBackend.GLOO),
+        (3, 2, sgd, 0.1, THREAD),
+        (4, 1, sgd, 0.1, THREAD),
+        (4, 2, adamw, None, THREAD),
+    ],
+)
+def test_any_shares_equal_one_device_on_the_global_batch(
+    random_shares, ranks, accumulate, optim, clip, backend
+):
+    trace = Trace()
+    handle = run(trace, optim, ranks=ranks, accumulate=accumulate, clip=clip, way=(SYNC, backend))
+    state = handle.join(WAIT_S)
+    steps = list(global_steps(ranks, accumulate))
+    assert_same(state.state_dict(), one_device(steps, optim, clip))
+    assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+    if ranks > 1:
+        assert len(set(random_shares)) > 2
+        assert any(len(p) > SIZE for pieces in trace.pieces.values() for p in pieces)
+        per_rank = [sum(map(len, trace.pieces[0, rank])) for rank in range(ranks)]
+        assert [r.num_samples for r in state.metrics[0].per_rank] == per_rank
+    for epoch in range(EPOCHS):
+        seen = [i for (e, _), found in trace.pieces.items() if e == epoch for p in found for i in p]
+        assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_a_step_trains_the_same_samples_with_and_without(random_shares, balance):
+    ranks, trace = 3, Trace()
+    run(trace, sgd, ranks=ranks, balance=balance).join(WAIT_S)
+    per_rank = [trace.pieces[0, rank] for rank in range(ranks)]
+    order = permutation(N, 0, SEED).tolist()
+    for step in range(len(per_rank[0])):
+        got = [i for own in per_rank if step < len(own) for i in own[step]]
+        assert got == order[step * SIZE * ranks :][: SIZE * ranks]
+    assert bool(random_shares) is balance
+
+
+@pytest.mark.parametrize("at", [0, 5, 6, 13])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_after_a_death_each_sample_still_counts_once(random_shares, at, accumulate):
+    ranks, trace = 3, Trace(fails_at=(1, 0, at))
+    handle = run(trace, sgd, ranks=ranks, accumulate=accumulate, on_worker_failure="continue")
+    state = handle.join(WAIT_S)
+    order, others = [torch.from_numpy(permutation(N, e, SEED)) for e in range(EPOCHS)]
+    made = at // accumulate * accumulate * ranks * SIZE
+    left = SIZE * (ranks - 1) * accumulate
+    steps = [*order[:made].split(SIZE * ranks * accumulate), *order[made:].split(left)]
+    steps = [step for step in steps if len(step)] + list(others.split(left))
+    assert_same(state.state_dict(), one_device(steps, sgd, None))
+    assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+
+
+def test_measured_shares_equal_one_device_too():
+    trace = Trace()
+    state = run(trace, adamw, ranks=3).join(WAIT_S)
+    assert_same(state.state_dict(), one_device(global_steps(3, 1), adamw, None))

@@ -1,0 +1,155 @@
+"""Shares by measured speed: the cut itself, and how it follows ranks under a simulated clock."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.dispatch import split_like
+from coordinator.shares import Shares, seconds, split_by_cost
+
+STEPS = 6
+"""Global steps behind each measurement."""
+
+a_cost = st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-2))
+
+
+def longest(costs, sizes):
+    return max(seconds(cost, n) for cost, n in zip(costs, sizes, strict=True))
+
+
+@given(st.lists(a_cost, min_size=1, max_size=6), st.integers(0, 4000))
+def test_pieces_are_whole_and_no_single_move_ends_the_step_earlier(costs, extra):
+    total = len(costs) + extra
+    sizes = split_by_cost(total, costs)
+    assert sum(sizes) == total
+    assert min(sizes) >= 1
+    whole = longest(costs, sizes)
+    last = [i for i in range(len(sizes)) if seconds(costs[i], sizes[i]) == whole]
+    if len(last) == 1 and sizes[last[0]] > 1:
+        for to in set(range(len(sizes))) - set(last):
+            moved = list(sizes)
+            moved[last[0]] -= 1
+            moved[to] += 1
+            assert longest(costs, moved) >= whole * (1 - 1e-9)
+
+
+@given(st.lists(a_cost, min_size=3, max_size=3), st.integers(3, 14))
+def test_the_cut_is_the_best_of_all(costs, total):
+    every = [s for s in product(range(1, total), repeat=3) if sum(s) == total]
+    best = min(longest(costs, s) for s in every)
+    assert longest(costs, split_by_cost(total, costs)) <= best * (1 + 1e-9)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(0, 500))
+def test_a_short_batch_is_cut_alike(sizes, extra):
+    parts = split_like(len(sizes) + extra, sizes)
+    assert sum(parts) == len(sizes) + extra
+    assert min(parts) >= 1
+
+
+class Ranks:
+    """Ranks with a time for each piece, and a clock that does not run."""
+
+    def __init__(self, costs, total, noise=0.0, seed=0):
+        self.costs, self.total = list(costs), total
+        self.shares = Shares(len(costs))
+        self.ranks = tuple(range(len(costs)))
+        self.sizes = self.shares.sizes(total, self.ranks)
+        self._noise, self._random = noise, random.Random(seed)
+
+    def train(self, change=None):
+        """Some global steps; ``change`` sets costs before the step of its number."""
+        at, costs = change or (0, self.costs)
+        times = [0.0] * len(costs)
+        for step in range(STEPS):
+            if step == at:
+                self.costs = list(costs)
+            for rank, n in enumerate(self.sizes):
+                noise = 1 + self._noise * self._random.gauss(0, 1)
+                times[rank] += max(0.1, noise) * seconds(self.costs[rank], n)
+        for rank, n in enumerate(self.sizes):
+            self.shares.observe(rank, n, times[rank] / STEPS)
+        self.sizes = self.shares.sizes(self.total, self.ranks)
+
+    @property
+    def loss(self):
+        """How much longer the step takes than with the best sizes."""
+        best = longest(self.costs, split_by_cost(self.total, self.costs))
+        return longest(self.costs, self.sizes) / best - 1
+
+
+steady = st.lists(st.tuples(st.floats(0, 0.02), st.floats(2e-4, 2e-3)), min_size=2, max_size=4)
+
+
+@settings(max_examples=200)
+@given(steady, st.integers(200, 1000))
+def test_steady_ranks_come_within_5_percent_of_the_best_in_a_few_measurements(costs, total):
+    ranks = Ranks(costs, total)
+    for _ in range(8):
+        ranks.train()
+    for _ in range(20):
+        ranks.train()
+        assert ranks.loss < 0.05
+        assert sum(ranks.sizes) == total
+
+
+@pytest.mark.parametrize("at", range(STEPS))
+@pytest.mark.parametrize("factor", [3, 1 / 3])
+@pytest.mark.parametrize("fixed_s", [0.0, 0.005])
+def test_a_change_of_speed_is_followed_within_20_steps(at, factor, fixed_s):
+    before = [(fixed_s, 1e-3), (fixed_s, 1e-3)]
+    after = [(fixed_s, 1e-3), (fixed_s, factor * 1e-3)]
+    ranks = Ranks(before, 128)
+    for _ in range(10):
+        ranks.train()
+    num_steps = STEPS - at
+    ranks.train((at, after))
+    while num_steps + STEPS <= 20:
+        ranks.train()
+        num_steps += STEPS
+    assert ranks.loss < 0.05
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_of_5_percent_does_not_make_sizes_dance(ratio, seed):
+    ranks = Ranks([(0.002, 1e-3), (0.002, ratio * 1e-3)], 128, noise=0.05, seed=seed)
+    for _ in range(12):
+        ranks.train()
+    num_changes = 0
+    for _ in range(200):
+        before = ranks.sizes
+        ranks.train()
+        num_changes += ranks.sizes != before
+        assert ranks.loss < 0.10
+    assert num_changes <= 4
+
+
+def test_one_outlier_is_forgotten():
+    ranks = Ranks([(0, 1e-3), (0, 1e-3)], 128)
+    for _ in range(10):
+        ranks.train()
+    ranks.shares.observe(1, 64, 0.64)
+    for _ in range(3):
+        ranks.train()
+    assert ranks.loss < 0.05
+
+
+def test_nothing_is_cut_by_speed_before_each_rank_was_measured():
+    shares = Shares(2)
+    for _ in range(9):
+        shares.observe(0, 8, 0.1)
+    assert shares.sizes(16, (0, 1)) == (8, 8)
+    assert shares.cost(1) is None
+
+
+def test_a_rank_that_is_gone_leaves_its_part_to_the_others():
+    ranks = Ranks([(0, 1e-3), (0, 2e-3), (0, 1e-3)], 90)
+    for _ in range(9):
+        ranks.train()
+    assert ranks.shares.sizes(60, (0, 1)) == (40, 20)
