@@ -372,9 +372,9 @@ class SlotStage(Stage):
     # -- the loader's thread ----------------------------------------------------------
 
     def gather(self, adapter: ColumnAdapter, indices: Tensor) -> tuple[Any, DeviceSlot] | None:
-        """Gather rows straight into a slot; ``None`` as long as there are no slots."""
+        """Gather rows straight into a slot; ``None`` where there is none that can hold them."""
         pool = self._pool
-        if pool is None:
+        if pool is None or len(indices) > pool.layout.batch_size:  # a rank's share has grown
             return None
         slot, parts = pool.fill(
             [len(indices)] * len(pool.layout.specs),

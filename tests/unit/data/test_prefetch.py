@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import namedtuple
+from itertools import pairwise
 
 import pytest
 import torch
@@ -77,6 +78,22 @@ def test_batches_are_gathered_by_as_many_threads_as_are_given(monkeypatch):
     finally:
         torch.set_num_threads(before)  # what threads to come would have
     assert seen == {before + 1}
+
+
+def test_a_piece_larger_than_a_slot_is_brought_without_one(streamed):
+    """Shares by measured speed may give a rank more samples than its batch size."""
+    with Rig(streamed, resident=False) as rig:
+        rig.use(EPOCHS[0])  # slots of SIZE rows are there
+        sizes = [SIZE + 2, SIZE - 1, 1, SIZE + 3]
+        ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        plan = EpochPlan(epoch=1, batches=(range(4),), pieces=tuple(pairwise(ends)))
+        rig.loader.submit(plan)
+        order = INDEX.order(1)
+        for start, stop in plan.pieces:
+            loaded = rig.next()
+            assert loaded.num_samples == stop - start
+            wanted = [column[order[start:stop]] for column in TENSORS]
+            rig.copies.use(list(loaded.data), wanted)
 
 
 def test_the_twin_without_streams_gives_the_same_batches():
