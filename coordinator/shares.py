@@ -99,7 +99,7 @@ class _Fit:
         ratio = time_s / seconds((self.fixed_s, self.sample_s), n)
         off = 0 if abs(math.log(ratio)) <= math.log1p(_SUSPECT) else (1 if ratio > 1 else -1)
         is_new_speed = off != 0 and off == self.was_off
-        weight = 1.0 if is_new_speed else _WEIGHT if not off else 0.5
+        weight = 1.0 if is_new_speed else _WEIGHT
         self.was_off = off
         self.sample_s += weight * (new - self.sample_s)
 

@@ -170,6 +170,8 @@ def test_after_a_death_each_sample_still_counts_once(random_shares, at, accumula
     order, others = [torch.from_numpy(permutation(N, e, SEED)) for e in range(EPOCHS)]
     made = at // accumulate * accumulate * ranks * SIZE
     left = SIZE * (ranks - 1) * accumulate
+    counted = trace.pieces.get((0, 1), [])[: at // accumulate * accumulate]
+    assert state.metrics[0].per_rank[1].num_samples == sum(map(len, counted))
     steps = [*order[:made].split(SIZE * ranks * accumulate), *order[made:].split(left)]
     steps = [step for step in steps if len(step)] + list(others.split(left))
     assert_same(state.state_dict(), one_device(steps, sgd, None))

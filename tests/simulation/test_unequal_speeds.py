@@ -73,6 +73,50 @@ def test_a_rank_that_slows_down_hands_its_share_over(policy, backend):
     assert by_epoch[-1] == pytest.approx(0.25, abs=0.05)
 
 
+@pytest.mark.parametrize("slowness", [(1.0, 2.0), (1.0, 3.0), (1.0, 5.0), (1.0, 2.0, 4.0)])
+def test_lockstep_with_shares_comes_near_the_sum_of_the_ranks(slowness):
+    num_steps, world = 300, len(slowness)
+    schedule = schedule_of(
+        ApplyPolicy.SYNC,
+        AverageBackend.THREAD,
+        slowness=slowness,
+        num_samples=num_steps * world * 10,
+        num_epochs=1,
+        balance=True,
+    )
+    run = Simulation(schedule).run()
+    possible_s = num_steps * world * FAST_S / sum(1 / s for s in slowness)
+    assert run.now <= 1.25 * possible_s
+    equal_s = num_steps * FAST_S * max(slowness)
+    assert run.now <= 0.85 * equal_s
+
+
+def test_lockstep_with_shares_follows_a_rank_that_slows_down_within_20_steps():
+    schedule = schedule_of(
+        ApplyPolicy.SYNC,
+        AverageBackend.THREAD,
+        slowness=(1.0, 1.0),
+        jitter=0.0,
+        num_samples=100 * 20,
+        num_epochs=1,
+        balance=True,
+    )
+    slower = Pace(start_s=50 * FAST_S, batch_s=3 * FAST_S)
+    paces = (schedule.paces[0], (*schedule.paces[1], slower))
+    steps = []
+
+    class Sizes(Hooks):
+        def before_step(self, worker):
+            if worker.rank == 1:
+                plan = worker.protocol.plan
+                steps.append((worker._sim.now, plan.pieces[0][1] - plan.pieces[0][0]))
+
+    Simulation(Schedule(config=schedule.config, paces=paces), hooks=Sizes()).run()
+    after = [size for now, size in steps if now > slower.start_s]
+    assert [size for now, size in steps if now < slower.start_s][-1] == 10
+    assert set(after[20:]) == {5}
+
+
 @pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.9, 0.1), (1.0, 0.0)])
 @pytest.mark.parametrize("progressive", [True, False])
 @every_way

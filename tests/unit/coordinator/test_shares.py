@@ -140,6 +140,16 @@ def test_one_outlier_is_forgotten():
     assert ranks.loss < 0.05
 
 
+def test_the_first_steps_of_a_rank_are_not_counted():
+    shares = Shares(2)
+    for rank, first_s in ((0, 5.0), (1, 0.1)):
+        shares.observe(rank, 8, first_s)
+    assert shares.sizes(16, (0, 1)) == (8, 8)
+    for rank in (0, 1):
+        shares.observe(rank, 8, 0.1)
+    assert shares.cost(0) == shares.cost(1) == (0, 0.1 / 8)
+
+
 def test_nothing_is_cut_by_speed_before_each_rank_was_measured():
     shares = Shares(2)
     for _ in range(9):
