@@ -58,7 +58,6 @@ class TrainConfig:
         anchor: ``None``: by default, within its limits.
         min_anchor: ``None``: the anchor that was asked for, or by default.
         progressive_dispatch: ``None``: as the policy needs it.
-        balance_shares: ``None``: under ``SYNC`` where devices are of different kinds.
         seed: ``None``: 0, and the process's generator is left alone.
     """
 
@@ -79,7 +78,6 @@ class TrainConfig:
     anchor: int | None = None
     min_anchor: int | None = None
     progressive_dispatch: bool | None = None
-    balance_shares: bool | None = None
     lr_scale_ratio: float = 0.0
     metrics_fn: Callable[[EpochMetrics], object] | None = None
     checkpoint_dir: Path | None = None
@@ -134,7 +132,6 @@ class TrainConfig:
             anchor=self.resolved_anchor(),
             min_anchor=self.resolved_min_anchor(),
             progressive=c.policy is not ApplyPolicy.SYNC if progressive is None else progressive,
-            balance=self._balances(devices),
             evaluate=self.functions.eval_fn is not None,
             grace_s=grace_s,
         )
@@ -148,14 +145,6 @@ class TrainConfig:
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, LONGEST_REPORT_S),
         )
         return replace(self, coordinator=coordinator, worker=worker)
-
-    def _balances(self, devices: Sequence[torch.device]) -> bool:
-        c = self.coordinator
-        if c.policy is not ApplyPolicy.SYNC or len(devices) == 1 or c.partition_ratios is not None:
-            return False
-        if self.balance_shares is not None:
-            return self.balance_shares
-        return len({_kind_of(device) for device in devices}) > 1
 
     def total_batches(self, num_samples: int) -> int:
         """Batches of the whole run, over all ranks, for a data set of that length."""
@@ -225,11 +214,11 @@ class TrainConfig:
                 check_directory(name, path)
         if c.checkpoint_every is not None and self.functions.checkpoint_fn is None:
             raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
-        if self.balance_shares and c.partition_ratios is not None:
+        if c.balance and c.partition_ratios is not None:
             raise ValueError(
                 "balance(True) measures shares, partition_ratios fixes them: leave one of them out"
             )
-        if self.balance_shares and c.policy is not ApplyPolicy.SYNC:
+        if c.balance and c.policy is not ApplyPolicy.SYNC:
             raise ValueError(
                 "balance(True) cuts the global batches of SYNC; the other policies follow the "
                 "ranks' speed anyway: leave it out"
@@ -239,12 +228,6 @@ class TrainConfig:
                 "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
                 "out beforehand; leave it out"
             )
-
-
-def _kind_of(device: torch.device) -> str:
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_name(device)
-    return device.type
 
 
 def _names(settings: Any) -> set[str]:

@@ -216,14 +216,14 @@ class TrainerBuilder:
             raise ValueError("partition_ratios: give each device a number, one of them above 0")
         return self._set(partition_ratios=numbers)
 
-    def balance(self, flag: bool | None) -> TrainerBuilder:
+    def balance(self, flag: bool) -> TrainerBuilder:
         """Under ``SYNC``, cut each global batch by measured speed, so that all ranks finish
-        their pieces together (default: where the devices are of different kinds). A global
-        step trains the same samples with and without, and its gradient is their mean; but
-        which rank trains a sample depends on the clock, so that results agree up to rounding
-        and not bit for bit. ``False``: equal batches. :meth:`partition_ratios` fixes shares
-        instead."""
-        return self._set(balance_shares=None if flag is None else check_flag("balance", flag))
+        their pieces together (default off: equal batches). A global step trains the same
+        samples with and without, and its gradient is their mean; but which rank trains a
+        sample depends on the clock, so that results agree up to rounding and not bit for bit.
+        :meth:`partition_ratios` fixes shares instead. A piece may be larger than
+        :meth:`batch_size`: no memory is set aside for it."""
+        return self._set(balance=check_flag("balance", flag))
 
     def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
         """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""
