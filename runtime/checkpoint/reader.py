@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_MAX_SEARCHES = 5
+_MAX_SEARCHES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,8 @@ def load_newest(
                 if check is not None:
                     check(data)
             except (CheckpointError, ValueError) as error:
+                if candidate is not directory and not os.path.lexists(candidate):
+                    continue  # another process has removed it, and written a newer one
                 reason = str(error)
                 if not isinstance(error, CheckpointError):
                     reason = f"{candidate}: {error}"
@@ -97,7 +100,6 @@ def load_newest(
                 return Loaded(data=data, path=candidate, refused=tuple(refused.values()))
         if all(candidate.exists() for candidate in found):
             break
-        # Another process removed old ones meanwhile, so it has written newer ones.
     if not refused:
         if missing_ok:
             return None

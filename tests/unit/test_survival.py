@@ -359,7 +359,7 @@ def test_digits_are_learned_although_one_of_three_workers_dies_in_the_middle(way
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model.load_state_dict(state.state_dict())
     accuracy = float((model(x[test]).argmax(1) == y[test]).float().mean())
-    assert accuracy >= 0.95
+    assert accuracy >= 0.93
 
 
 def test_under_sync_the_mean_loss_counts_no_batch_twice():

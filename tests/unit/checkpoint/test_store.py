@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from runtime.checkpoint import files, store
+from runtime.checkpoint import files, reader, store
 from runtime.checkpoint.format import Manifest
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.store import remove_old, write_checkpoint
@@ -290,6 +292,24 @@ def test_two_processes_in_one_directory_leave_whole_checkpoints(tmp_path):
     assert (one.returncode, two.returncode) == (0, 0)
     assert 2 <= len(names(tmp_path)) <= 3  # each may spare one that the other has just written
     assert all(same(load_newest(tmp_path / n).data, make(19)) for n in names(tmp_path)[-1:])
+
+
+def test_a_reader_bears_any_number_of_removals_under_it(tmp_path, monkeypatch):
+    """Each of the first twenty that it opens is replaced by a newer one at that moment."""
+    write_checkpoint(tmp_path, make(0))
+    read, opened = reader._read, count(1)
+
+    def removed(candidate):
+        number = next(opened)
+        if number <= 20:
+            write_checkpoint(tmp_path, make(number))
+            shutil.rmtree(candidate)
+        return read(candidate)
+
+    monkeypatch.setattr(reader, "_read", removed)
+    found = load_newest(tmp_path)
+    assert found.data.global_step == 20
+    assert found.refused == ()
 
 
 def test_threads_that_write_at_once_get_names_of_their_own(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.data import batches
-from runtime.data.batches import read_batch
+from runtime.data.batches import Position, read_batch
 from runtime.device.capture_gate import CaptureGate
 from runtime.device.cuda import CudaDevice
 from tests.support.fake_cuda import GPU, FakeCuda
@@ -49,7 +49,7 @@ class Data:
 
 
 def start_reading(pool, data):
-    return pool.submit(read_batch, data, torch.arange(2), seed=0, rank=0, position=(0, 0))
+    return pool.submit(read_batch, data, torch.arange(2), seed=0, rank=0, position=Position(0, 0))
 
 
 def test_no_data_set_is_read_while_a_graph_is_captured(gate, pool, monkeypatch):

@@ -27,7 +27,7 @@ WAIT_S = 60.0
     ("change", "error", "match"),
     [
         ({"devices": []}, ValueError, "devices is empty"),
-        ({"devices": "cpu"}, TypeError, "pass a list"),
+        ({"devices": 2.0}, TypeError, "pass a list"),
         ({"devices": ["cpu", "tpu"]}, ValueError, "'tpu' is no device"),
         ({"model": 3}, TypeError, "model_factory must be a function"),
         ({"optim": None}, TypeError, "optim_factory must be a function"),
