@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _c10d: Any = torch.distributed
 
 EndT = TypeVar("EndT", bound=Collective)
+
+FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""How many collectives PyTorch's flight recorder keeps, and the older name of it."""
 
 
 class ProcessGroupCollective(Collective):
@@ -54,6 +58,7 @@ class ProcessGroupCollective(Collective):
         gate: Group,
     ) -> None:
         super().__init__(rank, world_size, gate)
+        _turn_off_flight_recorder()
         self._timeout_s = timeout_s
         self._backend: Any = self._connect(_c10d.PrefixStore(prefix, store))
 
@@ -114,8 +119,8 @@ class ProcessGroupCollective(Collective):
                 assert isinstance(op, int)
                 options = self._options(_c10d.BroadcastOptions)
                 options.rootRank = op
-                whole = _as_bytes(request.tensors[0])  # held by a name, see _all_gather
-                self._wait(self._connected().broadcast([whole], options))
+                whole = [_as_bytes(request.tensors[0])]
+                self._wait(self._connected().broadcast(whole, options))
 
     def _connected(self) -> Any:
         backend = self._backend  # once: another thread may close this end
@@ -162,9 +167,6 @@ class ProcessGroupCollective(Collective):
 
     def _all_gather(self, output: Tensor, input: Tensor) -> None:
         options = self._options(_c10d.distributed_c10d.AllgatherOptions)
-        # Held by names until the operation is over. Else the only reference to each Python
-        # object would be the backend's, and its thread would end objects of this one: between
-        # threads PyTorch 2.11 crashed there.
         whole, part = _as_bytes(output), _as_bytes(input)
         self._wait(self._connected()._allgather_base(whole, part, options))
 
@@ -238,6 +240,17 @@ def connect_ranks(
 def _close_all(ends: Sequence[Collective]) -> None:
     for end in ends:
         end.close()
+
+
+def _turn_off_flight_recorder() -> None:
+    """One recorder serves the whole process, and up to PyTorch 2.11 it notes a new group without
+    its lock (pytorch#179449): where ranks are threads, the process crashes.
+
+    It stays as the user has set it, by either name. PyTorch reads the size once, at the first
+    collective of the process.
+    """
+    if not any(name in os.environ for name in FLIGHT_RECORDER):
+        os.environ[FLIGHT_RECORDER[0]] = "0"
 
 
 def _connect_gloo(rank: int, world_size: int, store: Store, timeout_s: float) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -20,6 +22,7 @@ from torch import Tensor
 from runtime.collective import AbortableBarrier, Collective, ReduceOp, create_collectives
 from runtime.collective import process_group as process_group_module
 from runtime.collective import thread as thread_module
+from runtime.collective.process_group import FLIGHT_RECORDER
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.support.posing import POSING, posing_group
 
@@ -779,38 +782,23 @@ def test_no_tensor_is_kept_after_a_call(kind, size):
         until(lambda: all(reference() is None for reference in references))
 
 
-def test_what_the_backend_is_given_has_a_name_until_the_exchange_is_over():
-    """Else the backend's thread ends the Python objects, which crashed PyTorch 2.11."""
-    alive: list[bool] = []
-
-    class Work:
-        def __init__(self, tensors: list[Tensor]) -> None:
-            self._references = [weakref.ref(tensor) for tensor in tensors]
-
-        def wait(self) -> None:
-            alive.extend(reference() is not None for reference in self._references)
-
-    class Watching:
-        """A backend that keeps nothing."""
-
-        def allreduce(self, tensors: list[Tensor], _: Any) -> Work:
-            return Work(tensors)
-
-        def broadcast(self, tensors: list[Tensor], _: Any) -> Work:
-            return Work(tensors)
-
-        def _allgather_base(self, output: Tensor, input: Tensor, _: Any) -> Work:
-            return Work([output, input])
-
-    with group_of(1, "gloo") as (end,):
-        end._backend = Watching()
-        for op in (ReduceOp.SUM, ReduceOp.MAX):
-            end.all_reduce_(torch.ones(3), op)
-        end.weighted_mean_([torch.ones(3), torch.ones(3, dtype=torch.bfloat16)], 1.0)
-        end.broadcast_(torch.ones(3))
-        end.all_gather_into(torch.ones(3), torch.ones(3))
-        end.reduce_scatter_into(torch.ones(3), torch.ones(3))
-    assert alive == [True] * 9
+@pytest.mark.parametrize("asked", [None, *FLIGHT_RECORDER])
+def test_the_flight_recorder_of_the_process_is_off_unless_it_is_asked_for(asked):
+    """It notes new groups without a lock in PyTorch 2.11, which crashed between threads."""
+    environment = {k: v for k, v in os.environ.items() if k not in FLIGHT_RECORDER}
+    environment |= {} if asked is None else {asked: "16"}
+    program = """
+import torch
+from torch._C import _distributed_c10d
+from runtime.collective import create_collectives
+[end] = create_collectives(1, "gloo", timeout_s=30.0)
+end.all_reduce_(torch.ones(3))
+print("all_reduce" in str(_distributed_c10d._dump_fr_trace_json()))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == [str(asked is not None)]
 
 
 def test_a_rank_that_cannot_connect_is_reported_with_its_cause(monkeypatch):
