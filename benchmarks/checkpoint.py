@@ -484,7 +484,7 @@ class Killer:
     Args:
         place: A directory of its own.
         policy: The run's policy.
-        count: How many kills.
+        count: How many kills once there is a checkpoint.
         seed: Decides the moments.
         longest_s: The longest life, at first.
     """
@@ -510,9 +510,10 @@ class Killer:
         return forked(work)
 
     def run(self) -> int:
-        """Kill ``count`` times, then let it finish; gives the epochs that it trained."""
+        """Kill ``count`` times behind the first checkpoint, then let it finish; gives the epochs
+        that it trained."""
         many = 1_000_000  # more than it can train; raised and lowered between lives
-        while self.record.num_kills < self._count:
+        while self.record.num_kills - self.record.num_before_first < self._count:
             pid = self._life(many)
             self._wait_for_moment(pid)
             os.kill(pid, signal.SIGKILL)

@@ -1,10 +1,9 @@
-"""What holds for this folder: a short timeout, faults that must fire, and a tap."""
+"""What holds for this folder: faults that must fire, and a tap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +12,6 @@ from coordinator.machine import Coordinator
 from coordinator.service import Service
 from tests.deadlock.faults import Faults
 from tests.deadlock.tap import Tap
-
-TIMEOUT_S = 60
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test here has an elapsed bound."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-
 
 PATCHED = ((Coordinator, "handle"), (Service, "_execute"))
 PLAIN = [getattr(owner, name) for owner, name in PATCHED]

@@ -199,7 +199,9 @@ def test_the_part_of_a_rank_that_dies_while_it_is_averaged_is_trained_once_more(
     b.anchor(2).max_overshoot(100).partition_ratios([1] * ranks)
     handle = b.on_worker_failure("continue").run()
     tap.await_sent(m.RequestParams, 1)
-    gone.set()  # it answers after this step, and dies in the next
+    for rank in {*range(ranks)} - {1}:
+        tap.await_came(m.ParamSnapshot, rank)
+    gone.set()  # it answers after this step, as the last one, and dies in the next
     held.await_start()
     tap.await_came(m.Failed, 1)
     if ranks == 3:  # the others are at the same point of the next round
