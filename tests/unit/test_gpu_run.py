@@ -61,12 +61,12 @@ def test_after_a_file_that_hangs_dies_or_fails_the_others_run(tmp_path):
     for name, text in files.items():
         (tmp_path / f"test_{name}.py").write_text(text)
     log = tmp_path / "run.log"
-    done = run(tmp_path, log, "--anywhere", "--minutes", "2", "--limit", "8")
+    done = run(tmp_path, log, "--anywhere", "--minutes", "3", "--limit", "16")
     assert done.returncode == 1
     written = log.read_text()
     summary = written.partition("== Summary\n")[2].splitlines()
     assert summary[:5] == [
-        "test_streams.py: ended after 8 s",
+        "test_streams.py: ended after 16 s",
         "test_prefetch.py: died of SIGKILL",
         "test_runs.py: failed (exit status 1)",
         "test_fsdp.py: passed",

@@ -109,6 +109,7 @@ def test_the_environment_is_set_before_the_first_backend_and_the_users_values_st
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
             "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+            "TORCH_FR_BUFFER_SIZE": "0",
         }
     assert len(found) == 2
 
