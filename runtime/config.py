@@ -58,6 +58,7 @@ class TrainConfig:
         anchor: ``None``: by default, within its limits.
         min_anchor: ``None``: the anchor that was asked for, or by default.
         progressive_dispatch: ``None``: as the policy needs it.
+        sampler: Gives each epoch's order; ``None``: a permutation.
         seed: ``None``: 0, and the process's generator is left alone.
     """
 
@@ -71,6 +72,7 @@ class TrainConfig:
     data: DataOptions = field(default_factory=DataOptions)
     dataset: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Any = None
     dataset_lock: bool = False
     requested_devices: tuple[torch.device, ...] | None = None
     requested_backend: AverageBackend = AverageBackend.AUTO

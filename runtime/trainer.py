@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.metrics import EpochMetrics
@@ -27,6 +28,7 @@ from runtime.core.checks import (
     check_int,
     check_path,
 )
+from runtime.data.dataset import check_sampler, parts_of_loader
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.config import DdpConfig
 from runtime.loop.module import ReplicatedModule, set_up
@@ -57,6 +59,8 @@ class TrainerBuilder:
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
         check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
         check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
+        self._set_here: set[str] = set()
+        self._brought: dict[str, Any] = {}
         self._config = TrainConfig(
             functions=UserFunctions(
                 model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
@@ -65,15 +69,31 @@ class TrainerBuilder:
 
     def _set(self, **values: Any) -> TrainerBuilder:
         self._config = self._config.having(**values)
+        self._set_here |= set(values)
         return self
 
     # -- data ----------------------------------------------------------------
 
     def dataset(self, ds: Any) -> TrainerBuilder:
-        """What to train on: a map-style data set, a ``TensorDataset``, a tuple of tensors
+        """What to train on: a map-style data set, a ``TensorDataset``, a tuple or dict of tensors
         or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
-        threads and read from several of them; see :meth:`dataset_lock`."""
-        return self._set(dataset=ds)
+        threads and read from several of them; see :meth:`dataset_lock`.
+
+        A ``DataLoader`` stands for its data set, ``batch_size`` (that of one worker), sampler,
+        ``collate_fn``, number of processes (for each worker) and ``drop_last``; what the
+        builder's own methods set counts before that. Its other settings have no meaning here:
+        batches are pinned and loaded ahead anyway."""
+        self._brought = parts_of_loader(ds) if isinstance(ds, DataLoader) else {}
+        return self._set(dataset=self._brought.pop("dataset", ds))
+
+    def sampler(self, s: Any) -> TrainerBuilder:
+        """Which samples make an epoch, and in which order (default: each one once, in an order
+        drawn anew): a ``torch.utils.data.Sampler``, or another iterable of indices with a
+        length. It is iterated once an epoch, in one thread, under a seed of run and epoch; a
+        ``generator`` that was set, it keeps. What it gives is shared out among the workers
+        position by position: each of them is trained exactly once, so that a sample counts as
+        often as it was drawn."""
+        return self._set(sampler=check_sampler(s))
 
     def batch_size(self, n: int) -> TrainerBuilder:
         """Samples in a batch of one worker."""
@@ -420,7 +440,8 @@ class TrainerBuilder:
         Raises:
             ValueError, TypeError: A setting is missing or wrong; no thread was started.
         """
-        config = self._config
+        brought = {k: v for k, v in self._brought.items() if k not in self._set_here}
+        config = self._config.having(**brought)
         if config.functions.checkpoint_fn and config.coordinator.checkpoint_every is None:
             config = config.having(checkpoint_every=1)
         return start_run(config)
