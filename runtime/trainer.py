@@ -461,9 +461,9 @@ class Trainer:
                 a time; every replica starts from rank 0's weights. A module in its place is
                 copied for each worker, and stays as it is.
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
-            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, or ``(loss,
-                weight)``; called in the worker's thread, on its device, under its compute
-                stream. See below.
+            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, ``(loss,
+                weight)``, or what a model returns with a field ``loss``; called in the worker's
+                thread, on its device, under its compute stream. See below.
 
         A loss alone counts as the mean over the batch's samples. If it is a mean over anything
         else, return ``(loss, weight)`` with what it is a mean over: the tokens that are not
@@ -476,6 +476,11 @@ class Trainer:
         each step, unless no ranks reduce gradients and the optimizer is ``fused=True`` (without
         fp16), which leaves such a step out on the device. A weight that is no number from 0 up
         ends the run with ``ValueError``; on CUDA when it is read, as losses are.
+
+        Of a model's output (a dict, or an object of the Transformers library) ``loss`` is taken,
+        and what it is a mean over from a field ``loss_weight``, or by counting the ``labels`` of
+        the batch that are not -100, without the first of each sequence for a causal language
+        model. Where neither is there, a warning says so.
 
         Raises:
             TypeError: One of them cannot be called.
