@@ -133,11 +133,12 @@ class Run:
             index.restore(self._resume.orders)
         self._saves = Saves.of(config, self._compatible(), index.drawn)
         self._machine, self._service = self._make_coordinator()
+        self.total_batches = config.total_batches(num_samples)
         self._metrics = MetricsThread(
             metrics_fn=config.metrics_fn,
             on_stop=self.stop,
             progress=config.progress,
-            total_batches=config.total_batches(num_samples),
+            total_batches=self.total_batches,
             trained=lambda: sum(r.num_batches for r in self.statistics().ranks),
         )
         self._built: list[int] = []
@@ -380,7 +381,7 @@ class Run:
         return WatchedRun(
             facts=self.facts,
             devices=self.devices,
-            total_batches=self.config.total_batches(self.config.coordinator.num_samples),
+            total_batches=self.total_batches,
             started=started,
             timeline=self.config.timeline,
             statistics=self.statistics,

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.metrics import EpochMetrics
+from runtime.callbacks import Callback
 from runtime.config import (
     MAX_SEED,
     ON_WORKER_FAILURE,
@@ -328,6 +329,16 @@ class TrainerBuilder:
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
 
+    def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
+        """Watch the run, and perhaps end it: :class:`~runtime.EarlyStopping`,
+        :class:`~runtime.KeepBest`, :class:`~runtime.TimeLimit`, or a
+        :class:`~runtime.Callback` of your own. They are told of an epoch after
+        :meth:`metrics_fn`, in this order."""
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks({callback!r:.80}): pass objects of runtime.Callback")
+        return self._set(callbacks=callbacks)
+
     def checkpoint_every(self, n: int) -> TrainerBuilder:
         """Call :meth:`checkpoint_fn` every ``n`` epochs."""
         return self._set(checkpoint_every=check_int("checkpoint_every", n, 1))
@@ -441,10 +452,7 @@ class TrainerBuilder:
             ValueError, TypeError: A setting is missing or wrong; no thread was started.
         """
         brought = {k: v for k, v in self._brought.items() if k not in self._set_here}
-        config = self._config.having(**brought)
-        if config.functions.checkpoint_fn and config.coordinator.checkpoint_every is None:
-            config = config.having(checkpoint_every=1)
-        return start_run(config)
+        return start_run(self._config.having(**brought))
 
 
 class Trainer:
