@@ -5,6 +5,7 @@ from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.metrics import EpochMetrics, RankMetrics
 from coordinator.state import RankStatistics, Statistics
+from runtime.callbacks import Callback, EarlyStopping, KeepBest, TimeLimit
 from runtime.collective import Collective, ReduceOp, create_collectives
 from runtime.core.context import WorkerLogFilter, current_worker, record_scalar
 from runtime.core.errors import (
@@ -37,6 +38,7 @@ __all__ = [
     "AverageBackend",
     "AveragingFailed",
     "BatchResult",
+    "Callback",
     "Cause",
     "CheckpointError",
     "Collective",
@@ -47,6 +49,7 @@ __all__ = [
     "DataParallelCoordinator",
     "Ddp",
     "DdpConfig",
+    "EarlyStopping",
     "ElChe",
     "EpochMetrics",
     "Event",
@@ -54,6 +57,7 @@ __all__ = [
     "GpuWorker",
     "GpuWorkerError",
     "IdleGap",
+    "KeepBest",
     "Kind",
     "Monitor",
     "NonFiniteError",
@@ -68,6 +72,7 @@ __all__ = [
     "ShardingStrategy",
     "Statistics",
     "TensorBoardLogger",
+    "TimeLimit",
     "Timeline",
     "TimelineSummary",
     "TrainedState",

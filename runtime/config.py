@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.dispatch import count_batches
 from coordinator.messages import LONGEST_REPORT_S
 from coordinator.metrics import EpochMetrics
+from runtime.callbacks import Callback
 from runtime.core.checks import check_directory
 from runtime.data.path import DataOptions
+from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
 from runtime.worker.config import UserFunctions, WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 PRECISION_NAMES = {
@@ -58,6 +64,7 @@ class TrainConfig:
         anchor: ``None``: by default, within its limits.
         min_anchor: ``None``: the anchor that was asked for, or by default.
         progressive_dispatch: ``None``: as the policy needs it.
+        sampler: Gives each epoch's order; ``None``: a permutation.
         seed: ``None``: 0, and the process's generator is left alone.
     """
 
@@ -71,6 +78,7 @@ class TrainConfig:
     data: DataOptions = field(default_factory=DataOptions)
     dataset: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Any = None
     dataset_lock: bool = False
     requested_devices: tuple[torch.device, ...] | None = None
     requested_backend: AverageBackend = AverageBackend.AUTO
@@ -80,6 +88,7 @@ class TrainConfig:
     progressive_dispatch: bool | None = None
     lr_scale_ratio: float = 0.0
     metrics_fn: Callable[[EpochMetrics], object] | None = None
+    callbacks: tuple[Callback, ...] = ()
     checkpoint_dir: Path | None = None
     checkpoint_dir_keep: int = 3
     resume: Path | None = None
@@ -105,6 +114,32 @@ class TrainConfig:
         if known != set(values):
             raise TypeError(f"there is no setting {', '.join(sorted(set(values) - known))}")
         return replace(self, **changed)
+
+    def with_callbacks(self) -> TrainConfig:
+        """These settings, with what the callbacks are told as part of the functions."""
+        config = self
+        if self.functions.checkpoint_fn and self.coordinator.checkpoint_every is None:
+            config = config.having(checkpoint_every=1)
+        if not self.callbacks:
+            return config
+        told = () if self.metrics_fn is None else (self.metrics_fn,)
+        config = config.having(metrics_fn=CombinedLogger(*told, *self.callbacks))
+        keepers = [callback for callback in self.callbacks if callback.takes_weights]
+        if not keepers:
+            return config
+        checkpoint_fn = self.functions.checkpoint_fn
+        every = config.coordinator.checkpoint_every
+
+        def hand_over(version: int, model: nn.Module) -> None:
+            for keeper in keepers:
+                try:
+                    keeper.weights(version - 1, model)
+                except Exception:
+                    logger.exception("%r failed for epoch %d", keeper, version - 1)
+            if checkpoint_fn is not None and every is not None and version % every == 0:
+                checkpoint_fn(version, model)
+
+        return config.having(checkpoint_fn=hand_over, checkpoint_every=1)
 
     def for_run(
         self,

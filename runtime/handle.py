@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
 from coordinator.state import Statistics
+from runtime.callbacks import Callback
 from runtime.checkpoint.writer import save_once
 from runtime.config import TrainConfig
 from runtime.core.checks import check_float, check_path
@@ -24,6 +26,8 @@ from runtime.monitor.feed import End
 from runtime.monitor.monitor import Monitor
 from runtime.results import TrainedState
 from runtime.run import Run
+
+logger = logging.getLogger(__name__)
 
 SAVE_S = 600.0
 """How long a step boundary may take to come, unless another bound is given."""
@@ -56,9 +60,11 @@ class TrainerHandle:
         self._started = time.monotonic()
         self._ended_at = 0.0
         self._monitors: list[Monitor] = []
+        self.callbacks: list[Callback] = []
         self._attaching = threading.Lock()  # never taken with the condition held
         self.world_size = len(run.devices)
         self.devices: tuple[torch.device, ...] = run.devices
+        self.total_batches = run.total_batches
         self.backend: AverageBackend = run.backend
         self.backend_reason = run.backend_reason
 
@@ -72,6 +78,7 @@ class TrainerHandle:
 
     def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
         """The run is over; called by the run."""
+        self.end_callbacks()  # before anybody knows, who may use them again
         with self._condition:
             self._ended_at = time.monotonic()
             # The last makes the others true for who reads without the lock.
@@ -80,6 +87,15 @@ class TrainerHandle:
             monitors = list(self._monitors)
         for monitor in monitors:
             monitor.run_ended()
+
+    def end_callbacks(self) -> None:
+        """Tell those that were told of the beginning."""
+        while self.callbacks:
+            callback = self.callbacks.pop()
+            try:
+                callback.end()
+            except Exception:
+                logger.exception("%r failed at the end of the run", callback)
 
     # -- the caller's side -----------------------------------------------------------
 
@@ -282,7 +298,14 @@ def start_run(config: TrainConfig) -> TrainerHandle:
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
     adapter = adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
-    run = Run(config, adapter)
+    run = Run(config.with_callbacks(), adapter)
     handle = TrainerHandle(run)
-    run.start(handle)
+    try:
+        for callback in config.callbacks:
+            callback.begin(handle)
+            handle.callbacks.append(callback)
+        run.start(handle)
+    except BaseException:
+        handle.end_callbacks()
+        raise
     return handle

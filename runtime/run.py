@@ -99,7 +99,10 @@ class Run:
 
     def __init__(self, config: TrainConfig, adapter: DatasetAdapter) -> None:
         self.devices = config.resolved_devices()
-        config.check(adapter.num_samples, self.devices)
+        c = config.worker
+        index = EpochIndex(adapter.num_samples, c.batch_size, c.seed, config.sampler)
+        num_samples = index.num_samples
+        config.check(num_samples, self.devices)
         self._recording = Recording(config.timeline)
         names = tuple(str(d) for d in self.devices)
         self.backend, self.backend_reason = choose_backend(
@@ -109,13 +112,11 @@ class Run:
             nccl_available=torch.distributed.is_available()
             and torch.distributed.is_nccl_available(),
         )
-        config = config.for_run(self.devices, adapter.num_samples, self.backend, WORKER_GRACE_S)
+        config = config.for_run(self.devices, num_samples, self.backend, WORKER_GRACE_S)
         self.config = config
         self._cpu_workers = config.worker.num_cpu_workers
         # Fails here, before any thread, for a device that cannot be trained on.
         self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
-        self._adapter = adapter
-        index = EpochIndex(adapter.num_samples, config.worker.batch_size, config.worker.seed)
         self._data_path = DataPath(config.data, adapter, index, self._contexts)
         self._inbox = Inbox()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
@@ -128,13 +129,16 @@ class Run:
         self._agreement = StopAgreement()
         self._fallbacks = Fallbacks()
         self._resume = self._read_resume()
-        self._saves = Saves.of(config, self._compatible())
+        if self._resume is not None:
+            index.restore(self._resume.orders)
+        self._saves = Saves.of(config, self._compatible(), index.drawn)
         self._machine, self._service = self._make_coordinator()
+        self.total_batches = config.total_batches(num_samples)
         self._metrics = MetricsThread(
             metrics_fn=config.metrics_fn,
             on_stop=self.stop,
             progress=config.progress,
-            total_batches=config.total_batches(adapter.num_samples),
+            total_batches=self.total_batches,
             trained=lambda: sum(r.num_batches for r in self.statistics().ranks),
         )
         self._built: list[int] = []
@@ -166,6 +170,7 @@ class Run:
             "seed": self.config.worker.seed,
             "accumulate": c.accumulate,
             "sync": c.policy is ApplyPolicy.SYNC,
+            "sampler": self.config.sampler is not None,
         }
 
     def _read_resume(self) -> ResumePoint | None:
@@ -186,7 +191,7 @@ class Run:
         logger.info("%s", device_summary(self.devices))
         policy, batch_size = c.coordinator.policy, c.coordinator.batch_size
         logger.info("policy %s over %s: %s", policy.name, self.backend.name, self.backend_reason)
-        dropped = self._adapter.num_samples % batch_size if c.coordinator.drop_last else 0
+        dropped = c.coordinator.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
             logger.info("drop_last leaves %d samples out of each epoch", dropped)
         if c.worker.cuda_graphs and not all(context.has_graphs for context in self._contexts):
@@ -362,7 +367,7 @@ class Run:
             backend_reason=self.backend_reason,
             num_epochs=self.config.coordinator.num_epochs,
             batch_size=self.config.coordinator.batch_size,
-            num_samples=self._adapter.num_samples,
+            num_samples=self.config.coordinator.num_samples,
         )
 
     def watched(self, started: float, end: Callable[[], End | None]) -> WatchedRun:
@@ -376,7 +381,7 @@ class Run:
         return WatchedRun(
             facts=self.facts,
             devices=self.devices,
-            total_batches=self.config.total_batches(self._adapter.num_samples),
+            total_batches=self.total_batches,
             started=started,
             timeline=self.config.timeline,
             statistics=self.statistics,

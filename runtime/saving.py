@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
 
 logger = logging.getLogger(__name__)
+
+Orders = Callable[[int], dict[int, Tensor]]
+"""Gives the orders of an epoch and those after it that are not to be had again."""
 
 CLOSE_S = 600.0
 """How long the end of a run waits for a slow disk."""
@@ -134,11 +137,15 @@ class Saves:
         directory: Where checkpoints go; ``None``: only where a call of ``save()`` says.
         keep: How many stay there.
         compatible: The settings that must agree where one is continued.
+        orders: See :meth:`EpochIndex.drawn <runtime.data.dataset.EpochIndex.drawn>`.
     """
 
-    def __init__(self, directory: Path | None, keep: int, compatible: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: Path | None, keep: int, compatible: dict[str, Any], orders: Orders
+    ) -> None:
         self._writer = None if directory is None else CheckpointWriter(directory, keep)
         self._compatible = compatible
+        self._orders = orders
         self._layout: WeightLayout | None = None
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
@@ -150,17 +157,18 @@ class Saves:
         self._why: BaseException | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, compatible: dict[str, Any]) -> Saves:
+    def of(cls, config: TrainConfig, compatible: dict[str, Any], orders: Orders) -> Saves:
         """What the settings say.
 
         Args:
             config: All of them.
             compatible: Those that must agree where a run goes on from one of its checkpoints.
+            orders: See :class:`Saves`.
         """
         directory, keep = config.checkpoint_dir, config.checkpoint_dir_keep
         if directory is not None:
             _tell_of_others(directory, config.resume)
-        return cls(directory, keep, compatible)
+        return cls(directory, keep, compatible, orders)
 
     def learn(self, model: nn.Module, state: FlatState) -> None:
         """Rank 0 is built: from here on weights have names."""
@@ -180,6 +188,7 @@ class Saves:
             compatible=self._compatible,
             epoch=command.epoch,
             global_step=command.global_step,
+            orders=self._orders(command.epoch),
         )
         if command.scheduled and self._writer is not None:
             self._writer.submit(data)

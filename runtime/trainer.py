@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.metrics import EpochMetrics
+from runtime.callbacks import Callback
 from runtime.config import (
     MAX_SEED,
     ON_WORKER_FAILURE,
@@ -27,6 +29,7 @@ from runtime.core.checks import (
     check_int,
     check_path,
 )
+from runtime.data.dataset import check_sampler, parts_of_loader
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.config import DdpConfig
 from runtime.loop.module import ReplicatedModule, set_up
@@ -57,6 +60,8 @@ class TrainerBuilder:
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
         check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
         check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
+        self._set_here: set[str] = set()
+        self._brought: dict[str, Any] = {}
         self._config = TrainConfig(
             functions=UserFunctions(
                 model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
@@ -65,15 +70,31 @@ class TrainerBuilder:
 
     def _set(self, **values: Any) -> TrainerBuilder:
         self._config = self._config.having(**values)
+        self._set_here |= set(values)
         return self
 
     # -- data ----------------------------------------------------------------
 
     def dataset(self, ds: Any) -> TrainerBuilder:
-        """What to train on: a map-style data set, a ``TensorDataset``, a tuple of tensors
+        """What to train on: a map-style data set, a ``TensorDataset``, a tuple or dict of tensors
         or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
-        threads and read from several of them; see :meth:`dataset_lock`."""
-        return self._set(dataset=ds)
+        threads and read from several of them; see :meth:`dataset_lock`.
+
+        A ``DataLoader`` stands for its data set, ``batch_size`` (that of one worker), sampler,
+        ``collate_fn``, number of processes (for each worker) and ``drop_last``; what the
+        builder's own methods set counts before that. Its other settings have no meaning here:
+        batches are pinned and loaded ahead anyway."""
+        self._brought = parts_of_loader(ds) if isinstance(ds, DataLoader) else {}
+        return self._set(dataset=self._brought.pop("dataset", ds))
+
+    def sampler(self, s: Any) -> TrainerBuilder:
+        """Which samples make an epoch, and in which order (default: each one once, in an order
+        drawn anew): a ``torch.utils.data.Sampler``, or another iterable of indices with a
+        length. It is iterated once an epoch, in one thread, under a seed of run and epoch; a
+        ``generator`` that was set, it keeps. What it gives is shared out among the workers
+        position by position: each of them is trained exactly once, so that a sample counts as
+        often as it was drawn."""
+        return self._set(sampler=check_sampler(s))
 
     def batch_size(self, n: int) -> TrainerBuilder:
         """Samples in a batch of one worker."""
@@ -308,6 +329,16 @@ class TrainerBuilder:
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
 
+    def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
+        """Watch the run, and perhaps end it: :class:`~runtime.EarlyStopping`,
+        :class:`~runtime.KeepBest`, :class:`~runtime.TimeLimit`, or a
+        :class:`~runtime.Callback` of your own. They are told of an epoch after
+        :meth:`metrics_fn`, in this order."""
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks({callback!r:.80}): pass objects of runtime.Callback")
+        return self._set(callbacks=callbacks)
+
     def checkpoint_every(self, n: int) -> TrainerBuilder:
         """Call :meth:`checkpoint_fn` every ``n`` epochs."""
         return self._set(checkpoint_every=check_int("checkpoint_every", n, 1))
@@ -420,10 +451,8 @@ class TrainerBuilder:
         Raises:
             ValueError, TypeError: A setting is missing or wrong; no thread was started.
         """
-        config = self._config
-        if config.functions.checkpoint_fn and config.coordinator.checkpoint_every is None:
-            config = config.having(checkpoint_every=1)
-        return start_run(config)
+        brought = {k: v for k, v in self._brought.items() if k not in self._set_here}
+        return start_run(self._config.having(**brought))
 
 
 class Trainer:
@@ -440,9 +469,9 @@ class Trainer:
                 a time; every replica starts from rank 0's weights. A module in its place is
                 copied for each worker, and stays as it is.
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
-            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, or ``(loss,
-                weight)``; called in the worker's thread, on its device, under its compute
-                stream. See below.
+            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, ``(loss,
+                weight)``, or what a model returns with a field ``loss``; called in the worker's
+                thread, on its device, under its compute stream. See below.
 
         A loss alone counts as the mean over the batch's samples. If it is a mean over anything
         else, return ``(loss, weight)`` with what it is a mean over: the tokens that are not
@@ -455,6 +484,11 @@ class Trainer:
         each step, unless no ranks reduce gradients and the optimizer is ``fused=True`` (without
         fp16), which leaves such a step out on the device. A weight that is no number from 0 up
         ends the run with ``ValueError``; on CUDA when it is read, as losses are.
+
+        Of a model's output (a dict, or an object of the Transformers library) ``loss`` is taken,
+        and what it is a mean over from a field ``loss_weight``, or by counting the ``labels`` of
+        the batch that are not -100, without the first of each sequence for a causal language
+        model. Where neither is there, a warning says so.
 
         Raises:
             TypeError: One of them cannot be called.

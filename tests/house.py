@@ -21,7 +21,14 @@ FLOORS = (
     ("runtime/device", "runtime/timeline"),
     ("runtime/collective", "runtime/data", "runtime/checkpoint"),
     ("runtime/replica",),
-    ("runtime/worker", "runtime/fsdp", "runtime/loop", "runtime/monitor", "runtime/loggers"),
+    (
+        "runtime/worker",
+        "runtime/fsdp",
+        "runtime/loop",
+        "runtime/monitor",
+        "runtime/loggers",
+        "runtime/callbacks",
+    ),
     ("runtime",),
 )
 """Folders from the ground up. Imports go down, or stay in their folder."""

@@ -8,7 +8,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -37,6 +37,7 @@ class CheckpointData:
         compatible: What must agree for the run to be continued, likewise.
         epoch: Closed epochs, for names and logs.
         global_step: Batches trained by all ranks together.
+        orders: Of a sampler, by epoch: the samples of each that is under way, in order.
     """
 
     weights: dict[str, Tensor]
@@ -45,6 +46,7 @@ class CheckpointData:
     compatible: dict[str, Any]
     epoch: int
     global_step: int
+    orders: dict[int, Tensor] = field(default_factory=dict)
 
 
 def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> Any:

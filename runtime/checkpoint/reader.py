@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -148,6 +148,7 @@ def _read(path: Path) -> CheckpointData:
             compatible=_dict(state["compatible"]),
             epoch=manifest.epoch,
             global_step=manifest.global_step,
+            orders=cast(dict[int, Tensor], _dict(state.get("orders", {}))),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path / STATE}: {error!r} in what it holds") from error

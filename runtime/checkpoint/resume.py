@@ -38,6 +38,7 @@ _WHAT = {
     "seed": "seed",
     "accumulate": "accumulate",
     "sync": "policy SYNC",
+    "sampler": "a sampler:",
 }
 
 
@@ -49,7 +50,8 @@ _COMPATIBLE = record(
         "seed": whole(),
         "accumulate": whole(1),
         "sync": of_type(bool),
-    }
+    },
+    may={"sampler": of_type(bool)},
 )
 _TENSORS = mapping(of_type(str), of_type(Tensor))
 _MAX = 1 << 53
@@ -168,6 +170,10 @@ def check_content(data: CheckpointData) -> None:
         drop_last=c["drop_last"],
         num_rank_states=len(data.ranks),
     )
+    mapping(whole(), of_type(Tensor))(data.orders, "orders")
+    for epoch, order in data.orders.items():
+        if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
+            raise ValueError(f"orders[{epoch}] is no list of {c['num_samples']} samples")
     for rank, state in enumerate(data.ranks):
         where = f"rank {rank}"
         _RANK(state, where)
@@ -227,7 +233,7 @@ class ResumePoint:
 
     def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:
         """Raise ``CheckpointError`` unless the run goes with the checkpoint."""
-        saved = self._data.compatible
+        saved = {"sampler": False, **self._data.compatible}
         for name, value in compatible.items():
             if saved.get(name) != value:
                 raise CheckpointError(
@@ -250,6 +256,11 @@ class ResumePoint:
     def run(self) -> Mapping[str, Any]:
         """The coordinator's state."""
         return self._data.run
+
+    @property
+    def orders(self) -> Mapping[int, Tensor]:
+        """What a sampler gave for the epochs that were under way."""
+        return self._data.orders
 
     def rank(self, rank: int) -> Mapping[str, Any]:
         """A rank's own state; at another world size that of ``rank mod`` the saved one.

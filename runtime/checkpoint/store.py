@@ -119,6 +119,7 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
         "compatible": data.compatible,
         "epoch": data.epoch,
         "global_step": data.global_step,
+        "orders": data.orders,
     }
     for name, content in (
         (STATE, state),

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 Weight = float | Tensor
 """A number on the host, or a scalar on a device that the host does not read."""
@@ -133,8 +137,21 @@ def check_read_weight(weight: float, where: str = "") -> float:
     return weight if isinstance(weight, int) else float(weight)
 
 
-def split_loss(result: Any) -> tuple[Any, Any]:
-    """What ``train_fn`` has returned as loss and weight; a weight of ``None``: it gave none."""
+def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """What ``train_fn`` has returned as loss and weight; a weight of ``None``: it gave none.
+
+    Of what a model returns, it is the field ``loss``, which is taken for a mean over the labels
+    of the batch that are not -100, unless a field tells its weight.
+    """
+    if isinstance(result, Tensor):
+        return result, None
+    found = field_of(result, "loss")
+    if found is not None:
+        inputs = (batch,) if isinstance(batch, Mapping) else ()
+        weight = piece_weight(model, inputs, {}, result, None)
+        if weight is None:
+            _tell_of_guess()
+        return found, weight
     if not isinstance(result, tuple):
         return result, None
     if len(result) != 2:
@@ -148,6 +165,16 @@ def split_loss(result: Any) -> tuple[Any, Any]:
     elif isinstance(weight, bool) or not isinstance(weight, Real):
         raise TypeError(f"train_fn returned a weight of type {type(weight).__name__}: {REMEDY}")
     return loss, weight
+
+
+@cache
+def _tell_of_guess() -> None:
+    """Once in a process."""
+    logger.warning(
+        "train_fn returned a model's output, and nothing tells what its loss is a mean over: it is "
+        "weighted by samples, which is wrong where tokens are ignored or classes have weights; "
+        "return output.loss, or (output.loss, weight)"
+    )
 
 
 class Mask:

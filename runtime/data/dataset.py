@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import random
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -154,8 +158,8 @@ def _address(array: Array) -> int:
 Collate = Callable[[list[Any]], Any]
 
 FORMS = (
-    "dataset() takes a map-style torch Dataset, a TensorDataset, a tuple of tensors or NumPy "
-    "arrays, or an object with __len__ and get_batch(indices)"
+    "dataset() takes a map-style torch Dataset, a TensorDataset, a tuple or dict of tensors or "
+    "NumPy arrays, a DataLoader, or an object with __len__ and get_batch(indices)"
 )
 _KEPT_EPOCHS = 3  # ranks are at most two epochs apart
 
@@ -192,18 +196,38 @@ class DatasetAdapter(ABC):
 
 
 class ColumnAdapter(DatasetAdapter):
-    """Tensors, or memory maps, whose rows are the samples; gives a tuple of tensors."""
+    """Tensors, or memory maps, whose rows are the samples.
 
-    def __init__(self, columns: Sequence[Column], rows: Tensor | None = None) -> None:
+    Args:
+        columns: All of one length.
+        rows: The samples, by their rows; ``None``: all.
+        names: Batches are dicts under these names; ``None``: tuples.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        rows: Tensor | None = None,
+        names: Sequence[Any] | None = None,
+    ) -> None:
         self._columns = tuple(columns)
         self._rows = rows
+        self._names = names
         self.num_samples = len(self._columns[0]) if rows is None else len(rows)
         self.in_memory = all(isinstance(column, Tensor) for column in self._columns)
         self.on_cpu = all(column.is_cpu for column in self._columns if isinstance(column, Tensor))
         self._plain = self.in_memory and self.on_cpu and rows is None
 
-    def load(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """Gather the rows ``indices`` of every column."""
+    def load(self, indices: Tensor) -> Any:
+        """Gather the rows ``indices`` of every column, as one batch."""
+        return self.batch_of(self.gather(indices))
+
+    def batch_of(self, parts: Sequence[Tensor]) -> Any:
+        """A tuple or dict of what stands for each column."""
+        return tuple(parts) if self._names is None else dict(zip(self._names, parts, strict=True))
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """The rows ``indices`` of every column."""
         if self._plain:
             return tuple([column.index_select(0, indices) for column in self._columns])
         if self._rows is not None:
@@ -248,9 +272,8 @@ class ColumnAdapter(DatasetAdapter):
                 f"the Subset has indices outside of its data set of {self.num_samples} samples: "
                 "correct its indices"
             )
-        return ColumnAdapter(
-            self._columns, rows if self._rows is None else self._rows.index_select(0, rows)
-        )
+        rows = rows if self._rows is None else self._rows.index_select(0, rows)
+        return ColumnAdapter(self._columns, rows, self._names)
 
 
 class _Rows:
@@ -262,8 +285,9 @@ class _Rows:
     def __len__(self) -> int:
         return self._columns.num_samples
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple([rows[0] for rows in self._columns.load(torch.tensor([index]))])
+    def __getitem__(self, index: int) -> Any:
+        parts = self._columns.gather(torch.tensor([index]))
+        return self._columns.batch_of([rows[0] for rows in parts])
 
 
 class _ReadingAdapter(DatasetAdapter):
@@ -375,7 +399,7 @@ def adapt_dataset(
     columns = _columns_of(dataset)
     if columns is not None and collate_fn is None:
         return _not_empty(columns)
-    if columns is not None and isinstance(dataset, Tensor | np.ndarray | tuple | list):
+    if columns is not None and isinstance(dataset, Tensor | np.ndarray | tuple | list | Mapping):
         return _not_empty(MapAdapter(_Rows(columns), collate_fn, lock))
     _reject_unreadable(dataset)
     if not callable(getattr(dataset, "get_batch", None)):
@@ -401,6 +425,9 @@ def _columns_of(dataset: Any) -> ColumnAdapter | None:
         return None if whole is None else whole.subset(dataset.indices)
     elif isinstance(dataset, Tensor | np.ndarray):
         dataset = (dataset,)
+    kind, names = type(dataset).__name__, None
+    if isinstance(dataset, Mapping):
+        names, dataset = tuple(dataset), tuple(dataset.values())
     if not isinstance(dataset, tuple | list):
         return None
     are_arrays = [isinstance(part, Tensor | np.ndarray) for part in dataset]
@@ -408,19 +435,19 @@ def _columns_of(dataset: Any) -> ColumnAdapter | None:
         if isinstance(dataset, list) and dataset:
             return None  # a list of samples is a map-style data set
         raise (TypeError if dataset else ValueError)(
-            f"a {type(dataset).__name__} of {len(dataset)} elements without a tensor: {FORMS}"
+            f"a {kind} of {len(dataset)} elements without a tensor: {FORMS}"
         )
     if not all(are_arrays):
         position = are_arrays.index(False)
         raise TypeError(
-            f"element {position} of the data set is of type {type(dataset[position]).__name__}: "
-            "make it a tensor or a NumPy array"
+            f"element {position if names is None else repr(names[position])} of the data set is of "
+            f"type {type(dataset[position]).__name__}: make it a tensor or a NumPy array"
         )
     columns = [as_column(part, position) for position, part in enumerate(dataset)]
     lengths = [len(column) for column in columns]
     if len(set(lengths)) > 1:
         raise ValueError(f"the tensors of the data set have unequal lengths: {lengths}")
-    return ColumnAdapter(columns)
+    return ColumnAdapter(columns, names=names)
 
 
 def _is_tabular(dataset: Any) -> bool:
@@ -438,13 +465,6 @@ def _reject_unreadable(dataset: Any) -> None:
             f"{name} is an IterableDataset, which has no indices to share out among workers: "
             "make it map-style, with __len__ and __getitem__"
         )
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "a DataLoader is no data set: pass its .dataset, and use batch_size(), collate_fn() "
-            "and loader_workers() of the builder"
-        )
-    if isinstance(dataset, Mapping):
-        raise TypeError(f"a {name} is no data set: pass a tuple of its tensors")
     get_item = getattr(type(dataset), "__getitem__", None)
     if get_item in (None, Dataset.__getitem__) and not callable(
         getattr(dataset, "get_batch", None)
@@ -454,6 +474,141 @@ def _reject_unreadable(dataset: Any) -> None:
         len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(f"{name} has no length: define __len__") from error
+
+
+def parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a ``DataLoader`` says of how its data set is read, under the builder's names.
+
+    Raises:
+        TypeError: It makes its batches in a way that cannot be shared out among workers.
+        ValueError: It reads one part of the data set for each process.
+    """
+    if loader.batch_size is None:
+        how = "a batch_sampler of its own" if loader.batch_sampler else "batch_size=None"
+        raise TypeError(
+            f"a DataLoader with {how} decides which samples make a batch, and workers need batches "
+            "of one size: pass its data set, and use batch_size(), sampler() and collate_fn()"
+        )
+    found: dict[str, Any] = {
+        "dataset": loader.dataset,
+        "batch_size": loader.batch_size,
+        "loader_workers": loader.num_workers,
+        "drop_last": loader.drop_last,
+    }
+    if loader.collate_fn is not default_collate:
+        found["collate_fn"] = loader.collate_fn
+    sampler: Any = loader.sampler
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement
+    if isinstance(loader.dataset, IterableDataset):
+        _reject_unreadable(loader.dataset)
+    if not shuffles or sampler.num_samples != len(sampler.data_source):
+        found["sampler"] = check_sampler(sampler)
+    return found
+
+
+def check_sampler(sampler: Any) -> Any:
+    """A sampler that says how many samples an epoch has.
+
+    Raises:
+        TypeError: No iterable with a length, or one of batches.
+        ValueError: It is empty, or gives each process its part.
+    """
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"a DistributedSampler over {sampler.num_replicas} processes leaves most samples out: "
+            "the workers share the data set out among themselves, leave the sampler out"
+        )
+    if isinstance(sampler, BatchSampler):
+        raise TypeError(
+            "sampler() takes a sampler of single samples: pass the sampler that is in the "
+            "BatchSampler, and use batch_size()"
+        )
+    try:
+        length = len(sampler)
+    except (TypeError, NotImplementedError) as error:
+        raise TypeError(
+            f"sampler({sampler!r:.80}): pass a torch.utils.data.Sampler, or another iterable of "
+            "indices with a length, which is the same in each epoch"
+        ) from error
+    if not callable(getattr(sampler, "__iter__", None)):
+        raise TypeError(f"sampler({sampler!r:.80}): it has no __iter__")
+    if length == 0:
+        raise ValueError("sampler(): it is empty, so that an epoch would have no sample")
+    return sampler
+
+
+class SampledOrder:
+    """The order that a sampler gives for each epoch, drawn under a seed of the epoch.
+
+    Samplers draw from a ``generator`` of their own, which is seeded here unless the user has
+    set one, or from PyTorch's, NumPy's or Python's own, which are seeded for as long as it
+    takes and put back. ``set_epoch`` is called where there is one. Not thread-safe.
+
+    Args:
+        sampler: See :func:`check_sampler`.
+        num_samples: Length of the data set.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
+        self._sampler = sampler
+        self._num_samples = num_samples
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def draw(self, epoch: int) -> Tensor:
+        """The samples of an epoch, in order, int64, of shape ``(len(self),)``.
+
+        Raises:
+            ValueError: Another number than the sampler's length, or no sample of the data set.
+        """
+        if callable(getattr(self._sampler, "set_epoch", None)):
+            self._sampler.set_epoch(epoch)
+        seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0])
+        with self._seeded(seed):
+            order = torch.tensor([int(index) for index in self._sampler], dtype=torch.int64)
+        if len(order) != len(self._sampler):
+            raise ValueError(
+                f"the sampler gave {len(order)} samples in epoch {epoch}, and its length is "
+                f"{len(self._sampler)}: both must agree, in each epoch"
+            )
+        return self.check(epoch, order)
+
+    def check(self, epoch: int, order: Tensor) -> Tensor:
+        """An epoch's order, if all of it is in the data set.
+
+        Raises:
+            ValueError: It is not.
+        """
+        low, high = (int(value) for value in order.aminmax())
+        if low < 0 or high >= self._num_samples:
+            raise ValueError(
+                f"the sampler gave index {low if low < 0 else high} in epoch {epoch}, and the data "
+                f"set has {self._num_samples} samples"
+            )
+        return order
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        if getattr(self._sampler, "generator", self) is None:
+            self._sampler.generator = torch.Generator().manual_seed(seed)
+            try:
+                yield
+            finally:
+                self._sampler.generator = None
+            return
+        states = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            try:
+                yield
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
 
 
 class _Order:
@@ -474,12 +629,18 @@ class EpochIndex:
         num_samples: Length of the data set.
         batch_size: Samples in a batch.
         seed: Seed of the run.
+        sampler: Gives each epoch's order; ``None``: a permutation.
+
+    Attributes:
+        num_samples: Samples in an epoch.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
-        self.num_samples = num_samples
+    def __init__(self, num_samples: int, batch_size: int, seed: int, sampler: Any = None) -> None:
+        self._sampled = None if sampler is None else SampledOrder(sampler, num_samples, seed)
+        self.num_samples = num_samples if sampler is None else len(sampler)
         self.batch_size = batch_size
         self.seed = seed
+        self._drawing = threading.Lock()
         self._lock = threading.Lock()
         self._orders: OrderedDict[int, _Order] = OrderedDict()
 
@@ -521,7 +682,29 @@ class EpochIndex:
                 self._orders.move_to_end(epoch)
         with order.lock:
             if order.permutation is None:
-                order.permutation = torch.from_numpy(
-                    permutation(self.num_samples, epoch, self.seed)
-                )
+                order.permutation = self._compute(epoch)
             return order.permutation
+
+    def _compute(self, epoch: int) -> Tensor:
+        if self._sampled is None:
+            return torch.from_numpy(permutation(self.num_samples, epoch, self.seed))
+        with self._drawing:
+            return self._sampled.draw(epoch)
+
+    def drawn(self, since: int) -> dict[int, Tensor]:
+        """What the sampler has given for an epoch and those after it; nothing without one."""
+        with self._lock:
+            orders = {e: o.permutation for e, o in self._orders.items() if e >= since}
+        return {e: p for e, p in orders.items() if p is not None and self._sampled is not None}
+
+    def restore(self, orders: Mapping[int, Tensor]) -> None:
+        """Take what the sampler gave before for some epochs; it is not asked again.
+
+        Raises:
+            ValueError: The data set has become shorter.
+        """
+        if self._sampled is None:
+            return
+        for epoch, order in sorted(orders.items()):
+            kept = self._orders[epoch] = _Order()
+            kept.permutation = self._sampled.check(epoch, order)

@@ -67,10 +67,12 @@ class ResidentData:
 
     Attributes:
         num_bytes: What it takes there: the bytes of one sample times their number.
+        batch_of: See :meth:`ColumnAdapter.batch_of`.
     """
 
     def __init__(self, adapter: ColumnAdapter) -> None:
         self._adapter = adapter
+        self.batch_of = adapter.batch_of
         self.num_bytes = padded_bytes(adapter.sample_bytes * adapter.num_samples)
         self._lock = threading.Lock()
         self._columns: tuple[Tensor, ...] | None = None
@@ -96,7 +98,7 @@ class ResidentData:
         columns: list[Tensor] = []
         for start in range(0, total, step):
             rows = torch.arange(start, min(total, start + step))
-            chunk = self._adapter.load(rows)
+            chunk = self._adapter.gather(rows)
             if not columns:
                 columns = [copies.empty((total, *part.shape[1:]), part.dtype) for part in chunk]
             for column, part in zip(columns, chunk, strict=True):
@@ -119,6 +121,7 @@ class ResidentReader:
 
     def __init__(self, data: ResidentData, index: EpochIndex, copies: Device) -> None:
         self._columns = data.load(copies)
+        self._batch_of = data.batch_of
         self._index = index
         self._copies = copies
         # On the device, and this worker's own: freed memory goes back to its stream.
@@ -129,8 +132,8 @@ class ResidentReader:
         epoch, batch, piece = position
         start, stop = piece or self._index.bounds(batch)
         indices = self._order(epoch)[start:stop]
-        data = tuple([column.index_select(0, indices) for column in self._columns])
-        return LoadedBatch(data, stop - start, epoch, batch)
+        parts = [column.index_select(0, indices) for column in self._columns]
+        return LoadedBatch(self._batch_of(parts), stop - start, epoch, batch)
 
     def _order(self, epoch: int) -> Tensor:
         order = self._orders.get(epoch)
@@ -380,7 +383,7 @@ class SlotStage(Stage):
             [len(indices)] * len(pool.layout.specs),
             lambda out: adapter.load_into(indices, out),
         )
-        return tuple(parts), slot
+        return adapter.batch_of(parts), slot
 
     def put(self, loaded: LoadedBatch) -> None:
         """Copy a batch to a slot, or to pinned memory where there is none for it."""

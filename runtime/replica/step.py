@@ -317,9 +317,10 @@ class GradientReducer:
         self.packed = Packed([], complete=self.packed.complete)  # the memory of the others
 
 
-TrainFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Weight]]
+TrainFn = Callable[[nn.Module, Any], Any]
 """Gives a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
-units, such as the tokens that are not ignored, or the sum of the samples' class weights."""
+units, such as the tokens that are not ignored, or the sum of the samples' class weights; or what
+a model returns, with a field ``loss``."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -515,7 +516,7 @@ class Stepper:
         else:
             with self._autocast():
                 result = train_fn(self._model, batch)
-        loss, weight = split_loss(result)
+        loss, weight = split_loss(result, self._model, batch)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"train_fn returned {type(loss).__name__}: return the batch's mean loss as a tensor"

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from runtime import (
     ApplyPolicy,
     AverageBackend,
     ReplicaMismatch,
+    TimeLimit,
     Timeline,
     Trainer,
     WorkerFailed,
@@ -188,6 +189,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
     values = {
         "dataset": (numbers(12),),
         "batch_size": (2,),
+        "sampler": (range(12),),
         "num_epochs": (1,),
         "devices": (["cpu", torch.device("cpu")],),
         "policy": (CADENCE,),
@@ -219,6 +221,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "eval_fn": (lambda m, e: {},),
         "epoch_fn": (lambda e, w: None,),
         "metrics_fn": (lambda m: None,),
+        "callbacks": (TimeLimit(1000),),
         "checkpoint_every": (1,),
         "checkpoint_fn": (lambda v, m: None,),
         "checkpoint_dir": (tmp_path, 2, 1),
@@ -290,8 +293,7 @@ class Unsized(Dataset):
         ((torch.zeros(4), [1, 2, 3, 4]), TypeError, "make it a tensor"),
         (Stream(), TypeError, "map-style"),
         (Unsized(), TypeError, "__len__"),
-        (DataLoader([1, 2]), TypeError, "pass its .dataset"),
-        ({"x": torch.zeros(3)}, TypeError, "tuple of its tensors"),
+        ({"x": 3}, TypeError, "without a tensor"),
         ("data.csv", TypeError, "no data set"),
         (7.5, TypeError, "no data set"),
         (object(), TypeError, "neither"),

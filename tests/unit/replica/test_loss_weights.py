@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime.core.weight import WindowWeight
+from runtime.core.weight import WindowWeight, _tell_of_guess
 from runtime.replica.flat import FlatParams
 from runtime.replica.step import EMPTY, GradientReducer, Stepper
 from runtime.worker.config import UserFunctions, WorkerConfig
@@ -589,3 +590,102 @@ def test_tuples_of_another_length_are_refused(result):
 def test_numbers_and_scalars_of_any_kind_are_weights(weight):
     state = builder(train=lambda m, b: (m.w.sum(), weight), dataset=8).run().join(WAIT_S)
     assert state.metrics[0].num_samples == 8
+
+
+# What a model returns in place of a loss.
+
+
+@dataclass
+class Output:
+    """As the Transformers library returns it."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Tagger(nn.Module):
+    """Judges each label where it stands, or as a causal language model the next one."""
+
+    def __init__(self, causal):
+        super().__init__()
+        self.causal = causal
+        self.table = nn.Embedding(7, 7, dtype=torch.float64)
+
+    def forward(self, ids, labels):
+        logits = self.table(ids)
+        first, labels = (logits[:, :-1], labels[:, 1:]) if self.causal else (logits, labels)
+        loss = nn.functional.cross_entropy(first.transpose(1, 2), labels)
+        return Output(loss, logits if self.causal else logits[:, :, :, None])
+
+
+def texts():
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 7, (24, 6), generator=draw)
+    labels = ids.clone()
+    labels[torch.rand(24, 6, generator=draw) < 0.4] = -100
+    labels[:, 1] = ids[:, 1]  # no text without a label
+    return {"ids": ids, "labels": labels}
+
+
+def as_output(model, batch):
+    return model(**batch)
+
+
+def as_dict(model, batch):
+    return {"loss": model(**batch).loss, "logits": model(**batch).logits}
+
+
+def by_hand(model, batch):
+    labels = batch["labels"][:, 1:] if model.causal else batch["labels"]
+    return model(**batch).loss, (labels != -100).sum()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("returned", [as_output, as_dict])
+def test_the_loss_of_an_output_weighs_as_many_labels_as_count(returned, causal, caplog):
+    def trained(train_fn):
+        torch.manual_seed(1)
+        b = builder(model=lambda device: Tagger(causal), train=train_fn, dataset=texts(), ranks=2)
+        state = b.policy(SYNC).backend(THREAD).accumulate(2).seed(4).run().join(WAIT_S)
+        return state.params["table.weight"], state.metrics[0].avg_loss
+
+    (params, loss), (wanted, wanted_loss) = trained(returned), trained(by_hand)
+    assert torch.equal(params, wanted)
+    assert loss == wanted_loss
+    plain, _ = trained(lambda model, batch: model(**batch).loss)
+    assert not torch.allclose(plain, wanted)
+    assert not caplog.records
+
+
+def test_an_output_may_tell_its_weight_itself():
+    def trained(train_fn):
+        b = builder(model=lambda device: Tagger(False), train=train_fn, dataset=texts(), ranks=2)
+        return b.policy(SYNC).backend(THREAD).seed(4).run().join(WAIT_S).params["table.weight"]
+
+    def told(model, batch):
+        weight = batch["ids"].sum().double()
+        return {"loss": model(**batch).loss, "loss_weight": weight}
+
+    def by_pair(model, batch):
+        return model(**batch).loss, batch["ids"].sum()
+
+    assert torch.equal(trained(told), trained(by_pair))
+
+
+def test_an_output_of_which_nothing_is_known_is_told_of_once(caplog):
+    _tell_of_guess.cache_clear()
+
+    def train(model, batch):
+        return {"loss": model.w.sum()}
+
+    state = builder(train=train, ranks=1).run().join(WAIT_S)
+    assert state.params["w"].item() == -10.0
+    told = [r.message for r in caplog.records if "return output.loss, or" in r.message]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("output", [{"logits": torch.ones(2)}, {"loss": 3.0}, {}])
+def test_an_output_without_a_loss_is_refused(output):
+    with pytest.raises(WorkerFailed) as caught:
+        builder(train=lambda model, batch: output).run().join(WAIT_S)
+    assert "return the batch's mean loss as a tensor" in str(caught.value.__cause__)

@@ -1,0 +1,280 @@
+"""Early stopping, the best weights and a limit of time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runtime import (
+    Callback,
+    EarlyStopping,
+    KeepBest,
+    TimeLimit,
+    TrainerHandle,
+    WorkerFailed,
+    record_scalar,
+)
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
+
+WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU)]
+each_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+
+
+def run_with(values, *callbacks, way=(SYNC, THREAD), epochs=None, **settings):
+    """A run whose evaluation gives these values, an epoch each."""
+    b = builder(way=way, epochs=epochs or len(values), **settings)
+    b.eval_fn(lambda model, epoch: {"score": values[epoch]})
+    return b.callbacks(*callbacks).run().join(WAIT_S)
+
+
+# Early stopping.
+
+
+@each_way
+def test_a_run_ends_once_its_metric_was_no_better_for_so_many_epochs(way):
+    stop = EarlyStopping("eval/score", patience=2)
+    # More epochs may close before the run has heard of it.
+    state = run_with([5.0, 3.0, 4.0, 3.0, *[9.0] * 400], stop, way=way)
+    assert (stop.best, stop.best_epoch, stop.stopped_epoch) == (3.0, 1, 3)
+    assert state.stopped
+    assert 4 <= len(state.metrics) < 404
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "stopped"),
+    [
+        ([1.0, 2.0, 3.0, 2.9, 2.9, 2.9], {"mode": "max", "patience": 3}, 5),
+        ([1.0, 2.0, 3.0, 2.9, 2.9, 3.1], {"mode": "max", "patience": 3}, None),
+        ([3.0, 2.95, 2.9, 2.85], {"min_delta": 0.2, "patience": 3}, 3),
+        ([3.0, 2.9, 2.8, 2.7], {"patience": 1}, None),
+        ([math.nan, 3.0, math.nan, math.nan], {"patience": 2}, 3),
+        ([math.nan, math.nan, 1.0], {"patience": 2}, 1),
+        ([5.0, 4.0, 2.0, 1.0], {"target": 2.0}, 2),
+        ([0.5, 0.97, 0.99, 1.0], {"target": 0.98, "mode": "max"}, 2),
+    ],
+)
+def test_when_early_stopping_ends_a_run(values, settings, stopped):
+    stop = EarlyStopping("eval/score", **settings)
+    run_with(values, stop)
+    assert stop.stopped_epoch == stopped
+
+
+def test_the_loss_and_recorded_scalars_can_be_watched():
+    def train(model, batch):
+        record_scalar("accuracy", 0.5)
+        return count_up(model, batch)
+
+    loss, accuracy = EarlyStopping(patience=1), EarlyStopping("accuracy", patience=1, mode="max")
+    state = builder(train=train, epochs=30).callbacks(loss, accuracy).run().join(WAIT_S)
+    assert accuracy.stopped_epoch == 1
+    assert loss.best == min(m.avg_loss for m in state.metrics[: loss.best_epoch + 1])
+
+
+def test_a_metric_that_is_not_there_is_named_once_and_ends_nothing(caplog):
+    stop = EarlyStopping("eval/loss", patience=1)
+    assert not run_with([1.0] * 4, stop).stopped
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert told == [
+        "EarlyStopping: epoch 0 has no metric 'eval/loss'; there are avg_loss and eval/score"
+    ]
+
+
+# The best weights.
+
+
+@each_way
+def test_the_file_holds_the_weights_of_the_best_epoch(tmp_path, way):
+    seen = {}
+
+    def evaluate(model, epoch):
+        seen[epoch] = model.w.detach().clone()
+        return {"score": values[epoch]}
+
+    values = [3.0, 1.0, 2.0, 1.0]
+    keep = KeepBest(tmp_path / "new" / "best.safetensors", "eval/score")
+    b = builder(way=way, epochs=4).eval_fn(evaluate).callbacks(keep)
+    b.run().join(WAIT_S)
+    assert (keep.best, keep.best_epoch) == (1.0, 1)
+    assert torch.equal(load_file(keep.path)["w"], seen[1])
+    assert not torch.equal(seen[1], seen[3])
+    assert not keep._weights  # nothing is held on to
+
+
+def test_the_users_own_checkpoint_function_is_called_as_often_as_it_asked(tmp_path):
+    versions = []
+    keep = KeepBest(tmp_path / "best.safetensors")
+    b = builder(epochs=5).checkpoint_every(2).callbacks(keep)
+    b.checkpoint_fn(lambda version, model: versions.append(version)).run().join(WAIT_S)
+    assert versions == [2, 4]
+    assert keep.path.exists()
+
+
+def test_weights_that_cannot_be_written_end_nothing(tmp_path, caplog):
+    keep = KeepBest(tmp_path / "best.safetensors")
+    keep.path.mkdir()
+    state = builder(epochs=2).callbacks(keep).run().join(WAIT_S)
+    assert len(state.metrics) == 2
+    assert any("KeepBest" in r.getMessage() for r in caplog.records)
+
+
+# A limit of time.
+
+
+def test_a_run_ends_in_mid_epoch_when_its_time_is_over():
+    limit, begun = TimeLimit(timedelta(seconds=0.05)), threading.Event()
+
+    def train(model, batch):
+        begun.wait(0.002)
+        return count_up(model, batch)
+
+    state = builder(train=train, dataset=10**6).callbacks(limit).run().join(WAIT_S)
+    assert state.stopped
+    assert state.metrics == ()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_thread_of_a_limit_outlives_its_run(fails):
+    def train(model, batch):
+        if fails:
+            raise ValueError("planted")
+        return count_up(model, batch)
+
+    handle = builder(train=train).callbacks(TimeLimit(1000)).run()
+    if fails:
+        with pytest.raises(WorkerFailed):
+            handle.join(WAIT_S)
+    else:
+        handle.join(WAIT_S)
+    assert "time-limit" not in {thread.name for thread in threading.enumerate()}
+
+
+# Callbacks of the user's own.
+
+
+class Noting(Callback):
+    """Notes what it is told."""
+
+    takes_weights = True
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def begin(self, run):
+        super().begin(run)
+        assert isinstance(run, TrainerHandle)
+        self.log.append("begin")
+
+    def weights(self, epoch, model):
+        self.log.append(("weights", epoch))
+
+    def __call__(self, metrics):
+        self.log.append(("metrics", metrics.epoch))
+
+    def end(self):
+        self.log.append("end")
+        super().end()
+
+
+@each_way
+def test_a_callback_is_told_of_weights_before_metrics_and_of_the_end_once(way):
+    note, order = Noting(), []
+    b = builder(way=way, epochs=2).callbacks(note)
+    b.metrics_fn(lambda metrics: order.append(list(note.log))).run().join(WAIT_S)
+    assert set(note.log) == {
+        "begin",
+        "end",
+        *((what, epoch) for what in ("weights", "metrics") for epoch in (0, 1)),
+    }
+    assert (note.log[0], note.log[-1]) == ("begin", "end")
+    for epoch in (0, 1):
+        assert note.log.index(("weights", epoch)) < note.log.index(("metrics", epoch))
+        assert ("metrics", epoch) not in order[epoch]  # metrics_fn comes first
+
+
+def test_a_callback_serves_one_run_at_a_time():
+    held, note = threading.Event(), Noting()
+
+    def train(model, batch):
+        assert held.wait(WAIT_S)
+        return count_up(model, batch)
+
+    handle = builder(train=train).callbacks(note).run()
+    with pytest.raises(RuntimeError, match="make one for each run"):
+        builder().callbacks(note).run()
+    held.set()
+    handle.join(WAIT_S)
+    builder().callbacks(note).run().join(WAIT_S)
+    assert note.log.count("end") == 2
+
+
+def test_a_run_that_cannot_start_leaves_no_callback_in_use(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    note = Noting()
+    with pytest.raises(OSError, match="file"):
+        builder().callbacks(note, KeepBest(file / "best.safetensors")).run()
+    assert note.log == ["begin", "end"]
+    builder().callbacks(note).run().join(WAIT_S)
+
+
+class Failing(Callback):
+    """Raises wherever it is told something once the run goes on."""
+
+    takes_weights = True
+
+    def weights(self, epoch, model):
+        raise ValueError("planted weights")
+
+    def __call__(self, metrics):
+        raise ValueError("planted metrics")
+
+    def end(self):
+        raise ValueError("planted end")
+
+
+def test_what_a_callback_raises_is_logged_and_disturbs_nobody(caplog):
+    note = Noting()
+    state = builder(epochs=2).callbacks(Failing(), note).run().join(WAIT_S)
+    assert len(state.metrics) == 2
+    assert len(note.log) == 6
+    planted = [str(r.exc_info[1]) for r in caplog.records if r.exc_info]
+    assert sorted(planted) == ["planted end", *["planted metrics"] * 2, *["planted weights"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: builder().callbacks(print), TypeError, "objects of runtime.Callback"),
+        (lambda: EarlyStopping(3), TypeError, "pass a name"),
+        (lambda: EarlyStopping(mode="best"), ValueError, "one of min, max"),
+        (lambda: EarlyStopping(patience=0), ValueError, "patience"),
+        (lambda: EarlyStopping(min_delta=-1.0), ValueError, "min_delta"),
+        (lambda: KeepBest(3), TypeError, "pass a path"),
+        (lambda: KeepBest("a", mode="most"), ValueError, "one of min, max"),
+        (lambda: TimeLimit(0), ValueError, "TimeLimit"),
+        (lambda: TimeLimit("1h"), TypeError, "TimeLimit"),
+    ],
+)
+def test_a_callback_that_makes_no_sense_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+# What a schedule wants to know.
+
+
+@pytest.mark.parametrize(("max_steps", "wanted"), [(None, 36), (7, 7), (100, 36)])
+def test_the_handle_tells_the_batches_of_the_whole_run(max_steps, wanted):
+    b = builder(dataset=23, batch_size=2, epochs=3, way=(SYNC, THREAD))
+    handle = (b if max_steps is None else b.max_steps(max_steps)).run()
+    state = handle.join(WAIT_S)
+    assert handle.total_batches == wanted
+    assert max_steps == 7 or sum(r.num_batches for r in handle.statistics().ranks) == wanted
+    assert len(state.metrics) == (0 if max_steps == 7 else 3)
