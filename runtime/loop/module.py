@@ -46,7 +46,10 @@ class ReplicatedModule(nn.Module):
     copies the pieces to the devices, runs the replicas at the same time in threads of their
     own, and lays their outputs end to end on ``devices[0]``. Inputs and outputs have the batch
     first; tensors without dimensions, and what is no tensor, go to every replica as they are. A
-    batch smaller than the number of devices runs on the first of them.
+    batch smaller than the number of devices runs on the first of them. An object that could hide
+    tensors (the cache of a generative model) is ``None`` in the whole output. An output that
+    relates the samples of a piece to each other (``z @ z.T``) is refused, by the second call at
+    the latest: return ``z`` and compute it in the loop.
 
     **A loss that the model computes itself**, a floating-point output without dimensions (alone,
     or in a dict, a dataclass or a named tuple), is gathered as the mean over the pieces,
