@@ -83,8 +83,6 @@ class RankCheckpoint:
         self._generators: State | None = None
         self._begun_epoch = -1
 
-    # -- taking -----------------------------------------------------------------------
-
     def capture(self, *, local_step: int, epoch: int, begun_epoch: int) -> State:
         """The state as it is now, in memory of its own.
 
@@ -131,8 +129,6 @@ class RankCheckpoint:
             kept = self._buffers()
             kept["buffers"] = {name: t.clone() for name, t in kept["buffers"].items()}
             self._before_sync = kept
-
-    # -- giving back -------------------------------------------------------------------
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Make this replica's own state that of :meth:`capture`.
