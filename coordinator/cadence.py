@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-# -- What the divergence of the replicas says about the cadence --
-
 _ROUNDS_IN_A_ROW = 3
 
 

@@ -29,7 +29,7 @@ from runtime.monitor import Monitor
 from runtime.replica.gradients import average_gradients, has_non_finite
 from runtime.results import TrainedState, WorkerFailure
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
-from runtime.trainer import Trainer, TrainerBuilder
+from runtime.trainer import Trainer, TrainerBuilder, fit
 from runtime.worker.config import UserFunctions, WorkerConfig
 from runtime.worker.worker import GpuWorker
 
@@ -89,6 +89,7 @@ __all__ = [
     "create_collectives",
     "current_worker",
     "device_summary",
+    "fit",
     "has_non_finite",
     "record_scalar",
     "shard_samples",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from coordinator.metrics import EpochMetrics
 from coordinator.state import Outcome
 from runtime.checkpoint.files import save_weights
-from runtime.checkpoint.format import plain
+from runtime.checkpoint.format import plain, plain_key
 from runtime.core.checks import check_path
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
@@ -112,9 +112,9 @@ def assemble(
                 copies[id(t)] = t.detach().to("cpu", copy=True)
             return copies[id(t)]
 
-        params = {n: copy(p) for n, p in model.named_parameters()}
-        buffers = {n: copy(b) for n, b in model.named_buffers()}
-        state = model.state_dict(keep_vars=True)
+        params = {plain_key(n): copy(p) for n, p in model.named_parameters()}
+        buffers = {plain_key(n): copy(b) for n, b in model.named_buffers()}
+        state = {plain_key(k): v for k, v in model.state_dict(keep_vars=True).items()}
         extra = {k: _copied(v) for k, v in state.items() if k.rpartition(".")[2] == EXTRA}
         keys = []
         for key, value in state.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from runtime.replica.build import Copies, ModelFactory, OptimFactory, ParamGroup
 from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
+from runtime.results import TrainedState
 from runtime.timeline import Timeline
 from runtime.worker.config import EvalFn, UserFunctions
 
@@ -544,3 +545,66 @@ class Trainer:
         ``model.accumulate(...)``.
         """
         return set_up(model_or_factory, optim_factory, devices, config, spaced=True)
+
+
+def fit(
+    model: nn.Module,
+    dataset: Any,
+    *,
+    optimizer: OptimFactory,
+    loss: Callable[[Any, Any], Any] | None = None,
+    epochs: int = 1,
+    **settings: Any,
+) -> TrainedState:
+    """Train a module on all devices, and wait for it: the short form of :class:`Trainer`.
+
+    Afterwards, and after Ctrl-C, the module has the trained weights, where it lies.
+
+    Args:
+        model: The module; each worker has a copy.
+        dataset: As :meth:`TrainerBuilder.dataset` takes it.
+        optimizer: ``f(params) -> Optimizer``: ``torch.optim.AdamW``, for instance.
+        loss: ``f(output, target)`` gives the mean loss; batches are then ``(input, target)``.
+            ``None``: the model itself computes it and returns it, alone or as the field ``loss``.
+        epochs: How often each sample is trained.
+        settings: Other methods of the builder, by name: ``batch_size=32, policy="sync"``.
+
+    Returns:
+        The trained state, with the metrics of each epoch.
+
+    Raises:
+        TypeError: There is no such setting, or it was left out.
+        ValueError: A setting is wrong.
+        WorkerFailed: A worker failed; the module is as it was.
+    """
+    check_callable("loss", loss or call_model, "(output, target) -> loss")
+
+    def train_fn(replica: nn.Module, batch: Any) -> Any:
+        if loss is None:
+            return call_model(replica, batch)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise TypeError(
+                f"a batch is a {type(batch).__name__}, and fit(loss=f) needs (input, target): give "
+                "a data set of pairs, or let the model compute the loss and leave loss out"
+            )
+        return loss(replica(batch[0]), batch[1])
+
+    builder = Trainer.builder(model, optimizer, train_fn).dataset(dataset).num_epochs(epochs)
+    for name, value in settings.items():
+        method = None if name.startswith("_") or name == "run" else getattr(builder, name, None)
+        if method is None:
+            raise TypeError(f"fit({name}={value!r:.80}): TrainerBuilder has no setting {name!r}")
+        method(value)
+    handle = builder.run()
+    try:
+        return handle.join()
+    finally:
+        if handle.state is not None:
+            model.load_state_dict(handle.state.state_dict())
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch as its arguments, by name or by position."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)

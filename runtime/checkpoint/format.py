@@ -106,8 +106,14 @@ def _comes_back(t: Tensor) -> bool:
     return kind in (Tensor, nn.Parameter) or kind in torch.serialization.get_safe_globals()
 
 
+def plain_key(key: str) -> str:
+    """A key of a state dict as the bare module has it, where parts were compiled."""
+    return key.replace("_orig_mod.", "")
+
+
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers under the keys of ``state_dict()``, in its order.
+    """The parameters and persistent buffers under the keys of ``state_dict()``, in its order,
+    as modules have them that are not compiled.
 
     Of a state dict that hooks have changed, what they made anew is left out; a parameter
     that they took away stands under its own name.
@@ -117,7 +123,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {key: value for key, value in state.items() if id(value) in own}
     there = {id(value) for value in found.values()}
     found.update((name, p) for name, p in model.named_parameters() if id(p) not in there)
-    return found
+    return {plain_key(key): value for key, value in found.items()}
 
 
 FORMAT = "gpuworker checkpoint"

@@ -24,7 +24,7 @@ from coordinator.checkpoint import (
     whole,
 )
 from coordinator.dispatch import count_batches
-from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state
+from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
 from runtime.checkpoint.reader import load_newest
 from runtime.core.errors import CheckpointError
 
@@ -277,7 +277,7 @@ class ResumePoint:
         Raises:
             CheckpointError: It is another model; names the first difference.
         """
-        saved = self._data.weights
+        saved = {plain_key(key): tensor for key, tensor in self._data.weights.items()}
         own = named_weights(model)
         difference = _first_difference(saved, own)
         if difference is not None:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from runtime.timeline.recorder import Lane
 
 
-# -- What a collective notes on a rank's lane, where no other rank has to wait for it --
-
-
 class Meeting:
     """One collective on one rank's lane, which has the cause before again when it is over.
 

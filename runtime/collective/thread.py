@@ -247,8 +247,6 @@ def _part(tensor: Tensor, rank: int, num_parts: int) -> Tensor:
     return tensor.view(-1)[rank * size : (rank + 1) * size]
 
 
-# -- Collectives between threads whose tensors lie on GPUs, through pinned memory --
-
 _ALIGNMENT_BYTES = 64
 
 

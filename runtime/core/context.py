@@ -153,9 +153,6 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
     current_worker().record_scalar(name, value)
 
 
-# -- Rank, epoch and step in the records of the standard ``logging`` --
-
-
 class WorkerLogFilter(logging.Filter):
     """Gives each record the rank, the epoch and the step of the worker that logged it.
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+logger = logging.getLogger(__name__)
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
@@ -76,7 +80,8 @@ def flatten(value: Any, tensors: list[Tensor], *, strict: bool) -> Spec:
     Args:
         value: What to take apart.
         tensors: Gets its tensors, in order.
-        strict: Refuse objects that could hide tensors; else they are kept as they are.
+        strict: Refuse an object that could hide tensors, and leave ``None`` in place of one in
+            a container; else they are kept as they are.
 
     Raises:
         TypeError: Something that cannot be cut along its first dimension, or put together.
@@ -114,8 +119,33 @@ def flatten(value: Any, tensors: list[Tensor], *, strict: bool) -> Spec:
         )
     else:
         return Spec(None, value=value)
-    children = tuple(flatten(part, tensors, strict=strict) for part in parts)
-    return Spec(type(value), names, children, empty)
+    children = []
+    for name, part in zip(names, parts, strict=True):
+        if strict and not _can_be_put_together(part):
+            _tell_of_loss(type(value).__name__, str(name), type(part).__name__)
+            part = None
+        children.append(flatten(part, tensors, strict=strict))
+    return Spec(type(value), names, tuple(children), empty)
+
+
+def _can_be_put_together(part: Any) -> bool:
+    """Whether it is a tensor, a plain value or a container; or what has an error of its own."""
+    known = (Tensor, *_PLAIN, PackedSequence, np.ndarray, np.generic, tuple, list, Mapping)
+    return isinstance(part, known) or (
+        dataclasses.is_dataclass(part) and not isinstance(part, type)
+    )
+
+
+@cache
+def _tell_of_loss(container: str, name: str, kind: str) -> None:
+    """Once in a process."""
+    logger.warning(
+        "forward returned a %s in %r of a %s, which cannot be put together from the replicas' "
+        "parts: it is None there; call model.module(...) for what needs it",
+        kind,
+        name,
+        container,
+    )
 
 
 def _emptied(value: Mapping[Any, Any]) -> Any:

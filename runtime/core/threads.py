@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-# -- MKL's vector functions, each called once by one thread before several may call it at once --
 #
 # PyTorch computes ``sqrt``, ``exp`` and the like of contiguous CPU tensors with MKL's VML. MKL
 # looks up the kernel of such a function in the first call of it. If two threads make that call
@@ -62,8 +61,6 @@ def _resolve() -> None:
             for name in FUNCTIONS:
                 getattr(torch, name)(x)
 
-
-# -- The objects of one kind that are alive, told without a lock --
 
 T = TypeVar("T")
 

@@ -101,8 +101,6 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         tensor.masked_fill_(empty, 0)
 
 
-# -- what ``train_fn`` tells ---------------------------------------------------------------
-
 REMEDY = (
     "return (loss, weight) with the mean loss and what it is a mean over, a number or a scalar "
     "tensor from 0 up, for instance (labels != -100).sum()"
@@ -197,8 +195,6 @@ class Mask:
             return torch.where(self.live, grad, 0)
         return torch.zeros_like(grad)
 
-
-# -- what a model's output tells of it -------------------------------------------------------
 
 LossWeightFn = Callable[[Any, Any], Any]
 _FIELDS = ("loss_weight", "weight")

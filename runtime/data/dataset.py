@@ -29,8 +29,6 @@ from torch.utils.data import (
 
 from coordinator.dispatch import batch_bounds, permutation
 
-# -- Columns of a data set: tensors in memory, and NumPy memory maps that stay on disk --
-
 Array = npt.NDArray[Any]
 
 

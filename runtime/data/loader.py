@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# -- What lies between a loader's thread and its worker: how far ahead, and in which memory --
 #
 # A loader's thread reads a batch and *puts* it on the stage; the worker *takes* it. When the
 # worker asks for the next one, the batch before is used up (:meth:`Stage.advance`).

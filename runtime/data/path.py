@@ -141,7 +141,7 @@ class DataPath:
                 what = f"the host has {there:,} available"
             refuse_unless_it_fits(data.num_bytes, there, what)
 
-    # -- the run's threads -------------------------------------------------------------
+    # On the run's threads.
 
     def start(self, wake: Callable[[int], Callable[[], None]]) -> None:
         """Cap the memory of CUDA devices, and start the loader processes, if any.
@@ -185,7 +185,7 @@ class DataPath:
         total = MEMORY.total_bytes(device)
         return explain_out_of_memory(error, device, self._options.vram_fraction, total)
 
-    # -- the workers' threads ----------------------------------------------------------
+    # On the workers' threads.
 
     def make_loader(self, worker: ReadingWorker, wake: Callable[[], None]) -> Loader:
         """The loader of a worker, for its thread.

@@ -45,8 +45,6 @@ from runtime.device.memory import MemoryReading
 logger = logging.getLogger(__name__)
 
 
-# -- Data sets that lie on the device, and are gathered there --
-
 _CHUNK_BYTES = 64 * 2**20
 _KEPT_EPOCHS = 3
 
@@ -268,7 +266,7 @@ class SlotStage(Stage):
         # Written by the worker's thread, complete before the loader's thread sees it.
         self._pool: SlotPool | None = None
 
-    # -- the worker's thread -------------------------------------------------------
+    # On the worker's thread.
 
     def submitted(self, num_batches: int) -> None:
         """Count its batches; with the first plan, peaks begin to count."""
@@ -372,7 +370,7 @@ class SlotStage(Stage):
         logger.debug("rank %d: %d bytes of data on %s", self._rank, data.num_bytes, self._device)
         return True
 
-    # -- the loader's thread ----------------------------------------------------------
+    # On the loader's thread.
 
     def gather(self, adapter: ColumnAdapter, indices: Tensor) -> tuple[Any, DeviceSlot] | None:
         """Gather rows straight into a slot; ``None`` where there is none that can hold them."""
@@ -421,7 +419,7 @@ class SlotStage(Stage):
                 self._copies.record(made)
                 self._copies.wait_host(made)
 
-    # -- both ---------------------------------------------------------------------------
+    # On either thread.
 
     def drop(self, loaded: LoadedBatch) -> None:
         """Give the slot of a batch back that nobody will take."""

@@ -27,7 +27,6 @@ from runtime.data.batches import parts_of
 from runtime.device.base import Device, Event
 from runtime.device.memory import MemoryReading
 
-# -- How much memory loaded batches may take: arithmetic alone, without any device --
 #
 # A CUDA device gives the process ``total * vram_fraction`` bytes, the model included, or what
 # others have left. From that the worst peak of active memory is kept back, as seen in the

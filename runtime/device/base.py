@@ -152,8 +152,6 @@ class Device:
         """Put a state back; nothing where there is no such generator."""
         return
 
-    # -- graphs ---------------------------------------------------------------------
-
     @property
     def is_shared(self) -> bool:
         """Whether other workers of the process are on the device, so that it has no graphs."""
@@ -185,8 +183,6 @@ class Device:
         """
         raise NotImplementedError(f"{self.device} has no graphs")
 
-    # -- state on its way to the coordinator and back ------------------------------
-
     def host_twin(self, payload: Payload) -> Payload:
         """CPU memory for a payload of the device; the payload itself if it is there."""
         return payload
@@ -215,8 +211,6 @@ class Device:
     def arrival(self) -> Arrival | None:
         """When all that :meth:`comm` was given so far has arrived; ``None``: it has."""
         return None
-
-    # -- batches on their way to the device: for any thread, in its current stream ----------
 
     def copying(self) -> AbstractContextManager[None]:
         """Makes the copy stream current in this thread; orders nothing by itself."""

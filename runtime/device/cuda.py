@@ -49,8 +49,6 @@ def open_device(device: torch.device, num_cpu_workers: int) -> Device:
     return Device(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
 
 
-# -- Streams that outlive their workers --
-
 Streams = tuple[Stream, Stream, Stream]
 """A worker's compute, comm and copy stream."""
 
@@ -253,8 +251,6 @@ class CudaDevice(Device):
         """Put it back."""
         self.api.set_generator_state(self.device, state)
 
-    # -- graphs -----------------------------------------------------------------------
-
     @property
     def is_shared(self) -> bool:
         """Whether other workers of the process are on the device."""
@@ -291,8 +287,6 @@ class CudaDevice(Device):
         self._graphs.add(graph)
         return partial(self.api.replay, graph)
 
-    # -- state on its way to the coordinator and back ------------------------------
-
     def host_twin(self, payload: Payload) -> Payload:
         """Pinned memory of the same shapes and dtypes."""
         return Payload(
@@ -317,8 +311,6 @@ class CudaDevice(Device):
     def arrival(self) -> Arrival:
         """When the comm stream has done what it got so far."""
         return CudaArrival(self._events, self._events.record(self.comm_stream))
-
-    # -- batches on their way to the device ----------------------------------------
 
     @contextmanager
     def copying(self) -> Iterator[None]:

@@ -96,9 +96,6 @@ class HostTimer(StepTimer):
         return taken
 
 
-# -- Step times from events, and the bound on how far the host runs ahead of the device --
-
-
 class EventPool:
     """Events that are used again and again. For one thread.
 

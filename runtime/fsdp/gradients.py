@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from runtime.collective import Collective, ReduceOp
 from runtime.fsdp.layout import Bucket, Layout, Slot
 
-# -- Clipping by the norm of the whole model's gradient --
-
 
 def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     """Judges arguments before anything is exchanged.

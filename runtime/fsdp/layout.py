@@ -22,8 +22,6 @@ from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import FLOATS
 from runtime.core.errors import ReplicaMismatch
 
-# -- Making sure that all ranks wrap the same module in the same way --
-
 
 def check_same(lines: Sequence[str], collective: Collective) -> None:
     """Compares descriptions over all ranks; a collective call.
@@ -60,9 +58,6 @@ def _gather(data: bytes, collective: Collective) -> list[bytes]:
     whole = torch.empty(collective.world_size * len(data), dtype=torch.uint8)
     collective.all_gather_into(whole, mine)
     return [bytes(row.tolist()) for row in whole.view(collective.world_size, -1)]
-
-
-# -- The parameters of a module, and what must hold for them before they are sharded --
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,6 @@ from runtime.fsdp.layout import Found
 logger = logging.getLogger(__name__)
 
 
-# -- An all-gather of the parameters that runs beside the rank's own work --
-
-
 class Prefetch:
     """One all-gather, in a thread of its own and over a group of its own.
 
@@ -103,7 +100,6 @@ class Prefetch:
             self._error = error
 
 
-# -- Optimizers that were built from a module's parameters before it was sharded --
 #
 # They hold what the module no longer uses, and would train nothing in silence. They are found
 # at their next step: looking through the whole heap for them when a module is wrapped takes
@@ -160,9 +156,6 @@ class StaleOptimizers:
 
 STALE = StaleOptimizers()
 """That of the process."""
-
-
-# -- Errors that some ranks meet and others do not --
 
 
 class _Failure(NamedTuple):

@@ -17,8 +17,6 @@ from runtime.fsdp.layout import Bucket, Found, Layout, Slot, dense_stride, make_
 from runtime.fsdp.lifecycle import Prefetch
 from runtime.fsdp.strategy import ShardGroups
 
-# -- What a rank holds in memory --
-
 _OPAQUE = (
     type,
     types.ModuleType,
@@ -65,9 +63,6 @@ def _held_by(tensor: Tensor) -> Iterable[object]:
     yield tensor.__dict__
     if tensor.is_leaf or tensor.retains_grad:
         yield tensor.grad
-
-
-# -- Parameters that every rank holds whole: only gradients are exchanged --
 
 
 class ReplicatedParameters:
@@ -289,8 +284,6 @@ class ShardedParameters:
             whole.data, whole.grad = empty, None
         return flat
 
-    # -- whole and shard ---------------------------------------------------------------
-
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter is."""
@@ -437,8 +430,6 @@ class ShardedParameters:
                     f"requires_grad of {name!r} was changed; freeze and unfreeze before wrapping"
                 )
 
-    # -- prefetch ----------------------------------------------------------------------
-
     def start_prefetch(self, side: Callable[[], Collective], name: str) -> None:
         """Starts to gather in another thread.
 
@@ -474,8 +465,6 @@ class ShardedParameters:
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.end()
-
-    # -- gradients and values ------------------------------------------------------------
 
     def check_gradients(self) -> None:
         """Raises ``ValueError`` if a gradient is sparse."""

@@ -20,8 +20,6 @@ from runtime.fsdp.state import Parameters, gather_state, load_state, sync_buffer
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 from runtime.replica.gradients import weigh_
 
-# -- A backward that comes too late --
-
 
 def guard(output: Any, parameters: Parameters) -> None:
     """Makes a backward fail that comes when the parameters of its forward are gone.
@@ -53,9 +51,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     elif isinstance(output, Mapping):
         yield from _tensors(tuple(output.values()))
-
-
-# -- What an FSDP module is, but for training steps --
 
 
 class ShardedModule(nn.Module):
@@ -94,8 +89,6 @@ class ShardedModule(nn.Module):
             sync_buffers(module, collective)
         if strategy is not ShardingStrategy.NO_SHARD:  # which keeps the module's own
             STALE.watch(found)
-
-    # -- state ------------------------------------------------------------------------------
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The bare module's state dict, in memory of the CPU; a collective call.
@@ -201,8 +194,6 @@ class ShardedModule(nn.Module):
             "an FSDP module cannot be moved or converted: its shards are views of a flat tensor; "
             "call .to(...) on the bare module before wrapping"
         )
-
-    # -- inside ---------------------------------------------------------------------------------
 
     def _make_side(self) -> Collective:
         side = split(self._groups.shard, 0)
@@ -339,8 +330,6 @@ class FSDP(ShardedModule):
             the world; an optimizer that was built from the bare module.
         ReplicaMismatch: The ranks' modules or strategies differ.
     """
-
-    # -- a step ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with full parameters. A collective call where they are gathered.

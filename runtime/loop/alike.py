@@ -16,8 +16,6 @@ from runtime.loop.rank_threads import Task
 from runtime.loop.replica import LoopReplica, ParamGroups
 from runtime.loop.runner import Runner
 
-# -- What the caller does to rank 0's model holds for all replicas --
-
 
 class Mirror:
     """Compares rank 0's model with what it was, and passes changes on.
@@ -208,8 +206,6 @@ class Likeness:
 
         self._first.optimizer.register_load_state_dict_post_hook(on_load)
 
-    # -- around what the replicas do -------------------------------------------------------
-
     def prepare(self) -> None:
         """Before the replicas compute: what the caller did to rank 0 holds for all.
 
@@ -264,8 +260,6 @@ class Likeness:
             self._copy("copy_params")
         self._mirror.are_alike()
         self.buffers_differ = False
-
-    # -- on the caller's word --------------------------------------------------------------
 
     def sync(self) -> None:
         """Give rank 0's parameters and buffers to all."""

@@ -32,8 +32,6 @@ from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, b
 from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
 from runtime.replica.non_finite import first_bad
 
-# -- A mini-batch cut for replicas: every sample once, in order --
-
 
 def shard_samples(samples: Any, num_shards: int) -> list[Any]:
     """Cut samples into contiguous shards whose sizes differ by one at most.
@@ -133,8 +131,6 @@ def _cut(samples: Any, start: int, stop: int) -> Any:
         return type(samples)(*parts.values())
     return type(samples)(parts.values())
 
-
-# -- What a replica does with its samples, in its thread --
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -456,8 +452,6 @@ class DataParallelCoordinator:
             replica.optimizer.register_load_state_dict_pre_hook(lambda _, s: copy.deepcopy(s))
         self._replicas[0].optimizer.register_load_state_dict_post_hook(self._loaded.append)
 
-    # -- what there is ------------------------------------------------------------------
-
     @property
     def num_devices(self) -> int:
         """Number of replicas."""
@@ -499,8 +493,6 @@ class DataParallelCoordinator:
         loaded into it, hold for all from the next batch on. Save the first one's; load it there.
         """
         return tuple(replica.optimizer for replica in self._replicas)
-
-    # -- training -----------------------------------------------------------------------
 
     def train_batch(self, samples: Any) -> BatchResult:
         """Train all replicas on a mini-batch, cut among them; blocks until they are done.
@@ -713,8 +705,6 @@ class DataParallelCoordinator:
                 f"the replicas may differ, for {self._runner.fault}; build a new "
                 "DataParallelCoordinator from a saved state"
             )
-
-    # -- the end ------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the threads and wait for them; gives the intra-op threads back. Idempotent.

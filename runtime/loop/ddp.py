@@ -20,8 +20,6 @@ from runtime.loop.runner import resolve_backend
 from runtime.replica.build import Template
 from runtime.replica.flat import FlatBuffers
 
-# -- What each parameter and buffer of models of one kind is called on which rank --
-
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
@@ -107,8 +105,6 @@ class ReplicaSet:
         self._slots = _match(models)
         self._buffers = [FlatBuffers(model) for model in models]
 
-    # -- parameters and buffers --------------------------------------------------------
-
     def copy_params(self) -> None:
         """Give every replica rank 0's parameters and buffers."""
         self._check_buffers()
@@ -140,8 +136,6 @@ class ReplicaSet:
                         f"{rank}, {tuple(theirs.shape)} and {theirs.dtype} on model 0; keep them "
                         "alike"
                     )
-
-    # -- gradients ---------------------------------------------------------------------
 
     def gradients(self, counts: Sequence[bool]) -> Gradients:
         """What is there to be averaged.

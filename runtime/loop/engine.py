@@ -184,6 +184,15 @@ GUESSED = (
 )
 
 
+class Crossing(Enum):
+    """Whether an output relates the samples of a piece to each other."""
+
+    UNKNOWN = auto()
+    MAYBE = auto()
+    """Its shape says so, but the pieces were equal, so that it may be chance."""
+    NO = auto()
+
+
 class Team:
     """Runs replicas in their threads and keeps them alike.
 
@@ -229,6 +238,7 @@ class Team:
         self._counts = [0] * len(replicas)
         self._weights: list[list[Weight | None]] = [[] for _ in replicas]
         self._has_warned = False
+        self._crossing = Crossing.UNKNOWN
         self._idle: list[Task | None] = [None] * (len(replicas) - 1)
         self.devices = tuple(replica.device for replica in replicas)
         self.models = tuple(replica.model for replica in replicas)
@@ -256,7 +266,7 @@ class Team:
         ambient = Ambient.capture()
         with self._turn():
             self._prepare()
-            sizes = self._balancer.sizes(scatter.num_samples)
+            sizes = self._sizes(scatter.num_samples)
             tasks: list[Task | None] = []
             start = 0
             for replica, size in zip(self._replicas, sizes, strict=True):
@@ -273,10 +283,19 @@ class Team:
                 outcomes = self._runner.run(tasks, "forward", scatter.tensors)
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
         call = Call(scatter, shards, self.devices[0], self.backward)
+        if self._crossing is not Crossing.NO and len(shards) > 1:
+            self._crossing = Crossing.MAYBE if call.looks_crossed else Crossing.NO
         if not self._has_warned and any(merged.is_guessed for merged in call.merged):
             self._has_warned = True
             logger.warning(GUESSED)
         return call.output()
+
+    def _sizes(self, num_samples: int) -> Sequence[int]:
+        """Pieces by measured speed; unequal ones where that tells what an output's dimension is."""
+        sizes = self._balancer.sizes(num_samples)
+        if self._crossing is not Crossing.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
+            return sizes
+        return (sizes[0] + 1, sizes[1] - 1, *sizes[2:])
 
     def backward(
         self,

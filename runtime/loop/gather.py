@@ -134,16 +134,37 @@ def _weights(parts: Sequence[Tensor], shards: Sequence[Shard]) -> list[float]:
     return [(shard.stop - shard.start) / total for shard in shards]
 
 
-def _check_rows(parts: Sequence[Tensor], shards: Sequence[Shard]) -> None:
-    sizes = [shard.stop - shard.start for shard in shards]
+def _has_rows(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether the first dimension has the same number of rows for each sample."""
     rows = [part.size(0) if part.dim() else 0 for part in parts]
     per_sample = rows[0] // sizes[0]
-    if rows != [per_sample * size for size in sizes]:
+    return rows == [per_sample * size for size in sizes]
+
+
+def _check_rows(parts: Sequence[Tensor], shards: Sequence[Shard]) -> None:
+    sizes = [shard.stop - shard.start for shard in shards]
+    if not _has_rows(parts, sizes):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise ValueError(
             f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
             "on the replicas, which cannot be laid end to end: put the batch first in each output"
         )
+
+
+CROSSED = (
+    "forward returned tensors of shapes {shapes} for {sizes} samples on the replicas: each relates "
+    "the samples of its piece to each other, and nothing those of different pieces. Return the "
+    "features (z) and compute what relates them (z @ z.T) in the loop: model(x) gives those of the "
+    "whole batch, and gradients go back through them"
+)
+
+
+def _is_crossed(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether a dimension other than the first, which is the samples', is as long as each piece."""
+    if len(parts) < 2 or min(part.dim() for part in parts) < 2 or not _has_rows(parts, sizes):
+        return False
+    shapes = [part.shape[1:] for part in parts]
+    return any(list(lengths) == list(sizes) for lengths in zip(*shapes, strict=False))
 
 
 class Call:
@@ -157,6 +178,11 @@ class Call:
 
     Attributes:
         merged: Each tensor of the output.
+        looks_crossed: Whether an output may relate the samples of a piece to each other: one of
+            its other dimensions is as long as the piece, and all pieces are equal.
+
+    Raises:
+        ValueError: Outputs that cannot be put together, or relate samples to each other.
     """
 
     def __init__(
@@ -176,7 +202,13 @@ class Call:
                 raise ValueError(
                     f"rank {shard.rank} returned another output than rank {shards[0].rank}: {found}"
                 )
-        columns = zip(*(shard.outputs or [] for shard in shards), strict=True)
+        columns = list(zip(*(shard.outputs or [] for shard in shards), strict=True))
+        sizes = [shard.stop - shard.start for shard in shards]
+        crossed = [parts for parts in columns if _is_crossed(parts, sizes)]
+        self.looks_crossed = bool(crossed)
+        if crossed and len(set(sizes)) > 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in crossed[0])
+            raise ValueError(CROSSED.format(shapes=shapes, sizes=", ".join(map(str, sizes))))
         summed = shards[0].weight_index
         self.merged = [
             Merged(parts, shards, device, adds_up=index == summed)

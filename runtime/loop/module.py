@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
+from runtime.checkpoint.format import plain_key
 from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import ReplicaMismatch
@@ -46,7 +47,10 @@ class ReplicatedModule(nn.Module):
     copies the pieces to the devices, runs the replicas at the same time in threads of their
     own, and lays their outputs end to end on ``devices[0]``. Inputs and outputs have the batch
     first; tensors without dimensions, and what is no tensor, go to every replica as they are. A
-    batch smaller than the number of devices runs on the first of them.
+    batch smaller than the number of devices runs on the first of them. An object that could hide
+    tensors (the cache of a generative model) is ``None`` in the whole output. An output that
+    relates the samples of a piece to each other (``z @ z.T``) is refused, by the second call at
+    the latest: return ``z`` and compute it in the loop.
 
     **A loss that the model computes itself**, a floating-point output without dimensions (alone,
     or in a dict, a dataclass or a named tuple), is gathered as the mean over the pieces,
@@ -302,8 +306,13 @@ class ReplicatedModule(nn.Module):
     # -- the model's own face ------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state, under its own plain keys."""
-        return self.module.state_dict(*args, **kwargs)
+        """The model's state, under its own plain keys, also where parts are compiled."""
+        state = self.module.state_dict(*args, **kwargs)
+        if any(plain_key(key) != key for key in state):
+            plain = [(plain_key(key), value) for key, value in state.items()]
+            state.clear()
+            state.update(plain)
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load the model's state on every replica.
@@ -316,6 +325,9 @@ class ReplicatedModule(nn.Module):
                 "load_state_dict(assign=True) would replace parameters that the optimizers hold: "
                 "leave it out, or load the state before Trainer.setup"
             )
+        compiled = {plain_key(k): k for k in self.module.state_dict() if plain_key(k) != k}
+        if compiled:
+            state_dict = {compiled.get(key, key): value for key, value in state_dict.items()}
         found = self.module.load_state_dict(state_dict, strict)
         self.sync_params()
         return found

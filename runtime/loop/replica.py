@@ -33,8 +33,6 @@ from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
 from runtime.replica.gradients import weigh_
 from runtime.replica.schedule import Schedule, SchedulerFactory
 
-# -- Gradients on their way between the replicas --
-
 
 class GradientExchange:
     """One replica's gradients, in flat tensors where the ranks meet. For its thread.
@@ -119,7 +117,7 @@ class GradientExchange:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    # -- in the caller's thread, while the ranks rest --------------------------------------
+    # In the caller's thread, while the ranks rest.
 
     @property
     def num_elements(self) -> int:
@@ -332,8 +330,6 @@ class LoopReplica:
         self._comm = context.comm
         self.reduced_s = (0.0, 0.0)
 
-    # -- one batch, shared out ---------------------------------------------------------
-
     def forward(self, piece: Piece, start: int, stop: int) -> Shard:
         """Run the model on its piece."""
         timed = torch.is_grad_enabled()
@@ -387,8 +383,6 @@ class LoopReplica:
     def num_elements(self) -> int:
         """Of the parameters that are exchanged."""
         return self.exchange.num_elements
-
-    # -- several batches between two reductions ------------------------------------------
 
     def accumulate(
         self, loss_fn: LossFn, batches: Sequence[Any]
@@ -451,8 +445,6 @@ class LoopReplica:
         self.sync_timer.stop(1)
         self.reduced_s = (start_s, time.monotonic())
 
-    # -- steps -----------------------------------------------------------------------
-
     def clip(self, max_norm: float) -> Tensor:
         """Clip this rank's gradients; gives the norm they had."""
         return nn.utils.clip_grad_norm_(self.state.params.params, max_norm)
@@ -486,8 +478,6 @@ class LoopReplica:
                 else:
                     group[key] = value
 
-    # -- what the caller adds ----------------------------------------------------------
-
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of the model; tensors on its device, rank 0's as they are."""
         setattr(self.model, name, placed(value, self.device, copy=self.rank > 0))
@@ -514,8 +504,6 @@ class LoopReplica:
         for index in range(len(groups), len(members)):
             own = [params[i] for i in members[index]]
             self.optimizer.add_param_group({**options[index], "params": own})
-
-    # -- rank 0's state ----------------------------------------------------------------
 
     @torch.no_grad()
     def copy_weights(self, first: LoopReplica) -> None:
@@ -669,9 +657,6 @@ def checked_loss(loss: object) -> Tensor:
     return loss
 
 
-# -- The parameter groups of rank 0's optimizer, which all others follow --
-
-
 class ParamGroups:
     """Compares rank 0's groups with what they were, and passes changes on.
 
@@ -744,9 +729,6 @@ class ParamGroups:
     def _read(self) -> list[list[int]]:
         # A parameter of the model lives as long as this, so nothing else gets its number.
         return [list(map(id, group["params"])) for group in self._first.optimizer.param_groups]
-
-
-# -- The learning rate of a loop of the user's own: a scheduler driven by its steps --
 
 
 class LearningRate:

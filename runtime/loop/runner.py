@@ -38,8 +38,6 @@ from runtime.timeline.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 
-# -- The threads in which replicas run: one for each device, idle until they are given work --
-
 END_S = 10.0
 """How long the end waits for all threads together."""
 SETTLE_S = 30.0
@@ -86,8 +84,6 @@ def resolve_backend(
         nccl_available=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
     )
 
-
-# -- What the replicas of a loop of the user's own did and when, on the lanes of a timeline --
 
 _TRAINING = {"forward", "backward", "accumulate", "step"}
 
@@ -150,8 +146,6 @@ class Journal:
                 lane.close()
             self._timeline.finish(stopped=False, error=error)
             self._timeline = None
-
-    # -- the work ------------------------------------------------------------------------
 
     def outcomes(
         self, what: str, outcomes: Sequence[TaskOutcome], replicas: Sequence[LoopReplica] = ()

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from runtime.core.nested import flatten
 
-# -- The modes of PyTorch that belong to a thread, taken from the caller to the replicas --
-
 _DEVICE_TYPES = ("cpu", "cuda")
 
 

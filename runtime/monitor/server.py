@@ -23,8 +23,6 @@ from runtime.monitor.reader import Reader
 logger = logging.getLogger(__name__)
 
 
-# -- Where a monitor listens, and the names to which it answers --
-
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 ANY = "*"
 BACKLOG = 64
@@ -124,8 +122,6 @@ def url_of(host: str, port: int) -> str:
         address = LOOPBACK[1] if address == "0.0.0.0" else LOOPBACK[2]
     return f"http://[{address}]:{port}/" if ":" in address else f"http://{address}:{port}/"
 
-
-# -- The pages that are open, and what each of them still has to be sent --
 
 MAX_WAITING = 8
 """Messages that wait for a slow page; beyond, it gets the history instead."""
@@ -289,7 +285,7 @@ class Server:
         self._complained = False
         self._connections: _Connections | None = None
 
-    # -- any thread ------------------------------------------------------------------
+    # From any thread.
 
     def start(self) -> None:
         """Start the thread, and wait until it serves.
@@ -358,7 +354,7 @@ class Server:
             self._loop.call_soon_threadsafe(action)
             return True
 
-    # -- the server's thread ------------------------------------------------------------
+    # On the server's thread.
 
     def _main(self) -> None:
         try:
@@ -424,8 +420,6 @@ class Server:
         if reader is not None:
             reader.close()
 
-    # -- looking at the run ----------------------------------------------------------------
-
     def _begin(self, run: WatchedRun) -> None:
         try:
             if self._reader is not None:
@@ -476,8 +470,6 @@ class Server:
 
     def _history(self) -> bytes:
         return _message("history", self._feed.history())
-
-    # -- requests ----------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(

@@ -29,9 +29,6 @@ from runtime.replica.step import MADE, Packed, StepEnd, Stepper, TrainFn
 logger = logging.getLogger(__name__)
 
 
-# -- Why steps are not captured: told once, and known to all workers of a run --
-
-
 class CannotCapture(Exception):
     """The step cannot be a graph; the message says why."""
 
@@ -79,9 +76,6 @@ class Fallbacks:
             self._told.add(reason)
         level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "cuda_graphs, rank %d: %s: %s", rank, what, reason)
-
-
-# -- An optimizer whose step can be captured: what it reads must lie on the device --
 
 
 class CapturableOptimizer:
@@ -167,8 +161,6 @@ class CapturableOptimizer:
         for (_, old), (_, new) in zip(before, self.settings(), strict=False):  # type: ignore[call-overload]
             names |= {name for name, value in new if (name, value) not in old}
         return ", ".join(sorted(names))
-
-    # -- its state -------------------------------------------------------------------
 
     def state_tensors(self) -> list[Tensor]:
         """Every tensor of its state, which a graph of the step reads and writes."""
@@ -260,9 +252,6 @@ def _plain(value: Any) -> Hashable:
     return tuple(value) if isinstance(value, list) else value
 
 
-# -- What a captured step reads of a module, and must find where it was --
-
-
 class ModuleTensors:
     """The tensors that a module keeps beside its parameters: buffers and plain attributes.
 
@@ -299,8 +288,6 @@ class ModuleTensors:
         for place, key, _, value in self._places:
             place[key] = value
 
-
-# -- Batches in memory that stays where it is, as the replay of a graph needs them --
 
 MAX_KINDS = 8
 """Kinds of batches that are held, each with memory of its own."""
@@ -373,8 +360,6 @@ class HeldBatches:
             torch._foreach_copy_(targets, parts_of(batch))
         return held
 
-
-# -- One captured window: its graphs, and what a replay gives --
 
 Replay = Callable[[], None]
 CaptureWork = Callable[[Callable[[], None]], Replay]
@@ -732,8 +717,6 @@ class GraphedSteps:
         for held, size in zip(window.held, window.sizes, strict=False):
             self._micro_step(train_fn, held.data, size, size / total)
 
-    # -- which graph ----------------------------------------------------------------
-
     def _graph_of(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph | None:
         key = self._key(window, train_fn)
         graph = self._graphs.get(key)
@@ -838,8 +821,6 @@ class GraphedSteps:
                 f"the step gives {replaced!r} of the model a new tensor: write to it in place"
             )
         return graph
-
-    # -- what is made eagerly -----------------------------------------------------------
 
     def _leave_out_optimizer(self, reason: str) -> None:
         self._graphs.clear()

@@ -21,8 +21,6 @@ from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatParams
 from runtime.replica.non_finite import StepJudge
 
-# -- Loading an optimizer's state that was made elsewhere --
-
 _OWN = ("capturable", "fused", "foreach")
 """Settings that say how an optimizer works where it is, and not what it computes."""
 _MAX = float(1 << 53)
@@ -139,7 +137,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     _check_states(optimizer)
 
 
-# -- Gradients averaged over the ranks, under lockstep --
 #
 # The host reads the device only for the flags that say which parameters got a gradient, and
 # only where this rank alone cannot know.

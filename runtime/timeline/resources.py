@@ -17,8 +17,6 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-# -- Curves over a run of any length, in bounded memory --
-
 Row = tuple[float, ...]
 
 NUM_BINS = 1024
@@ -125,9 +123,6 @@ class Curve:
         if last is not None and (not rows or rows[-1][0] < last[0]):
             rows.append(last)
         return rows
-
-
-# -- Load and memory of NVIDIA GPUs, where ``nvidia-ml-py`` and a driver are there --
 
 
 class Gpus:

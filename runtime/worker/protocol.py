@@ -90,8 +90,6 @@ class WorkerProtocol:
     _weight_since: float = 0  # since the mark: what is left of floats by subtraction is no 0
     _last_sync: _Mark | None = None
 
-    # -- states --------------------------------------------------------------
-
     def transition(self, state: WorkerState) -> None:
         """Go to ``state``.
 
@@ -149,8 +147,6 @@ class WorkerProtocol:
         self.leave()
         self.transition(_S.GONE)
 
-    # -- messages --------------------------------------------------------------
-
     def receive(self, message: m.ToWorker) -> m.ToWorker | None:
         """Take a message.
 
@@ -193,8 +189,6 @@ class WorkerProtocol:
                 assert_never(message)
         self._settle()
         return None
-
-    # -- what the worker did -----------------------------------------------------
 
     def begin_plan(self, *, leaving_too: bool = False) -> m.EpochPlan | None:
         """Take the next plan, if there is one.

@@ -169,8 +169,6 @@ class LaneRecorder(Recorder):
         """The worker meets the other ranks there from now on."""
         collective.lane = self.lane
 
-    # -- plans ------------------------------------------------------------------------
-
     @contextmanager
     def between_plans(self) -> Iterator[None]:
         """The worker waits for a plan."""
@@ -219,8 +217,6 @@ class LaneRecorder(Recorder):
     def averaging(self) -> AbstractContextManager[None]:
         """The worker averages its buffers with those of the others."""
         return self._during(AVERAGING)
-
-    # -- messages ------------------------------------------------------------------------
 
     @contextmanager
     def waiting(self, protocol: WorkerProtocol) -> Iterator[None]:
@@ -286,8 +282,6 @@ class LaneRecorder(Recorder):
             lane.enter(before)
             if before != CALLBACKS:  # else it is a part of what is noted around it
                 lane.note(Kind.CHECKPOINT, start, None, "state")
-
-    # -- the end, and what comes before a new group ----------------------------------------
 
     def halts(self) -> None:
         """The worker's group of ranks is broken."""

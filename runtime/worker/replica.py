@@ -241,8 +241,6 @@ class WorkerReplica:
                 self.averager.sync_buffers(self.together.buffer_samples)
                 self.together.synced()
 
-    # -- groups of ranks ---------------------------------------------------------------
-
     def join(self, collective: Collective) -> None:
         """Meet the other ranks there from now on, and leave the collective of before."""
         self._recorder.joins(collective)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,8 +83,6 @@ class RankCheckpoint:
         self._generators: State | None = None
         self._begun_epoch = -1
 
-    # -- taking -----------------------------------------------------------------------
-
     def capture(self, *, local_step: int, epoch: int, begun_epoch: int) -> State:
         """The state as it is now, in memory of its own.
 
@@ -132,8 +130,6 @@ class RankCheckpoint:
             kept["buffers"] = {name: t.clone() for name, t in kept["buffers"].items()}
             self._before_sync = kept
 
-    # -- giving back -------------------------------------------------------------------
-
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Make this replica's own state that of :meth:`capture`.
 
@@ -142,6 +138,7 @@ class RankCheckpoint:
         Raises:
             CheckpointError: It belongs to another model or optimizer.
         """
+        built = self._stepper.state_dict()["optimizer"]["param_groups"]
         try:
             self._stepper.load_state_dict(saved)
             self._schedule.load_state_dict(saved["schedule"])
@@ -151,6 +148,8 @@ class RankCheckpoint:
                 f"rank {self._rank}: the checkpoint does not fit this optimizer, scheduler or "
                 f"module ({type(error).__name__}: {error}); build them as in the run that wrote it"
             ) from error
+        if self._rank == 0:
+            self._tell_of_settings(built, saved)
         before = float(saved["lr_scale"])
         if before != self._lr_scale:
             self._schedule.rescale(self._lr_scale / before)
@@ -161,6 +160,26 @@ class RankCheckpoint:
         self._log.start_at(int(saved["local_step"]))
         self._generators = saved["generators"]
         self._begun_epoch = int(saved["begun_epoch"])
+
+    def _tell_of_settings(self, built: Sequence[State], saved: Mapping[str, Any]) -> None:
+        """Warn of numbers of the optimizer that were built in vain."""
+        theirs = saved["optimizer"]["param_groups"]
+        scales = {"lr": self._lr_scale / float(saved["lr_scale"])}
+        for number, (group, held) in enumerate(zip(built, theirs, strict=True)):
+            # A scheduler keeps the rate that it began with, and moves the other one.
+            rate = "initial_lr" if {"initial_lr"} <= {*group} & {*held} else "lr"
+            for name in (rate, *(n for n in group if n not in ("lr", "initial_lr", "params"))):
+                new, old = _numbers(group[name]), _numbers(held.get(name))
+                wanted = [scales.get(name, 1.0) * value for value in old]
+                if len(new) == len(wanted) and not np.allclose(new, wanted, rtol=1e-6, atol=0.0):
+                    logger.warning(
+                        "the checkpoint's %s=%s holds in group %d of the optimizer, not %s as "
+                        "optim_factory gave it: change it from epoch_fn, or start from the weights",
+                        name,
+                        held[name],
+                        number,
+                        group[name],
+                    )
 
     def _restore_buffers(self, saved: Mapping[str, Tensor]) -> None:
         tensors = self._state.buffers.tensors()
@@ -184,6 +203,14 @@ class RankCheckpoint:
             self._generator.set_state(saved["worker"])
         if self._rank == 0:
             _restore_process(saved, self._context)
+
+
+def _numbers(value: Any) -> list[float]:
+    """A number, or those of a tuple; nothing of anything else."""
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    if any(isinstance(part, bool) or not isinstance(part, (int, float, Tensor)) for part in parts):
+        return []
+    return [float(part) for part in parts]
 
 
 def _plain(state: State, where: str) -> State:

@@ -146,8 +146,6 @@ class WorkerSteps:
         self._graphs = None
         self._await_batch = None
 
-    # -- a batch by hand ---------------------------------------------------------------
-
     def train_step(self, batch: Any, train_fn: TrainFn) -> StepResult:
         """One optimizer step on one batch, eagerly.
 
@@ -168,8 +166,6 @@ class WorkerSteps:
         self._count(1, samples, dropped=end.dropped)
         weight = self._stepper.weight
         return StepResult(loss, time, samples if weight is None else weight)
-
-    # -- a step of a plan --------------------------------------------------------------
 
     def run(self, sizes: Sequence[int], position: int | None, train_fn: TrainFn) -> bool:
         """One optimizer step.
@@ -288,8 +284,6 @@ class WorkerSteps:
             log.weigh_scalars(num_scalars, weight)
             log.push_loss(loss, weight)
         return loss
-
-    # -- what was trained --------------------------------------------------------------
 
     def _count(self, batches: int, samples: int, *, dropped: bool) -> None:
         self._progress.local_step += batches

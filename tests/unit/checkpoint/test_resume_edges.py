@@ -52,6 +52,42 @@ def test_an_epoch_that_was_only_opened_ahead_is_not_trained_where_num_epochs_is_
     assert not rest.trained
 
 
+def lrs(optimizer):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize("scheduler", [None, lrs])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, None),
+        ({"lr": 0.5}, "lr=0.25 holds in group 0 of the optimizer, not 0.5"),
+        ({"momentum": 0.9}, "momentum=0.5 holds in group 0 of the optimizer, not 0.9"),
+        ({"nesterov": True}, None),  # how it computes stays as built
+    ],
+)
+def test_numbers_of_an_optimizer_that_were_changed_in_vain_are_told(
+    tmp_path, settings, told, scheduler, caplog
+):
+    def made(**more):
+        b = builder(optim=lambda p: torch.optim.SGD(p, **{"lr": 0.25, "momentum": 0.5, **more}))
+        return b if scheduler is None else b.scheduler(scheduler)
+
+    made().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    caplog.clear()
+    made(**settings).num_epochs(2).resume(tmp_path).run().join(WAIT_S)
+    found = [r.getMessage() for r in caplog.records if "holds in group" in r.getMessage()]
+    assert len(found) == (told is not None)
+    assert all(told in message for message in found)
+
+
+def test_a_learning_rate_that_follows_the_number_of_workers_was_not_changed(tmp_path, caplog):
+    for ranks in (1, 3):
+        b = builder(ranks=ranks, epochs=ranks).lr_scale_ratio(1.0)
+        b.resume(tmp_path, True).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert not [r for r in caplog.records if "holds in group" in r.getMessage()]
+
+
 def test_an_optimizer_of_another_class_is_refused_by_its_name(tmp_path):
     builder(optim=lambda p: torch.optim.SGD(p, 1.0)).checkpoint_dir(tmp_path).run().join(WAIT_S)
     b = builder(optim=lambda p: torch.optim.AdamW(p), epochs=2)

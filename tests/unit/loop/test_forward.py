@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from runtime import DdpConfig, Trainer
+from runtime import DdpConfig, ReplicaFailed, Trainer
+from runtime.core.nested import _tell_of_loss
 from runtime.loop.balance import share_out, shares_of
 from runtime.loop.scatter import Scatter
 from tests.support.own_loop import (
@@ -367,3 +368,75 @@ def test_packed_sequences_are_refused():
 )
 def test_outputs_that_cannot_be_put_together_are_refused(make, error, match):
     refused(make, numbers(3), error=error, match=match)
+
+
+# What cannot be put together from pieces.
+
+
+class Cache:
+    """Hides tensors, as the caches of generative models do."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_an_object_in_the_output_is_none_and_told_of_once(num_devices, caplog):
+    _tell_of_loss.cache_clear()
+    net = Echo(lambda model, x: Output(x * model.w, extra=Cache(x)))
+    with on_cpus(net, num_devices) as model:
+        for _ in range(2):
+            output = model(numbers(6))
+            assert output.extra is None
+            output.logits.sum().backward()
+            model.step()
+    told = [r.getMessage() for r in caplog.records if "it is None there" in r.getMessage()]
+    assert len(told) == 1
+    assert "a Cache in 'extra' of a Output" in told[0]
+
+
+def test_an_object_that_is_the_whole_output_is_refused():
+    with (
+        on_cpus(Echo(lambda model, x: Cache(x * model.w))) as model,
+        pytest.raises(ReplicaFailed) as caught,
+    ):
+        model(numbers(6))
+    assert "forward returned a Cache" in str(caught.value.__cause__)
+
+
+def similar(model, x):
+    """Each sample's likeness to each other one of its piece."""
+    z = x * model.w
+    return z @ z.T
+
+
+@pytest.mark.parametrize("hint", [None, (0, 2.0)])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint):
+    with on_cpus(Echo(similar), num_devices, config=DdpConfig(speed_hint=hint)) as model:
+        if hint is None:
+            model(numbers(6))  # of equal pieces it might be chance
+        with pytest.raises(ValueError, match=r"compute what relates them .* in the loop"):
+            model(numbers(6))
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_what_relates_samples_is_computed_in_the_loop_with_gradients(num_devices):
+    def trained(num_devices):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3, dtype=torch.float64)
+        with on_cpus(net, num_devices) as model:
+            for _ in range(3):
+                z = model(torch.randn(6, 4, dtype=torch.float64))
+                (z @ z.T).square().mean().backward()
+                model.step()
+        return net.weight.detach().clone()
+
+    assert torch.allclose(trained(num_devices), trained(1), rtol=0, atol=1e-12)
+
+
+def test_a_width_that_is_that_of_the_pieces_by_chance_is_none_of_that():
+    with on_cpus(Echo(lambda model, x: x * model.w)) as model:
+        for n in (6, 6, 4, 6):
+            x = numbers(n, 3)
+            assert torch.equal(model(x), x)

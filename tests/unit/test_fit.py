@@ -1,0 +1,116 @@
+"""The short form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import runtime
+from runtime import EarlyStopping, Trainer, WorkerFailed
+from tests.support.running import WAIT_S
+
+CPUS = ["cpu", "cpu"]
+
+
+def data():
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 4, generator=draw, dtype=torch.float64)
+    return x, x[:, :1] * 2
+
+
+def net():
+    torch.manual_seed(2)
+    return nn.Linear(4, 1, dtype=torch.float64)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.05)
+
+
+def loss_of(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def test_it_trains_the_module_as_the_builder_does():
+    model, settings = net(), {"batch_size": 5, "devices": CPUS, "policy": "sync", "seed": 3}
+    state = runtime.fit(
+        model, data(), optimizer=sgd, loss=nn.functional.mse_loss, epochs=2, **settings
+    )
+    b = Trainer.builder(net(), sgd, loss_of).dataset(data()).num_epochs(2)
+    for name, value in settings.items():
+        getattr(b, name)(value)
+    wanted = b.run().join(WAIT_S)
+    assert torch.equal(model.weight, wanted.params["weight"])
+    assert torch.equal(state.params["weight"], wanted.params["weight"])
+    assert [m.avg_loss for m in state.metrics] == [m.avg_loss for m in wanted.metrics]
+
+
+class Judging(nn.Module):
+    """Computes its loss itself."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.inner, self.wrap = net(), wrap
+
+    def forward(self, x, y):
+        return self.wrap(nn.functional.mse_loss(self.inner(x), y))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_model_that_computes_its_loss_needs_none(wrap, named):
+    dataset = dict(zip("xy", data(), strict=True)) if named else data()
+    model = Judging(wrap)
+    state = runtime.fit(
+        model, dataset, optimizer=sgd, epochs=3, batch_size=5, devices=CPUS, policy="sync"
+    )
+    assert state.metrics[-1].avg_loss < 0.5 * state.metrics[0].avg_loss
+    assert torch.equal(model.inner.weight, state.params["inner.weight"])
+
+
+def test_settings_that_take_an_object_are_given_it():
+    stop = EarlyStopping(target=1e9)
+    state = runtime.fit(
+        net(),
+        data(),
+        optimizer=sgd,
+        loss=nn.functional.mse_loss,
+        epochs=500,
+        batch_size=5,
+        devices=["cpu"],
+        callbacks=stop,
+    )
+    assert state.stopped
+    assert stop.stopped_epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"batchsize": 3}, TypeError, "no setting 'batchsize'"),
+        ({"_set": 3}, TypeError, "no setting '_set'"),
+        ({"run": 3}, TypeError, "no setting 'run'"),
+        ({"loss": 3}, TypeError, "loss"),
+        ({}, ValueError, "batch_size is not set"),
+    ],
+)
+def test_what_is_no_setting_is_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        runtime.fit(net(), data(), optimizer=sgd, **settings)
+
+
+def test_batches_that_are_no_pairs_are_refused_and_the_module_is_as_it_was():
+    model = net()
+    with pytest.raises(WorkerFailed) as caught:
+        runtime.fit(
+            model,
+            (*data(), torch.ones(60)),
+            optimizer=sgd,
+            loss=nn.functional.mse_loss,
+            batch_size=5,
+            devices=["cpu"],
+        )
+    assert "needs (input, target)" in str(caught.value.__cause__)
+    assert torch.equal(model.weight, net().weight)
