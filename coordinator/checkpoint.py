@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator import messages as m
+from coordinator.config import AverageBackend
 from coordinator.dispatch import BatchSet, compress, count_batches
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
@@ -103,6 +104,7 @@ def capture_run(
         "elapsed_s": elapsed_s,
         "elche": core.elche.state_dict(),
         "guard": core.guard.state_dict(),
+        "transport": core.choice.state_dict(),
         "ranks": totals,
         "epochs": epochs,
         "metrics": [metrics_state(metrics) for metrics in core.outcome.metrics],
@@ -228,6 +230,16 @@ def of_type(kind: type) -> Check:
     return check
 
 
+def one_of(*allowed: str) -> Check:
+    """One of these texts."""
+
+    def check(value: Any, where: str) -> None:
+        if value not in allowed:
+            refuse(where, value, f"one of {', '.join(allowed)}")
+
+    return check
+
+
 def either(check: Check) -> Check:
     """``None``, or what another check allows."""
     return lambda value, where: None if value is None else check(value, where)
@@ -282,6 +294,17 @@ def record(fields: Mapping[str, Check], *, may: Mapping[str, Check] | None = Non
     return check_all
 
 
+_BACKEND = one_of(*(backend.value for backend in AverageBackend))
+_TRANSPORT = record(
+    {
+        "candidates": items(_BACKEND),
+        "chosen": _BACKEND,
+        "decided": of_type(bool),
+        "costs": mapping(_BACKEND, items(real(0.0), 3)),
+        "anchor": whole(),
+        "look_after": whole(1),
+    }
+)
 _COUNTS = {"num_batches": whole(), "num_samples": whole(), "compute_s": real(0.0)}
 _SUMS = record(
     {
@@ -347,7 +370,10 @@ def check_run(
             "metrics": items(_metrics_check(num_samples)),
             "epochs": items(_epoch_check(world, num_samples, num_batches)),
         },
-        may={"saved_ranks": items(whole(0, world - 1), num_rank_states)},
+        may={
+            "saved_ranks": items(whole(0, world - 1), num_rank_states),
+            "transport": _TRANSPORT,
+        },
     )(state, "run")
     if not 1 <= num_rank_states <= world:
         raise ValueError(f"it holds the states of {num_rank_states} ranks of {world}")
@@ -450,6 +476,8 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     core.num_failed_rounds = int(state["num_failed_rounds"])
     core.elche.load_state_dict(state["elche"])
     core.guard.load_state_dict(state["guard"])
+    if "transport" in state and state["world_size"] == len(core.ranks):
+        core.choice.load_state_dict(state["transport"])
     for rank, totals in enumerate(state["ranks"]):
         info = core.ranks[rank % len(core.ranks)]
         for name in _TOTALS:

@@ -26,8 +26,9 @@ class AverageBackend(Enum):
     """The transport of an averaging."""
 
     AUTO = "auto"
-    """A rule chooses before the run starts, by the devices and the policy; see
-    ``coordinator.choose_backend``, which also gives the reason."""
+    """A rule chooses what a run begins with, by the devices and the policy (see
+    ``coordinator.choose_backend``); under ``CADENCE`` and ``ASYNC`` the run then measures what
+    can serve it, and keeps the cheaper. One that fails is left."""
     CPU = "cpu"
     """Snapshots are averaged by the coordinator; no rank waits for another."""
     THREAD = "thread"
@@ -103,6 +104,26 @@ def _choose_auto(
     return AverageBackend.NCCL, f"{len(devices)} distinct CUDA devices and NCCL is available"
 
 
+def candidate_backends(
+    requested: AverageBackend, policy: ApplyPolicy, chosen: AverageBackend, world_size: int
+) -> tuple[AverageBackend, ...]:
+    """What ``AUTO`` may use in a run; what the user named is the only one.
+
+    Args:
+        requested: What the user asked for.
+        policy: When replicas average.
+        chosen: What :func:`choose_backend` gave, which comes first.
+        world_size: Number of ranks.
+    """
+    if requested is not AverageBackend.AUTO or world_size == 1:
+        return (chosen,)
+    if policy is ApplyPolicy.SYNC or chosen is AverageBackend.CPU:
+        others = (AverageBackend.THREAD,)
+    else:
+        others = (AverageBackend.CPU,)
+    return (chosen, *(b for b in others if b is not chosen))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
     """Settings of the machine; validated by the builder that fills them.
@@ -113,7 +134,9 @@ class CoordinatorConfig:
         batch_size: Samples in a batch of one rank.
         num_epochs: Epochs in the run.
         policy: When replicas average.
-        backend: The resolved transport, never ``AUTO``.
+        backend: The resolved transport, never ``AUTO``; the first one where there are others.
+        alternatives: Others that the run may choose, or fall back to.
+        backend_reason: Why it is the first one.
         drop_last: Leave an epoch's short batch out.
         accumulate: Micro-batches in an optimizer step.
         anchor: Batches of the slowest rank between two averagings, at first.
@@ -149,6 +172,8 @@ class CoordinatorConfig:
     num_epochs: int
     policy: ApplyPolicy = ApplyPolicy.CADENCE
     backend: AverageBackend = AverageBackend.CPU
+    alternatives: tuple[AverageBackend, ...] = ()
+    backend_reason: str = ""
     drop_last: bool = False
     accumulate: int = 1
     anchor: int = 10
@@ -178,7 +203,14 @@ class CoordinatorConfig:
         """Whether ranks meet in a collective, in their steps or in rounds."""
         if self.world_size == 1:
             return False
-        return self.policy is ApplyPolicy.SYNC or self.backend is not AverageBackend.CPU
+        return self.policy is ApplyPolicy.SYNC or any(
+            backend is not AverageBackend.CPU for backend in self.backends
+        )
+
+    @property
+    def backends(self) -> tuple[AverageBackend, ...]:
+        """All transports that the run may use, the first to begin with."""
+        return (self.backend, *self.alternatives)
 
     @property
     def world_size(self) -> int:

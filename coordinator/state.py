@@ -7,11 +7,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.cadence import ConvergenceGuard, ElChe
-from coordinator.config import ApplyPolicy, CoordinatorConfig
-from coordinator.messages import Allowance, Command, FinalSnapshot, Payload, Send, ToWorker
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.messages import (
+    Allowance,
+    Command,
+    FinalSnapshot,
+    Payload,
+    Send,
+    ToWorker,
+    TransportChosen,
+)
 from coordinator.metrics import EpochMetrics, Tally
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.shares import Shares
+from coordinator.transport import TransportChoice
 
 # -- What the coordinator knows about each rank, and what it tells others about it --
 
@@ -142,6 +151,8 @@ class Statistics:
         num_failed_rounds: Rounds given up, in all.
         anchor: Batches of the slowest rank between two rounds.
         batch_counts: The same for each rank.
+        backend: The transport in use.
+        backend_reason: Why, in a sentence.
         ranks: One record for each rank.
     """
 
@@ -151,6 +162,8 @@ class Statistics:
     num_failed_rounds: int
     anchor: int
     batch_counts: tuple[int, ...]
+    backend: AverageBackend
+    backend_reason: str
     ranks: tuple[RankStatistics, ...]
 
 
@@ -337,6 +350,7 @@ class Core:
         elche: How many batches each rank runs between two rounds.
         guard: What divergence says about the cadence.
         gate: When a round is due, and how far each rank may run.
+        choice: Which transport carries the averagings.
         ranks: One record for each rank.
         out: Commands of the event being handled, in order.
         outcome: The end of the run, as far as it is known.
@@ -383,6 +397,9 @@ class Core:
             config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
         )
         self.gate = Gate(config, self.elche, self.pool)
+        self.choice = TransportChoice(
+            config.backends, measures=not self.lockstep, reason=config.backend_reason
+        )
         self.ranks = [Rank(rank=r) for r in range(world)]
         self.out: list[Command] = []
         self.outcome = Outcome()
@@ -410,6 +427,27 @@ class Core:
         """Put a message to a worker among the commands."""
         self.out.append(Send(rank=rank, message=message))
 
+    @property
+    def collective(self) -> AverageBackend | None:
+        """Over what ranks meet, in their steps or in rounds; ``None``: nowhere."""
+        return self.choice.chosen if self.lockstep else self.choice.collective
+
+    def leave_transport(self, backend: AverageBackend, why: str) -> bool:
+        """A transport has failed; returns whether the run goes on over another."""
+        goes_on = self.choice.leave(backend, why)
+        if goes_on:
+            self.tell_choice(failed=True)
+        return goes_on
+
+    def tell_choice(self, *, failed: bool = False) -> None:
+        """Tell what carries the averagings from the next round on."""
+        choice = self.choice
+        self.out.append(
+            TransportChosen(
+                backend=choice.chosen, before=choice.before, reason=choice.reason, failed=failed
+            )
+        )
+
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
         total = sum(r.num_samples for r in self.ranks)
@@ -421,6 +459,8 @@ class Core:
             num_failed_rounds=self.num_failed_rounds,
             anchor=self.elche.anchor,
             batch_counts=self.elche.batch_counts,
+            backend=self.choice.chosen,
+            backend_reason=self.choice.reason,
             ranks=tuple(
                 RankStatistics(
                     rank=r.rank,

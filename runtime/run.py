@@ -29,6 +29,7 @@ from runtime.config import TrainConfig
 from runtime.core.errors import (
     CheckpointError,
     CollectiveAborted,
+    CollectiveTimeout,
     NonFiniteError,
     ReplicaMismatch,
     error_of,
@@ -102,14 +103,14 @@ class Run:
         config.check(adapter.num_samples, self.devices)
         self._recording = Recording(config.timeline)
         names = tuple(str(d) for d in self.devices)
-        self.backend, self.backend_reason = choose_backend(
+        backend, reason = choose_backend(
             config.requested_backend,
             config.coordinator.policy,
             names,
             nccl_available=torch.distributed.is_available()
             and torch.distributed.is_nccl_available(),
         )
-        config = config.for_run(self.devices, adapter.num_samples, self.backend, WORKER_GRACE_S)
+        config = config.for_run(self.devices, adapter.num_samples, backend, WORKER_GRACE_S, reason)
         self.config = config
         self._cpu_workers = config.worker.num_cpu_workers
         # Fails here, before any thread, for a device that cannot be trained on.
@@ -202,10 +203,7 @@ class Run:
             for context in self._contexts:
                 context.follow_caller()
             self._data_path.start(lambda rank: partial(self._outboxes[rank].put, WAKE))
-            if self._needs_collectives():
-                ranks = range(len(self.devices))
-                for rank in ranks:
-                    self._collectives[rank] = self._peers.groups.end(0, ranks, rank)
+            self._connect()
             IntraOpThreads.acquire()
             self._holds_threads = True
             self._metrics.start()
@@ -225,9 +223,29 @@ class Run:
     def _needs_collectives(self) -> bool:
         return self.config.coordinator.uses_collectives
 
-    def _make_group(self, ranks: Sequence[int]) -> Sequence[Collective]:
+    def _connect(self) -> None:
+        """Connect the ranks; where another transport may serve, one that fails is left.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: The ranks cannot meet, and have to.
+        """
+        core = self._machine.core
+        while self._needs_collectives() and (backend := core.collective) is not None:
+            ranks = range(len(self.devices))
+            try:
+                for rank in ranks:
+                    self._collectives[rank] = self._peers.groups.end(0, ranks, rank, backend)
+                return
+            except (CollectiveAborted, CollectiveTimeout) as error:
+                if len(core.choice.usable) == 1:
+                    raise
+                self._service.take_first(
+                    m.Unconnected(rank=0, generation=0, backend=backend, error=str(error))
+                )
+
+    def _make_group(self, ranks: Sequence[int], backend: AverageBackend) -> Sequence[Collective]:
         # The last rank that is left under lockstep meets itself.
-        kind = _KINDS[self.backend] if len(ranks) > 1 else "thread"
+        kind = _KINDS[backend] if len(ranks) > 1 else "thread"
         devices = [self.devices[rank] for rank in ranks]
         timeout_s = self.config.coordinator.collective_timeout_s
         return create_collectives(len(ranks), kind, devices, timeout_s)
@@ -296,7 +314,7 @@ class Run:
             collective=self._collectives.get(rank),
             build_order=self._order,
             agreement=self._agreement,
-            peers=self._peers if self._collectives else None,
+            peers=self._peers if self._needs_collectives() else None,
             device=self._contexts[rank],
             fallbacks=self._fallbacks,
             resume=self._resume,
@@ -310,6 +328,16 @@ class Run:
         return worker
 
     # -- while it runs -----------------------------------------------------------
+
+    @property
+    def backend(self) -> AverageBackend:
+        """The transport in use."""
+        return self._machine.core.choice.chosen
+
+    @property
+    def backend_reason(self) -> str:
+        """Why, in a sentence."""
+        return self._machine.core.choice.reason
 
     def stop(self) -> None:
         """Ask the coordinator to end the run at a step boundary."""

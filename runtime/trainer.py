@@ -157,8 +157,17 @@ class TrainerBuilder:
         return self._set(policy=check_choice("policy", p, ApplyPolicy))
 
     def backend(self, b: AverageBackend | str) -> TrainerBuilder:
-        """Over what they average (default ``AUTO``: by devices and policy, before the run);
-        ``"thread"`` is ``AverageBackend.THREAD``."""
+        """Over what they average; ``"thread"`` is ``AverageBackend.THREAD``.
+
+        The default, ``AUTO``, begins by devices and policy. Under ``CADENCE`` and ``ASYNC`` the
+        coordinator then tries what can serve these devices, a collective and averaging on the
+        CPU, and keeps the one that costs less: time that ranks lose in a round, the
+        coordinator's own, and staleness. It looks again when ranks have died, when the anchor
+        has changed by a factor of two, and now and then. A transport that cannot connect, or
+        fails :meth:`max_failed_rounds` times in a row, is left for the other with a warning;
+        under ``SYNC``, where nothing is tried, NCCL for the reduction in memory. One that was
+        named is kept, and its failure ends the run. ``handle.backend`` is the one in use,
+        ``handle.backend_reason`` says why."""
         return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
     def anchor(self, n: int) -> TrainerBuilder:
@@ -372,7 +381,8 @@ class TrainerBuilder:
         return self._set(stall_timeout_s=check_float("stall_timeout", s, 0.0, above=True))
 
     def max_failed_rounds(self, n: int) -> TrainerBuilder:
-        """Averaging rounds that may fail in a row before the run ends (default 5)."""
+        """Averaging rounds that may fail in a row before the run ends, or, with ``AUTO``, goes
+        on over another transport if this one has failed (default 5)."""
         return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
 
     def on_worker_failure(self, mode: str) -> TrainerBuilder:

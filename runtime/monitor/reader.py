@@ -230,6 +230,8 @@ class Reader:
             "anchor": statistics.anchor,
             "num_averagings": statistics.num_averagings,
             "num_failed_rounds": statistics.num_failed_rounds,
+            "backend": statistics.backend.name,
+            "backend_reason": statistics.backend_reason,
             "ranks": [_rank(rank, summary) for rank in statistics.ranks],
         }
 

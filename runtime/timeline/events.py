@@ -87,6 +87,7 @@ class Kind(Enum):
     THROTTLE = "throttle"
     RESUME = "resume"
     ANCHOR = "anchor"
+    TRANSPORT = "transport"
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     EPOCH_FN = "epoch_fn"
@@ -103,6 +104,7 @@ ARGS: Mapping[Kind, tuple[str, ...]] = {
     Kind.THROTTLE: ("rank", "limit"),
     Kind.RESUME: ("rank",),
     Kind.ANCHOR: ("anchor", "before"),
+    Kind.TRANSPORT: ("backend", "before", "reason"),
     Kind.CHECKPOINT: ("version", "part"),
     Kind.EVALUATION: ("epoch",),
     Kind.EPOCH_FN: ("epoch",),

@@ -18,6 +18,7 @@ from coordinator.messages import (
     SaveCheckpoint,
     SaveFailed,
     Send,
+    TransportChosen,
 )
 from coordinator.metrics import EpochMetrics
 from coordinator.rounds import Round, RoundState
@@ -121,6 +122,8 @@ class CoordinatorLane:
         num_batches: Batches that each rank has reported.
         num_samples: Samples in them.
         anchor_curve: ``(time, anchor)`` at each change.
+        transport: What the averagings have come to go over, and why; ``None``: what they began
+            with.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class CoordinatorLane:
         self.num_events = 0
         self.num_averagings = 0
         self.num_failed_rounds = 0
+        self.transport: tuple[str, str] | None = None
         self.anchor = 0 if machine is None else machine.core.elche.anchor
         self.anchor_curve = Curve()
         self.anchor_curve.add(start, float(self.anchor))
@@ -217,6 +221,16 @@ class CoordinatorLane:
         match command:
             case PublishEpoch(metrics=metrics):
                 self._close_epoch(metrics, now)
+            case TransportChosen():
+                self.transport = (command.backend.name, one_line(command.reason))
+                self._note(
+                    Kind.TRANSPORT,
+                    now,
+                    now,
+                    command.backend.name,
+                    command.before.name,
+                    self.transport[1],
+                )
             case ReportStall():
                 self._note(Kind.STOP, now, now, "stalled")
             case SaveCheckpoint():
