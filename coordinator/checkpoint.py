@@ -583,7 +583,10 @@ class _Cut:
     id: int
     ranks: tuple[int, ...]
     scheduled: bool
+    within: bool
     num_periods: int
+    began_at: float
+    began_step: int
     tickets: tuple[int, ...]
     notes: dict[int, Note] = field(default_factory=dict)
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -620,6 +623,8 @@ class Saving:
         self._cut: _Cut | None = None
         self._num_cuts = 0
         self._periods_saved = self._periods
+        self._saved_at: float | None = None
+        self._saved_step = 0
 
     # -- when ----------------------------------------------------------------------
 
@@ -629,9 +634,27 @@ class Saving:
         return 0 if every is None else len(self._core.outcome.metrics) // every
 
     @property
+    def _due_within(self) -> bool:
+        """Whether the time or the batches between two saves within an epoch are over."""
+        c, core = self._core.config, self._core
+        oldest = core.pool.oldest
+        if self._saved_at is None or oldest is None or core.pool.fully_trained(oldest):
+            return False  # the end of an epoch is near
+        if c.save_every_s is not None and core.now - self._saved_at >= c.save_every_s:
+            return True
+        every = c.save_every_steps
+        return every is not None and core.num_trained - self._saved_step >= every
+
+    @property
     def due(self) -> bool:
         """Whether a cut is to be made at the next opportunity."""
-        return self._cut is None and (self._periods > self._periods_saved or bool(self._tickets))
+        return self._cut is None and (
+            self._periods > self._periods_saved or bool(self._tickets) or self._due_within
+        )
+
+    def begin(self, now: float) -> None:
+        """Training begins: the time and the batches until the next save count from here."""
+        self._saved_at, self._saved_step = now, self._core.num_trained
 
     @property
     def asking(self) -> bool:
@@ -657,11 +680,15 @@ class Saving:
 
     def _begin(self, ranks: Sequence[int]) -> _Cut:
         self._num_cuts += 1
+        closes = self._periods > self._periods_saved
         self._cut = _Cut(
             id=self._num_cuts,
             ranks=tuple(ranks),
-            scheduled=self._periods > self._periods_saved,
+            scheduled=closes or self._due_within,
+            within=not closes,
             num_periods=self._periods,
+            began_at=self._core.now,
+            began_step=self._core.num_trained,
             tickets=tuple(self._tickets),
         )
         return self._cut
@@ -804,6 +831,7 @@ class Saving:
         assert cut.run is not None
         self._tickets = [t for t in self._tickets if t not in cut.tickets]
         self._periods_saved = cut.num_periods
+        self._saved_at, self._saved_step = cut.began_at, cut.began_step
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
             self._core.out.append(SaveFailed(error=error, tickets=cut.tickets))
@@ -817,6 +845,7 @@ class Saving:
                 global_step=cut.global_step,
                 scheduled=cut.scheduled,
                 tickets=cut.tickets,
+                within=cut.within and not final,
                 final=final,
             )
         )

@@ -158,6 +158,8 @@ class CoordinatorConfig:
         checkpoint_every: Epochs between two calls of the checkpoint function.
         save_every: Epochs between two saves of the whole state, which is also saved at the
             end; ``None``: only when asked.
+        save_every_s: Seconds between two saves within an epoch; ``None``: none by time.
+        save_every_steps: Batches over all ranks between two; ``None``: none by count.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
         collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
@@ -191,6 +193,8 @@ class CoordinatorConfig:
     evaluate: bool = False
     checkpoint_every: int | None = None
     save_every: int | None = None
+    save_every_s: float | None = None
+    save_every_steps: int | None = None
     snapshot_timeout_s: float = 5.0
     collective_timeout_s: float = 60.0
     max_failed_rounds: int = 5

@@ -177,6 +177,7 @@ class Coordinator:
         if not any(r.state is RankState.BUILDING for r in self._core.ranks):
             self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
+            self._saving.begin(now)
             for r in self._core.live if self._core.global_step else ():
                 self._core.send(r.rank, m.SetGlobalStep(step=self._core.global_step))
             self._limits.begin()

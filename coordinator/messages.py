@@ -411,6 +411,7 @@ class SaveCheckpoint:
         epoch: Closed epochs.
         global_step: Batches trained by all ranks together.
         scheduled: Whether it was due; if not, it was made for the tickets alone.
+        within: Whether it was made in the middle of an epoch.
         tickets: The calls of ``save()`` that it answers.
         final: Whether the run ends with it.
     """
@@ -422,6 +423,7 @@ class SaveCheckpoint:
     global_step: int
     scheduled: bool
     tickets: tuple[int, ...] = ()
+    within: bool = False
     final: bool = False
 
 

@@ -415,6 +415,11 @@ class Core:
         self.spent_s = 0.0
 
     @property
+    def num_trained(self) -> int:
+        """Batches trained so far, those that no round has taken and repeats included."""
+        return sum(rank.num_batches for rank in self.ranks)
+
+    @property
     def live(self) -> list[Rank]:
         """Ranks that take part."""
         return [r for r in self.ranks if r.state is RankState.LIVE]

@@ -180,6 +180,7 @@ class Saves:
             compatible=self._compatible,
             epoch=command.epoch,
             global_step=command.global_step,
+            within=command.within,
         )
         if command.scheduled and self._writer is not None:
             self._writer.submit(data)

@@ -328,16 +328,29 @@ class TrainerBuilder:
         return self._set(checkpoint_fn=f)
 
     def checkpoint_dir(
-        self, path: str | os.PathLike[str], every: int = 1, keep: int = 3
+        self,
+        path: str | os.PathLike[str],
+        every: int = 1,
+        keep: int = 3,
+        *,
+        every_s: float | None = None,
+        every_steps: int | None = None,
     ) -> TrainerBuilder:
         """Write the whole state of the run into this directory every ``every`` epochs, when
         it is stopped and at its end; the last ``keep`` stay. The directory is made if needed.
 
+        ``every_s`` seconds and ``every_steps`` batches over all ranks, whichever come first
+        since the last checkpoint, write in the middle of an epoch, too: after an averaging,
+        which is brought forward for it, or between two steps under ``SYNC``. That batches are
+        enough is noticed as ranks report them, half a second late at the most. Of these the
+        last ``keep`` stay as well, counted apart. :meth:`resume` takes the newest of both.
+
         Training waits while the state is copied in memory, and no longer: a thread writes
         the files, and a checkpoint that a newer one overtakes is left out. What cannot be
         written is logged and counted, and training goes on. Each checkpoint is a directory
-        ``step-<batches>-<serial>`` with the weights in ``weights.safetensors``, which a bare
-        module loads; it is complete or not there, whatever happens at whatever moment.
+        ``step-<batches>-epoch-<closed epochs>-<serial>``, with ``within`` for ``epoch`` in the
+        middle of one, and has the weights in ``weights.safetensors``, which a bare module
+        loads; it is complete or not there, whatever happens at whatever moment.
 
         Also kept: frozen parameters that ``train_fn`` has changed, and modules' extra state
         (``get_extra_state``). Give each run a directory of its own: what is older than the
@@ -346,6 +359,12 @@ class TrainerBuilder:
             checkpoint_dir=check_path("checkpoint_dir", path),
             save_every=check_int("checkpoint_dir: every", every, 1),
             checkpoint_dir_keep=check_int("checkpoint_dir: keep", keep, 1),
+            save_every_s=None
+            if every_s is None
+            else check_float("checkpoint_dir: every_s", every_s, 0.0, above=True),
+            save_every_steps=None
+            if every_steps is None
+            else check_int("checkpoint_dir: every_steps", every_steps, 1),
         )
 
     def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> TrainerBuilder:

@@ -37,6 +37,7 @@ class CheckpointData:
         compatible: What must agree for the run to be continued, likewise.
         epoch: Closed epochs, for names and logs.
         global_step: Batches trained by all ranks together.
+        within: Whether it was made in the middle of an epoch.
     """
 
     weights: dict[str, Tensor]
@@ -45,6 +46,7 @@ class CheckpointData:
     compatible: dict[str, Any]
     epoch: int
     global_step: int
+    within: bool = False
 
 
 def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> Any:
