@@ -164,6 +164,8 @@ def _epoch_state(
         "num_samples": epoch.num_samples,
         "num_retrained": epoch.num_retrained - _lost_since(core, epoch, notes, sums),
         "num_averagings": epoch.num_averagings,
+        "divergence": epoch.divergence,
+        "norm": epoch.norm,
         "tally": {"ranks": sums},
         "quotas": quotas,
         "parts": None,
@@ -407,9 +409,10 @@ def _metrics_check(num_samples: int) -> Check:
         "per_rank_batch_share": items(real(0.0)),
         "devices": items(of_type(str)),
     }
+    may = {"divergence": real(), "param_norm": real()}
 
     def check(value: Any, where: str) -> None:
-        record(fields)(value, where)
+        record(fields, may=may)(value, where)
         _only_fields(EpochMetrics, value, where)
         for i, rank in enumerate(value["per_rank"]):
             _only_fields(RankMetrics, rank, f"{where}['per_rank'][{i}]")
@@ -438,7 +441,7 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
     }
 
     def check(value: Any, where: str) -> None:
-        record(fields)(value, where)
+        record(fields, may={"divergence": either(real()), "norm": either(real())})(value, where)
         end = 0
         for i, (start, stop) in enumerate(value["consumed"]):
             if not end <= start < stop:
@@ -514,6 +517,8 @@ def _epoch_of(core: Core, saved: Mapping[str, Any], now: float) -> Epoch:
         num_samples=int(saved["num_samples"]),
         num_retrained=int(saved["num_retrained"]),
         num_averagings=int(saved["num_averagings"]),
+        divergence=saved.get("divergence"),
+        norm=saved.get("norm"),
     )
     if same and saved["parts"] is not None:
         epoch.parts = {

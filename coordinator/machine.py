@@ -108,6 +108,7 @@ class Coordinator:
             case m.EpochReport():
                 self._on_report(event)
                 self._core.ranks[event.rank].num_queued -= 1
+                self._core.note_norms({}, event.norm)
             case m.ParamSnapshot():
                 if event.report is not None:
                     self._on_report(event.report)

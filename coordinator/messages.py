@@ -483,11 +483,15 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """A plan is done (or was left at a stop); ``tally`` is what no report has told yet."""
+    """A plan is done (or was left at a stop); ``tally`` is what no report has told yet.
+
+    Where no round measures it, the lowest rank tells the norm of its parameters.
+    """
 
     rank: int
     epoch: int
     tally: Tally
+    norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -498,6 +502,7 @@ class SyncAck:
         rank: Who reports.
         round: Id of the round.
         divergence: ``||pre - post|| / ||post||`` over the parameters.
+        norm: ``||post||``, over a collective.
         sync_s: Time the round cost this rank, its wait for the others excluded.
         wait_s: That wait.
         ok: False where the collective was aborted or timed out; the live state is then
@@ -512,6 +517,7 @@ class SyncAck:
     rank: int
     round: int
     divergence: float | None = None
+    norm: float | None = None
     sync_s: float = 0.0
     wait_s: float = 0.0
     ok: bool = True
@@ -726,6 +732,7 @@ class Averaged:
         average: The result; ``None`` if the computation failed.
         num_samples: Sum of the weights.
         divergences: ``(rank, ||snapshot - average|| / ||average||)``.
+        norm: ``||average||`` over the parameters; ``None``: not measured.
         compute_s: Time the computation took.
         error: Why there is no result.
         kept: A copy of the result that nobody overwrites, if it was asked for.
@@ -735,6 +742,7 @@ class Averaged:
     average: Payload | None
     num_samples: float = 0
     divergences: tuple[tuple[int, float], ...] = ()
+    norm: float | None = None
     compute_s: float = 0.0
     error: BaseException | None = None
     kept: Payload | None = None

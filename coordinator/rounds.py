@@ -114,6 +114,7 @@ class Round:
     snapshots: dict[int, ParamSnapshot] = field(default_factory=dict)
     acks: dict[int, SyncAck] = field(default_factory=dict)
     divergences: dict[int, float] = field(default_factory=dict)
+    norm: float | None = None
     limits: dict[int, int | None] = field(default_factory=dict)
     average_s: float = 0.0
     num_samples: int = 0
@@ -167,6 +168,7 @@ class Round:
         self.snapshots = {}
         self.acks = {}
         self.divergences = {}
+        self.norm = None
         self.limits = {}
         self.average_s = 0.0
         self.num_samples = 0
@@ -305,6 +307,7 @@ class Transport(ABC):
         oldest = core.pool.oldest
         if oldest is not None:
             oldest.num_averagings += 1
+        core.note_norms(rnd.divergences, rnd.norm)
         if rnd.epoch is not None:
             rnd.epoch.worked = True
             rnd.epoch.lead = rnd.lead
@@ -390,6 +393,7 @@ class SnapshotTransport(Transport):
         rnd.stale_s = now - rnd.began_at
         rnd.deadline = now + self.patience_s
         rnd.divergences = dict(event.divergences)
+        rnd.norm = event.norm
         rnd.average_s = event.compute_s
         self._commit()
         if rnd.capture:
@@ -477,6 +481,10 @@ class CollectiveTransport(Transport):
         rnd = self._round
         if rnd.doomed or not all(ack.ok for ack in rnd.acks.values()):
             return Progress.FAILED
+        for rank, ack in rnd.acks.items():
+            rnd.norm = ack.norm if rnd.norm is None else rnd.norm
+            if ack.divergence is not None:
+                rnd.divergences[rank] = ack.divergence
         self._commit()
         if rnd.capture:
             self._saving.commit(None)
@@ -648,8 +656,6 @@ class RoundKeeper:
         rnd.num_failed = 0
         for rank, ack in rnd.acks.items():
             self._core.ranks[rank].sync_s += ack.sync_s
-            if ack.divergence is not None:
-                rnd.divergences[rank] = ack.divergence
         own_s = self.own_time.take()
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background computation takes its time from the ranks' cores.

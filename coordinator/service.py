@@ -402,6 +402,7 @@ class Service:
             average=result.average,
             num_samples=result.num_samples,
             divergences=tuple(zip(job.ranks, result.divergences, strict=True)),
+            norm=None if math.isnan(result.norm) else result.norm,
             compute_s=time.monotonic() - start,
             kept=_copy(result.average) if job.keep else None,
         )

@@ -232,6 +232,8 @@ class Reader:
             "num_failed_rounds": statistics.num_failed_rounds,
             "backend": statistics.backend.name,
             "backend_reason": statistics.backend_reason,
+            "divergence": None if statistics.divergence is None else _finite(statistics.divergence),
+            "param_norm": None if statistics.param_norm is None else _finite(statistics.param_norm),
             "ranks": [_rank(rank, summary) for rank in statistics.ranks],
         }
 
@@ -281,6 +283,8 @@ def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
 
 def _epoch(metrics: EpochMetrics) -> Json:
     scalars = list(metrics.scalars.copy().items())[:MAX_SCALARS]
+    norms = (("divergence", metrics.divergence), ("param_norm", metrics.param_norm))
+    scalars = [*((name, value) for name, value in norms if math.isfinite(value)), *scalars]
     return {
         "epoch": metrics.epoch,
         "loss": _finite(metrics.avg_loss),

@@ -37,6 +37,20 @@ class Snapshot(NamedTuple):
     squares: tuple[float, ...] | None
 
 
+class Reduced(NamedTuple):
+    """What a round over a collective has shown.
+
+    Attributes:
+        divergence: ``||pre - post|| / ||post||`` over the parameters.
+        norm: ``||post||``.
+        waited_s: Seconds spent waiting for the others.
+    """
+
+    divergence: float
+    norm: float
+    waited_s: float
+
+
 class ReplicaAverager:
     """Averages a replica's flat state with its peers'.
 
@@ -188,7 +202,7 @@ class ReplicaAverager:
     # -- collectives ---------------------------------------------------------------
 
     @torch.no_grad()
-    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> tuple[float, float]:
+    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> Reduced:
         """Average the live state over all ranks, weighted.
 
         Blocks until every rank has joined. If the collective is aborted the live state
@@ -200,8 +214,7 @@ class ReplicaAverager:
                 all of them.
 
         Returns:
-            The divergence ``||pre - post|| / ||post||`` and the seconds spent waiting
-            for the others.
+            How far the replica was from the average, and how long it waited.
 
         Raises:
             CollectiveAborted, CollectiveTimeout: The round failed.
@@ -242,7 +255,7 @@ class ReplicaAverager:
             post = float(norm(params.flats))
             divergence = float(norm(self._before)) / post if post > TINY_NORM else 0.0
         self.version += 1
-        return divergence, waited
+        return Reduced(divergence, post, waited)
 
     @torch.no_grad()
     def undo_all_reduce(self) -> None:

@@ -99,7 +99,7 @@ ARGS: Mapping[Kind, tuple[str, ...]] = {
     Kind.EPOCH: ("epoch",),
     Kind.CHUNK: ("epoch", "batches"),
     Kind.STEP: ("step", "batches", "samples"),
-    Kind.AVERAGING: ("round", "part"),
+    Kind.AVERAGING: ("round", "part", "divergence"),
     Kind.PHASE: ("round", "phase"),
     Kind.THROTTLE: ("rank", "limit"),
     Kind.RESUME: ("rank",),

@@ -14,6 +14,7 @@ from coordinator import messages as m
 from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device.base import Arrival
+from runtime.replica.averaging import Reduced
 from runtime.worker.config import EvalFn, UserFunctions
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recording import Recorder
@@ -132,14 +133,15 @@ class Answers:
         healthy = self._judge.enter_round(self._protocol.samples)
         self._tell_weight()
         report = self._reporter.take_report(wait=message.capture)
-        ok, divergence, sync_s, waited = False, None, 0.0, 0.0
+        ok, sync_s = False, 0.0
+        reduced: Reduced | None = None
         fault: str | None = None
         extra: m.Extra | None = None
         average: m.Payload | None = None
         try:
             start = self._clock.now()
-            divergence, waited = self._all_reduce(healthy)
-            sync_s = max(0.0, self._clock.now() - start - waited)
+            reduced = self._all_reduce(healthy)
+            sync_s = max(0.0, self._clock.now() - start - reduced.waited_s)
             if not healthy:
                 self._judge.require_finite()  # nobody had a state that could be used
                 self._judge.healed()
@@ -160,9 +162,10 @@ class Answers:
                 m.SyncAck(
                     rank=self._rank,
                     round=message.round,
-                    divergence=divergence,
+                    divergence=None if reduced is None else reduced.divergence,
+                    norm=None if reduced is None else reduced.norm,
                     sync_s=sync_s,
-                    wait_s=waited,
+                    wait_s=0.0 if reduced is None else reduced.waited_s,
                     ok=ok,
                     fault=fault,
                     report=report,
@@ -174,8 +177,8 @@ class Answers:
         if ok:
             self._per_epoch(message.evaluate, message.checkpoint)
 
-    def _all_reduce(self, healthy: bool) -> tuple[float, float]:
-        """The divergence and the wait; see :meth:`ReplicaAverager.all_reduce`."""
+    def _all_reduce(self, healthy: bool) -> Reduced:
+        """See :meth:`ReplicaAverager.all_reduce`."""
         if self._averager.collective is None:
             raise CollectiveAborted("the ranks are not connected")
         try:

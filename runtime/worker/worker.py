@@ -28,7 +28,7 @@ from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.values import StepMeter
 from runtime.replica.build import BuildOrder
-from runtime.replica.flat import FlatState
+from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import Fallbacks
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
@@ -448,11 +448,14 @@ class GpuWorker:
 
     def _end_plan(self, plan: m.EpochPlan) -> None:
         with self._recorder.last_report(self.device):
+            params_norm: float | None = None
             if self._lockstep or self.world_size == 1:
                 # No round follows: the report closes the epoch.
                 self.replica.judge.require_finite()
+                if self.replica.averager.leads and plan.num_batches:
+                    params_norm = float(norm(self.replica.state.params.flats))
             self.protocol.end_plan()
-            self.report_epoch(plan.epoch)
+            self._reporter.report_epoch(plan.epoch, params_norm)
 
     # -- messages ------------------------------------------------------------------
 
