@@ -26,6 +26,7 @@ from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
+from runtime.core.announce import announce
 from runtime.core.errors import (
     CheckpointError,
     CollectiveAborted,
@@ -41,6 +42,7 @@ from runtime.data.path import DataPath
 from runtime.device import memory as allocator
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
+from runtime.loop.balance import unequal_devices
 from runtime.monitor.feed import End, WatchedRun
 from runtime.progress import MetricsThread
 from runtime.replica.build import BuildOrder
@@ -184,9 +186,8 @@ class Run:
         resolve_vector_math()
         self._listener = listener
         c = self.config
-        logger.info("%s", device_summary(self.devices))
-        policy, batch_size = c.coordinator.policy, c.coordinator.batch_size
-        logger.info("policy %s over %s: %s", policy.name, self.backend.name, self.backend_reason)
+        batch_size = c.coordinator.batch_size
+        announce(logger, self._summary(), silent=c.progress is False)
         dropped = self._adapter.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
             logger.info("drop_last leaves %d samples out of each epoch", dropped)
@@ -219,6 +220,19 @@ class Run:
                 self._take_down()
                 self._recording.finish(stopped=False, error=sys.exception())
             raise
+
+    def _summary(self) -> str:
+        """One line on the devices, how replicas are averaged, and why so."""
+        c = self.config.coordinator
+        if len(self.devices) == 1:
+            return f"{device_summary(self.devices)}; {self.backend_reason}"
+        alike = "unequal devices" if unequal_devices(self.devices) else "equal devices"
+        others = ", ".join(backend.name for backend in c.alternatives)
+        tried = "" if c.policy is ApplyPolicy.SYNC or not others else f"; {others} is tried, too"
+        return (
+            f"{device_summary(self.devices)}; {alike}; policy {c.policy.name} over "
+            f"{self.backend.name}: {self.backend_reason}{tried}"
+        )
 
     def _needs_collectives(self) -> bool:
         return self.config.coordinator.uses_collectives

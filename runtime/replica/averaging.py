@@ -37,7 +37,7 @@ class Snapshot(NamedTuple):
     squares: tuple[float, ...] | None
 
 
-class Reduced(NamedTuple):
+class ReducedState(NamedTuple):
     """What a round over a collective has shown.
 
     Attributes:
@@ -202,7 +202,7 @@ class ReplicaAverager:
     # -- collectives ---------------------------------------------------------------
 
     @torch.no_grad()
-    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> Reduced:
+    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> ReducedState:
         """Average the live state over all ranks, weighted.
 
         Blocks until every rank has joined. If the collective is aborted the live state
@@ -255,7 +255,7 @@ class ReplicaAverager:
             post = float(norm(params.flats))
             divergence = float(norm(self._before)) / post if post > TINY_NORM else 0.0
         self.version += 1
-        return Reduced(divergence, post, waited)
+        return ReducedState(divergence, post, waited)
 
     @torch.no_grad()
     def undo_all_reduce(self) -> None:

@@ -14,7 +14,7 @@ from coordinator import messages as m
 from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device.base import Arrival
-from runtime.replica.averaging import Reduced
+from runtime.replica.averaging import ReducedState
 from runtime.worker.config import EvalFn, UserFunctions
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recording import Recorder
@@ -134,7 +134,7 @@ class Answers:
         self._tell_weight()
         report = self._reporter.take_report(wait=message.capture)
         ok, sync_s = False, 0.0
-        reduced: Reduced | None = None
+        reduced: ReducedState | None = None
         fault: str | None = None
         extra: m.Extra | None = None
         average: m.Payload | None = None
@@ -177,7 +177,7 @@ class Answers:
         if ok:
             self._per_epoch(message.evaluate, message.checkpoint)
 
-    def _all_reduce(self, healthy: bool) -> Reduced:
+    def _all_reduce(self, healthy: bool) -> ReducedState:
         """See :meth:`ReplicaAverager.all_reduce`."""
         if self._averager.collective is None:
             raise CollectiveAborted("the ranks are not connected")
