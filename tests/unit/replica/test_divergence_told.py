@@ -45,10 +45,10 @@ def test_a_replica_that_drifts_shows_in_metrics_and_statistics(way):
     handle = run(way)
     state = handle.join(WAIT_S)
     for metrics in state.metrics:
-        assert metrics.divergence > 0.1
+        assert metrics.divergence > 0.01
         assert metrics.param_norm > 0
     statistics = handle.statistics()
-    assert statistics.divergence > 0.1
+    assert statistics.divergence > 0
     assert statistics.param_norm == state.metrics[-1].param_norm
     assert all(rank.divergence > 0 for rank in statistics.ranks)
     assert max(rank.divergence for rank in statistics.ranks) == statistics.divergence
