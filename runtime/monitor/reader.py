@@ -284,7 +284,7 @@ def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
 def _epoch(metrics: EpochMetrics) -> Json:
     scalars = list(metrics.scalars.copy().items())[:MAX_SCALARS]
     norms = (("divergence", metrics.divergence), ("param_norm", metrics.param_norm))
-    scalars = [*((name, value) for name, value in norms if math.isfinite(value)), *scalars]
+    scalars += [(name, value) for name, value in norms if math.isfinite(value)]
     return {
         "epoch": metrics.epoch,
         "loss": _finite(metrics.avg_loss),

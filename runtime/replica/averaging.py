@@ -132,6 +132,8 @@ class ReplicaAverager:
 
     def start_snapshot(self) -> Snapshot:
         """Take a snapshot whose copy to CPU memory may still be on its way."""
+        # A round over a collective cannot be undone any more: its memory is for the snapshot.
+        self._before, self._before_buffers = None, ()
         if self._base is None:
             self._base = self._state.new_base()
         if self._twin is None:
@@ -223,6 +225,7 @@ class ReplicaAverager:
         assert collective is not None, "SyncNow needs a collective"
         params = self._state.params
         params.check()
+        self._base = self._twin = None  # no average of a snapshot can come any more
         if self._before is None:
             self._before = params.like()
         floats, others = self._state.buffers.empty()
