@@ -153,6 +153,11 @@ class Mix:
         self._norm = 0.0
 
     @property
+    def norm(self) -> float:
+        """The norm of the mean, over all that was measured."""
+        return math.sqrt(max(0.0, self._norm))
+
+    @property
     def divergences(self) -> tuple[float, ...]:
         """``||source - mean|| / ||mean||`` for each source, over all that was measured."""
         norm = math.sqrt(self._norm)
@@ -336,11 +341,13 @@ class AverageResult:
         divergences: ``||snapshot - average|| / ||average||`` over the parameters, one
             for each payload; 0 where ``||average|| <= 1e-10`` or ``num_samples == 0``,
             NaN or infinite where a snapshot is.
+        norm: ``||average||`` over the parameters; NaN where ``num_samples == 0``.
     """
 
     average: Payload
     num_samples: float
     divergences: tuple[float, ...]
+    norm: float = math.nan
 
 
 class Averager:
@@ -414,7 +421,9 @@ class Averager:
                 mix.average(out, sources, measure=True, squares=square)
             for out, *sources in zip(result.buffers, *(p.buffers for p in payloads), strict=True):
                 mix.average(out, sources, measure=False)
-        return AverageResult(average=result, num_samples=total, divergences=mix.divergences)
+        return AverageResult(
+            average=result, num_samples=total, divergences=mix.divergences, norm=mix.norm
+        )
 
     def _next_result(self, like: Payload) -> Payload:
         if self._results and _layout(self._results[0]) != _layout(like):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator import messages as m
+from coordinator.config import AverageBackend
 from coordinator.dispatch import BatchSet, compress, count_batches
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
@@ -103,6 +104,7 @@ def capture_run(
         "elapsed_s": elapsed_s,
         "elche": core.elche.state_dict(),
         "guard": core.guard.state_dict(),
+        "transport": core.choice.state_dict(),
         "ranks": totals,
         "epochs": epochs,
         "metrics": [metrics_state(metrics) for metrics in core.outcome.metrics],
@@ -162,6 +164,8 @@ def _epoch_state(
         "num_samples": epoch.num_samples,
         "num_retrained": epoch.num_retrained - _lost_since(core, epoch, notes, sums),
         "num_averagings": epoch.num_averagings,
+        "divergence": epoch.divergence,
+        "norm": epoch.norm,
         "tally": {"ranks": sums},
         "quotas": quotas,
         "parts": None,
@@ -228,6 +232,16 @@ def of_type(kind: type) -> Check:
     return check
 
 
+def one_of(*allowed: str) -> Check:
+    """One of these texts."""
+
+    def check(value: Any, where: str) -> None:
+        if value not in allowed:
+            refuse(where, value, f"one of {', '.join(allowed)}")
+
+    return check
+
+
 def either(check: Check) -> Check:
     """``None``, or what another check allows."""
     return lambda value, where: None if value is None else check(value, where)
@@ -282,6 +296,17 @@ def record(fields: Mapping[str, Check], *, may: Mapping[str, Check] | None = Non
     return check_all
 
 
+_BACKEND = one_of(*(backend.value for backend in AverageBackend))
+_TRANSPORT = record(
+    {
+        "candidates": items(_BACKEND),
+        "chosen": _BACKEND,
+        "decided": of_type(bool),
+        "costs": mapping(_BACKEND, items(real(0.0), 3)),
+        "anchor": whole(),
+        "look_after": whole(1),
+    }
+)
 _COUNTS = {"num_batches": whole(), "num_samples": whole(), "compute_s": real(0.0)}
 _SUMS = record(
     {
@@ -347,7 +372,10 @@ def check_run(
             "metrics": items(_metrics_check(num_samples)),
             "epochs": items(_epoch_check(world, num_samples, num_batches)),
         },
-        may={"saved_ranks": items(whole(0, world - 1), num_rank_states)},
+        may={
+            "saved_ranks": items(whole(0, world - 1), num_rank_states),
+            "transport": _TRANSPORT,
+        },
     )(state, "run")
     if not 1 <= num_rank_states <= world:
         raise ValueError(f"it holds the states of {num_rank_states} ranks of {world}")
@@ -381,9 +409,10 @@ def _metrics_check(num_samples: int) -> Check:
         "per_rank_batch_share": items(real(0.0)),
         "devices": items(of_type(str)),
     }
+    may = {"divergence": real(), "param_norm": real()}
 
     def check(value: Any, where: str) -> None:
-        record(fields)(value, where)
+        record(fields, may=may)(value, where)
         _only_fields(EpochMetrics, value, where)
         for i, rank in enumerate(value["per_rank"]):
             _only_fields(RankMetrics, rank, f"{where}['per_rank'][{i}]")
@@ -412,7 +441,7 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
     }
 
     def check(value: Any, where: str) -> None:
-        record(fields)(value, where)
+        record(fields, may={"divergence": either(real()), "norm": either(real())})(value, where)
         end = 0
         for i, (start, stop) in enumerate(value["consumed"]):
             if not end <= start < stop:
@@ -450,6 +479,8 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     core.num_failed_rounds = int(state["num_failed_rounds"])
     core.elche.load_state_dict(state["elche"])
     core.guard.load_state_dict(state["guard"])
+    if "transport" in state and state["world_size"] == len(core.ranks):
+        core.choice.load_state_dict(state["transport"])
     for rank, totals in enumerate(state["ranks"]):
         info = core.ranks[rank % len(core.ranks)]
         for name in _TOTALS:
@@ -486,6 +517,8 @@ def _epoch_of(core: Core, saved: Mapping[str, Any], now: float) -> Epoch:
         num_samples=int(saved["num_samples"]),
         num_retrained=int(saved["num_retrained"]),
         num_averagings=int(saved["num_averagings"]),
+        divergence=saved.get("divergence"),
+        norm=saved.get("norm"),
     )
     if same and saved["parts"] is not None:
         epoch.parts = {
@@ -555,7 +588,10 @@ class _Cut:
     id: int
     ranks: tuple[int, ...]
     scheduled: bool
+    within: bool
     num_periods: int
+    began_at: float
+    began_step: int
     tickets: tuple[int, ...]
     notes: dict[int, Note] = field(default_factory=dict)
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -592,6 +628,8 @@ class Saving:
         self._cut: _Cut | None = None
         self._num_cuts = 0
         self._periods_saved = self._periods
+        self._saved_at: float | None = None
+        self._saved_step = 0
 
     # -- when ----------------------------------------------------------------------
 
@@ -601,9 +639,27 @@ class Saving:
         return 0 if every is None else len(self._core.outcome.metrics) // every
 
     @property
+    def _due_within(self) -> bool:
+        """Whether the time or the batches between two saves within an epoch are over."""
+        c, core = self._core.config, self._core
+        oldest = core.pool.oldest
+        if self._saved_at is None or oldest is None or core.pool.fully_trained(oldest):
+            return False  # the end of an epoch is near
+        if c.save_every_s is not None and core.now - self._saved_at >= c.save_every_s:
+            return True
+        every = c.save_every_steps
+        return every is not None and core.num_trained - self._saved_step >= every
+
+    @property
     def due(self) -> bool:
         """Whether a cut is to be made at the next opportunity."""
-        return self._cut is None and (self._periods > self._periods_saved or bool(self._tickets))
+        return self._cut is None and (
+            self._periods > self._periods_saved or bool(self._tickets) or self._due_within
+        )
+
+    def begin(self, now: float) -> None:
+        """Training begins: the time and the batches until the next save count from here."""
+        self._saved_at, self._saved_step = now, self._core.num_trained
 
     @property
     def asking(self) -> bool:
@@ -629,11 +685,15 @@ class Saving:
 
     def _begin(self, ranks: Sequence[int]) -> _Cut:
         self._num_cuts += 1
+        closes = self._periods > self._periods_saved
         self._cut = _Cut(
             id=self._num_cuts,
             ranks=tuple(ranks),
-            scheduled=self._periods > self._periods_saved,
+            scheduled=closes or self._due_within,
+            within=not closes,
             num_periods=self._periods,
+            began_at=self._core.now,
+            began_step=self._core.num_trained,
             tickets=tuple(self._tickets),
         )
         return self._cut
@@ -776,6 +836,7 @@ class Saving:
         assert cut.run is not None
         self._tickets = [t for t in self._tickets if t not in cut.tickets]
         self._periods_saved = cut.num_periods
+        self._saved_at, self._saved_step = cut.began_at, cut.began_step
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
             self._core.out.append(SaveFailed(error=error, tickets=cut.tickets))
@@ -789,6 +850,7 @@ class Saving:
                 global_step=cut.global_step,
                 scheduled=cut.scheduled,
                 tickets=cut.tickets,
+                within=cut.within and not final,
                 final=final,
             )
         )

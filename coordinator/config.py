@@ -26,8 +26,9 @@ class AverageBackend(Enum):
     """The transport of an averaging."""
 
     AUTO = "auto"
-    """A rule chooses before the run starts, by the devices and the policy; see
-    ``coordinator.choose_backend``, which also gives the reason."""
+    """A rule chooses what a run begins with, by the devices and the policy (see
+    ``coordinator.choose_backend``); under ``CADENCE`` and ``ASYNC`` the run then measures what
+    can serve it, and keeps the cheaper. One that fails is left."""
     CPU = "cpu"
     """Snapshots are averaged by the coordinator; no rank waits for another."""
     THREAD = "thread"
@@ -103,6 +104,26 @@ def _choose_auto(
     return AverageBackend.NCCL, f"{len(devices)} distinct CUDA devices and NCCL is available"
 
 
+def candidate_backends(
+    requested: AverageBackend, policy: ApplyPolicy, chosen: AverageBackend, world_size: int
+) -> tuple[AverageBackend, ...]:
+    """What ``AUTO`` may use in a run; what the user named is the only one.
+
+    Args:
+        requested: What the user asked for.
+        policy: When replicas average.
+        chosen: What :func:`choose_backend` gave, which comes first.
+        world_size: Number of ranks.
+    """
+    if requested is not AverageBackend.AUTO or world_size == 1:
+        return (chosen,)
+    if policy is ApplyPolicy.SYNC or chosen is AverageBackend.CPU:
+        others = (AverageBackend.THREAD,)
+    else:
+        others = (AverageBackend.CPU,)
+    return (chosen, *(b for b in others if b is not chosen))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
     """Settings of the machine; validated by the builder that fills them.
@@ -113,7 +134,9 @@ class CoordinatorConfig:
         batch_size: Samples in a batch of one rank.
         num_epochs: Epochs in the run.
         policy: When replicas average.
-        backend: The resolved transport, never ``AUTO``.
+        backend: The resolved transport, never ``AUTO``; the first one where there are others.
+        alternatives: Others that the run may choose, or fall back to.
+        backend_reason: Why it is the first one.
         drop_last: Leave an epoch's short batch out.
         accumulate: Micro-batches in an optimizer step.
         anchor: Batches of the slowest rank between two averagings, at first.
@@ -135,6 +158,8 @@ class CoordinatorConfig:
         checkpoint_every: Epochs between two calls of the checkpoint function.
         save_every: Epochs between two saves of the whole state, which is also saved at the
             end; ``None``: only when asked.
+        save_every_s: Seconds between two saves within an epoch; ``None``: none by time.
+        save_every_steps: Batches over all ranks between two; ``None``: none by count.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
         collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
@@ -149,6 +174,8 @@ class CoordinatorConfig:
     num_epochs: int
     policy: ApplyPolicy = ApplyPolicy.CADENCE
     backend: AverageBackend = AverageBackend.CPU
+    alternatives: tuple[AverageBackend, ...] = ()
+    backend_reason: str = ""
     drop_last: bool = False
     accumulate: int = 1
     anchor: int = 10
@@ -166,6 +193,8 @@ class CoordinatorConfig:
     evaluate: bool = False
     checkpoint_every: int | None = None
     save_every: int | None = None
+    save_every_s: float | None = None
+    save_every_steps: int | None = None
     snapshot_timeout_s: float = 5.0
     collective_timeout_s: float = 60.0
     max_failed_rounds: int = 5
@@ -178,7 +207,14 @@ class CoordinatorConfig:
         """Whether ranks meet in a collective, in their steps or in rounds."""
         if self.world_size == 1:
             return False
-        return self.policy is ApplyPolicy.SYNC or self.backend is not AverageBackend.CPU
+        return self.policy is ApplyPolicy.SYNC or any(
+            backend is not AverageBackend.CPU for backend in self.backends
+        )
+
+    @property
+    def backends(self) -> tuple[AverageBackend, ...]:
+        """All transports that the run may use, the first to begin with."""
+        return (self.backend, *self.alternatives)
 
     @property
     def world_size(self) -> int:

@@ -250,6 +250,8 @@ class Epochs:
                 num_retrained=head.epoch.num_retrained,
                 num_averagings=head.epoch.num_averagings,
                 devices=self._core.config.devices,
+                divergence=head.epoch.divergence,
+                param_norm=head.epoch.norm,
                 extra_scalars={f"eval/{k}": v for k, v in (head.epoch.evaluation or {}).items()},
             )
             self._core.outcome.metrics.append(metrics)

@@ -222,6 +222,7 @@ class Survival:
     Attributes:
         recovery: What lockstep ranks are being brought to do.
         num_halts: Halts in a row, at the same step, that no death brought about.
+        fault: Why the last halt came, where the transport itself had failed.
     """
 
     def __init__(self, core: Core, rounds: Rounds) -> None:
@@ -231,7 +232,10 @@ class Survival:
         self._last_step = -1
         self.recovery = Recovery.NONE
         self._agreed_step = 0
+        self._fault_step = -1
+        self._num_faults = 0
         self.num_halts = 0
+        self.fault: str | None = None
 
     @property
     def survivors(self) -> list[Rank]:
@@ -250,7 +254,8 @@ class Survival:
             return
         lost = not self._rounds.holds(failure.rank)
         core.pool.take_back(failure.rank, core.elche.shares, in_round=lost)
-        if core.config.uses_collectives:
+        core.choice.begin_anew()
+        if core.collective is not None:
             self.regroup()
 
     def become_alone(self) -> None:
@@ -278,10 +283,18 @@ class Survival:
 
     def _tell_group(self, step: int | None, donor: int | None) -> None:
         ranks = tuple(r.rank for r in self.survivors)
+        backend = self._core.collective
+        assert backend is not None, "nowhere to meet"
         for rank in ranks:
             self._core.send(
                 rank,
-                m.Regroup(generation=self._core.generation, ranks=ranks, step=step, donor=donor),
+                m.Regroup(
+                    generation=self._core.generation,
+                    ranks=ranks,
+                    backend=backend,
+                    step=step,
+                    donor=donor,
+                ),
             )
 
     # -- lockstep ----------------------------------------------------------------
@@ -314,6 +327,17 @@ class Survival:
         return self.recovery is Recovery.HALTING and all(
             r.rank in self._halted for r in self.survivors
         )
+
+    def count_fault(self) -> int:
+        """All have halted: how often in a row, at the same step, the transport had failed."""
+        halted = [self._halted[r.rank] for r in self.survivors]
+        self.fault = next((h.fault for h in halted if h.fault is not None), None)
+        step = max(h.step for h in halted)
+        if self.fault is None or step != self._fault_step:
+            self._num_faults = 0
+        self._num_faults += self.fault is not None
+        self._fault_step = step
+        return self._num_faults
 
     def agree(self, *, regroup: bool) -> None:
         """All have halted: agree on the steps that count, and bring the ranks there.
@@ -558,7 +582,7 @@ def describe(core: Core, rounds: Rounds) -> str:
     """The machine's state in words, for a report: phase, round, ranks and pool."""
     lines = [
         f"phase {core.phase.value}, policy {core.config.policy.name} over "
-        f"{core.config.backend.name}, global step {core.global_step}, "
+        f"{core.choice.chosen.name}, global step {core.global_step}, "
         f"{core.num_averagings} averagings, {core.num_failed_rounds} rounds given up",
         f"round: {_fields(rounds.round)}",
     ]

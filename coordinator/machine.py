@@ -108,6 +108,7 @@ class Coordinator:
             case m.EpochReport():
                 self._on_report(event)
                 self._core.ranks[event.rank].num_queued -= 1
+                self._core.note_norms({}, event.norm)
             case m.ParamSnapshot():
                 if event.report is not None:
                     self._on_report(event.report)
@@ -134,6 +135,8 @@ class Coordinator:
                 self._on_halted(event, now)
             case m.Regrouped():
                 self._survival.on_regrouped(event)
+            case m.Unconnected():
+                self._on_unconnected(event, now)
             case m.Exiting():
                 self._on_exiting(event.rank, now)
             case m.Failed():
@@ -175,6 +178,7 @@ class Coordinator:
         if not any(r.state is RankState.BUILDING for r in self._core.ranks):
             self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
+            self._saving.begin(now)
             for r in self._core.live if self._core.global_step else ():
                 self._core.send(r.rank, m.SetGlobalStep(step=self._core.global_step))
             self._limits.begin()
@@ -254,12 +258,46 @@ class Coordinator:
         was_halting = self._survival.recovery is Recovery.HALTING
         self._survival.on_halted(event)
         halts = self._survival.recovery is Recovery.HALTING and not was_halting
+        # Where another transport may serve, the ranks are asked first why they have halted.
+        if halts and len(self._core.choice.usable) == 1:
+            self._fail_if_halted_too_often(now)
+
+    def _fail_if_halted_too_often(self, now: float) -> bool:
         limit = self._core.config.max_failed_rounds
-        if halts and self._survival.num_halts >= limit:
-            error = AveragingFailed(
-                f"{limit} reductions in a row failed because a rank did not join in time; raise "
-                "collective_timeout if the steps are long"
-            )
+        if self._survival.num_halts < limit:
+            return False
+        fault = self._survival.fault
+        error = AveragingFailed(
+            f"{limit} reductions in a row failed because a rank did not join in time; raise "
+            "collective_timeout if the steps are long"
+            if fault is None
+            else f"{limit} reductions in a row failed over {self._core.choice.chosen.name}: {fault}"
+        )
+        self._ending.fail(Failure(error=error), now)
+        return True
+
+    def _on_all_halted(self, now: float) -> None:
+        """Every rank has said where it stands: they go on from there, perhaps over another
+        transport."""
+        core, survival = self._core, self._survival
+        faults = survival.count_fault()
+        if faults and survival.num_halts >= core.config.max_failed_rounds:
+            why = f"{survival.num_halts} reductions failed in a row: {survival.fault}"
+            if core.leave_transport(core.choice.chosen, why):
+                survival.num_halts = 0
+        if not self._fail_if_halted_too_often(now):
+            # What is to end anyway ends with the state that each rank has.
+            survival.agree(regroup=core.phase is not Phase.STOPPING)
+
+    def _on_unconnected(self, event: m.Unconnected, now: float) -> None:
+        """A group could not be connected: another transport serves, or the run ends."""
+        ends = self._core.phase in (Phase.LEAVING, Phase.AVERAGING, Phase.FAILING)
+        known = event.backend not in self._core.choice.usable
+        if event.generation != self._core.generation or ends or known:
+            return
+        why = f"the ranks could not be connected: {event.error}"
+        if not self._core.leave_transport(event.backend, why):
+            error = AveragingFailed(f"{event.backend.name}: {why}")
             self._ending.fail(Failure(error=error), now)
 
     def _on_stop(self) -> None:
@@ -276,17 +314,24 @@ class Coordinator:
             counts: Whether that is held against the run; not if a rank died in it.
         """
         rnd, broken = self._rounds.round, self._rounds.transport.waits
+        faults = 0 if rnd.fault is None or not counts else self._rounds.note_fault(now)
         for rank in self._rounds.give_up():
             self._core.send(rank, m.Rollback(round=rnd.id))
         if not counts:
             rnd.num_failed -= 1
+        if rnd.backend not in self._core.choice.usable:
+            rnd.num_failed = 0  # it was left while the round was in flight
+        elif faults and self._too_many_failed():
+            why = f"{rnd.num_failed} rounds failed in a row: {rnd.fault}"
+            if self._core.leave_transport(rnd.backend, why):
+                rnd.num_failed = 0
         if self._too_many_failed():
             error = AveragingFailed(
                 f"{rnd.num_failed} averaging rounds failed in a row; {self._remedy()}"
             )
             self._ending.fail(Failure(error=error), now)
             return
-        if broken and rnd.generation == self._core.generation:
+        if broken and rnd.generation == self._core.generation and self._core.collective:
             self._survival.regroup()
         self._limits.readjust()
 
@@ -298,6 +343,8 @@ class Coordinator:
         c = self._core.config
         name = self._rounds.transport.timeout
         value = getattr(c, f"{name}_s")
+        if self._rounds.round.fault is not None:
+            return f"over {self._rounds.round.backend.name}: {self._rounds.round.fault}"
         return f"raise {name} ({value:g} s) or max_failed_rounds if the steps are long"
 
     def _on_tick(self, now: float) -> None:
@@ -321,8 +368,7 @@ class Coordinator:
     def _advance(self, now: float) -> None:
         """Do everything that is due in the present state."""
         if self._survival.all_halted:
-            # What is to end anyway ends with the state that each rank has.
-            self._survival.agree(regroup=self._core.phase is not Phase.STOPPING)
+            self._on_all_halted(now)
         if self._survival.recovery is not Recovery.NONE:
             self._saving.cancel()
             return
@@ -383,7 +429,7 @@ class Coordinator:
         if orphan is not None:
             self._rounds.start(now, orphan, self._epochs.per_epoch(orphan))
             return
-        if not self._epochs.all_published and self._rounds.transport.waits:
+        if not self._epochs.all_published and self._rounds.next_transport.waits:
             return  # peers would wait for the lead, which is evaluating, inside the collective
         oldest = self._core.pool.oldest
         if oldest is not None and not self._core.pool.fully_trained(oldest):

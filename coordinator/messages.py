@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from coordinator.config import AverageBackend
 from coordinator.errors import RunStalled
 from coordinator.metrics import EpochMetrics, Tally
 
@@ -58,6 +59,8 @@ __all__ = [
     "Throttle",
     "Tick",
     "ToWorker",
+    "TransportChosen",
+    "Unconnected",
     "Update",
 ]
 
@@ -286,6 +289,7 @@ class Regroup:
     Attributes:
         generation: Counts the groups of a run; the first is 0.
         ranks: The ranks that are left, ascending; their places are their new ranks.
+        backend: Over what they meet.
         step: Under ``SYNC``, the optimizer steps that count; a rank that made fewer takes
             everything from ``donor``.
         donor: A rank that has made all of them.
@@ -293,6 +297,7 @@ class Regroup:
 
     generation: int
     ranks: tuple[int, ...]
+    backend: AverageBackend = AverageBackend.THREAD
     step: int | None = None
     donor: int | None = None
 
@@ -366,6 +371,23 @@ class PublishEpoch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransportChosen:
+    """What carries the averagings from the next round on, to be told; see ``TransportChoice``.
+
+    Attributes:
+        backend: The transport.
+        before: What was used.
+        reason: Why, in a sentence.
+        failed: Whether one has failed.
+    """
+
+    backend: AverageBackend
+    before: AverageBackend
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportStall:
     """Write into ``error`` what everybody is doing, and log it.
 
@@ -389,6 +411,7 @@ class SaveCheckpoint:
         epoch: Closed epochs.
         global_step: Batches trained by all ranks together.
         scheduled: Whether it was due; if not, it was made for the tickets alone.
+        within: Whether it was made in the middle of an epoch.
         tickets: The calls of ``save()`` that it answers.
         final: Whether the run ends with it.
     """
@@ -400,6 +423,7 @@ class SaveCheckpoint:
     global_step: int
     scheduled: bool
     tickets: tuple[int, ...] = ()
+    within: bool = False
     final: bool = False
 
 
@@ -417,7 +441,14 @@ class SaveFailed:
 
 
 Command = (
-    Send | Average | AbortCollective | PublishEpoch | ReportStall | SaveCheckpoint | SaveFailed
+    Send
+    | Average
+    | AbortCollective
+    | PublishEpoch
+    | TransportChosen
+    | ReportStall
+    | SaveCheckpoint
+    | SaveFailed
 )
 FINAL_ROUND = -1
 SAVE_ROUND = -2
@@ -452,11 +483,15 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """A plan is done (or was left at a stop); ``tally`` is what no report has told yet."""
+    """A plan is done (or was left at a stop); ``tally`` is what no report has told yet.
+
+    Where no round measures it, the lowest rank tells the norm of its parameters.
+    """
 
     rank: int
     epoch: int
     tally: Tally
+    norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,9 +502,12 @@ class SyncAck:
         rank: Who reports.
         round: Id of the round.
         divergence: ``||pre - post|| / ||post||`` over the parameters.
+        norm: ``||post||``, over a collective.
         sync_s: Time the round cost this rank, its wait for the others excluded.
+        wait_s: That wait.
         ok: False where the collective was aborted or timed out; the live state is then
             the one before the round.
+        fault: Why, where the transport itself failed and no rank was late, left or died.
         report: What was trained before the round and not yet told.
         extra: The rank's own state after the round, if it was asked for.
         average: With it, from the lead, what the round has averaged; owned by the message.
@@ -479,8 +517,11 @@ class SyncAck:
     rank: int
     round: int
     divergence: float | None = None
+    norm: float | None = None
     sync_s: float = 0.0
+    wait_s: float = 0.0
     ok: bool = True
+    fault: str | None = None
     report: BatchReport | None = None
     extra: Extra | None = None
     average: Payload | None = None
@@ -627,6 +668,7 @@ class Halted:
         generation: The broken group.
         step: Optimizer steps made since the start of the run.
         num_syncs: Times it has averaged its buffers.
+        fault: Why the group broke, where the transport itself failed.
         report: What was trained and not yet told.
     """
 
@@ -634,6 +676,7 @@ class Halted:
     generation: int
     step: int
     num_syncs: int = 0
+    fault: str | None = None
     report: BatchReport | None = None
 
 
@@ -643,6 +686,23 @@ class Regrouped:
 
     rank: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unconnected:
+    """A group of ranks could not be connected, and another transport may serve them.
+
+    Attributes:
+        rank: Who reports; every rank of the group may.
+        generation: The group.
+        backend: Over what.
+        error: Why, as text.
+    """
+
+    rank: int
+    generation: int
+    backend: AverageBackend
+    error: str
 
 
 FromWorker = (
@@ -659,6 +719,7 @@ FromWorker = (
     | Failed
     | Halted
     | Regrouped
+    | Unconnected
 )
 
 
@@ -671,6 +732,7 @@ class Averaged:
         average: The result; ``None`` if the computation failed.
         num_samples: Sum of the weights.
         divergences: ``(rank, ||snapshot - average|| / ||average||)``.
+        norm: ``||average||`` over the parameters; ``None``: not measured.
         compute_s: Time the computation took.
         error: Why there is no result.
         kept: A copy of the result that nobody overwrites, if it was asked for.
@@ -680,6 +742,7 @@ class Averaged:
     average: Payload | None
     num_samples: float = 0
     divergences: tuple[tuple[int, float], ...] = ()
+    norm: float | None = None
     compute_s: float = 0.0
     error: BaseException | None = None
     kept: Payload | None = None

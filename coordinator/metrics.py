@@ -217,6 +217,11 @@ class EpochMetrics:
         per_rank_batch_share: Each rank's part of the batches; they sum to 1 unless
             there was no batch.
         devices: Device of each rank.
+        divergence: The largest ``||replica - mean|| / ||mean||`` of a rank in a round of the
+            epoch, over the parameters: what the divergence guard judges. NaN where none was
+            measured, as under ``SYNC``, or a replica was not finite.
+        param_norm: Norm of the parameters after the epoch's last averaging, under ``SYNC`` and
+            with one rank at its end; NaN where it was not measured.
     """
 
     epoch: int
@@ -231,6 +236,8 @@ class EpochMetrics:
     per_rank_throughput: tuple[float, ...]
     per_rank_batch_share: tuple[float, ...]
     devices: tuple[str, ...]
+    divergence: float = math.nan
+    param_norm: float = math.nan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -322,6 +329,8 @@ class EpochTally:
         num_averagings: int = 0,
         num_retrained: int = 0,
         extra_scalars: Mapping[str, float] | None = None,
+        divergence: float | None = None,
+        param_norm: float | None = None,
     ) -> EpochMetrics:
         """Make the metrics of the epoch; changes nothing, so it can be called again.
 
@@ -333,6 +342,8 @@ class EpochTally:
             num_averagings: Averagings completed in the epoch.
             num_retrained: Samples trained again because a rank died.
             extra_scalars: Values that no rank recorded, as those of the evaluation.
+            divergence: The largest in its rounds; ``None``: not measured.
+            param_norm: Norm of the parameters at its end; ``None``: not measured.
 
         Returns:
             The metrics, losses that are not finite included.
@@ -362,6 +373,8 @@ class EpochTally:
                 r.num_batches / num_batches if num_batches else 0.0 for r in per_rank
             ),
             devices=tuple(devices),
+            divergence=math.nan if divergence is None else divergence,
+            param_norm=math.nan if param_norm is None else param_norm,
         )
 
     def rank_state(self, rank: int) -> dict[str, Any]:

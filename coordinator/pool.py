@@ -35,7 +35,8 @@ class Epoch:
     ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
     its evaluation and checkpoint to ``lead``, ``evaluation`` is what came back, ``saved``
     says that the checkpoint function has returned, ``parts`` is what each rank was dealt of
-    it before the run was interrupted.
+    it before the run was interrupted. ``divergence`` is the largest of a rank in one of its
+    rounds, ``norm`` that of the parameters when it was measured last.
     """
 
     epoch: int
@@ -48,6 +49,8 @@ class Epoch:
     num_samples: int = 0
     num_retrained: int = 0
     num_averagings: int = 0
+    divergence: float | None = None
+    norm: float | None = None
     told: set[int] = field(default_factory=set)
     worked: bool = False
     lead: int = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from coordinator.config import AverageBackend
 from coordinator.messages import AbortCollective, Average, Event, ParamSnapshot, SyncAck
 from coordinator.pool import Epoch
 from coordinator.state import Core, Phase, RankState
+from coordinator.transport import RoundCost
 
 # -- What the coordinator's own thread spends on averaging rounds --
 
@@ -92,7 +94,9 @@ class Round:
     ``ranks`` are those whose state goes in, ``lead`` the one that evaluates and hands
     over the average if it closes ``epoch``. ``doomed``: a rank died in the collective
     before it could say what it put in, so that the round must be undone. ``capture``: a
-    checkpoint is made of it.
+    checkpoint is made of it. ``backend`` carries it to its end, whatever is chosen meanwhile;
+    ``fault``: why that has failed in it, if it has. ``idle`` are ranks that had nothing to
+    train when it began; ``stale_s`` is how long they trained on until the average came.
     """
 
     id: int = 0
@@ -110,9 +114,15 @@ class Round:
     snapshots: dict[int, ParamSnapshot] = field(default_factory=dict)
     acks: dict[int, SyncAck] = field(default_factory=dict)
     divergences: dict[int, float] = field(default_factory=dict)
+    norm: float | None = None
     limits: dict[int, int | None] = field(default_factory=dict)
     average_s: float = 0.0
     num_samples: int = 0
+    backend: AverageBackend = AverageBackend.CPU
+    fault: str | None = None
+    began_at: float = 0.0
+    stale_s: float = 0.0
+    idle: frozenset[int] = frozenset()
 
     @property
     def in_flight(self) -> bool:
@@ -134,9 +144,17 @@ class Round:
         evaluate: int | None,
         checkpoint: int | None,
         capture: bool = False,
+        backend: AverageBackend = AverageBackend.CPU,
+        now: float = 0.0,
+        idle: frozenset[int] = frozenset(),
     ) -> None:
         """Start the next round."""
         self.move(state)
+        self.backend = backend
+        self.fault = None
+        self.began_at = now
+        self.stale_s = 0.0
+        self.idle = idle
         self.id += 1
         self.ranks = ranks
         self.lead = ranks[0]
@@ -150,6 +168,7 @@ class Round:
         self.snapshots = {}
         self.acks = {}
         self.divergences = {}
+        self.norm = None
         self.limits = {}
         self.average_s = 0.0
         self.num_samples = 0
@@ -288,6 +307,7 @@ class Transport(ABC):
         oldest = core.pool.oldest
         if oldest is not None:
             oldest.num_averagings += 1
+        core.note_norms(rnd.divergences, rnd.norm)
         if rnd.epoch is not None:
             rnd.epoch.worked = True
             rnd.epoch.lead = rnd.lead
@@ -367,10 +387,13 @@ class SnapshotTransport(Transport):
             return Progress.WAITING
         rnd.forget_tensors()
         if event.average is None:
+            rnd.fault = f"the average could not be computed: {event.error}"
             return Progress.FAILED
         rnd.move(RoundState.DELIVERING)
+        rnd.stale_s = now - rnd.began_at
         rnd.deadline = now + self.patience_s
         rnd.divergences = dict(event.divergences)
+        rnd.norm = event.norm
         rnd.average_s = event.compute_s
         self._commit()
         if rnd.capture:
@@ -443,6 +466,7 @@ class CollectiveTransport(Transport):
         self._core.ranks[event.rank].enter_round()
         self._core.ranks[event.rank].set_limit(rnd.limits[event.rank])
         self._core.pool.freeze(event.rank)
+        rnd.fault = rnd.fault or event.fault
         if rnd.capture and event.ok:
             self._saving.note(event.rank, event.extra, event.average)
         rnd.acks[event.rank] = replace(event, extra=None, average=None)
@@ -457,6 +481,10 @@ class CollectiveTransport(Transport):
         rnd = self._round
         if rnd.doomed or not all(ack.ok for ack in rnd.acks.values()):
             return Progress.FAILED
+        for rank, ack in rnd.acks.items():
+            rnd.norm = ack.norm if rnd.norm is None else rnd.norm
+            if ack.divergence is not None:
+                rnd.divergences[rank] = ack.divergence
         self._commit()
         if rnd.capture:
             self._saving.commit(None)
@@ -512,7 +540,7 @@ on 2 cores, half of the batches between two rounds bring the efficiency from 0.9
 
 
 class RoundKeeper:
-    """Runs one averaging round at a time, over the transport of the run.
+    """Runs one averaging round at a time, each over the transport that is chosen when it begins.
 
     Attributes:
         round: The round in progress, or the last one.
@@ -524,8 +552,17 @@ class RoundKeeper:
         self._core = core
         self._saving = saving
         self.own_time = OwnTime(core)
-        self.round = Round()
-        self.transport = TRANSPORTS[core.config.backend](core, saving, self.round)
+        self.round = Round(backend=core.choice.chosen)
+        self._transports = {
+            backend: TRANSPORTS[backend](core, saving, self.round)
+            for backend in core.config.backends
+        }
+        self.transport = self._transports[core.choice.chosen]
+
+    @property
+    def next_transport(self) -> Transport:
+        """How the next round travels."""
+        return self._transports[self._core.choice.next]
 
     def start(
         self, now: float, epoch: Epoch | None = None, work: tuple[int | None, int | None] = _NONE
@@ -541,6 +578,8 @@ class RoundKeeper:
         ranks = tuple(r.rank for r in self._core.live)
         if capture := self._saving.due:
             self._saving.begin_round(ranks)
+        ledgers = self._core.pool.ledgers
+        self.transport = self.next_transport
         self.round.begin(
             self.transport.first,
             ranks,
@@ -549,6 +588,9 @@ class RoundKeeper:
             evaluate=evaluate,
             checkpoint=checkpoint,
             capture=capture,
+            backend=self._core.choice.next,
+            now=now,
+            idle=frozenset(rank for rank in ranks if not ledgers[rank].assigned),
         )
         self._core.gate.new_round()
         self.transport.ask(now)
@@ -614,12 +656,13 @@ class RoundKeeper:
         rnd.num_failed = 0
         for rank, ack in rnd.acks.items():
             self._core.ranks[rank].sync_s += ack.sync_s
-            if ack.divergence is not None:
-                rnd.divergences[rank] = ack.divergence
+        own_s = self.own_time.take()
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background computation takes its time from the ranks' cores.
         sync_s += rnd.average_s / len(rnd.ranks)
-        sync_s += self._own_cost()
+        sync_s += self._own_cost(own_s)
+        if self._core.choice.is_tried(rnd.backend):
+            sync_s = math.nan  # the cadence follows what is in use
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
             info = self._core.ranks[rank]
@@ -630,8 +673,29 @@ class RoundKeeper:
         self._core.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
         if verdict is Verdict.NUDGE_DOWN:
             self._core.elche.nudge_down()
+        trained_s = sum(seconds for seconds, _ in times)
+        anchor = self._core.elche.anchor
+        if self._core.choice.note(rnd.backend, self._cost(own_s), trained_s, anchor):
+            self._core.tell_choice()
 
-    def _own_cost(self) -> float:
+    def _cost(self, own_s: float) -> RoundCost | None:
+        """What the round took from the training; ``None`` if it did more than averaging.
+
+        Ranks that go on while an average is made train on what the others have not seen: of
+        that time the part counts that averaging may cost altogether.
+        """
+        rnd = self.round
+        if rnd.capture or (rnd.evaluate, rnd.checkpoint) != _NONE:
+            return None
+        busy = [rank for rank in rnd.acks if rank not in rnd.idle]
+        lost_s = sum(ack.sync_s for ack in rnd.acks.values())
+        return RoundCost(
+            ranks_s=lost_s + sum(rnd.acks[rank].wait_s for rank in busy),
+            own_s=own_s + rnd.average_s,
+            stale_s=self._core.config.overhead_target * rnd.stale_s * len(busy),
+        )
+
+    def _own_cost(self, own_s: float) -> float:
         """What the round cost in this thread, as if it had cost the ranks so many seconds.
 
         One target serves both: where this thread takes all that it may, it is reached.
@@ -641,7 +705,13 @@ class RoundKeeper:
         share = OWN_SHARE * max(1.0, RATED_PER_S / rate)
         weight = self._core.config.overhead_target / share
         # As with the computation, a core that it takes is one of theirs.
-        return self.own_time.take() * max(weight, 1 / len(self.round.ranks))
+        return own_s * max(weight, 1 / len(self.round.ranks))
+
+    def note_fault(self, now: float) -> int:
+        """The round fails because its transport did; returns how many did so in a row."""
+        rnd = self.round
+        lost_s = (now - rnd.began_at) * len(rnd.ranks)
+        return self._core.choice.note_fault(rnd.backend, RoundCost(ranks_s=lost_s))
 
     def give_up(self) -> list[int]:
         """The round failed: every rank keeps its own weights and what it trained waits.

@@ -30,6 +30,7 @@ from coordinator.messages import (
     SaveCheckpoint,
     SaveFailed,
     Send,
+    TransportChosen,
 )
 from coordinator.metrics import EpochMetrics
 from coordinator.state import Failure, Statistics
@@ -249,6 +250,10 @@ class Service:
             self._jobs.put(None)
             raise
 
+    def take_first(self, event: m.Event) -> None:
+        """Take an event in the calling thread, before :meth:`start`."""
+        self._handle(event)
+
     @property
     def started(self) -> bool:
         """Whether the threads were started."""
@@ -302,20 +307,7 @@ class Service:
                 if (now := time.monotonic()) - deadline > SUSPENDED_S:
                     machine.watch(now)
         while True:
-            now = time.monotonic()
-            self._log.received(event, now)
-            machine.core.spent_s = time.thread_time() - self._apart_s
-            with self._lock:
-                commands = machine.handle(event, now)
-            acks_wait = bool(commands) and machine.rounds.acks_may_wait
-            self._inbox.handled(event, commands, acks_wait=acks_wait)
-            for command in commands:
-                self._execute(command, now)
-            if self._observers:
-                # Not a cost of averaging: whoever looks on must not change the cadence.
-                with self._apart():
-                    for observer in self._observers:
-                        observer(event, commands, now)
+            self._handle(event)
             if self._averaged:
                 event = self._averaged.popleft()
                 continue
@@ -323,6 +315,24 @@ class Service:
                 event = self._inbox.get_nowait()
             except queue.Empty:
                 return
+
+    def _handle(self, event: m.Event) -> None:
+        """Have the machine take an event, and do what it decides."""
+        machine = self._machine
+        now = time.monotonic()
+        self._log.received(event, now)
+        machine.core.spent_s = time.thread_time() - self._apart_s
+        with self._lock:
+            commands = machine.handle(event, now)
+        acks_wait = bool(commands) and machine.rounds.acks_may_wait
+        self._inbox.handled(event, commands, acks_wait=acks_wait)
+        for command in commands:
+            self._execute(command, now)
+        if self._observers:
+            # Not a cost of averaging: whoever looks on must not change the cadence.
+            with self._apart():
+                for observer in self._observers:
+                    observer(event, commands, now)
 
     def _execute(self, command: Command, now: float) -> None:
         match command:
@@ -339,6 +349,12 @@ class Service:
                 self._abort_collective(command.generation)
             case PublishEpoch():
                 self._on_epoch(command.metrics)
+            case TransportChosen():
+                told = (command.backend.name, command.reason)
+                if command.failed:
+                    logger.warning("the run goes on over %s: %s", *told)
+                else:
+                    logger.info("averaging over %s: %s", *told)
             case SaveCheckpoint() | SaveFailed():
                 if self._on_save is not None:
                     self._on_save(command)
@@ -386,6 +402,7 @@ class Service:
             average=result.average,
             num_samples=result.num_samples,
             divergences=tuple(zip(job.ranks, result.divergences, strict=True)),
+            norm=None if math.isnan(result.norm) else result.norm,
             compute_s=time.monotonic() - start,
             kept=_copy(result.average) if job.keep else None,
         )

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.cadence import ConvergenceGuard, ElChe
-from coordinator.config import ApplyPolicy, CoordinatorConfig
-from coordinator.messages import Allowance, Command, FinalSnapshot, Payload, Send, ToWorker
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.messages import (
+    Allowance,
+    Command,
+    FinalSnapshot,
+    Payload,
+    Send,
+    ToWorker,
+    TransportChosen,
+)
 from coordinator.metrics import EpochMetrics, Tally
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.shares import Shares
+from coordinator.transport import TransportChoice
 
 # -- What the coordinator knows about each rank, and what it tells others about it --
 
@@ -57,6 +67,7 @@ class Rank:
     compute_s: float = 0.0
     sync_s: float = 0.0
     num_throttles: int = 0
+    divergence: float | None = None
     final: FinalSnapshot | None = None
 
     def move(self, state: RankState) -> None:
@@ -116,6 +127,7 @@ class RankStatistics:
         compute_s: Seconds spent in training steps.
         sync_s: Seconds that averaging cost it.
         num_throttles: Times it was parked for being too far ahead.
+        divergence: ``||replica - mean|| / ||mean||`` in its last round; ``None``: not measured.
         alive: Whether it takes part.
     """
 
@@ -128,6 +140,7 @@ class RankStatistics:
     compute_s: float
     sync_s: float
     num_throttles: int
+    divergence: float | None
     alive: bool
 
 
@@ -142,6 +155,11 @@ class Statistics:
         num_failed_rounds: Rounds given up, in all.
         anchor: Batches of the slowest rank between two rounds.
         batch_counts: The same for each rank.
+        divergence: The largest of a rank in the last round; ``None``: not measured.
+        param_norm: Norm of the parameters after it; under ``SYNC`` and with one rank, after the
+            last plan; ``None``: not measured yet.
+        backend: The transport in use.
+        backend_reason: Why, in a sentence.
         ranks: One record for each rank.
     """
 
@@ -151,6 +169,10 @@ class Statistics:
     num_failed_rounds: int
     anchor: int
     batch_counts: tuple[int, ...]
+    divergence: float | None
+    param_norm: float | None
+    backend: AverageBackend
+    backend_reason: str
     ranks: tuple[RankStatistics, ...]
 
 
@@ -337,6 +359,7 @@ class Core:
         elche: How many batches each rank runs between two rounds.
         guard: What divergence says about the cadence.
         gate: When a round is due, and how far each rank may run.
+        choice: Which transport carries the averagings.
         ranks: One record for each rank.
         out: Commands of the event being handled, in order.
         outcome: The end of the run, as far as it is known.
@@ -344,6 +367,8 @@ class Core:
         global_step: Batches trained by all ranks together, up to the last round.
         num_averagings: Rounds done; under lockstep, global steps dealt.
         num_failed_rounds: Rounds given up.
+        divergence: The largest of a rank in the last round; ``None``: not measured.
+        param_norm: Norm of the parameters when it was measured last.
         generation: Counts the groups of ranks that meet in collectives.
         plan: Under lockstep, what the ranks were dealt last.
         num_windows: Under lockstep, the optimizer steps dealt so far.
@@ -383,6 +408,9 @@ class Core:
             config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
         )
         self.gate = Gate(config, self.elche, self.pool)
+        self.choice = TransportChoice(
+            config.backends, measures=not self.lockstep, reason=config.backend_reason
+        )
         self.ranks = [Rank(rank=r) for r in range(world)]
         self.out: list[Command] = []
         self.outcome = Outcome()
@@ -390,12 +418,19 @@ class Core:
         self.global_step = 0
         self.num_averagings = 0
         self.num_failed_rounds = 0
+        self.divergence: float | None = None
+        self.param_norm: float | None = None
         self.generation = 0
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
         self.shares = Shares(world) if self.lockstep and config.balance else None
         self.now = 0.0
         self.spent_s = 0.0
+
+    @property
+    def num_trained(self) -> int:
+        """Batches trained so far, those that no round has taken and repeats included."""
+        return sum(rank.num_batches for rank in self.ranks)
 
     @property
     def live(self) -> list[Rank]:
@@ -410,6 +445,42 @@ class Core:
         """Put a message to a worker among the commands."""
         self.out.append(Send(rank=rank, message=message))
 
+    @property
+    def collective(self) -> AverageBackend | None:
+        """Over what ranks meet, in their steps or in rounds; ``None``: nowhere."""
+        return self.choice.chosen if self.lockstep else self.choice.collective
+
+    def leave_transport(self, backend: AverageBackend, why: str) -> bool:
+        """A transport has failed; returns whether the run goes on over another."""
+        goes_on = self.choice.leave(backend, why)
+        if goes_on:
+            self.tell_choice(failed=True)
+        return goes_on
+
+    def note_norms(self, divergences: Mapping[int, float], norm: float | None) -> None:
+        """What a round, or a plan without rounds, has measured of the oldest epoch."""
+        oldest = self.pool.oldest
+        if norm is not None:
+            self.param_norm = norm
+            if oldest is not None:
+                oldest.norm = norm
+        for rank, divergence in divergences.items():
+            self.ranks[rank].divergence = divergence
+        if divergences:
+            self.divergence = _largest(divergences.values())
+            if oldest is not None:
+                before = self.divergence if oldest.divergence is None else oldest.divergence
+                oldest.divergence = _largest((before, self.divergence))
+
+    def tell_choice(self, *, failed: bool = False) -> None:
+        """Tell what carries the averagings from the next round on."""
+        choice = self.choice
+        self.out.append(
+            TransportChosen(
+                backend=choice.chosen, before=choice.before, reason=choice.reason, failed=failed
+            )
+        )
+
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
         total = sum(r.num_samples for r in self.ranks)
@@ -421,6 +492,10 @@ class Core:
             num_failed_rounds=self.num_failed_rounds,
             anchor=self.elche.anchor,
             batch_counts=self.elche.batch_counts,
+            divergence=self.divergence,
+            param_norm=self.param_norm,
+            backend=self.choice.chosen,
+            backend_reason=self.choice.reason,
             ranks=tuple(
                 RankStatistics(
                     rank=r.rank,
@@ -432,8 +507,15 @@ class Core:
                     compute_s=r.compute_s,
                     sync_s=r.sync_s,
                     num_throttles=r.num_throttles,
+                    divergence=r.divergence,
                     alive=r.state is not RankState.DEAD,
                 )
                 for r in self.ranks
             ),
         )
+
+
+def _largest(numbers: Iterable[float]) -> float:
+    """The largest of some numbers; NaN if one of them is."""
+    found = list(numbers)
+    return math.nan if any(map(math.isnan, found)) else max(found)

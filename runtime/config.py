@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.config import (
+    ApplyPolicy,
+    AverageBackend,
+    CoordinatorConfig,
+    candidate_backends,
+)
 from coordinator.dispatch import count_batches
 from coordinator.messages import LONGEST_REPORT_S
 from coordinator.metrics import EpochMetrics
@@ -147,6 +152,7 @@ class TrainConfig:
         num_samples: int,
         backend: AverageBackend,
         grace_s: float,
+        backend_reason: str = "",
     ) -> TrainConfig:
         """These settings, checked, with what only a run knows. A worker's own is its rank.
 
@@ -155,15 +161,19 @@ class TrainConfig:
             num_samples: Length of the data set.
             backend: The resolved transport.
             grace_s: Seconds that the workers have to leave after a failure.
+            backend_reason: Why it is that one.
         """
         c = self.coordinator
         progressive = self.progressive_dispatch
         per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
+        _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
         coordinator = replace(
             c,
             devices=tuple(str(device) for device in devices),
             num_samples=num_samples,
             backend=backend,
+            alternatives=tuple(others),
+            backend_reason=backend_reason,
             anchor=self.resolved_anchor(),
             min_anchor=self.resolved_min_anchor(),
             progressive=c.policy is not ApplyPolicy.SYNC if progressive is None else progressive,
@@ -174,6 +184,7 @@ class TrainConfig:
             self.worker,
             world_size=len(devices),
             num_samples=num_samples,
+            falls_back=bool(others),
             lr_scale=1.0 + (len(devices) - 1) * self.lr_scale_ratio,
             total_steps=c.num_epochs * per_epoch,
             num_cpu_workers=sum(device.type == "cpu" for device in devices),

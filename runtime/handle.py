@@ -65,8 +65,6 @@ class TrainerHandle:
         self.world_size = len(run.devices)
         self.devices: tuple[torch.device, ...] = run.devices
         self.total_batches = run.total_batches
-        self.backend: AverageBackend = run.backend
-        self.backend_reason = run.backend_reason
 
     # -- the run's side ------------------------------------------------------------
 
@@ -103,6 +101,16 @@ class TrainerHandle:
     def state(self) -> TrainedState | None:
         """The trained state once the run is over, else ``None``."""
         return self._state
+
+    @property
+    def backend(self) -> AverageBackend:
+        """The transport in use, which ``AUTO`` may change while the run goes on."""
+        return self._run.backend
+
+    @property
+    def backend_reason(self) -> str:
+        """Why it is that one, in a sentence; once it was measured, with the figures."""
+        return self._run.backend_reason
 
     def stop(self) -> None:
         """End the run at a step boundary and keep its state. Returns at once; idempotent."""

@@ -26,9 +26,11 @@ from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
+from runtime.core.announce import announce
 from runtime.core.errors import (
     CheckpointError,
     CollectiveAborted,
+    CollectiveTimeout,
     NonFiniteError,
     ReplicaMismatch,
     error_of,
@@ -40,6 +42,7 @@ from runtime.data.path import DataPath
 from runtime.device import memory as allocator
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
+from runtime.loop.balance import unequal_devices
 from runtime.monitor.feed import End, WatchedRun
 from runtime.progress import MetricsThread
 from runtime.replica.build import BuildOrder
@@ -105,14 +108,14 @@ class Run:
         config.check(num_samples, self.devices)
         self._recording = Recording(config.timeline)
         names = tuple(str(d) for d in self.devices)
-        self.backend, self.backend_reason = choose_backend(
+        backend, reason = choose_backend(
             config.requested_backend,
             config.coordinator.policy,
             names,
             nccl_available=torch.distributed.is_available()
             and torch.distributed.is_nccl_available(),
         )
-        config = config.for_run(self.devices, num_samples, self.backend, WORKER_GRACE_S)
+        config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
         self.config = config
         self._cpu_workers = config.worker.num_cpu_workers
         # Fails here, before any thread, for a device that cannot be trained on.
@@ -188,9 +191,8 @@ class Run:
         resolve_vector_math()
         self._listener = listener
         c = self.config
-        logger.info("%s", device_summary(self.devices))
-        policy, batch_size = c.coordinator.policy, c.coordinator.batch_size
-        logger.info("policy %s over %s: %s", policy.name, self.backend.name, self.backend_reason)
+        batch_size = c.coordinator.batch_size
+        announce(logger, self._summary(), silent=c.progress is False)
         dropped = c.coordinator.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
             logger.info("drop_last leaves %d samples out of each epoch", dropped)
@@ -207,10 +209,7 @@ class Run:
             for context in self._contexts:
                 context.follow_caller()
             self._data_path.start(lambda rank: partial(self._outboxes[rank].put, WAKE))
-            if self._needs_collectives():
-                ranks = range(len(self.devices))
-                for rank in ranks:
-                    self._collectives[rank] = self._peers.groups.end(0, ranks, rank)
+            self._connect()
             IntraOpThreads.acquire()
             self._holds_threads = True
             self._metrics.start()
@@ -227,12 +226,45 @@ class Run:
                 self._recording.finish(stopped=False, error=sys.exception())
             raise
 
+    def _summary(self) -> str:
+        """One line on the devices, how replicas are averaged, and why so."""
+        c = self.config.coordinator
+        if len(self.devices) == 1:
+            return f"{device_summary(self.devices)}; {self.backend_reason}"
+        alike = "unequal devices" if unequal_devices(self.devices) else "equal devices"
+        others = ", ".join(backend.name for backend in c.alternatives)
+        tried = "" if c.policy is ApplyPolicy.SYNC or not others else f"; {others} is tried, too"
+        return (
+            f"{device_summary(self.devices)}; {alike}; policy {c.policy.name} over "
+            f"{self.backend.name}: {self.backend_reason}{tried}"
+        )
+
     def _needs_collectives(self) -> bool:
         return self.config.coordinator.uses_collectives
 
-    def _make_group(self, ranks: Sequence[int]) -> Sequence[Collective]:
+    def _connect(self) -> None:
+        """Connect the ranks; where another transport may serve, one that fails is left.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: The ranks cannot meet, and have to.
+        """
+        core = self._machine.core
+        while self._needs_collectives() and (backend := core.collective) is not None:
+            ranks = range(len(self.devices))
+            try:
+                for rank in ranks:
+                    self._collectives[rank] = self._peers.groups.end(0, ranks, rank, backend)
+                return
+            except (CollectiveAborted, CollectiveTimeout) as error:
+                if len(core.choice.usable) == 1:
+                    raise
+                self._service.take_first(
+                    m.Unconnected(rank=0, generation=0, backend=backend, error=str(error))
+                )
+
+    def _make_group(self, ranks: Sequence[int], backend: AverageBackend) -> Sequence[Collective]:
         # The last rank that is left under lockstep meets itself.
-        kind = _KINDS[self.backend] if len(ranks) > 1 else "thread"
+        kind = _KINDS[backend] if len(ranks) > 1 else "thread"
         devices = [self.devices[rank] for rank in ranks]
         timeout_s = self.config.coordinator.collective_timeout_s
         return create_collectives(len(ranks), kind, devices, timeout_s)
@@ -301,7 +333,7 @@ class Run:
             collective=self._collectives.get(rank),
             build_order=self._order,
             agreement=self._agreement,
-            peers=self._peers if self._collectives else None,
+            peers=self._peers if self._needs_collectives() else None,
             device=self._contexts[rank],
             fallbacks=self._fallbacks,
             resume=self._resume,
@@ -315,6 +347,16 @@ class Run:
         return worker
 
     # -- while it runs -----------------------------------------------------------
+
+    @property
+    def backend(self) -> AverageBackend:
+        """The transport in use."""
+        return self._machine.core.choice.chosen
+
+    @property
+    def backend_reason(self) -> str:
+        """Why, in a sentence."""
+        return self._machine.core.choice.reason
 
     def stop(self) -> None:
         """Ask the coordinator to end the run at a step boundary."""

@@ -189,6 +189,7 @@ class Saves:
             epoch=command.epoch,
             global_step=command.global_step,
             orders=self._orders(command.epoch),
+            within=command.within,
         )
         if command.scheduled and self._writer is not None:
             self._writer.submit(data)

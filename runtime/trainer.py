@@ -179,8 +179,17 @@ class TrainerBuilder:
         return self._set(policy=check_choice("policy", p, ApplyPolicy))
 
     def backend(self, b: AverageBackend | str) -> TrainerBuilder:
-        """Over what they average (default ``AUTO``: by devices and policy, before the run);
-        ``"thread"`` is ``AverageBackend.THREAD``."""
+        """Over what they average; ``"thread"`` is ``AverageBackend.THREAD``.
+
+        The default, ``AUTO``, begins by devices and policy. Under ``CADENCE`` and ``ASYNC`` the
+        coordinator then tries what can serve these devices, a collective and averaging on the
+        CPU, and keeps the one that costs less: time that ranks lose in a round, the
+        coordinator's own, and staleness. It looks again when ranks have died, when the anchor
+        has changed by a factor of two, and now and then. A transport that cannot connect, or
+        fails :meth:`max_failed_rounds` times in a row, is left for the other with a warning;
+        under ``SYNC``, where nothing is tried, NCCL for the reduction in memory. One that was
+        named is kept, and its failure ends the run. ``handle.backend`` is the one in use,
+        ``handle.backend_reason`` says why."""
         return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
     def anchor(self, n: int) -> TrainerBuilder:
@@ -351,16 +360,29 @@ class TrainerBuilder:
         return self._set(checkpoint_fn=f)
 
     def checkpoint_dir(
-        self, path: str | os.PathLike[str], every: int = 1, keep: int = 3
+        self,
+        path: str | os.PathLike[str],
+        every: int = 1,
+        keep: int = 3,
+        *,
+        every_s: float | None = None,
+        every_steps: int | None = None,
     ) -> TrainerBuilder:
         """Write the whole state of the run into this directory every ``every`` epochs, when
         it is stopped and at its end; the last ``keep`` stay. The directory is made if needed.
 
+        ``every_s`` seconds and ``every_steps`` batches over all ranks, whichever come first
+        since the last checkpoint, write in the middle of an epoch, too: after an averaging,
+        which is brought forward for it, or between two steps under ``SYNC``. That batches are
+        enough is noticed as ranks report them, half a second late at the most. Of these the
+        last ``keep`` stay as well, counted apart. :meth:`resume` takes the newest of both.
+
         Training waits while the state is copied in memory, and no longer: a thread writes
         the files, and a checkpoint that a newer one overtakes is left out. What cannot be
         written is logged and counted, and training goes on. Each checkpoint is a directory
-        ``step-<batches>-<serial>`` with the weights in ``weights.safetensors``, which a bare
-        module loads; it is complete or not there, whatever happens at whatever moment.
+        ``step-<batches>-epoch-<closed epochs>-<serial>``, with ``within`` for ``epoch`` in the
+        middle of one, and has the weights in ``weights.safetensors``, which a bare module
+        loads; it is complete or not there, whatever happens at whatever moment.
 
         Also kept: frozen parameters that ``train_fn`` has changed, and modules' extra state
         (``get_extra_state``). Give each run a directory of its own: what is older than the
@@ -369,6 +391,12 @@ class TrainerBuilder:
             checkpoint_dir=check_path("checkpoint_dir", path),
             save_every=check_int("checkpoint_dir: every", every, 1),
             checkpoint_dir_keep=check_int("checkpoint_dir: keep", keep, 1),
+            save_every_s=None
+            if every_s is None
+            else check_float("checkpoint_dir: every_s", every_s, 0.0, above=True),
+            save_every_steps=None
+            if every_steps is None
+            else check_int("checkpoint_dir: every_steps", every_steps, 1),
         )
 
     def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> TrainerBuilder:
@@ -404,7 +432,8 @@ class TrainerBuilder:
         return self._set(stall_timeout_s=check_float("stall_timeout", s, 0.0, above=True))
 
     def max_failed_rounds(self, n: int) -> TrainerBuilder:
-        """Averaging rounds that may fail in a row before the run ends (default 5)."""
+        """Averaging rounds that may fail in a row before the run ends, or, with ``AUTO``, goes
+        on over another transport if this one has failed (default 5)."""
         return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
 
     def on_worker_failure(self, mode: str) -> TrainerBuilder:

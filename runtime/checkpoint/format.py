@@ -37,6 +37,7 @@ class CheckpointData:
         compatible: What must agree for the run to be continued, likewise.
         epoch: Closed epochs, for names and logs.
         global_step: Batches trained by all ranks together.
+        within: Whether it was made in the middle of an epoch.
         orders: Of a sampler, by epoch: the samples of each that is under way, in order.
     """
 
@@ -46,6 +47,7 @@ class CheckpointData:
     compatible: dict[str, Any]
     epoch: int
     global_step: int
+    within: bool = False
     orders: dict[int, Tensor] = field(default_factory=dict)
 
 

@@ -40,7 +40,8 @@ from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{1,18})-(\d{1,18})")
+_NAME = re.compile(r"step-(\d{1,18})-(?:(epoch|within)-(\d{1,18})-)?(\d{1,18})")
+"""Earlier versions named no epoch, and wrote where one ended alone."""
 _TEMPORARY = ".unfinished-"
 
 
@@ -52,11 +53,13 @@ class Entry:
         serial: Grows by one with each checkpoint in the directory, whatever its step.
         step: Batches trained by all ranks together.
         path: The directory.
+        within: Whether it was made in the middle of an epoch.
     """
 
     serial: int
     step: int
     path: Path
+    within: bool = False
 
 
 def is_name(name: str) -> bool:
@@ -74,7 +77,8 @@ def entries(directory: Path) -> list[Entry]:
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(Entry(int(match[2]), int(match[1]), path))
+            within = match[2] == "within"
+            found.append(Entry(int(match[4]), int(match[1]), path, within))
     return sorted(found, reverse=True)
 
 
@@ -86,7 +90,8 @@ def write_checkpoint(directory: Path, data: CheckpointData) -> Path:
     the disk. Several threads and processes may write into one directory.
 
     Returns:
-        The checkpoint's own directory, ``step-<global step>-<serial>``.
+        The checkpoint's own directory, ``step-<batches>-epoch-<closed epochs>-<serial>``; one
+        made in the middle of an epoch has ``within`` in the place of ``epoch``.
 
     Raises:
         OSError, CheckpointError: It could not be written, or holds what a checkpoint cannot
@@ -101,7 +106,7 @@ def write_checkpoint(directory: Path, data: CheckpointData) -> Path:
     with claimed_directory(lambda: directory / f"{_TEMPORARY}{os.urandom(8).hex()}") as temporary:
         try:
             _fill(temporary, data)
-            path = _publish(directory, temporary, data.global_step)
+            path = _publish(directory, temporary, data)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -159,11 +164,12 @@ def _compact(value: Any) -> Any:
     return value
 
 
-def _publish(directory: Path, temporary: Path, step: int) -> Path:
+def _publish(directory: Path, temporary: Path, data: CheckpointData) -> Path:
+    where = f"{'within' if data.within else 'epoch'}-{data.epoch:04d}"
     serial = max((entry.serial for entry in entries(directory)), default=0)
     while True:
         serial += 1
-        path = directory / f"step-{step:010d}-{serial:06d}"
+        path = directory / f"step-{data.global_step:010d}-{where}-{serial:06d}"
         if path.exists():
             continue
         try:
@@ -189,15 +195,16 @@ def looks_complete(path: Path) -> bool:
 def remove_old(directory: Path, keep: int) -> None:
     """Remove what is older than the newest ``keep`` complete checkpoints.
 
-    A checkpoint loses its name before its files, so that none is ever half there. What
-    cannot be removed is logged and stays.
+    Those made in the middle of an epoch and those made at an end are counted apart. A
+    checkpoint loses its name before its files, so that none is ever half there. What cannot be
+    removed is logged and stays.
     """
-    num_kept = 0
+    num_kept = {False: 0, True: 0}
     for entry in entries(directory):
-        if num_kept >= keep:
+        if num_kept[entry.within] >= keep:
             _remove(directory, entry.path)
         elif looks_complete(entry.path):
-            num_kept += 1
+            num_kept[entry.within] += 1
     remove_leftovers(directory, _TEMPORARY)
 
 

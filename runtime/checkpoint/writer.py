@@ -57,7 +57,7 @@ class CheckpointWriter:
         self._lock: DirectoryLock | None = None
         self._keep = keep
         self._condition = threading.Condition()
-        self._waiting: CheckpointData | None = None
+        self._waiting: dict[bool, CheckpointData] = {}  # by whether it is within an epoch
         self._busy = False
         self._closed = False
         self.num_written = 0
@@ -81,19 +81,21 @@ class CheckpointWriter:
     def submit(self, data: CheckpointData) -> None:
         """Write this as soon as what is being written is done. Returns at once.
 
-        A checkpoint that still waits is replaced. After :meth:`close` it counts as failed.
+        A checkpoint that still waits is replaced by one of its sort, within an epoch or not.
+        After :meth:`close` it counts as failed.
         """
         with self._condition:
             if self._closed:
                 self._failed(data, RuntimeError("the run is over"))
                 return
-            if self._waiting is not None:
+            overtaken = self._waiting.pop(data.within, None)
+            if overtaken is not None:
                 self.num_superseded += 1
                 logger.warning(
                     "checkpoint of step %d is left out: the disk is slower than checkpoints come",
-                    self._waiting.global_step,
+                    overtaken.global_step,
                 )
-            self._waiting = data
+            self._waiting[data.within] = data
             if self._busy:
                 return
             self._busy = True
@@ -102,7 +104,8 @@ class CheckpointWriter:
             thread.start()
         except RuntimeError as error:  # no more threads
             with self._condition:
-                self._busy, self._waiting = False, None
+                self._busy = False
+                self._waiting.clear()
                 self._failed(data, error)
                 self._unlock_if_over()
                 self._condition.notify_all()
@@ -110,7 +113,7 @@ class CheckpointWriter:
     def _work(self) -> None:
         while True:
             with self._condition:
-                data, self._waiting = self._waiting, None
+                data = self._waiting.pop(next(iter(self._waiting), False), None)
                 if data is None:
                     self._busy = False
                     self._unlock_if_over()

@@ -17,7 +17,7 @@ import torch.distributed
 from runtime.collective.base import Group, Plan, ReduceOp, Request
 from runtime.collective.process_group import ProcessGroupCollective, as_summed, connect_ranks
 from runtime.collective.thread import reduce_at_once
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device import cuda_api
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class NcclCollective(ProcessGroupCollective):
         error = getattr(get_error() if get_error else None, "name", "SUCCESS")
         if error != "SUCCESS":
             self.abort()
-            raise CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}")
+            raise as_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
 
     def _release(self) -> None:
         super()._release()
@@ -240,8 +240,11 @@ class NcclCollective(ProcessGroupCollective):
             self.abort()
             raise  # nobody else would tell of it
         except RuntimeError as error:
+            told = CollectiveAborted(f"rank {self.rank}: {request.name} failed: {error}")
+            if not self._group.barrier.aborted:
+                as_failed(told)
             self.abort()
-            raise CollectiveAborted(f"rank {self.rank}: {request.name} failed") from error
+            raise told from error
         self.check()  # an aborted exchange completes, with garbage
 
     def _await_end(self, name: str, deadline: float) -> None:
@@ -264,9 +267,11 @@ class NcclCollective(ProcessGroupCollective):
             time.sleep(nap_s)
             nap_s = min(nap_s * 1.5, _LONGEST_NAP_S)
         if late:
-            raise CollectiveTimeout(
-                f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group is "
-                "aborted"
+            raise as_failed(
+                CollectiveTimeout(
+                    f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group "
+                    "is aborted"
+                )
             )
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> None:

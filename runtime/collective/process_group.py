@@ -14,7 +14,7 @@ import torch.distributed
 from torch import Tensor
 
 from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -89,13 +89,19 @@ class ProcessGroupCollective(Collective):
                 self._exchange(request, plan)
         except RuntimeError as error:
             elapsed_s = time.monotonic() - start
-            if not self._group.barrier.aborted and elapsed_s >= 0.95 * self._timeout_s:
-                raise CollectiveTimeout(
-                    f"rank {self.rank}: {request.name} did not end within "
-                    f"{self._timeout_s:g} s; the group is aborted"
+            if self._group.barrier.aborted:
+                raise CollectiveAborted(f"rank {self.rank}: {request.name} failed") from error
+            if elapsed_s >= 0.95 * self._timeout_s:
+                raise as_failed(
+                    CollectiveTimeout(
+                        f"rank {self.rank}: {request.name} did not end within "
+                        f"{self._timeout_s:g} s; the group is aborted"
+                    )
                 ) from error
             self.abort()
-            raise CollectiveAborted(f"rank {self.rank}: {request.name} failed") from error
+            raise as_failed(
+                CollectiveAborted(f"rank {self.rank}: {request.name} failed: {error}")
+            ) from error
 
     def _exchange(self, request: Request, plan: Plan) -> None:
         op = request.detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.state import Failure
@@ -115,12 +116,34 @@ class CheckpointError(GpuWorkerError):
     """A checkpoint could not be written, read, or continued with these settings."""
 
 
+CollectiveError = TypeVar("CollectiveError", "CollectiveAborted", "CollectiveTimeout")
+
+
 class CollectiveAborted(GpuWorkerError):
-    """A collective was aborted, by this rank or by another; its buffers hold garbage."""
+    """A collective was aborted, by this rank or by another; its buffers hold garbage.
+
+    Attributes:
+        failed: Whether the exchange itself failed on this rank, and no other rank was late,
+            left or died.
+    """
+
+    failed = False
 
 
 class CollectiveTimeout(GpuWorkerError):
-    """A peer did not join a collective in time; the group is aborted."""
+    """A peer did not join a collective in time; the group is aborted.
+
+    Attributes:
+        failed: Whether all had joined, and the exchange did not end in time.
+    """
+
+    failed = False
+
+
+def as_failed(error: CollectiveError) -> CollectiveError:
+    """The error, which says that the exchange itself has failed."""
+    error.failed = True
+    return error
 
 
 def without_frames(error: BaseException) -> BaseException:

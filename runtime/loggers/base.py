@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -23,6 +24,8 @@ EPOCH_FIELDS = (
     "num_skipped",
     "num_averagings",
 )
+NORMS = ("divergence", "param_norm")
+"""Told where they were measured."""
 RANK_FIELDS = ("num_samples", "throughput", "batch_share")
 
 
@@ -30,6 +33,9 @@ def epoch_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
     """The numbers of an epoch itself, by name."""
     for name in EPOCH_FIELDS:
         yield name, getattr(metrics, name)
+    for name in NORMS:
+        if not math.isnan(value := getattr(metrics, name)):
+            yield name, value
 
 
 def rank_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:

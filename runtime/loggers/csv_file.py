@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from coordinator.metrics import EpochMetrics
 from runtime.core.checks import check_path
-from runtime.loggers.base import EPOCH_FIELDS, Names, RunLogger, epoch_values, rank_values
+from runtime.loggers.base import EPOCH_FIELDS, NORMS, Names, RunLogger, epoch_values, rank_values
 from runtime.timeline.export import table_cell
 from runtime.timeline.timeline import write_text
 
@@ -24,11 +24,11 @@ class CsvLogger(RunLogger):
     """Writes one row an epoch into a CSV file, for ``metrics_fn``.
 
     Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
-    each rank (``rank0/num_samples``, ``rank0/throughput``, ``rank0/batch_share``), and one for
-    each scalar under its own name. A scalar that appears later gets a new column at the end,
-    for which the file is written anew as a whole; rows without it have an empty cell. A name
-    that a spreadsheet would take for a formula, that has line breaks or is very long is made
-    harmless.
+    each rank (``rank0/num_samples``, ``rank0/throughput``, ``rank0/batch_share``),
+    ``divergence`` and ``param_norm`` where they were measured, and one for each scalar under
+    its own name. What appears later gets a new column at the end, for which the file is written
+    anew as a whole; rows without it have an empty cell. A name that a spreadsheet would take
+    for a formula, that has line breaks or is very long is made harmless.
 
     A file that exists is gone on with: rows are added, none is ever taken away. Epochs that a
     resumed run trains again therefore stand twice, and the later row counts. The file is
@@ -105,7 +105,7 @@ class CsvLogger(RunLogger):
 
 
 def _is_taken(column: str) -> bool:
-    return column in FIRST_COLUMNS or _OF_RANK.match(column) is not None
+    return column in (*FIRST_COLUMNS, *NORMS) or _OF_RANK.match(column) is not None
 
 
 def _lines(rows: Sequence[Sequence[object]]) -> str:

@@ -28,11 +28,17 @@ class Cadence:
     Args:
         world_size: Number of devices.
         el_che: ``None``: one batch for each.
+
+    Attributes:
+        spaced_by: ``max_anchor``, where the caller has set one that spaces reductions out.
     """
 
-    def __init__(self, world_size: int, el_che: ElChe | None = None) -> None:
+    def __init__(
+        self, world_size: int, el_che: ElChe | None = None, *, spaced_by: int | None = None
+    ) -> None:
         self._world_size = world_size
         self._el_che = el_che
+        self.spaced_by = spaced_by
 
     @classmethod
     def of(cls, world_size: int, config: DdpConfig, *, spaced: bool) -> Cadence:
@@ -54,7 +60,8 @@ class Cadence:
             overhead_target=target,
             speed_hint=config.speed_hint,
         )
-        return cls(world_size, el_che)
+        spaced_by = config.max_anchor if (config.max_anchor or 0) > 1 else None
+        return cls(world_size, el_che, spaced_by=spaced_by)
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
@@ -96,6 +103,11 @@ def sync_seconds(measured: Sequence[tuple[float, int]]) -> float:
     """What a reduction cost: that of the rank which waited least; NaN if not known yet."""
     known = [seconds for seconds, number in measured if number]
     return min(known) if known else math.nan
+
+
+def unequal_devices(devices: Sequence[torch.device]) -> bool:
+    """Whether CPUs and GPUs train together, or GPUs of different models."""
+    return len({device.type for device in devices}) > 1 or unequal_gpus(devices)
 
 
 def unequal_gpus(devices: Sequence[torch.device]) -> bool:

@@ -161,6 +161,11 @@ WEIGHED_TWICE = (
     "step(weight=...) divides the gradients of loss.backward(): after accumulate(...) leave it out "
     "and let loss_fn return (loss, weight)"
 )
+NOT_SPACED = (
+    "max_anchor={} has devices train several batches between two reductions, and step() after "
+    "loss.backward() reduces each of them: supply them with `for batches in model.rounds(loader): "
+    "model.accumulate(loss_fn, batches); model.step()`, or leave max_anchor out"
+)
 PARTLY_WEIGHED = (
     "loss_fn returned a weight for some batches of this step only, and what the other losses are "
     "means over is not known: return (loss, weight) for all of them"
@@ -380,6 +385,8 @@ class Team:
             self._prepare()
             self.rate.check()
             self._notice_gradients()
+            if self._window is Window.BACKWARD and self._cadence.spaced_by is not None:
+                raise RuntimeError(NOT_SPACED.format(self._cadence.spaced_by))
             weights = self._take_weights(weight)
             options = self._likeness.groups.options()
             tasks = [

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from coordinator.config import AverageBackend
 from runtime.checkpoint.format import plain_key
 from runtime.collective import create_collectives
+from runtime.core.announce import announce
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import ReplicaMismatch
 from runtime.core.weight import LossWeightFn, check_weight
 from runtime.device.base import Device, device_summary
 from runtime.device.sync import StreamSync
-from runtime.loop.balance import Balancer, Cadence, rounds, unequal_gpus
+from runtime.loop.balance import Balancer, Cadence, rounds, unequal_devices, unequal_gpus
 from runtime.loop.config import DdpConfig
 from runtime.loop.engine import Engine, Solo, Team
 from runtime.loop.rank_threads import Task
@@ -485,8 +486,8 @@ def set_up(
     check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
     source = Source(model_or_factory, len(places))
     journal = Journal(config.timeline)
-    logger.info("your own loop: %s", device_summary(places))
     if len(places) == 1:
+        announce(logger, f"your own loop: {device_summary(places)}; nothing is reduced")
         journal.begin(places, "none", "one device has nobody to reduce with")
         try:
             model = source.make(0, places[0])
@@ -503,7 +504,12 @@ def set_up(
     cadence = Cadence.of(len(places), config, spaced=spaced)
     backend, reason = resolve_backend(AverageBackend.AUTO, places)
     kind = "nccl" if backend is AverageBackend.NCCL else "thread"
-    logger.info("gradients go over %s: %s", kind, reason)
+    alike = "unequal devices" if unequal_devices(places) else "equal devices"
+    announce(
+        logger,
+        f"your own loop: {device_summary(places)}; {alike}; gradients go over {backend.name}: "
+        f"{reason}",
+    )
     make_ends = partial(create_collectives, len(places), kind, places, COLLECTIVE_TIMEOUT_S)
     ends = Ends(make_ends)
 

@@ -171,7 +171,7 @@ def _object(**items: str) -> str:
 MAX_AT_ONCE = 40
 """Events that are told of one look; the newest."""
 
-_OF_COORDINATOR = (Kind.EPOCH, Kind.AVERAGING, Kind.ANCHOR, Kind.STOP)
+_OF_COORDINATOR = (Kind.EPOCH, Kind.AVERAGING, Kind.ANCHOR, Kind.TRANSPORT, Kind.STOP)
 _OF_RANKS = (Kind.CHECKPOINT, Kind.EVALUATION, Kind.FAILURE, Kind.THROTTLE)
 _OFTEN = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
 
@@ -230,6 +230,13 @@ class Happenings:
         if statistics.anchor != before.anchor:
             args = {"anchor": statistics.anchor, "before": before.anchor}
             found.append(_event(Kind.ANCHOR.value, elapsed_s, None, **args))
+        if statistics.backend_reason != before.backend_reason:
+            told = {
+                "backend": statistics.backend.name,
+                "before": before.backend.name,
+                "reason": statistics.backend_reason,
+            }
+            found.append(_event(Kind.TRANSPORT.value, elapsed_s, None, **told))
         for was, rank in zip(before.ranks, statistics.ranks, strict=True):
             throttles = rank.num_throttles - was.num_throttles
             if throttles > 0:

@@ -230,6 +230,10 @@ class Reader:
             "anchor": statistics.anchor,
             "num_averagings": statistics.num_averagings,
             "num_failed_rounds": statistics.num_failed_rounds,
+            "backend": statistics.backend.name,
+            "backend_reason": statistics.backend_reason,
+            "divergence": None if statistics.divergence is None else _finite(statistics.divergence),
+            "param_norm": None if statistics.param_norm is None else _finite(statistics.param_norm),
             "ranks": [_rank(rank, summary) for rank in statistics.ranks],
         }
 
@@ -279,6 +283,8 @@ def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
 
 def _epoch(metrics: EpochMetrics) -> Json:
     scalars = list(metrics.scalars.copy().items())[:MAX_SCALARS]
+    norms = (("divergence", metrics.divergence), ("param_norm", metrics.param_norm))
+    scalars += [(name, value) for name, value in norms if math.isfinite(value)]
     return {
         "epoch": metrics.epoch,
         "loss": _finite(metrics.avg_loss),

@@ -37,6 +37,20 @@ class Snapshot(NamedTuple):
     squares: tuple[float, ...] | None
 
 
+class ReducedState(NamedTuple):
+    """What a round over a collective has shown.
+
+    Attributes:
+        divergence: ``||pre - post|| / ||post||`` over the parameters.
+        norm: ``||post||``.
+        waited_s: Seconds spent waiting for the others.
+    """
+
+    divergence: float
+    norm: float
+    waited_s: float
+
+
 class ReplicaAverager:
     """Averages a replica's flat state with its peers'.
 
@@ -118,6 +132,8 @@ class ReplicaAverager:
 
     def start_snapshot(self) -> Snapshot:
         """Take a snapshot whose copy to CPU memory may still be on its way."""
+        # A round over a collective cannot be undone any more: its memory is for the snapshot.
+        self._before, self._before_buffers = None, ()
         if self._base is None:
             self._base = self._state.new_base()
         if self._twin is None:
@@ -188,7 +204,7 @@ class ReplicaAverager:
     # -- collectives ---------------------------------------------------------------
 
     @torch.no_grad()
-    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> tuple[float, float]:
+    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> ReducedState:
         """Average the live state over all ranks, weighted.
 
         Blocks until every rank has joined. If the collective is aborted the live state
@@ -200,8 +216,7 @@ class ReplicaAverager:
                 all of them.
 
         Returns:
-            The divergence ``||pre - post|| / ||post||`` and the seconds spent waiting
-            for the others.
+            How far the replica was from the average, and how long it waited.
 
         Raises:
             CollectiveAborted, CollectiveTimeout: The round failed.
@@ -210,6 +225,7 @@ class ReplicaAverager:
         assert collective is not None, "SyncNow needs a collective"
         params = self._state.params
         params.check()
+        self._base = self._twin = None  # no average of a snapshot can come any more
         if self._before is None:
             self._before = params.like()
         floats, others = self._state.buffers.empty()
@@ -242,7 +258,7 @@ class ReplicaAverager:
             post = float(norm(params.flats))
             divergence = float(norm(self._before)) / post if post > TINY_NORM else 0.0
         self.version += 1
-        return divergence, waited
+        return ReducedState(divergence, post, waited)
 
     @torch.no_grad()
     def undo_all_reduce(self) -> None:

@@ -87,6 +87,7 @@ class Kind(Enum):
     THROTTLE = "throttle"
     RESUME = "resume"
     ANCHOR = "anchor"
+    TRANSPORT = "transport"
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     EPOCH_FN = "epoch_fn"
@@ -98,11 +99,12 @@ ARGS: Mapping[Kind, tuple[str, ...]] = {
     Kind.EPOCH: ("epoch",),
     Kind.CHUNK: ("epoch", "batches"),
     Kind.STEP: ("step", "batches", "samples"),
-    Kind.AVERAGING: ("round", "part"),
+    Kind.AVERAGING: ("round", "part", "divergence"),
     Kind.PHASE: ("round", "phase"),
     Kind.THROTTLE: ("rank", "limit"),
     Kind.RESUME: ("rank",),
     Kind.ANCHOR: ("anchor", "before"),
+    Kind.TRANSPORT: ("backend", "before", "reason"),
     Kind.CHECKPOINT: ("version", "part"),
     Kind.EVALUATION: ("epoch",),
     Kind.EPOCH_FN: ("epoch",),

@@ -90,6 +90,7 @@ COORDINATOR_TID = 1
 _INSTANTS = {
     Kind.RESUME,
     Kind.ANCHOR,
+    Kind.TRANSPORT,
     Kind.FAILURE,
     Kind.STOP,
 }
@@ -195,6 +196,8 @@ def title(event: Event) -> str:
             return str(args.get("phase"))
         case Kind.ANCHOR:
             return f"anchor {args.get('before')} to {args.get('anchor')}"
+        case Kind.TRANSPORT:
+            return f"over {args.get('backend')}"
         case Kind.FAILURE:
             return f"failure: {args.get('error')}"
         case Kind.STOP:

@@ -18,6 +18,7 @@ from coordinator.messages import (
     SaveCheckpoint,
     SaveFailed,
     Send,
+    TransportChosen,
 )
 from coordinator.metrics import EpochMetrics
 from coordinator.rounds import Round, RoundState
@@ -121,6 +122,9 @@ class CoordinatorLane:
         num_batches: Batches that each rank has reported.
         num_samples: Samples in them.
         anchor_curve: ``(time, anchor)`` at each change.
+        transport: What the averagings have come to go over, and why; ``None``: what they began
+            with.
+        divergence: The largest of a rank in the last round; ``None``: not measured.
     """
 
     def __init__(
@@ -139,6 +143,8 @@ class CoordinatorLane:
         self.num_events = 0
         self.num_averagings = 0
         self.num_failed_rounds = 0
+        self.transport: tuple[str, str] | None = None
+        self.divergence: float | None = None
         self.anchor = 0 if machine is None else machine.core.elche.anchor
         self.anchor_curve = Curve()
         self.anchor_curve.add(start, float(self.anchor))
@@ -183,6 +189,7 @@ class CoordinatorLane:
             if not isinstance(command, Send):
                 self._see(command, now)
         done = event.at if isinstance(event, m.SyncAck) else None
+        self.divergence = core.divergence
         self._follow_round(self._rounds.round, now if done is None else min(done, now))
         anchor = core.elche.anchor
         if anchor != self.anchor:
@@ -217,6 +224,16 @@ class CoordinatorLane:
         match command:
             case PublishEpoch(metrics=metrics):
                 self._close_epoch(metrics, now)
+            case TransportChosen():
+                self.transport = (command.backend.name, one_line(command.reason))
+                self._note(
+                    Kind.TRANSPORT,
+                    now,
+                    now,
+                    command.backend.name,
+                    command.before.name,
+                    self.transport[1],
+                )
             case ReportStall():
                 self._note(Kind.STOP, now, now, "stalled")
             case SaveCheckpoint():
@@ -244,7 +261,7 @@ class CoordinatorLane:
         if state is not RoundState.NONE:
             self._note(Kind.PHASE, self._phase_start, now, number, state.value)
             if rnd.id != number or rnd.state is RoundState.NONE:
-                self._note(Kind.AVERAGING, self._round_start, now, number, "round")
+                self._note(Kind.AVERAGING, self._round_start, now, number, "round", self.divergence)
         if rnd.id != number:
             self._round_start = now
         self._phase_start = now
@@ -264,6 +281,8 @@ class CoordinatorLane:
                     avg_loss=metrics.avg_loss,
                     num_samples=metrics.num_samples,
                     num_averagings=metrics.num_averagings,
+                    divergence=metrics.divergence,
+                    param_norm=metrics.param_norm,
                     scalars=scalars,
                 ),
             )

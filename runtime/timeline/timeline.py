@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 
 import torch
@@ -180,6 +181,9 @@ class Timeline:
         coordinator, facts = self._coordinator, self._facts
         if coordinator is None or facts is None:
             return TimelineSummary(state=self._state)
+        if coordinator.transport is not None:
+            backend, reason = coordinator.transport
+            facts = replace(facts, backend=backend, backend_reason=reason)
         return TimelineSummary(
             state=self._state,
             error=self._error,

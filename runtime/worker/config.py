@@ -46,6 +46,7 @@ class WorkerConfig:
         total_steps: Positions of the schedule.
         num_cpu_workers: CPU workers that share the cores.
         survives: Whether the worker goes on when another one dies.
+        falls_back: Whether the run goes on over another transport where one fails.
         cuda_graphs: Whether steps are captured and replayed.
         report_interval_s: Trained batches are told at the latest after this long.
     """
@@ -65,6 +66,7 @@ class WorkerConfig:
     total_steps: int | None = None
     num_cpu_workers: int = 1
     survives: bool = False
+    falls_back: bool = False
     cuda_graphs: bool = False
     report_interval_s: float = 0.05
 

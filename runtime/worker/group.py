@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from coordinator.config import AverageBackend
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted
 
@@ -111,7 +112,7 @@ class Lockstep:
         self.buffer_samples = other.buffer_samples
 
 
-MakeGroup = Callable[[Sequence[int]], Sequence[Collective]]
+MakeGroup = Callable[[Sequence[int], AverageBackend], Sequence[Collective]]
 
 
 class Groups:
@@ -121,7 +122,7 @@ class Groups:
     of its ranks that asks, while the others wait.
 
     Args:
-        make: Gives one connected end for each of the ranks it is given.
+        make: Gives one connected end for each of the ranks it is given, over a backend.
     """
 
     def __init__(self, make: MakeGroup) -> None:
@@ -130,11 +131,14 @@ class Groups:
         # Guards what follows, and is never held while a group is made.
         self._lock = threading.Lock()
         self._ends: dict[int, dict[int, Collective]] = {}
+        self._unconnected: dict[tuple[int, AverageBackend], str] = {}
         self._broken: set[int] = set()
         self._all_broken = False
         self._closed = False
 
-    def end(self, generation: int, ranks: Sequence[int], rank: int) -> Collective:
+    def end(
+        self, generation: int, ranks: Sequence[int], rank: int, backend: AverageBackend
+    ) -> Collective:
         """A rank's end of a group. Blocks until the group is connected.
 
         Raises:
@@ -146,8 +150,15 @@ class Groups:
                 if self._closed:
                     raise CollectiveAborted("the run is over")
                 ends = self._ends.get(generation)
+            why = self._unconnected.get((generation, backend))
+            if why is not None:  # the others need not try it again
+                raise CollectiveAborted(why)
             if ends is None:
-                ends = dict(zip(ranks, self._make(ranks), strict=True))
+                try:
+                    ends = dict(zip(ranks, self._make(ranks, backend), strict=True))
+                except Exception as error:
+                    self._unconnected[generation, backend] = str(error)
+                    raise
                 self._keep(generation, ends)
         return ends[rank]
 

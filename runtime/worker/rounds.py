@@ -12,8 +12,9 @@ from torch import nn
 
 from coordinator import messages as m
 from runtime.core.context import worker_context
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device.base import Arrival
+from runtime.replica.averaging import ReducedState
 from runtime.worker.config import EvalFn, UserFunctions
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recording import Recorder
@@ -70,6 +71,7 @@ class Answers:
         functions: The user's functions.
         recorder: Is told of states that are sent.
         tell_weight: Tells the protocol all weights of what was trained.
+        falls_back: Whether another transport may serve where a collective fails.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Answers:
         functions: UserFunctions,
         recorder: Recorder,
         tell_weight: Callable[[], None],
+        *,
+        falls_back: bool = False,
     ) -> None:
         self._worker = worker
         self._replica = replica
@@ -93,6 +97,7 @@ class Answers:
         self._functions = functions
         self._recorder = recorder
         self._tell_weight = tell_weight
+        self._falls_back = falls_back
         self._rank = protocol.rank
         self._snapshot_s = 0.0
 
@@ -128,15 +133,15 @@ class Answers:
         healthy = self._judge.enter_round(self._protocol.samples)
         self._tell_weight()
         report = self._reporter.take_report(wait=message.capture)
-        ok, divergence, sync_s = False, None, 0.0
+        ok, sync_s = False, 0.0
+        reduced: ReducedState | None = None
+        fault: str | None = None
         extra: m.Extra | None = None
         average: m.Payload | None = None
         try:
             start = self._clock.now()
-            divergence, waited = self._averager.all_reduce(
-                self._protocol.weight, healthy=healthy if self._judge.heals else None
-            )
-            sync_s = max(0.0, self._clock.now() - start - waited)
+            reduced = self._all_reduce(healthy)
+            sync_s = max(0.0, self._clock.now() - start - reduced.waited_s)
             if not healthy:
                 self._judge.require_finite()  # nobody had a state that could be used
                 self._judge.healed()
@@ -147,6 +152,7 @@ class Answers:
                     average = self._averager.snapshot(reuse=False)
         except (CollectiveAborted, CollectiveTimeout) as error:
             # The round is given up; this rank's state is the one before it.
+            fault = str(error) if error.failed else None
             logger.warning(
                 "rank %d: averaging round %d failed: %s", self._rank, message.round, error
             )
@@ -156,9 +162,12 @@ class Answers:
                 m.SyncAck(
                     rank=self._rank,
                     round=message.round,
-                    divergence=divergence,
+                    divergence=None if reduced is None else reduced.divergence,
+                    norm=None if reduced is None else reduced.norm,
                     sync_s=sync_s,
+                    wait_s=0.0 if reduced is None else reduced.waited_s,
                     ok=ok,
+                    fault=fault,
                     report=report,
                     extra=extra,
                     average=average,
@@ -167,6 +176,22 @@ class Answers:
             )
         if ok:
             self._per_epoch(message.evaluate, message.checkpoint)
+
+    def _all_reduce(self, healthy: bool) -> ReducedState:
+        """See :meth:`ReplicaAverager.all_reduce`."""
+        if self._averager.collective is None:
+            raise CollectiveAborted("the ranks are not connected")
+        try:
+            return self._averager.all_reduce(
+                self._protocol.weight, healthy=healthy if self._judge.heals else None
+            )
+        except (CollectiveAborted, CollectiveTimeout):
+            raise
+        except RuntimeError as error:
+            if not self._falls_back:
+                raise
+            told = CollectiveAborted(f"{type(error).__name__}: {error}")
+            raise as_failed(told) from error
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
         self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory

@@ -28,7 +28,7 @@ from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.values import StepMeter
 from runtime.replica.build import BuildOrder
-from runtime.replica.flat import FlatState
+from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import Fallbacks
 from runtime.replica.schedule import SchedulerFactory
 from runtime.replica.step import TrainFn
@@ -169,6 +169,7 @@ class GpuWorker:
             self._functions,
             self._recorder,
             self.steps.tell_weight,
+            falls_back=config.falls_back,
         )
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
@@ -447,11 +448,14 @@ class GpuWorker:
 
     def _end_plan(self, plan: m.EpochPlan) -> None:
         with self._recorder.last_report(self.device):
+            params_norm: float | None = None
             if self._lockstep or self.world_size == 1:
                 # No round follows: the report closes the epoch.
                 self.replica.judge.require_finite()
+                if self.replica.averager.leads and plan.num_batches:
+                    params_norm = float(norm(self.replica.state.params.flats))
             self.protocol.end_plan()
-            self.report_epoch(plan.epoch)
+            self._reporter.report_epoch(plan.epoch, params_norm)
 
     # -- messages ------------------------------------------------------------------
 
@@ -508,9 +512,14 @@ class GpuWorker:
         """
         assert self._peers is not None, "a worker on its own has no group"
         try:
-            collective = self._peers.groups.end(message.generation, message.ranks, self.rank)
+            collective = self._peers.groups.end(
+                message.generation, message.ranks, self.rank, message.backend
+            )
         except (CollectiveAborted, CollectiveTimeout) as error:
-            raise GpuWorkerError(f"rank {self.rank} could not meet its new group") from error
+            if not self.config.falls_back:
+                raise GpuWorkerError(f"rank {self.rank} could not meet its new group") from error
+            self._tell_unconnected(message, error)
+            return
         self.replica.join(collective)
         self.protocol.regrouped(message.generation)
         if message.step is None:
@@ -520,6 +529,22 @@ class GpuWorker:
             self.replica.copy_if_behind(donor, message.donor)
         collective.barrier()  # no donor trains on before all have copied
         self._reporter.put(m.Regrouped(rank=self.rank, generation=message.generation))
+
+    def _tell_unconnected(self, message: m.Regroup, error: BaseException) -> None:
+        """The new group could not be connected: another one is to come."""
+        self._reporter.put(
+            m.Unconnected(
+                rank=self.rank,
+                generation=message.generation,
+                backend=message.backend,
+                error=str(error),
+            )
+        )
+        if message.step is None:
+            self.protocol.regrouped(message.generation)
+        else:
+            self.protocol.generation = message.generation
+            self._tell_halted()
 
     # -- the thread's life ---------------------------------------------------------------
 
@@ -539,19 +564,22 @@ class GpuWorker:
                 break
             except CollectiveAborted as error:
                 # Another rank failed, which is told by that rank; if by none, by this one.
-                survives = self.config.survives and self._lockstep
-                if not survives and not self.drain_until_shutdown(DRAIN_S):
+                goes_on = self._lockstep and (self.config.survives or self.config.falls_back)
+                fault = str(error) if error.failed else None
+                if not goes_on and not self.drain_until_shutdown(DRAIN_S):
                     raise GpuWorkerError(
                         f"rank {self.rank}: a collective was broken, and no rank has told why "
                         f"within {DRAIN_S:g} s"
                     ) from error
-            except CollectiveTimeout:
+            except CollectiveTimeout as error:
                 # A peer is late, not dead: with others that wait, meet it anew.
-                if not (self.config.survives and self._lockstep):
+                goes_on = self.config.survives or (self.config.falls_back and error.failed)
+                if not (goes_on and self._lockstep):
                     raise
+                fault = str(error) if error.failed else None
             if self.protocol.leaving:
                 break
-            self._halt()
+            self._halt(fault)
         if self._wants_snapshot():
             self.send_final_snapshot()
         self.report_exiting()
@@ -561,7 +589,7 @@ class GpuWorker:
             if self.run_epoch_plan(plan):
                 return
 
-    def _halt(self) -> None:
+    def _halt(self, fault: str | None = None) -> None:
         """The group of ranks is broken: leave the plan, say where, and wait for the new one."""
         self._recorder.halts()
         if self._loader is not None:
@@ -569,12 +597,16 @@ class GpuWorker:
         self._submitted.clear()
         self._context.finish()  # a peer may copy from this replica as soon as it is told
         self.protocol.halt()
+        self._tell_halted(fault)
+
+    def _tell_halted(self, fault: str | None = None) -> None:
         self._reporter.put(
             m.Halted(
                 rank=self.rank,
                 generation=self.protocol.generation,
                 step=self._together.step,
                 num_syncs=self._together.num_syncs,
+                fault=fault,
                 report=self._reporter.take_report(),
             )
         )

@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HAZARDS = [f"D{n}" for n in range(1, 36)] + [f"S{n}" for n in range(1, 28)]
+HAZARDS = [f"D{n}" for n in range(1, 37)] + [f"S{n}" for n in range(1, 28)]
 
 ELSEWHERE = {
     "D8": [

@@ -191,7 +191,8 @@ class Checks:
 
     def on_per_epoch(self, rank: int, what: str, epoch: int, held: frozenset[Batch]) -> None:
         """The rank evaluates or hands over what must be the average that closes an epoch."""
-        if (what, epoch) in self._done_per_epoch and not self._sim.dead:
+        undone = self._sim.dead or self._sim.num_faults  # of a round that others could not end
+        if (what, epoch) in self._done_per_epoch and not undone:
             raise Violation(f"epoch {epoch} is {what} twice")
         self._done_per_epoch.append((what, epoch))
         self._must_hold(epoch, held, what)

@@ -106,6 +106,9 @@ class Simulation:
         average_pending: Whether an average is being computed.
         origin: The checkpoint that the run goes on from, if any.
         saved: The checkpoints that it has made.
+        choices: The transports that were chosen.
+        num_faults: Collectives that failed.
+        unconnected: Groups that could not be connected.
     """
 
     def __init__(
@@ -149,6 +152,11 @@ class Simulation:
         self._ended: set[int] = set()
         self._joined: dict[int, dict[int, Join]] = {}
         self._groups: dict[int, tuple[int, ...]] = {0: tuple(range(c.world_size))}
+        self._backends: dict[int, AverageBackend | None] = {0: self.machine.core.collective}
+        self._delivers = False
+        self.unconnected: set[int] = set()
+        self.num_faults = 0
+        self.choices: list[m.TransportChosen] = []
         self._broken: set[int] = set()
         self._over = False
         self._marked: dict[int, Exception | Vanish] = {}
@@ -197,8 +205,9 @@ class Simulation:
 
     def averaged(self) -> frozenset[tuple[int, int]]:
         """What is in the last average that every rank has, or is about to take."""
-        if self.checks.needs_rounds and self.schedule.config.backend is AverageBackend.CPU:
-            return self.result.base
+        return self.result.base if self._delivers else self._held_by_all()
+
+    def _held_by_all(self) -> frozenset[tuple[int, int]]:
         alive = [w for w in self.workers if w.rank not in self.dead] or self.workers
         return frozenset.intersection(*(w.base for w in alive))
 
@@ -301,8 +310,14 @@ class Simulation:
                 if isinstance(command.message, m.Update):
                     assert isinstance(command.message.average, Traced)
                     self.result = command.message.average
+                elif isinstance(command.message, m.RequestParams):
+                    # No average is on its way; the last one may have come of a collective.
+                    self.result = replace(self.result, base=self._held_by_all())
+                    self._delivers = True
+                elif isinstance(command.message, m.SyncNow):
+                    self._delivers = False
                 elif isinstance(command.message, m.Regroup):
-                    self._groups[command.message.generation] = command.message.ranks
+                    self._regroup(command.message)
                 self._send_to_worker(command.rank, command.message)
             case Average() if command.round == SAVE_ROUND:
                 mean = m.Payload(params=(), buffers=("mean",))  # type: ignore[arg-type]
@@ -317,9 +332,25 @@ class Simulation:
                 self._at(self.now + self.draw(self.schedule.average_s), self._averager(command))
             case AbortCollective():
                 self._abort(command.generation)
+            case m.TransportChosen():
+                self.choices.append(command)
             case ReportStall():
                 if not self.schedule.collective_timeout_s:  # else a rank may come late for ever
                     raise Violation(STUCK) from command.error
+
+    def _regroup(self, message: m.Regroup) -> None:
+        generation = message.generation
+        if generation not in self._groups:
+            self._backends[generation] = message.backend
+            if self._may_fail(generation) and self._lot(self.schedule.unconnected_chance):
+                self.unconnected.add(generation)
+        self._groups[generation] = message.ranks
+
+    def _may_fail(self, generation: int) -> bool:
+        """Whether the group's transport is the one that fails, and another could serve."""
+        c = self.schedule.config
+        meeting = [b for b in c.backends if b is not AverageBackend.CPU]
+        return bool(c.alternatives) and self._backends[generation] is meeting[0]
 
     def _averager(self, job: Average) -> Callable[[], None]:
         def finish() -> None:
@@ -361,7 +392,7 @@ class Simulation:
         c = self.schedule.config
         if not self._tensors:
             return None
-        meets = c.backend is not AverageBackend.CPU
+        meets = AverageBackend.CPU not in c.backends
         return Replica(self._place_of, self._per_epoch * c.num_epochs, rounds=meets)
 
     # -- the workers' threads --------------------------------------------------------------
@@ -448,6 +479,10 @@ class Simulation:
         joined = sorted(self._joined.pop(generation).items())
         state: Traced | None = None
         name = joined[0][1].key[0]
+        faulty = name in ("round", "step") and self._may_fail(generation)
+        if faulty and self._lot(self.schedule.fault_chance):
+            self._fail(generation, joined)
+            return
         if name != "regroup":
             weights = [j.weight if name != "buffers" else 0 for _, j in joined]
             if name == "step":
@@ -469,6 +504,28 @@ class Simulation:
             # The ranks leave one after the other, in any order.
             later = time + self.draw(self.schedule.delay_s) + self.draw(self.schedule.linger_s)
             self._at(later, self._leaver(self.workers[rank], generation, state))
+
+    def _fail(self, generation: int, joined: Sequence[tuple[int, Join]]) -> None:
+        """The exchange fails on one rank, which breaks the group for the others.
+
+        Some of them may have the average already, in a round.
+        """
+        failing = self.rng.choice([rank for rank, _ in joined])
+        self._broken.add(generation)
+        self.num_faults += 1
+        spared: Traced | None = None
+        if joined[0][1].key[0] == "round" and joined[0][1].brought is None:
+            weights = [join.weight for _, join in joined]
+            spared = average([join.state for _, join in joined], weights, self.weight_of)
+        for rank, _ in joined:
+            worker = self.workers[rank]
+            later = self.now + self.draw(self.schedule.delay_s)
+            if rank != failing and spared is not None and self._lot(0.5):
+                self._at(later, partial(self._resume, worker, spared))
+                continue
+            error = CollectiveAborted("the exchange failed")
+            error.failed = rank == failing
+            self._at(later, partial(self._resume, worker, error=error))
 
     def _leaver(
         self, worker: SimWorker, generation: int, state: Traced | None

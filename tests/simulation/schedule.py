@@ -53,6 +53,9 @@ class Schedule:
         collective_timeout_s: How long a rank waits for its peers; 0: for ever.
         saves_at_s: When ``save()`` is called.
         busy_s: Longest time until the coordinator's thread takes what has come.
+        fault_chance: Chance that a collective over the first transport that has ranks meet
+            fails when all have joined.
+        unconnected_chance: Chance that a new group over it cannot be connected.
         late: Whether it is one of :func:`draw_late_schedule`.
     """
 
@@ -79,6 +82,8 @@ class Schedule:
     collective_timeout_s: float = 0.0
     saves_at_s: tuple[float, ...] = ()
     busy_s: float = 0.0
+    fault_chance: float = 0.0
+    unconnected_chance: float = 0.0
     late: bool = False
 
     def batch_s(self, rank: int, now: float) -> float:
@@ -198,7 +203,26 @@ class Draw:
 
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
-    return with_shares(with_saves(Draw(seed).schedule()))
+    return with_transports(with_shares(with_saves(Draw(seed).schedule())))
+
+
+def with_transports(schedule: Schedule) -> Schedule:
+    """The schedule with a choice of transports in half of the runs, drawn apart."""
+    rng = random.Random(f"transports of {schedule.seed}")
+    c = schedule.config
+    if c.world_size == 1 or rng.random() < 0.5:
+        return schedule
+    backends = [AverageBackend.CPU, AverageBackend.THREAD]
+    if c.policy is ApplyPolicy.SYNC:
+        backends = [AverageBackend.NCCL, AverageBackend.THREAD]
+    elif rng.random() < 0.5:
+        backends = [AverageBackend.NCCL, AverageBackend.CPU]
+    return replace(
+        schedule,
+        config=replace(c, backend=backends[0], alternatives=(backends[1],)),
+        fault_chance=rng.choice((0.0, 0.0, 0.3, 1.0)),
+        unconnected_chance=rng.choice((0.0, 0.0, 0.5, 1.0)),
+    )
 
 
 def with_shares(schedule: Schedule) -> Schedule:
@@ -250,13 +274,15 @@ def draw_late_schedule(seed: int) -> Schedule:
     )
     longer = config.num_epochs * config.num_samples / (c.num_epochs * c.num_samples)
     stop_at_s = base.stop_at_s
-    return with_saves(
-        replace(
-            base,
-            config=config,
-            late=True,
-            busy_s=rng.choice((0.0, 0.1, 2.0)) * base.batch_s(0, 0.0),
-            stop_at_s=None if stop_at_s is None else stop_at_s * longer,
-            deaths=tuple(replace(d, at_s=d.at_s * longer) for d in base.deaths),
+    return with_transports(
+        with_saves(
+            replace(
+                base,
+                config=config,
+                late=True,
+                busy_s=rng.choice((0.0, 0.1, 2.0)) * base.batch_s(0, 0.0),
+                stop_at_s=None if stop_at_s is None else stop_at_s * longer,
+                deaths=tuple(replace(d, at_s=d.at_s * longer) for d in base.deaths),
+            )
         )
     )

@@ -139,16 +139,18 @@ class SimWorker:
             try:
                 yield from self._train_plans()
                 break
-            except CollectiveAborted:
-                if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
+            except CollectiveAborted as error:
+                if not (self._goes_on and self._lockstep):
                     yield from self._drain_until_shutdown()
+                fault = str(error) if error.failed else None
             except CollectiveTimeout:
+                fault = None
                 if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
                     raise
             self.local.clear()  # what no reduction has taken
             if self.protocol.leaving:
                 break
-            self._halt()
+            self._halt(fault)
         if self._wants_snapshot():
             counts = self._lockstep or self._config.world_size == 1
             assert self.protocol.shutdown is not None
@@ -170,19 +172,41 @@ class SimWorker:
             if (yield from self._run_plan(plan)):
                 return
 
-    def _halt(self) -> None:
+    @property
+    def _goes_on(self) -> bool:
+        c = self._sim.schedule.config
+        return c.continue_on_failure or bool(c.alternatives)
+
+    def _halt(self, fault: str | None = None) -> None:
         self.protocol.halt()
+        self._tell_halted(fault)
+
+    def _tell_halted(self, fault: str | None = None) -> None:
         self._reporter.put(
             m.Halted(
                 rank=self.rank,
                 generation=self.protocol.generation,
                 step=self._together.step,
                 num_syncs=self._together.num_syncs,
+                fault=fault,
                 report=self._reporter.take_report(),
             )
         )
 
     def _regroup(self, message: m.Regroup) -> Steps:
+        if message.generation in self._sim.unconnected:
+            self._reporter.put(
+                m.Unconnected(
+                    rank=self.rank,
+                    generation=message.generation,
+                    backend=message.backend,
+                    error="no connection",
+                )
+            )
+            if message.step is not None:
+                self.protocol.generation = message.generation
+                self._tell_halted()
+                return
         self.protocol.regrouped(message.generation)
         if message.step is None:
             return
@@ -412,15 +436,19 @@ class SimWorker:
     def _sync_now(self, message: m.SyncNow) -> Steps:
         report = self._reporter.take_report(wait=message.capture)
         ok, extra, average = False, None, None
+        fault: str | None = None
+        joined_at = self._sim.now
         try:
+            if self.protocol.generation in self._sim.unconnected:
+                raise CollectiveAborted("not connected")
             yield from self._all_reduce(message.round)
             ok = True
             if message.capture:
                 extra = self._extra()
                 if self.rank == self._sim.group_of(self.protocol.generation)[0]:
                     average = self._copied()
-        except (CollectiveAborted, CollectiveTimeout):
-            pass
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            fault = str(error) if error.failed else None
         finally:
             self.protocol.synced(message, ok=ok)
             divergence = self._sim.draw(self._sim.schedule.divergence) if ok else None
@@ -430,7 +458,9 @@ class SimWorker:
                     round=message.round,
                     divergence=divergence,
                     sync_s=self._sim.schedule.sync_s if ok else 0.0,
+                    wait_s=self._sim.now - joined_at if ok else 0.0,
                     ok=ok,
+                    fault=fault,
                     report=report,
                     extra=extra,
                     average=average,

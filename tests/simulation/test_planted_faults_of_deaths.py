@@ -161,9 +161,9 @@ def test_a_plan_dealt_before_all_have_halted_is_found(monkeypatch):
 def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
     halt = SimWorker._halt
 
-    def stubborn(self):
+    def stubborn(self, fault=None):
         plan = self.protocol.plan
-        halt(self)
+        halt(self, fault)
         if plan is not None:
             self.protocol.plans.append(plan)
 

@@ -51,13 +51,15 @@ def test_the_same_seed_gives_the_same_history():
 def test_the_schedules_reach_every_setting():
     drawn = [draw_schedule(seed) for seed in range(NUM_SCHEDULES // 5)]
     assert {s.config.world_size for s in drawn} == set(range(1, 9))
-    assert len({(s.config.policy, s.config.backend) for s in drawn}) == 6
+    assert len({(s.config.policy, s.config.backend) for s in drawn}) == 9
     assert any(s.config.num_samples < s.config.world_size for s in drawn)
     assert any(s.config.num_samples % s.config.batch_size for s in drawn)
     assert any(s.config.max_batch_diff == 0 for s in drawn)
     assert any(s.config.max_overshoot == 0 for s in drawn)
     assert any(s.config.partition_ratios for s in drawn)
     assert any(s.config.balance for s in drawn)
+    assert any(s.config.alternatives and s.fault_chance for s in drawn)
+    assert any(s.config.alternatives and s.unconnected_chance for s in drawn)
     assert any(s.stop_at_s is not None for s in drawn)
     assert any(s.config.max_steps for s in drawn)
     assert any(s.late_chance for s in drawn)

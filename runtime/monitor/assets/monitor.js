@@ -43,6 +43,7 @@ function build() {
   const told = node("ul", { class: "facts soft" });
   const add = (name, value) => told.append(node("li", {}, `${name} `, node("b", {}, String(value))));
   add("policy", `${facts.policy} over ${facts.backend}`);
+  view.policy = told.querySelector("b");
   add("ranks", facts.devices.length);
   add("batch size", number(facts.batch_size));
   add("samples", number(facts.num_samples, 6));
@@ -130,6 +131,8 @@ function update() {
   write(view.title, now.model || "Training run");
   write(view.badge, now.state);
   view.badge.className = `badge ${now.state}`;
+  write(view.policy, `${facts.policy} over ${now.backend || facts.backend}`);
+  view.policy.title = now.backend_reason || facts.backend_reason;
   view.bar.setAttribute("aria-valuenow", Math.round(100 * now.progress));
   view.fill.style.width = `${100 * now.progress}%`;
   document.title = `${over ? now.state : percent(now.progress)} · gpuworker monitor`;
@@ -220,6 +223,7 @@ function say(event) {
     case "averaging": return `averaged${times}${lasted}`;
     case "throttle": return `parked${times}${lasted}`;
     case "anchor": return `anchor ${a.before} → ${a.anchor}${a.times > 1 ? ` in ${a.times} steps` : ""}`;
+    case "transport": return `averages over ${a.backend}: ${a.reason}`;
     case "checkpoint": return `checkpoint ${a.version}`;
     case "evaluation": return `evaluated epoch ${a.epoch}`;
     case "failure": return a.error === undefined ? "died" : `died in epoch ${a.epoch}, step ${a.step}: ${a.error}`;

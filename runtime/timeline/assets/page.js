@@ -396,6 +396,10 @@
       { unit: "batches between averagings", low: 0 }));
     const loss = data.epochs.map((epoch) => [epoch.epoch, epoch.avg_loss]);
     found.push(chart("loss", "Loss", [{ name: "loss", points: loss }], { unit: "per epoch", across: "epoch" }));
+    for (const [name, title] of [["divergence", "Divergence"], ["param_norm", "Norm of the parameters"]]) {
+      const told = data.epochs.map((epoch) => [epoch.epoch, epoch[name]]).filter(([, value]) => typeof value === "number");
+      if (told.length) found.push(chart(name, title, [{ name, points: told }], { unit: "per epoch", across: "epoch" }));
+    }
     const scalars = new Map();
     for (const epoch of data.epochs) {
       for (const [name, value] of Object.entries(epoch.scalars)) {

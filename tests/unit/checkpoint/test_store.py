@@ -52,7 +52,11 @@ def test_what_is_written_is_read(tmp_path, ranks):
     path = write_checkpoint(tmp_path / "new" / "place", data)
     found = load_newest(tmp_path / "new" / "place")
     assert same(found.data, data)
-    assert (found.path, found.name, found.refused) == (path, "step-0000000010-000001", ())
+    assert (found.path, found.name, found.refused) == (
+        path,
+        "step-0000000010-epoch-0001-000001",
+        (),
+    )
     assert all(t.is_contiguous() for t in found.data.weights.values())
     found.data.weights["z.weight"].add_(1)  # its own memory, and writable
 
@@ -90,11 +94,11 @@ def test_the_newest_is_the_last_written_whatever_its_step(tmp_path):
     for step in (100, 7, 7):
         write_checkpoint(tmp_path, make(step, epoch=step))
     assert names(tmp_path) == [
-        "step-0000000007-000002",
-        "step-0000000007-000003",
-        "step-0000000100-000001",
+        "step-0000000007-epoch-0007-000002",
+        "step-0000000007-epoch-0007-000003",
+        "step-0000000100-epoch-0100-000001",
     ]
-    assert load_newest(tmp_path).name == "step-0000000007-000003"
+    assert load_newest(tmp_path).name == "step-0000000007-epoch-0007-000003"
 
 
 def test_the_manifest_can_be_read_by_people(tmp_path):
@@ -112,7 +116,7 @@ def test_no_checkpoint_is_an_error_unless_it_may_be_missing(tmp_path, kind):
         directory.mkdir()
     if kind == "other files":
         (directory / "step-12").mkdir()
-        (directory / "step-0000000001-000001").write_text("a file")
+        (directory / "step-0000000001-epoch-0001-000001").write_text("a file")
         (directory / ".unfinished-0123").mkdir()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*missing_ok=True"):
         load_newest(directory)
@@ -199,7 +203,7 @@ def test_other_files_are_never_removed(tmp_path):
     for step in range(3):
         save_once(tmp_path, make(step))
     remove_old(tmp_path, 1)
-    assert names(tmp_path) == ["notes.txt", "step-0000000002-000003", "step-best"]
+    assert names(tmp_path) == ["notes.txt", "step-0000000002-epoch-0001-000003", "step-best"]
 
 
 def test_what_cannot_be_removed_stays_and_is_logged(tmp_path, monkeypatch, caplog):
@@ -257,7 +261,7 @@ def test_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_no
             living.kill()
             dead.kill()
     assert living.returncode == 0
-    assert names(tmp_path) == ["step-0000000005-000002", path.name]
+    assert names(tmp_path) == ["step-0000000005-epoch-0001-000002", path.name]
 
 
 MANY = """
@@ -320,7 +324,7 @@ def test_threads_that_write_at_once_get_names_of_their_own(tmp_path):
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert names(tmp_path) == [f"step-0000000003-{serial:06d}" for serial in range(1, 5)]
+    assert names(tmp_path) == [f"step-0000000003-epoch-0001-{serial:06d}" for serial in range(1, 5)]
 
 
 @pytest.mark.parametrize("moment", ["open", "lock"])
@@ -363,7 +367,7 @@ def test_without_locks_checkpoints_are_written_and_no_leftover_is_removed(tmp_pa
     monkeypatch.setattr(files.fcntl, "flock", flock)
     (tmp_path / ".unfinished-0123").mkdir()
     write_checkpoint(tmp_path, make())
-    assert names(tmp_path) == [".unfinished-0123", "step-0000000010-000001"]
+    assert names(tmp_path) == [".unfinished-0123", "step-0000000010-epoch-0001-000001"]
 
 
 # -- TrainedState.save --------------------------------------------------------------

@@ -67,8 +67,11 @@ def test_what_is_submitted_is_on_the_disk_once_it_is_closed(tmp_path):
     assert w.close(WAIT_S)  # idempotent
     assert counts(w) == (4, 0, 0)
     assert w.last_error is None
-    assert w.newest == tmp_path / "step-0000000003-000004"
-    assert names(tmp_path) == ["step-0000000002-000003", "step-0000000003-000004"]
+    assert w.newest == tmp_path / "step-0000000003-epoch-0001-000004"
+    assert names(tmp_path) == [
+        "step-0000000002-epoch-0001-000003",
+        "step-0000000003-epoch-0001-000004",
+    ]
     assert same(load_newest(tmp_path).data, make(3))
     assert writers() == []
 
@@ -139,7 +142,7 @@ def test_a_failure_is_counted_and_the_next_one_is_written(
     assert "checkpoint of step 2 could not be written" in caplog.text
     assert "planted; training goes on" in caplog.text
     assert same(load_newest(tmp_path).data, make(1))
-    assert names(tmp_path) == ["step-0000000001-000001"]  # nothing is left of the second
+    assert names(tmp_path) == ["step-0000000001-epoch-0001-000001"]  # nothing is left of the second
     w.submit(make(3))
     assert w.close(WAIT_S)
     assert counts(w) == (2, 1, 0)
@@ -243,7 +246,10 @@ def test_when_the_system_takes_no_more_bytes_nothing_torn_is_left(tmp_path):
     assert [line.split()[:2] for line in lines] == [["1", "0"], ["1", "1"], ["1", "2"], ["2", "2"]]
     assert "File too large" in lines[1]
     assert "File too large" in lines[2]
-    assert names(tmp_path) == ["step-0000000000-000001", "step-0000000003-000002"]
+    assert names(tmp_path) == [
+        "step-0000000000-epoch-0001-000001",
+        "step-0000000003-epoch-0001-000002",
+    ]
     found = load_newest(tmp_path)
     assert found.refused == ()
     assert found.data.global_step == 3

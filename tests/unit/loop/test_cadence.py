@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from runtime import DdpConfig, ReplicaFailed, Trainer
 from runtime.loop.balance import Cadence, rounds, sync_seconds, unequal_gpus
 from tests.support.own_loop import (
+    NUM_FEATURES,
     OneDevice,
     adamw,
     assert_close,
@@ -327,3 +328,26 @@ def test_a_hint_for_a_rank_that_does_not_exist_is_refused():
         Trainer.setup_with(make_net(), sgd, ["cpu"] * 2, config=config)
     with pytest.raises(TypeError, match="DdpConfig"):
         Trainer.setup_with(make_net(), sgd, ["cpu"], config={"max_anchor": 1})
+
+
+def test_a_plain_loop_with_max_anchor_is_told_how_to_space_its_reductions():
+    """Every step() reduces there, so that the setting would have no effect."""
+    x = torch.ones(4, NUM_FEATURES, dtype=torch.float64)
+    with on_cpus(make_net(), 2, config=DdpConfig(max_anchor=2)) as model:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(x).sum().backward()
+        with pytest.raises(RuntimeError, match=r"max_anchor=2 .*model\.rounds\(loader\)"):
+            model.step()
+        assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+        model.zero_grad()
+        for batches in model.rounds([x] * 4):
+            model.accumulate(lambda module, batch: module(batch).sum(), batches)
+            model.step()
+        assert not all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("devices", "max_anchor"), [(2, None), (2, 0), (2, 1), (1, 2)])
+def test_a_plain_loop_that_it_does_not_concern_goes_on(devices, max_anchor):
+    with on_cpus(make_net(), devices, config=DdpConfig(max_anchor=max_anchor)) as model:
+        model(torch.ones(4, NUM_FEATURES, dtype=torch.float64)).sum().backward()
+        model.step()

@@ -359,9 +359,11 @@ def test_a_thread_stuck_in_the_model_is_named_by_close(monkeypatch):
 
 def test_a_program_that_never_closes_its_model_ends_in_silence():
     code = (
+        "import logging\n"
         "import torch\n"
         "from torch import nn\n"
         "from runtime import Trainer\n"
+        "logging.getLogger('runtime').setLevel(logging.WARNING)\n"
         f"net = nn.Linear({NUM_FEATURES}, 2)\n"
         "model = Trainer.setup(net, lambda p: torch.optim.SGD(p, 0.1), ['cpu', 'cpu'])\n"
         f"out = model(torch.ones(4, {NUM_FEATURES}))\n"

@@ -77,7 +77,11 @@ def test_at_the_end_the_page_has_what_the_run_counted(monitor, recorded):
             "loss": metrics.avg_loss,
             "epoch_s": round(metrics.epoch_s, 3),
             "num_samples": metrics.num_samples,
-            "scalars": [["eval/accuracy", metrics.scalars["eval/accuracy"]]],
+            "scalars": [
+                ["eval/accuracy", metrics.scalars["eval/accuracy"]],
+                ["divergence", metrics.divergence],
+                ["param_norm", metrics.param_norm],
+            ],
         }
         for metrics in state.metrics
     ]

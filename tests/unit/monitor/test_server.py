@@ -336,7 +336,7 @@ def test_a_process_that_closes_nothing_ends(tmp_path):
     code = (
         "from runtime import Monitor\n"
         "from tests.support.running import builder\n"
-        "handle = builder(epochs=2).run().attach(Monitor())\n"
+        "handle = builder(epochs=2).progress(False).run().attach(Monitor())\n"
         "handle.join()\n"
         "other = Monitor()\n"
         "print('done')\n"

@@ -1,0 +1,189 @@
+"""Runs that choose their transport: switches between rounds, fallbacks, deaths in the middle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from coordinator import messages as m
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.rounds import RoundKeeper, SnapshotTransport
+from coordinator.state import Core
+from tests.simulation.finding import NUM_SCHEDULES, STUCK, assert_is_found
+from tests.simulation.harness import Simulation, simulate
+from tests.simulation.schedule import (
+    Death,
+    Pace,
+    Schedule,
+    draw_late_schedule,
+    draw_schedule,
+)
+
+CPU, THREAD, NCCL = AverageBackend.CPU, AverageBackend.THREAD, AverageBackend.NCCL
+
+
+def choosing(draw):
+    """Draws schedules until one has a choice, each seed others."""
+
+    def drawn(seed):
+        schedule = draw(seed)
+        while not schedule.config.alternatives:
+            seed += 10**6
+            schedule = draw(seed)
+        return schedule
+
+    return drawn
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_every_run_with_a_choice_ends_with_every_sample_in_the_result_once(late):
+    seen = Counter()
+    draw = choosing(draw_late_schedule if late else draw_schedule)
+    for seed in range(NUM_SCHEDULES // 4):
+        run = simulate(seed, draw=draw)
+        seen["choices"] += len(run.choices)
+        seen["switched"] += any(not c.failed and c.backend is not c.before for c in run.choices)
+        seen["fell back", run.schedule.config.policy is ApplyPolicy.SYNC] += any(
+            c.failed for c in run.choices
+        )
+        seen["with a death"] += bool(run.choices and run.dead)
+        seen["stopped"] += bool(run.choices and run.machine.outcome.stopped)
+        seen["unconnected"] += bool(run.unconnected)
+    for what in ("choices", "with a death", "stopped", "unconnected", ("fell back", False)):
+        assert seen[what] >= 2, what
+    assert seen["switched" if late else ("fell back", True)] >= 2
+
+
+# -- what is chosen ----------------------------------------------------------------------
+
+
+def steady(**settings):
+    """Two ranks of one speed, with batches of 10 ms and rounds every 20 ms or so."""
+    config = CoordinatorConfig(
+        devices=("cpu", "cpu"),
+        num_samples=settings.pop("num_samples", 400),
+        batch_size=2,
+        num_epochs=1,
+        backend=settings.pop("backend", CPU),
+        alternatives=settings.pop("alternatives", (THREAD,)),
+        policy=settings.pop("policy", ApplyPolicy.CADENCE),
+        anchor=2,
+        max_anchor=settings.pop("max_anchor", 2),
+        continue_on_failure=True,
+    )
+    pace = (Pace(start_s=0.0, batch_s=0.01),)
+    values = {"delay_s": 1e-5, "average_s": 1e-4, "sync_s": 1e-4, "jitter": 0.1}
+    return Schedule(config=config, paces=(pace, pace), **(values | settings))
+
+
+@pytest.mark.parametrize("policy", [ApplyPolicy.CADENCE, ApplyPolicy.ASYNC])
+@pytest.mark.parametrize(("backend", "alternatives"), [(CPU, (THREAD,)), (NCCL, (CPU,))])
+@pytest.mark.parametrize("slow", ["collective", "coordinator"])
+def test_the_cheaper_one_is_chosen_within_ten_rounds(slow, backend, alternatives, policy):
+    costs = {"sync_s": 0.05} if slow == "collective" else {"average_s": 0.2}
+    sim = Simulation(steady(backend=backend, alternatives=alternatives, policy=policy, **costs))
+    at = []
+    handle = sim._execute
+
+    def execute(command):
+        if isinstance(command, m.TransportChosen):
+            at.append(sim.machine.rounds.round.id)
+        handle(command)
+
+    sim._execute = execute
+    sim.run()
+    chosen = sim.choices[0]
+    assert (chosen.backend is CPU) == (slow == "collective"), chosen.reason
+    assert at[0] <= 10
+    assert "ms a round" in chosen.reason
+    assert "CPU" in chosen.reason
+
+
+def test_a_world_that_shrinks_is_measured_anew():
+    pace = (Pace(start_s=0.0, batch_s=0.01),)
+    schedule = steady(num_samples=900)
+    config = replace(schedule.config, devices=("cpu",) * 3)
+    death = Death(rank=1, at_s=0.8, vanishes=False)
+    schedule = replace(schedule, config=config, paces=(pace,) * 3, deaths=(death,))
+    run = Simulation(schedule).run()
+    assert [c.failed for c in run.choices] == [False, False]
+
+
+def test_a_late_rank_is_no_failure_of_the_transport():
+    """Rounds that wait in vain again and again end the run, whatever else could serve."""
+    schedule = steady(
+        backend=NCCL,
+        alternatives=(CPU,),
+        collective_timeout_s=0.001,
+        jitter=0.0,
+        sync_s=0.0,
+    )
+    paces = ((Pace(start_s=0.0, batch_s=0.001),), (Pace(start_s=0.0, batch_s=0.5),))
+    config = replace(schedule.config, max_failed_rounds=2)
+    run = Simulation(replace(schedule, paces=paces, config=config)).run()
+    assert run.machine.core.num_failed_rounds >= 1
+    assert not any(c.failed for c in run.choices)
+
+
+# -- planted faults ------------------------------------------------------------------------
+
+
+def test_a_switch_with_a_round_in_flight_is_found(monkeypatch):
+    """The transport is looked up anew while its round is in flight."""
+    take = RoundKeeper.take
+
+    def switching(self, event, now):
+        self.transport = self.next_transport
+        return take(self, event, now)
+
+    monkeypatch.setattr(RoundKeeper, "take", switching)
+    assert_is_found("", choosing(draw_schedule))
+
+
+def test_one_rank_left_on_the_old_transport_is_found(monkeypatch):
+    ask = SnapshotTransport.ask
+
+    def lopsided(self, now):
+        if self._core.choice.is_tried(CPU) or len(self._round.ranks) < 2:
+            ask(self, now)
+            return
+        *asked, left = self._round.ranks
+        self._round.ranks = tuple(asked)
+        ask(self, now)
+        self._round.ranks = (*asked, left)
+        self._core.send(left, m.SyncNow(round=self._round.id))
+
+    monkeypatch.setattr(SnapshotTransport, "ask", lopsided)
+    assert_is_found(STUCK, choosing(draw_schedule))
+
+
+def test_a_fallback_that_counts_samples_twice_is_found(monkeypatch):
+    """What waits for the next round is taken for settled, and its ranks average it again."""
+    leave = Core.leave_transport
+
+    def settling(self, backend, why):
+        for rank in self.live:
+            self.pool.freeze(rank.rank)
+            self.pool.settle(rank.rank)
+            self.global_step += rank.since_round
+        return leave(self, backend, why)
+
+    monkeypatch.setattr(Core, "leave_transport", settling)
+    assert_is_found("Violation", choosing(draw_schedule))
+
+
+def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
+    """Some ranks keep the average of a round that has failed on another."""
+    leave = Core.leave_transport
+
+    def keeping(self, backend, why):
+        left = leave(self, backend, why)
+        self.out[:] = [
+            c for c in self.out if not isinstance(getattr(c, "message", None), m.Rollback)
+        ]
+        return left
+
+    monkeypatch.setattr(Core, "leave_transport", keeping)
+    assert_is_found("", choosing(draw_schedule))

@@ -1,0 +1,129 @@
+"""Divergence and norms of a replica that drifts are told everywhere."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coordinator.checkpoint import metrics_of, metrics_state
+from runtime import CsvLogger, TensorBoardLogger, Timeline, current_worker
+from runtime.monitor.reader import _epoch
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    GLOO,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    builder,
+)
+
+WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, GLOO)]
+
+
+def drift(model, batch):
+    """Rank 1 goes the other way, ten times as fast."""
+    return model.w.sum() * (-1.0 if current_worker().rank == 0 else 10.0)
+
+
+def run(way, train=drift, ranks=2, **more):
+    b = builder(train=train, dataset=40, batch_size=2, epochs=2, ranks=ranks, way=way)
+    b.partition_ratios([1] * ranks).anchor(5).max_anchor(5).no_divergence_guard()
+    for name, value in more.items():
+        getattr(b, name)(value)
+    return b.run()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
+def test_a_replica_that_drifts_shows_in_metrics_and_statistics(way):
+    handle = run(way)
+    state = handle.join(WAIT_S)
+    for metrics in state.metrics:
+        assert metrics.divergence > 0.01
+        assert metrics.param_norm > 0
+    statistics = handle.statistics()
+    assert statistics.divergence > 0
+    assert statistics.param_norm == state.metrics[-1].param_norm
+    assert all(rank.divergence > 0 for rank in statistics.ranks)
+    assert max(rank.divergence for rank in statistics.ranks) == statistics.divergence
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=["cpu", "thread"])
+def test_the_numbers_are_those_of_the_definition(way):
+    """One round an epoch, of ranks that have trained as much: the mean is half way between."""
+    b = builder(train=drift, dataset=8, batch_size=2, way=way).partition_ratios([1, 1])
+    state = b.anchor(2).max_anchor(2).no_divergence_guard().run().join(WAIT_S)
+    (metrics,) = state.metrics
+    # Rank 0 is at +2 and rank 1 at -20 after two batches: the mean is -9, each 11 away from it.
+    assert metrics.num_averagings == 1
+    assert metrics.param_norm == pytest.approx(9.0)
+    assert metrics.divergence == pytest.approx(11.0 / 9.0)
+
+
+@pytest.mark.parametrize(("way", "ranks"), [((SYNC, THREAD), 2), ((CADENCE, OVER_CPU), 1)])
+def test_without_rounds_there_is_the_norm_alone(way, ranks):
+    handle = run(way, train=lambda model, batch: -model.w.sum(), ranks=ranks)
+    state = handle.join(WAIT_S)
+    assert all(math.isnan(metrics.divergence) for metrics in state.metrics)
+    first, last = (metrics.param_norm for metrics in state.metrics)
+    assert last == pytest.approx(float(torch.linalg.vector_norm(state.params["w"])))
+    assert first == pytest.approx(last / 2)
+    assert handle.statistics().divergence is None
+    assert handle.statistics().param_norm == last
+
+
+def test_it_is_on_the_timeline_and_in_the_tables(tmp_path):
+    timeline = Timeline()
+    logger = CsvLogger(tmp_path / "run.csv")
+    handle = run((CADENCE, OVER_CPU), timeline=timeline, metrics_fn=logger)
+    state = handle.join(WAIT_S)
+    with (tmp_path / "run.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, metrics, record in zip(rows, state.metrics, timeline.epochs(), strict=True):
+        assert float(row["divergence"]) == metrics.divergence == record["divergence"]
+        assert float(row["param_norm"]) == metrics.param_norm == record["param_norm"]
+        shown = dict(map(tuple, _epoch(metrics)["scalars"]))
+        assert shown["divergence"] == metrics.divergence
+        assert shown["param_norm"] == metrics.param_norm
+    rounds = [e for e in timeline.events() if e.args.get("part") == "round"]
+    assert max(e.args["divergence"] for e in rounds) == max(m.divergence for m in state.metrics)
+    json.loads(json.dumps(rounds[0].as_dict()))
+
+
+def test_tensorboard_shows_it(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    state = run((CADENCE, OVER_CPU), metrics_fn=logger).join(WAIT_S)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    values = [event.value for event in found.Scalars("epoch/divergence")]
+    assert values == pytest.approx([m.divergence for m in state.metrics])
+
+
+def test_what_was_not_measured_is_left_out_of_tables(tmp_path):
+    logger = CsvLogger(tmp_path / "run.csv")
+    state = run((SYNC, THREAD), train=lambda model, batch: -model.w.sum(), metrics_fn=logger).join(
+        WAIT_S
+    )
+    with (tmp_path / "run.csv").open(newline="") as file:
+        (first, *_) = list(csv.DictReader(file))
+    assert "divergence" not in first
+    assert float(first["param_norm"]) == state.metrics[0].param_norm
+
+
+def test_metrics_of_an_earlier_version_are_read():
+    state = run((CADENCE, OVER_CPU)).join(WAIT_S)
+    saved = metrics_state(state.metrics[0])
+    assert metrics_of(saved) == state.metrics[0]
+    del saved["divergence"], saved["param_norm"]
+    again = metrics_of(saved)
+    assert math.isnan(again.divergence)
+    told = replace(again, divergence=0.0, param_norm=0.0)
+    assert told == replace(state.metrics[0], divergence=0.0, param_norm=0.0)

@@ -1,0 +1,84 @@
+"""What a run says of itself on stderr: once, and nothing where it is to be quiet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house import ROOT
+
+SCRIPT = """
+import logging, sys
+import torch
+from torch import nn
+from runtime import Trainer
+
+def main(how):
+    {before}
+    if how == "setup":
+        model = Trainer.setup(nn.Linear(2, 1), lambda p: torch.optim.SGD(p, 0.1), ["cpu"] * 2)
+        model(torch.ones(4, 2)).sum().backward()
+        model.step()
+        model.close()
+        return
+    b = Trainer.builder(nn.Linear(2, 1), lambda p: torch.optim.SGD(p, 0.1),
+                        lambda m, batch: m(batch[0]).square().mean())
+    b.dataset((torch.ones(40, 2),)).batch_size(2).num_epochs(1).devices(["cpu"] * 2)
+    if how == "quiet":
+        b.progress(False)
+    b.run().join()
+
+if __name__ == "__main__":
+    main({how!r})
+"""
+
+
+def stderr_of(how, before="pass"):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(how=how, before=before)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=True,
+    )
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("run", ["2 workers on 2 x cpu", "equal devices", "policy CADENCE over CPU", "THREAD"]),
+        ("setup", ["your own loop", "2 workers on 2 x cpu", "equal devices", "over THREAD"]),
+    ],
+)
+def test_one_line_says_what_runs_where_and_why(how, expected):
+    told = stderr_of(how)
+    assert len(told.splitlines()) == 1
+    assert [part for part in expected if part not in told] == []
+    assert "not all devices are CUDA devices" in told
+
+
+@pytest.mark.parametrize(
+    ("how", "before"),
+    [
+        ("quiet", "pass"),
+        ("run", "logging.getLogger('runtime').setLevel(logging.WARNING)"),
+        ("setup", "logging.getLogger('runtime').setLevel(logging.ERROR)"),
+        ("run", "logging.getLogger('runtime').addHandler(logging.NullHandler())"),
+        ("run", "logging.disable(logging.INFO)"),
+        ("run", "logging.basicConfig(level=logging.WARNING)"),
+    ],
+)
+def test_it_is_silent_when_asked(how, before):
+    assert stderr_of(how, before) == ""
+
+
+def test_a_log_that_is_configured_gets_it_instead():
+    before = "logging.basicConfig(level=logging.INFO, format='LOG %(name)s: %(message)s')"
+    lines = [line for line in stderr_of("run", before).splitlines() if "policy CADENCE" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("LOG runtime.run: 2 workers")
