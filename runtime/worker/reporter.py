@@ -93,6 +93,11 @@ class Reporter:
         untold = self._protocol.unreported or self.meter.num_skipped or wait
         return self._report(wait=wait) if untold else None
 
+    def report_rest(self) -> None:
+        """Tell what was trained and not told yet, if anything: nothing follows that could."""
+        if self._protocol.unreported or self.meter.num_skipped:
+            self.put(self._report(wait=True))
+
     def report_timing(self) -> None:
         """Tell what was trained since the last report."""
         self.put(self._report())

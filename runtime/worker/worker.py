@@ -578,6 +578,7 @@ class GpuWorker:
                     raise
                 fault = str(error) if error.failed else None
             if self.protocol.leaving:
+                self._reporter.report_rest()
                 break
             self._halt(fault)
         if self._wants_snapshot():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 
 import pytest
 
 from coordinator import messages as m
 from coordinator.rounds import RoundState
-from runtime import create_collectives
+from runtime import create_collectives, current_worker
 from runtime.replica.build import BuildOrder
 from runtime.worker.protocol import WorkerState
 from tests.deadlock.faults import BOUND_S
@@ -24,6 +26,7 @@ from tests.support.running import (
     WAYS,
     Trace,
     builder,
+    count_up,
 )
 from tests.unit.worker.test_worker import Alone, plan, start
 
@@ -276,3 +279,51 @@ def test_final_snapshots_and_those_of_a_round_are_told_apart(faults, tap):
     assert tap.averages[0].weights[1] > 0
     assert sum(weights) == sum(planted.steps.values())
     assert state.stopped
+
+
+class HeldBack:
+    """Samples that are their own numbers, one of which is read only once it may be."""
+
+    def __init__(self, held):
+        self.held, self.may_be_read = held, threading.Event()
+
+    def __len__(self):
+        return 40
+
+    def get_batch(self, indices):
+        if self.held in indices:
+            assert self.may_be_read.wait(BOUND_S)
+        return (indices,)
+
+
+def until(ready):
+    """Wait for what nobody tells of."""
+    deadline = time.monotonic() + BOUND_S
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_rank_that_leaves_from_a_broken_step_tells_what_it_has_trained(tap, tmp_path):
+    """Its last steps are in the checkpoint, so a resumed run must not train them again."""
+    data, trained = HeldBack(3), Counter()
+
+    def train(model, batch):
+        trained[current_worker().rank] += 1
+        return count_up(model, batch)
+
+    b = builder(train=train, dataset=data, batch_size=1, way=(SYNC, THREAD)).sampler(range(40))
+    b.on_worker_failure("continue").collective_timeout(0.5).checkpoint_dir(tmp_path)
+    handle = b.run()
+    until(lambda: trained[0] == 2)  # rank 0 goes to the second reduction, rank 1 has no batch
+    handle.stop()
+    until(lambda: handle._run._workers[1].protocol.shutdown is not None)
+    tap.await_came(m.Halted, 0)
+    data.may_be_read.set()
+    assert handle.join(BOUND_S).stopped
+    assert [rank.num_batches for rank in handle.statistics().ranks] == [1, 1]
+    seen = []
+    b = builder(train=lambda model, batch: seen.extend(batch[0].tolist()) or count_up(model, batch))
+    b.dataset(HeldBack(-1)).batch_size(1).policy(SYNC).backend(THREAD).sampler(range(40))
+    b.resume(tmp_path).run().join(BOUND_S)
+    assert sorted(seen) == list(range(2, 40))

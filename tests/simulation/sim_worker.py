@@ -149,6 +149,7 @@ class SimWorker:
                     raise
             self.local.clear()  # what no reduction has taken
             if self.protocol.leaving:
+                self._reporter.report_rest()
                 break
             self._halt(fault)
         if self._wants_snapshot():

@@ -6,16 +6,17 @@ A failing seed prints its history and replays with
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
-from coordinator.config import ApplyPolicy
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from tests.simulation.checks import Checks
 from tests.simulation.effects import Violation
 from tests.simulation.finding import NUM_SCHEDULES
 from tests.simulation.harness import simulate
-from tests.simulation.schedule import draw_schedule
+from tests.simulation.schedule import Pace, Schedule, draw_schedule
 
 SLICES = 4
 
@@ -39,6 +40,44 @@ def test_every_schedule_ends_with_every_sample_in_the_result_once(part):
         assert seen["survived", policy] >= 10
     for what in ("retrained", "regrouped", "alone", "failed", "rounds given up"):
         assert seen[what] >= 5, what
+
+
+def draw_late_ranks_at_a_stop(seed):
+    """Ranks in lockstep that wait for each other in vain, and a stop at about that time."""
+    draw = random.Random(seed)
+    config = CoordinatorConfig(
+        devices=("cpu", "cpu"),
+        num_samples=80,
+        batch_size=4,
+        num_epochs=2,
+        policy=ApplyPolicy.SYNC,
+        backend=AverageBackend.THREAD,
+        accumulate=draw.choice([1, 3]),
+        balance=draw.random() < 0.5,
+        save_every=2,
+        continue_on_failure=True,
+    )
+    return Schedule(
+        seed=seed,
+        config=config,
+        paces=tuple((Pace(start_s=0.0, batch_s=s),) for s in (0.0013, 0.001)),
+        build_s=0.007,
+        delay_s=0.002,
+        sync_s=0.0015,
+        linger_s=0.004,
+        report_interval_s=10.0,
+        stop_at_s=draw.uniform(0.008, 0.03),
+        collective_timeout_s=0.0011,
+    )
+
+
+def test_ranks_that_a_stop_finds_waiting_in_vain_tell_what_they_have_trained():
+    """Their last steps are in the checkpoint, so it must not hand them out again."""
+    seen = Counter()
+    for seed in range(300):
+        run = simulate(seed, draw=draw_late_ranks_at_a_stop)
+        seen["saved in mid-epoch"] += any(save.run["epochs"] for save in run.saved)
+    assert seen["saved in mid-epoch"] >= 100
 
 
 def test_the_same_seed_gives_the_same_history():
