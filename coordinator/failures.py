@@ -432,7 +432,7 @@ class Ending:
         elif not finals and self._core.outcome.failures:
             self._core.outcome.failure = self._core.outcome.failures[-1]
         if self._core.outcome.failure is None:
-            if self._core.lockstep and len(finals) < len(self._core.ranks):
+            if self._core.lockstep:
                 self._survival.recount(steps)  # a rank may not have told its last ones
             self._saving.freeze_end(finals)
         if len(finals) <= 1 or not any(weights):

@@ -108,6 +108,7 @@ class Coordinator:
             case m.EpochReport():
                 self._on_report(event)
                 self._core.ranks[event.rank].num_queued -= 1
+                self._epochs.measure(event.rank)
             case m.ParamSnapshot():
                 if event.report is not None:
                     self._on_report(event.report)
@@ -193,8 +194,7 @@ class Coordinator:
         self._core.pool.trained(event.rank, tally.num_batches)
         plan = self._core.plan
         if plan is not None:
-            plan.told[event.rank] = plan.told.get(event.rank, 0) + tally.num_batches
-            plan.compute_s[event.rank] = plan.compute_s.get(event.rank, 0.0) + tally.compute_s
+            plan.note(event.rank, tally.num_batches, timed, tally.compute_s)
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
             self._core.pool.freeze(event.rank)

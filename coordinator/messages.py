@@ -84,6 +84,8 @@ class EpochPlan:
             all ranks) before the plan.
         pieces: Under ``SYNC`` with shares by measured speed, the samples of each batch, as
             positions ``[start, stop)`` in the epoch's permutation; empty: the batch's own.
+        more: Whether more of the epoch follows for the same ranks, short of a death or an
+            end, so that nothing is closed behind this plan.
     """
 
     epoch: int
@@ -91,6 +93,7 @@ class EpochPlan:
     shares: tuple[int, ...] = ()
     first_step: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
+    more: bool = False
 
     @property
     def num_batches(self) -> int:

@@ -101,12 +101,15 @@ class Reporter:
         tally = self._take(wait=wait)
         return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=tally)
 
-    def report_epoch(self, epoch: int) -> None:
+    def report_epoch(self, epoch: int, *, wait: bool = True) -> None:
         """Tell that a plan is done, with what no report has told yet.
 
-        Waits for the losses and times of its last steps: nothing may follow that tells them.
+        Args:
+            epoch: Its epoch.
+            wait: Wait for the losses and times of its last steps: nothing may follow that
+                tells them.
         """
-        tally = self._take(wait=True)
+        tally = self._take(wait=wait)
         self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, tally=tally))
 
     def _take(self, *, wait: bool) -> m.Tally:

@@ -308,11 +308,9 @@ class GpuWorker:
             while True:
                 leaving = self.handle_control()
                 # Under lockstep a peer may have begun a plan that came before an orderly end:
-                # every rank then begins it, and all of them stop after its first step.
+                # every rank then begins it, and all of them stop together.
                 all_begin = self._lockstep and self._wants_snapshot()
-                plan = self.protocol.begin_plan(
-                    leaving_too=all_begin and not self._together.stop_reached
-                )
+                plan = self.protocol.begin_plan(leaving_too=all_begin)
                 if plan is not None:
                     return plan
                 if leaving:
@@ -353,9 +351,14 @@ class GpuWorker:
                     return True
                 if index < last:  # else the plan's own report follows
                     self._reporter.report_if_due()
-            self.replica.sync_buffers()
+            if not plan.more:
+                self.replica.sync_buffers()
             self._answers.capture_if_reached()
-        self._end_plan(plan)
+        if plan.more:
+            self.protocol.end_plan()
+            self._reporter.report_epoch(plan.epoch, wait=False)
+        else:
+            self._end_plan(plan)
         return False
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -443,6 +446,7 @@ class GpuWorker:
         if self._together.stop_reached:
             self.replica.own.keep_buffers()
             self.replica.sync_buffers()
+            self.protocol.drop_plans()
         self._end_plan(plan)
 
     def _end_plan(self, plan: m.EpochPlan) -> None:

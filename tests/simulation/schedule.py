@@ -202,12 +202,40 @@ def draw_schedule(seed: int) -> Schedule:
 
 
 def with_shares(schedule: Schedule) -> Schedule:
-    """The schedule with shares by measured speed in half of the runs of ``SYNC``."""
+    """The schedule with shares by measured speed in half of the runs of ``SYNC``.
+
+    Some of them have longer epochs, of many plans.
+    """
     c = schedule.config
     if c.policy is not ApplyPolicy.SYNC or c.world_size == 1 or c.partition_ratios is not None:
         return schedule
-    balance = random.Random(f"shares of {schedule.seed}").random() < 0.5
-    return replace(schedule, config=replace(c, balance=balance))
+    rng = random.Random(f"shares of {schedule.seed}")
+    if rng.random() >= 0.5:
+        return schedule
+    factor = rng.choice((1, 1, 2, 4, 8))
+    stop_s = schedule.stop_at_s
+    return replace(
+        schedule,
+        config=replace(c, balance=True, num_samples=factor * c.num_samples),
+        stop_at_s=None if stop_s is None else factor * stop_s,
+        saves_at_s=tuple(factor * at_s for at_s in schedule.saves_at_s),
+        deaths=tuple(replace(d, at_s=factor * d.at_s) for d in schedule.deaths),
+    )
+
+
+def stopped_late(schedule: Schedule) -> Schedule:
+    """A longer run that is stopped, where ranks hear of it at different times."""
+    rng = random.Random(f"stop of {schedule.seed}")
+    c, batch_s = schedule.config, schedule.batch_s(0, 0.0)
+    size = c.batch_size * c.world_size * c.accumulate
+    c = replace(c, num_epochs=1, num_samples=20 * size + c.num_samples % 7)
+    return replace(
+        schedule,
+        config=c,
+        delay_s=rng.choice((1, 4, 8)) * batch_s,
+        stop_at_s=schedule.build_s + rng.uniform(0.0, 20.0) * c.accumulate * batch_s,
+        deaths=schedule.deaths if rng.random() < 0.3 else (),
+    )
 
 
 def with_saves(schedule: Schedule) -> Schedule:

@@ -214,9 +214,7 @@ class SimWorker:
         while True:
             leaving = yield from self._handle_control()
             all_begin = self._lockstep and self._wants_snapshot()
-            plan = self.protocol.begin_plan(
-                leaving_too=all_begin and not self._together.stop_reached
-            )
+            plan = self.protocol.begin_plan(leaving_too=all_begin)
             if plan is not None:
                 return plan
             if leaving:
@@ -241,7 +239,8 @@ class SimWorker:
                 return True
             if index + 1 < len(windows.steps):
                 self._reporter.report_if_due()
-        yield from self._sync_buffers()
+        if not plan.more:
+            yield from self._sync_buffers()
         self._capture_if_reached()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
@@ -262,6 +261,7 @@ class SimWorker:
     def _abandon(self, plan: m.EpochPlan) -> Steps:
         if self._together.stop_reached:
             yield from self._sync_buffers()
+            self.protocol.drop_plans()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
 
