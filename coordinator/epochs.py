@@ -192,7 +192,7 @@ class Epochs:
         shares = self._core.shares
         assert shares is not None, "pieces are cut where shares are measured"
         ranks = list(parts)
-        sizes = shares.sizes(len(ranks) * self._core.config.batch_size, ranks)
+        sizes = shares.sizes(self._core.global_batch(len(ranks)), ranks)
         return self._core.pool.cut_pieces(parts, sizes)
 
     def has_work(self, epoch: int) -> bool:

@@ -302,9 +302,10 @@ class Survival:
         if event.generation != self._core.generation or not self._core.is_live(event.rank):
             return
         if self.recovery is not Recovery.HALTING:
-            # Nobody died: a peer did not come in time.
-            self.num_halts = self.num_halts + 1 if event.step == self._last_step else 1
-            self._last_step = event.step
+            # Nobody died: a peer did not come in time, or had no memory for its piece.
+            if not event.too_large:
+                self.num_halts = self.num_halts + 1 if event.step == self._last_step else 1
+                self._last_step = event.step
             self.halt()
         self._halted[event.rank] = event
 

@@ -249,7 +249,13 @@ class Coordinator:
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
         """A lockstep rank has halted; peers that do not come again and again end the run."""
+        if event.too_large and self._core.phase is Phase.LEAVING:
+            # The others are on their way out, and wait for it in the last step.
+            self._core.out.append(AbortCollective(generation=self._core.generation))
         if self._core.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+            return
+        if event.too_large and not self._shrink(event):
+            self._ending.fail(Failure(error=_no_memory(event), rank=event.rank), now)
             return
         was_halting = self._survival.recovery is Recovery.HALTING
         self._survival.on_halted(event)
@@ -261,6 +267,13 @@ class Coordinator:
                 "collective_timeout if the steps are long"
             )
             self._ending.fail(Failure(error=error), now)
+
+    def _shrink(self, event: m.Halted) -> bool:
+        """Limit the share of a rank that had no memory for it; returns whether the rest fits."""
+        shares, ranks = self._core.shares, [r.rank for r in self._core.live]
+        assert shares is not None, "only measured shares are made smaller"
+        shares.limit(event.rank, event.too_large)
+        return shares.fits(self._core.global_batch(len(ranks)), ranks)
 
     def _on_stop(self) -> None:
         if self._core.phase in (Phase.STARTING, Phase.RUNNING):
@@ -391,3 +404,13 @@ class Coordinator:
         if oldest is not None or self._may_save() or self._core.gate.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
             self._rounds.start(now, oldest, work)
+
+
+def _no_memory(event: m.Halted) -> BaseException:
+    error = MemoryError(
+        f"rank {event.rank} had no memory for a piece of {event.too_large} samples, and all ranks "
+        "together have none for the global batch: use a smaller batch_size, with accumulate(n) "
+        "for the same steps"
+    )
+    error.__cause__ = event.error
+    return error

@@ -631,6 +631,8 @@ class Halted:
         step: Optimizer steps made since the start of the run.
         num_syncs: Times it has averaged its buffers.
         report: What was trained and not yet told.
+        too_large: Samples of the piece for which the rank had no memory; 0: that is not why.
+        error: What was raised then.
     """
 
     rank: int
@@ -638,6 +640,8 @@ class Halted:
     step: int
     num_syncs: int = 0
     report: BatchReport | None = None
+    too_large: int = 0
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ steps it answers every message; inside a step it answers none.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from coordinator.errors import GpuWorkerError
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.context import worker_context
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.core.threads import resolve_vector_math
 from runtime.data.loader import Loader
 from runtime.device.base import Device
@@ -50,6 +51,8 @@ from runtime.worker.reporter import Reporter
 from runtime.worker.rounds import Answers
 from runtime.worker.step import BatchLog, WorkerSteps
 from runtime.worker.windows import Windows
+
+logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """How long a rank whose collective was broken waits to hear of the end of the run."""
@@ -541,9 +544,19 @@ class GpuWorker:
             try:
                 self._train_plans()
                 break
+            except PieceTooLarge as error:
+                logger.warning(
+                    "rank %d: %s; it gets smaller ones from here on, and the step is made again",
+                    self.rank,
+                    error,
+                )
+                self._halt(error)
+                if self.protocol.leaving:
+                    break
+                continue
             except CollectiveAborted as error:
                 # Another rank failed, which is told by that rank; if by none, by this one.
-                survives = self.config.survives and self._lockstep
+                survives = self.config.redoes and self._lockstep
                 if not survives and not self.drain_until_shutdown(DRAIN_S):
                     raise GpuWorkerError(
                         f"rank {self.rank}: a collective was broken, and no rank has told why "
@@ -565,14 +578,20 @@ class GpuWorker:
             if self.run_epoch_plan(plan):
                 return
 
-    def _halt(self) -> None:
-        """The group of ranks is broken: leave the plan, say where, and wait for the new one."""
+    def _halt(self, too_large: PieceTooLarge | None = None) -> None:
+        """The group of ranks is broken: leave the plan, say where, and wait for the new one.
+
+        Args:
+            too_large: This rank breaks it, because it had no memory for its piece.
+        """
+        cause = None if too_large is None else too_large.__cause__
         self._recorder.halts()
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
         self._context.finish()  # a peer may copy from this replica as soon as it is told
-        self.protocol.halt()
+        if not self.protocol.leaving:
+            self.protocol.halt()
         self._reporter.put(
             m.Halted(
                 rank=self.rank,
@@ -580,6 +599,8 @@ class GpuWorker:
                 step=self._together.step,
                 num_syncs=self._together.num_syncs,
                 report=self._reporter.take_report(),
+                too_large=0 if too_large is None else too_large.num_samples,
+                error=cause if isinstance(cause, Exception) else None,
             )
         )
 

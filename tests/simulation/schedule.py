@@ -52,6 +52,7 @@ class Schedule:
         linger_s: Longest time until a rank gets to run after a collective.
         collective_timeout_s: How long a rank waits for its peers; 0: for ever.
         saves_at_s: When ``save()`` is called.
+        memory: Samples of the largest piece that each rank has memory for; empty: of any.
         busy_s: Longest time until the coordinator's thread takes what has come.
         late: Whether it is one of :func:`draw_late_schedule`.
     """
@@ -78,6 +79,7 @@ class Schedule:
     linger_s: float = 0.0
     collective_timeout_s: float = 0.0
     saves_at_s: tuple[float, ...] = ()
+    memory: tuple[int, ...] = ()
     busy_s: float = 0.0
     late: bool = False
 
@@ -214,9 +216,13 @@ def with_shares(schedule: Schedule) -> Schedule:
         return schedule
     factor = rng.choice((1, 1, 2, 4, 8))
     stop_s = schedule.stop_at_s
+    # A limit is four fifths of what was too large, and equal pieces must fit.
+    least = c.batch_size * 5 // 4 + 1
+    memory = tuple(rng.randint(least, least + 2) for _ in range(c.world_size))
     return replace(
         schedule,
         config=replace(c, balance=True, num_samples=factor * c.num_samples),
+        memory=memory if rng.random() < 0.4 else (),
         stop_at_s=None if stop_s is None else factor * stop_s,
         saves_at_s=tuple(factor * at_s for at_s in schedule.saves_at_s),
         deaths=tuple(replace(d, at_s=factor * d.at_s) for d in schedule.deaths),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.worker.config import WAKE, Wake, WorkerConfig
 from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
@@ -95,6 +95,8 @@ class SimWorker:
             batch_size=c.batch_size,
             policy=c.policy,
             accumulate=c.accumulate,
+            survives=c.continue_on_failure,
+            balance=c.balance,
         )
         self._reporter = Reporter(
             self.protocol,
@@ -139,11 +141,17 @@ class SimWorker:
             try:
                 yield from self._train_plans()
                 break
+            except PieceTooLarge as error:
+                self.local.clear()
+                self._halt(error.num_samples)
+                if self.protocol.leaving:
+                    break
+                continue
             except CollectiveAborted:
-                if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
+                if not (self._config.redoes and self._lockstep):
                     yield from self._drain_until_shutdown()
             except CollectiveTimeout:
-                if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
+                if not (self._config.survives and self._lockstep):
                     raise
             self.local.clear()  # what no reduction has taken
             if self.protocol.leaving:
@@ -170,8 +178,9 @@ class SimWorker:
             if (yield from self._run_plan(plan)):
                 return
 
-    def _halt(self) -> None:
-        self.protocol.halt()
+    def _halt(self, too_large: int = 0) -> None:
+        if not self.protocol.leaving:
+            self.protocol.halt()
         self._reporter.put(
             m.Halted(
                 rank=self.rank,
@@ -179,6 +188,7 @@ class SimWorker:
                 step=self._together.step,
                 num_syncs=self._together.num_syncs,
                 report=self._reporter.take_report(),
+                too_large=too_large,
             )
         )
 
@@ -280,6 +290,8 @@ class SimWorker:
                 yield from self._await_batch(answer=False)
             step_s = self._sim.step_s(self.rank, size)
             yield step_s
+            if self._sim.schedule.memory and size > self._sim.schedule.memory[self.rank]:
+                raise PieceTooLarge(size)
             elapsed += step_s
             batch = batches.popleft()
             if not self._lockstep:  # there it counts once the gradients are averaged

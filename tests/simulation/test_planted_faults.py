@@ -288,6 +288,27 @@ def test_a_share_of_nothing_is_found(monkeypatch):
     assert_is_found("empty piece", drawn(shares))
 
 
+def small_memory(schedule):
+    return schedule.config.balance and bool(schedule.memory)
+
+
+def test_a_piece_that_stays_too_large_is_found(monkeypatch):
+    monkeypatch.setattr(Shares, "limit", lambda self, rank, num_samples: None)
+    assert_is_found("", drawn(small_memory))
+
+
+def test_a_step_that_is_made_again_without_its_first_batches_is_found(monkeypatch):
+    """The batches of the window that a rank had trained before its memory ended."""
+    recount = ChunkPool.recount
+
+    def one_more(self, rank, number, spans, *, told, made):
+        made = min(made + 1, sum(map(len, spans)))
+        return recount(self, rank, number, spans, told=told, made=made)
+
+    monkeypatch.setattr(ChunkPool, "recount", one_more)
+    assert_is_found("", drawn(lambda s: small_memory(s) and not s.deaths and s.stop_at_s is None))
+
+
 def late_stops(monkeypatch):
     """Runs that are stopped while short plans wait."""
     monkeypatch.setattr(epochs, "PLAN_STEPS", 2)

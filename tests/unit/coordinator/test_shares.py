@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.dispatch import split_like
-from coordinator.shares import Shares, seconds, split_by_cost
+from coordinator.shares import Shares, seconds, split_by_cost, split_within
 
 STEPS = 6
 """Global steps behind each measurement."""
@@ -156,6 +156,33 @@ def test_nothing_is_cut_by_speed_before_each_rank_was_measured():
         shares.observe(0, 8, 0.1)
     assert shares.sizes(16, (0, 1)) == (8, 8)
     assert shares.cost(1) is None
+
+
+@given(st.lists(st.tuples(a_cost, st.integers(1, 90)), min_size=1, max_size=5), st.data())
+def test_no_part_is_above_its_limit(drawn, data):
+    costs, limits = [cost for cost, _ in drawn], dict(enumerate(n for _, n in drawn))
+    total = data.draw(st.integers(len(costs), sum(limits.values())))
+    parts = split_within(
+        total, range(len(costs)), limits, lambda n, free: split_by_cost(n, [costs[i] for i in free])
+    )
+    assert sum(parts) == total
+    assert all(1 <= n <= limits[i] for i, n in enumerate(parts))
+
+
+@pytest.mark.parametrize("num_measured", [0, 1, 2, 3, 9])
+def test_a_rank_without_memory_for_its_piece_gets_smaller_ones_at_once(num_measured):
+    ranks = Ranks([(0, 1e-3), (0, 3e-3)], 80)
+    for _ in range(num_measured):
+        ranks.train()
+    ranks.shares.limit(0, 40)
+    assert ranks.shares.fits(80, (0, 1))
+    for _ in range(5):
+        ranks.sizes = ranks.shares.sizes(80, (0, 1))
+        assert ranks.sizes[0] <= 32
+        ranks.train()
+    assert ranks.sizes[0] <= 32
+    ranks.shares.limit(1, 59)
+    assert not ranks.shares.fits(80, (0, 1))
 
 
 def test_a_rank_that_is_gone_leaves_its_part_to_the_others():
