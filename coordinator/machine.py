@@ -8,6 +8,7 @@ wake-up cannot be.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, assert_never
 
@@ -19,7 +20,10 @@ from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import Limits, RoundKeeper, RoundState
+from coordinator.shares import Inequality
 from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
+
+logger = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -44,6 +48,7 @@ class Coordinator:
         self._ending = Ending(self._core, self._epochs, self._saving, self._rounds, self._survival)
         self._limits = Limits(self._core, self._rounds)
         self._watch = ProgressWatch(self._core, self._rounds, self._ending)
+        self._inequality = Inequality()
 
     # -- outside -----------------------------------------------------------
 
@@ -200,6 +205,24 @@ class Coordinator:
             self._core.pool.freeze(event.rank)
             self._core.pool.settle(event.rank)
             self._core.global_step += tally.num_batches
+        if self._core.lockstep and self._core.config.advise_balance:
+            self._advise_balance()
+
+    def _advise_balance(self) -> None:
+        found = self._inequality.look(
+            {r.rank: (r.num_batches, r.compute_s) for r in self._core.live}
+        )
+        if found is not None:
+            rank, ratio, gain = found
+            logger.warning(
+                "rank %d takes %.2f times as long for a batch as the fastest rank, which waits for "
+                "it in every step: balance(True) would cut the global batches by speed and make "
+                "steps about %.2f times as fast, with results that agree up to rounding; "
+                "balance(False) keeps equal batches without this warning",
+                rank,
+                ratio,
+                gain,
+            )
 
     def _on_exiting(self, rank: int, now: float) -> None:
         info = self._core.ranks[rank]

@@ -23,6 +23,10 @@ _DIFFERENT = 0.1
 """Two sizes tell the fixed part of the time if they differ by more than this part."""
 _MOST_FIXED = 0.9
 """The fixed part of the time is at most this much of it."""
+LOOK_BATCHES = 200
+"""Batches of each rank behind a look at whether equal batches suit the ranks."""
+UNEQUAL = 1.15
+"""Ranks are unequal if the slowest takes this many times the fastest one's time."""
 _BEARABLE = 0.8
 """A device that had no memory for a piece gets no more than this part of it."""
 
@@ -90,6 +94,45 @@ def split_within(
 def seconds(cost: Cost, num_samples: float) -> float:
     """The time of a piece."""
     return cost[0] + cost[1] * num_samples
+
+
+class Inequality:
+    """Notices that ranks take unequal times for equal batches. Not thread-safe.
+
+    Each look covers ``LOOK_BATCHES`` batches of each rank.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, tuple[int, float]] = {}
+        self.noticed = False
+
+    def look(self, totals: Mapping[int, tuple[int, float]]) -> tuple[int, float, float] | None:
+        """See whether the ranks are unequal; once they were, there is no further look.
+
+        Args:
+            totals: Batches of each live rank so far, and the seconds of computing in them.
+
+        Returns:
+            The slowest rank, how many times the fastest one's time it takes, and how many times
+            as fast steps would be with shares; ``None``: there is nothing to say.
+        """
+        if self.noticed:
+            return None
+        if self._since.keys() != totals.keys() or len(totals) < 2:
+            self._since = dict(totals)
+            return None
+        spans = {r: (n - self._since[r][0], s - self._since[r][1]) for r, (n, s) in totals.items()}
+        if min(n for n, _ in spans.values()) < LOOK_BATCHES:
+            return None
+        self._since = dict(totals)
+        times = {rank: compute_s / n for rank, (n, compute_s) in spans.items()}
+        slowest = max(times, key=lambda rank: times[rank])
+        fastest_s = min(times.values())
+        if fastest_s <= 0 or times[slowest] < UNEQUAL * fastest_s:
+            return None
+        self.noticed = True
+        gain = times[slowest] * sum(1 / s for s in times.values()) / len(times)
+        return slowest, times[slowest] / fastest_s, gain
 
 
 @dataclass(slots=True)

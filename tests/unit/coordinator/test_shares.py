@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.dispatch import split_like
-from coordinator.shares import Shares, seconds, split_by_cost, split_within
+from coordinator.shares import Inequality, Shares, seconds, split_by_cost, split_within
 
 STEPS = 6
 """Global steps behind each measurement."""
@@ -183,6 +183,35 @@ def test_a_rank_without_memory_for_its_piece_gets_smaller_ones_at_once(num_measu
     assert ranks.sizes[0] <= 32
     ranks.shares.limit(1, 59)
     assert not ranks.shares.fits(80, (0, 1))
+
+
+def looks(times, batches=10):
+    """What each look finds at ranks with these seconds for a batch."""
+    inequality = Inequality()
+    found = [
+        inequality.look({rank: (n, n * s) for rank, s in enumerate(times)})
+        for n in range(0, 1001, batches)
+    ]
+    return [result for result in found if result is not None]
+
+
+@pytest.mark.parametrize("times", [(0.1, 0.1), (0.1, 0.114), (0.1, 0.1, 0.11), (0.1,)])
+def test_ranks_that_are_nearly_equal_are_not_noticed(times):
+    assert looks(times) == []
+
+
+def test_unequal_ranks_are_noticed_once_with_what_shares_would_gain():
+    assert looks((0.1, 0.3)) == [(1, pytest.approx(3), pytest.approx(2))]
+    assert looks((0.1, 0.116, 0.1))[0][0] == 1
+
+
+def test_slow_first_steps_and_ranks_that_come_and_go_are_not_unequal():
+    inequality = Inequality()
+    assert inequality.look({0: (10, 1.0), 1: (10, 60.0)}) is None
+    assert inequality.look({0: (209, 20.9), 1: (209, 79.9)}) is None
+    assert inequality.look({0: (210, 21.0), 1: (210, 80.0)}) is None
+    assert inequality.look({0: (990, 99.0)}) is None
+    assert inequality.look({0: (999, 99.9), 1: (999, 999.0)}) is None
 
 
 def test_a_rank_that_is_gone_leaves_its_part_to_the_others():
