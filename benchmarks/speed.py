@@ -221,6 +221,53 @@ def efficiency_checks(
     ]
 
 
+# -- shares -----------------------------------------------------------------------------
+
+SHARED = {
+    "threads": "2 bare threads",
+    "balanced": "SYNC, balance(True)",
+    "sync": "SYNC, equal batches",
+    "cadence": "CADENCE",
+    "ddp": "DistributedDataParallel",
+}
+
+
+def shares_table(measured: Measured, slowdowns: Sequence[float]) -> str:
+    """Rates, and the medians of their ratios to their neighbours in time."""
+    head = ("rank 1 slowed", "system", "samples/s", "/ 2 bare threads", "95 % interval", "/ DDP")
+    rows = []
+    for slowdown in slowdowns:
+        threads, ddp = (cell(name, slowdown) for name in ("threads", "ddp"))
+        for name, title in SHARED.items():
+            key = cell(name, slowdown)
+            middle, low, high = median_interval(measured.ratios(key, threads))
+            rate = f"{median(measured.rates[key]):,.0f}"
+            peer = f"{median(measured.ratios(key, ddp)):.2f}"
+            interval = f"{low:.2f} to {high:.2f}"
+            rows.append([f"{slowdown:g}", title, rate, f"{middle:.2f}", interval, peer])
+    return table(head, rows, num_texts=2)
+
+
+def shares_checks(model: str, measured: Measured, slowdowns: Sequence[float]) -> list[Check]:
+    """The targets for one model: less is wanted of the MLP, whose step is short."""
+    small, checks = model == "mlp", []
+
+    def add(what: str, over: str, under: str, wanted: float) -> None:
+        ratio = median(measured.ratios(over, under))
+        checks.append(Check(what=f"{model}{what}", measured=ratio, wanted=wanted))
+
+    for s in slowdowns:
+        balanced = cell("balanced", s)
+        where = f", rank 1 slowed {s:g} times: SYNC with shares"
+        if s == 1.0:
+            add(f"{where} / SYNC", balanced, cell("sync", s), 0.98)
+            continue
+        add(f"{where} / 2 bare threads", balanced, cell("threads", s), 0.6 if small else 0.85)
+        if s == 3.0:
+            add(f"{where} / DDP", balanced, cell("ddp", s), 1.9 if small else 2.0)
+    return checks
+
+
 # -- world ------------------------------------------------------------------------------
 
 
@@ -372,7 +419,7 @@ class Options:
         repeat: Repetitions of each cell.
         num_retries: How often a disturbed measurement is repeated.
         quick: Whether the section measures fewer cells.
-        models: Workloads of the sections ``peers`` and ``efficiency``.
+        models: Workloads of the sections ``peers``, ``efficiency`` and ``shares``.
         slowdowns: How often rank 1's step takes a bare one's there.
     """
 
@@ -484,6 +531,35 @@ def efficiency(options: Options) -> Section:
         section.checks += efficiency_checks(model, step_s, ratios)
         section.record[model] |= {"step_s": step_s, "details": cells.details()}
     return section
+
+
+def shares(options: Options) -> Section:
+    """``SYNC`` with shares by measured speed, beside all that does without."""
+    section = Section()
+    with GlooGroup(2) as group:
+        for model in options.models:
+            workload = WORKLOADS[model]
+            step_s = step_seconds(workload)
+            cells = Cells(workload, step_s, options.seconds, group)
+            wanted = [c for s in options.slowdowns for c in _shares_cells(cells, step_s, s)]
+            measured = options.interleaved(wanted)
+            title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
+            section.markdown += [title, shares_table(measured, options.slowdowns)]
+            section.checks += shares_checks(model, measured, options.slowdowns)
+            section.record[model] = {"step_s": step_s, **section.add(measured, cells)}
+    return section
+
+
+def _shares_cells(cells: Cells, step_s: float, slowdown: float) -> list[Cell]:
+    pauses = (0.0, (slowdown - 1.0) * step_s)
+    sync, cadence = ApplyPolicy.SYNC, ApplyPolicy.CADENCE
+    return [
+        cells.threads(cell("threads", slowdown), pauses),
+        cells.runtime(cell("balanced", slowdown), sync, pauses, balance=True),
+        cells.runtime(cell("sync", slowdown), sync, pauses),
+        cells.runtime(cell("cadence", slowdown), cadence, pauses),
+        cells.peer(cell("ddp", slowdown), "ddp", pauses),
+    ]
 
 
 def world(options: Options) -> Section:
@@ -619,6 +695,7 @@ def coordinator(options: Options) -> Section:
 SECTIONS: dict[str, tuple[str, Callable[[Options], Section]]] = {
     "peers": ("Against its peers", peers),
     "efficiency": ("CADENCE against two bare threads, pair by pair", efficiency),
+    "shares": ("SYNC with shares by measured speed", shares),
     "world": (f"More workers, asleep {WORLD_STEP_S * 1e3:g} ms a step", world),
     "model": (f"Larger models, 2 workers, asleep {MODEL_STEP_S * 1e3:g} ms a step", model),
     "step": ("Shorter steps", step),
@@ -879,7 +956,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    add("--models", nargs="+", choices=WORKLOADS, help="of 'peers' and 'efficiency' (mlp lenet)")
+    add(
+        "--models",
+        nargs="+",
+        choices=WORKLOADS,
+        help="of 'peers', 'efficiency' and 'shares' (mlp lenet)",
+    )
     add(
         "--slowdowns",
         nargs="+",

@@ -152,6 +152,8 @@ class CoordinatorConfig:
         divergence_threshold: ``None``: no guard.
         partition_ratios: Fixed share of each rank.
         balance: Under ``SYNC``, cut each global batch by measured speed.
+        advise_balance: Under ``SYNC`` with equal batches, say once what that would gain where
+            ranks turn out unequal.
         progressive: Chunks on demand rather than one partition an epoch.
         max_steps: End after this many batches over all ranks.
         evaluate: Whether there is an evaluation function.
@@ -188,6 +190,7 @@ class CoordinatorConfig:
     divergence_threshold: float | None = 0.05
     partition_ratios: tuple[float, ...] | None = None
     balance: bool = False
+    advise_balance: bool = False
     progressive: bool = True
     max_steps: int | None = None
     evaluate: bool = False

@@ -10,9 +10,9 @@ from coordinator.messages import PublishEpoch
 from coordinator.pool import Epoch, LockstepPlan
 from coordinator.state import Core, Rank
 
-PLAN_STEPS = 6
-"""Optimizer steps in a plan where shares are measured: a new speed is followed after three
-plans at the latest, and ranks wait for the coordinator between two of them."""
+PLAN_STEPS = 5
+"""Optimizer steps in a plan where shares are measured. While ranks train one the next lies
+with them, so that a new speed is followed in the fourth plan at the latest."""
 
 
 @dataclass(slots=True)
@@ -118,23 +118,29 @@ class Epochs:
     def deal_lockstep(self, now: float) -> None:
         """Deal the next epoch to all ranks once they are through with the last.
 
-        With shares by measured speed, the next steps of it: their sizes are the same on all
-        ranks, because they come with the plan, and what the steps took decides those of the
-        next plan.
+        With shares by measured speed, the next steps of it, once all are through with the
+        plan before the last: their sizes are the same on all ranks, because they come with
+        the plan, and what the steps took decides those of the plan after the next.
         """
+        while self._deal_next(now):
+            pass
+
+    def _deal_next(self, now: float) -> bool:
         live = self._core.live
-        if any(r.num_queued for r in live) or not self.all_published:
-            # Peers of a lead that evaluates wait here, where no timeout runs.
-            return
         balances = self._core.shares is not None and len(live) > 1
+        most_queued = max((r.num_queued for r in live), default=0)
+        if most_queued > int(balances) or not self.all_published:
+            # Peers of a lead that evaluates wait here, where no timeout runs.
+            return False
         most = PLAN_STEPS * self._core.config.accumulate * len(live) if balances else None
         dealt = self._core.pool.deal_epoch(
             now, [r.rank for r in live], self._core.elche.shares, most
         )
         if dealt is None:
-            return
+            return False
         number, parts = dealt
         pieces = self._cut_pieces(parts) if balances else {}
+        more = balances and self._core.pool.has_more(self._core.pool.epochs[0])
         shares = [0] * len(self._core.ranks)
         for rank, spans in parts.items():
             shares[rank] = sum(len(span) for span in spans)
@@ -143,38 +149,50 @@ class Epochs:
         if epoch is not None and not self._core.alone:
             epoch.num_averagings += steps
             self._core.num_averagings += steps
-        self._core.plan = LockstepPlan(
-            epoch=number,
-            parts=parts,
-            first_window=self._core.num_windows,
-            num_windows=steps,
-            first_step=self._core.global_step,
-            pieces=pieces,
-        )
+        plan = self._core.plan
+        first_step = self._core.global_step
+        if most_queued and plan is not None:
+            assert plan.epoch == number, "an epoch begins when the one before is trained"
+            first_step = plan.first_step + plan.num_batches
+            plan.extend(parts, pieces, steps)
+            plan.forget_told(self._core.config.accumulate)
+        else:
+            self._core.plan = LockstepPlan(
+                epoch=number,
+                parts=parts,
+                first_window=self._core.num_windows,
+                num_windows=steps,
+                first_step=first_step,
+                pieces=pieces,
+            )
         self._core.num_windows += steps
         for info in live:
-            plan = m.EpochPlan(
+            own = m.EpochPlan(
                 epoch=number,
                 batches=parts[info.rank],
                 shares=tuple(shares),
-                first_step=self._core.global_step,
-                pieces=pieces.get(info.rank, ()),
+                first_step=first_step,
+                pieces=tuple(pieces.get(info.rank, ())),
+                more=more,
             )
-            self._start(info, plan)
+            self._start(info, own)
+        return True
 
-    def _cut_pieces(
-        self, parts: dict[int, tuple[range, ...]]
-    ) -> dict[int, tuple[tuple[int, int], ...]]:
-        """The pieces of each rank, of sizes that follow what the last plan took."""
-        shares, last = self._core.shares, self._core.plan
+    def measure(self, rank: int) -> None:
+        """A rank is through with a plan: what it took says how large its pieces shall be."""
+        shares, plan = self._core.shares, self._core.plan
+        if shares is None or plan is None:
+            return
+        times = plan.take_times(rank)
+        if times is not None:
+            shares.observe(rank, *times)
+
+    def _cut_pieces(self, parts: dict[int, tuple[range, ...]]) -> dict[int, list[tuple[int, int]]]:
+        """The pieces of each rank, of sizes that follow what was measured."""
+        shares = self._core.shares
         assert shares is not None, "pieces are cut where shares are measured"
-        for rank, pieces in (last.pieces if last is not None else {}).items():
-            assert last is not None
-            if pieces and last.told.get(rank) == len(pieces):
-                samples = last.count_samples(rank, 0, len(pieces))
-                shares.observe(rank, samples / len(pieces), last.compute_s[rank] / len(pieces))
         ranks = list(parts)
-        sizes = shares.sizes(len(ranks) * self._core.config.batch_size, ranks)
+        sizes = shares.sizes(self._core.global_batch(len(ranks)), ranks)
         return self._core.pool.cut_pieces(parts, sizes)
 
     def has_work(self, epoch: int) -> bool:

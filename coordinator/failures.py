@@ -315,9 +315,10 @@ class Survival:
         if event.generation != self._core.generation or not self._core.is_live(event.rank):
             return
         if self.recovery is not Recovery.HALTING:
-            # Nobody died: a peer did not come in time.
-            self.num_halts = self.num_halts + 1 if event.step == self._last_step else 1
-            self._last_step = event.step
+            # Nobody died: a peer did not come in time, or had no memory for its piece.
+            if not event.too_large:
+                self.num_halts = self.num_halts + 1 if event.step == self._last_step else 1
+                self._last_step = event.step
             self.halt()
         self._halted[event.rank] = event
 
@@ -456,7 +457,7 @@ class Ending:
         elif not finals and self._core.outcome.failures:
             self._core.outcome.failure = self._core.outcome.failures[-1]
         if self._core.outcome.failure is None:
-            if self._core.lockstep and len(finals) < len(self._core.ranks):
+            if self._core.lockstep:
                 self._survival.recount(steps)  # a rank may not have told its last ones
             self._saving.freeze_end(finals)
         if len(finals) <= 1 or not any(weights):

@@ -8,6 +8,7 @@ wake-up cannot be.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, assert_never
 
@@ -19,7 +20,10 @@ from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import Limits, RoundKeeper, RoundState
+from coordinator.shares import Inequality
 from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
+
+logger = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -44,6 +48,7 @@ class Coordinator:
         self._ending = Ending(self._core, self._epochs, self._saving, self._rounds, self._survival)
         self._limits = Limits(self._core, self._rounds)
         self._watch = ProgressWatch(self._core, self._rounds, self._ending)
+        self._inequality = Inequality()
 
     # -- outside -----------------------------------------------------------
 
@@ -109,6 +114,7 @@ class Coordinator:
                 self._on_report(event)
                 self._core.ranks[event.rank].num_queued -= 1
                 self._core.note_norms({}, event.norm)
+                self._epochs.measure(event.rank)
             case m.ParamSnapshot():
                 if event.report is not None:
                     self._on_report(event.report)
@@ -197,13 +203,30 @@ class Coordinator:
         self._core.pool.trained(event.rank, tally.num_batches)
         plan = self._core.plan
         if plan is not None:
-            plan.told[event.rank] = plan.told.get(event.rank, 0) + tally.num_batches
-            plan.compute_s[event.rank] = plan.compute_s.get(event.rank, 0.0) + tally.compute_s
+            plan.note(event.rank, tally.num_batches, timed, tally.compute_s)
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
             self._core.pool.freeze(event.rank)
             self._core.pool.settle(event.rank)
             self._core.global_step += tally.num_batches
+        if self._core.lockstep and self._core.config.advise_balance:
+            self._advise_balance()
+
+    def _advise_balance(self) -> None:
+        found = self._inequality.look(
+            {r.rank: (r.num_batches, r.compute_s) for r in self._core.live}
+        )
+        if found is not None:
+            rank, ratio, gain = found
+            logger.warning(
+                "rank %d takes %.2f times as long for a batch as the fastest rank, which waits for "
+                "it in every step: balance(True) would cut the global batches by speed and make "
+                "steps about %.2f times as fast, with results that agree up to rounding; "
+                "balance(False) keeps equal batches without this warning",
+                rank,
+                ratio,
+                gain,
+            )
 
     def _on_exiting(self, rank: int, now: float) -> None:
         info = self._core.ranks[rank]
@@ -253,7 +276,13 @@ class Coordinator:
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
         """A lockstep rank has halted; peers that do not come again and again end the run."""
+        if event.too_large and self._core.phase is Phase.LEAVING:
+            # The others are on their way out, and wait for it in the last step.
+            self._core.out.append(AbortCollective(generation=self._core.generation))
         if self._core.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+            return
+        if event.too_large and not self._shrink(event):
+            self._ending.fail(Failure(error=_no_memory(event), rank=event.rank), now)
             return
         was_halting = self._survival.recovery is Recovery.HALTING
         self._survival.on_halted(event)
@@ -299,6 +328,13 @@ class Coordinator:
         if not self._core.leave_transport(event.backend, why):
             error = AveragingFailed(f"{event.backend.name}: {why}")
             self._ending.fail(Failure(error=error), now)
+
+    def _shrink(self, event: m.Halted) -> bool:
+        """Limit the share of a rank that had no memory for it; returns whether the rest fits."""
+        shares, ranks = self._core.shares, [r.rank for r in self._core.live]
+        assert shares is not None, "only measured shares are made smaller"
+        shares.limit(event.rank, event.too_large)
+        return shares.fits(self._core.global_batch(len(ranks)), ranks)
 
     def _on_stop(self) -> None:
         if self._core.phase in (Phase.STARTING, Phase.RUNNING):
@@ -437,3 +473,13 @@ class Coordinator:
         if oldest is not None or self._may_save() or self._core.gate.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
             self._rounds.start(now, oldest, work)
+
+
+def _no_memory(event: m.Halted) -> BaseException:
+    error = MemoryError(
+        f"rank {event.rank} had no memory for a piece of {event.too_large} samples, and all ranks "
+        "together have none for the global batch: use a smaller batch_size, with accumulate(n) "
+        "for the same steps"
+    )
+    error.__cause__ = event.error
+    return error

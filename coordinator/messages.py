@@ -87,6 +87,8 @@ class EpochPlan:
             all ranks) before the plan.
         pieces: Under ``SYNC`` with shares by measured speed, the samples of each batch, as
             positions ``[start, stop)`` in the epoch's permutation; empty: the batch's own.
+        more: Whether more of the epoch follows for the same ranks, short of a death or an
+            end, so that nothing is closed behind this plan.
     """
 
     epoch: int
@@ -94,6 +96,7 @@ class EpochPlan:
     shares: tuple[int, ...] = ()
     first_step: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
+    more: bool = False
 
     @property
     def num_batches(self) -> int:
@@ -670,6 +673,8 @@ class Halted:
         num_syncs: Times it has averaged its buffers.
         fault: Why the group broke, where the transport itself failed.
         report: What was trained and not yet told.
+        too_large: Samples of the piece for which the rank had no memory; 0: that is not why.
+        error: What was raised then.
     """
 
     rank: int
@@ -678,6 +683,8 @@ class Halted:
     num_syncs: int = 0
     fault: str | None = None
     report: BatchReport | None = None
+    too_large: int = 0
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,9 @@ class Ledger:
 class LockstepPlan:
     """What all ranks were dealt together under ``SYNC``, and what is known of it.
 
+    Where shares are measured it is dealt little by little: ranks hold its next steps before
+    they are through with those before.
+
     Attributes:
         epoch: Its epoch.
         parts: The batches of each rank, in order.
@@ -108,7 +111,6 @@ class LockstepPlan:
         first_step: Batches that all ranks had trained before it.
         pieces: The samples of each batch of each rank, where shares are measured.
         told: Batches of it that each rank has reported.
-        compute_s: Seconds that each rank has reported for them.
     """
 
     epoch: int
@@ -116,13 +118,70 @@ class LockstepPlan:
     first_window: int
     num_windows: int
     first_step: int
-    pieces: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)
-    compute_s: dict[int, float] = field(default_factory=dict)
+    _measured: dict[int, int] = field(default_factory=dict)
+    _timed: dict[int, int] = field(default_factory=dict)
+    _compute_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in it, of all ranks."""
+        return sum(len(span) for spans in self.parts.values() for span in spans)
+
+    def extend(
+        self,
+        parts: Mapping[int, tuple[range, ...]],
+        pieces: Mapping[int, Sequence[tuple[int, int]]],
+        num_windows: int,
+    ) -> None:
+        """The same ranks were dealt more of the epoch."""
+        self.num_windows += num_windows
+        for rank, spans in parts.items():
+            self.parts[rank] += spans
+            self.pieces[rank].extend(pieces[rank])
+
+    def forget_told(self, accumulate: int) -> None:
+        """Leave out the steps that every rank has told: no death can take them back."""
+        counts = (self.told, self._measured)
+        windows = min(found.get(r, 0) for found in counts for r in self.parts) // accumulate
+        num = windows * accumulate
+        self.first_window += windows
+        self.num_windows -= windows
+        for rank, spans in self.parts.items():
+            self.first_step += num
+            self.parts[rank] = _without_first(spans, num)
+            del self.pieces[rank][:num]
+            for found in (*counts, self._timed):
+                found[rank] = found.get(rank, 0) - num
+
+    def note(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
+        """A rank has reported batches, and the time of batches, which may come later."""
+        self.told[rank] = self.told.get(rank, 0) + num_batches
+        self._timed[rank] = self._timed.get(rank, 0) + num_timed
+        self._compute_s[rank] = self._compute_s.get(rank, 0.0) + compute_s
+
+    def take_times(self, rank: int) -> tuple[float, float] | None:
+        """What a rank's pieces took since the last call: their mean samples and seconds."""
+        start, stop = self._measured.get(rank, 0), self._timed.get(rank, 0)
+        if rank not in self.pieces or start >= stop:
+            return None
+        compute_s, self._compute_s[rank] = self._compute_s[rank], 0.0
+        self._measured[rank] = stop
+        num = stop - start
+        return self.count_samples(rank, start, stop) / num, compute_s / num
 
     def count_samples(self, rank: int, start: int, stop: int) -> int:
         """Samples in some of a rank's pieces."""
         return sum(end - begin for begin, end in self.pieces[rank][start:stop])
+
+
+def _without_first(spans: tuple[range, ...], count: int) -> tuple[range, ...]:
+    left = []
+    for span in spans:
+        left.append(span[count:])
+        count = max(0, count - len(span))
+    return tuple(span for span in left if span)
 
 
 CHUNK_S = 0.2
@@ -245,6 +304,10 @@ class ChunkPool:
         if epoch.open:
             return False
         return not any(e == epoch.epoch for led in self.ledgers for e, _ in led.assigned)
+
+    def has_more(self, epoch: Epoch) -> bool:
+        """Whether anything of the epoch is left to deal."""
+        return bool(epoch.open) and self._budget != 0
 
     def pop_oldest(self) -> Epoch:
         """Close the oldest epoch."""
@@ -430,7 +493,7 @@ class ChunkPool:
 
     def cut_pieces(
         self, parts: Mapping[int, tuple[range, ...]], sizes: Sequence[int]
-    ) -> dict[int, tuple[tuple[int, int], ...]]:
+    ) -> dict[int, list[tuple[int, int]]]:
         """The samples of each rank's batches, where ranks share global batches by speed.
 
         The n-th batches of all ranks are a global batch. Its samples are cut anew into
@@ -457,7 +520,7 @@ class ChunkPool:
                 bounds = [*pairwise(ends)]
             for rank, piece in zip(ranks, bounds, strict=True):
                 pieces[rank].append(piece)
-        return {rank: tuple(found) for rank, found in pieces.items()}
+        return pieces
 
     def count_samples(self, batches: Iterable[int]) -> int:
         """Samples in these batches."""

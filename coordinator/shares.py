@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.dispatch import split_like
@@ -23,6 +23,12 @@ _DIFFERENT = 0.1
 """Two sizes tell the fixed part of the time if they differ by more than this part."""
 _MOST_FIXED = 0.9
 """The fixed part of the time is at most this much of it."""
+LOOK_BATCHES = 200
+"""Batches of each rank behind a look at whether equal batches suit the ranks."""
+UNEQUAL = 1.15
+"""Ranks are unequal if the slowest takes this many times the fastest one's time."""
+_BEARABLE = 0.8
+"""A device that had no memory for a piece gets no more than this part of it."""
 
 
 def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
@@ -58,9 +64,75 @@ def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
     return tuple(parts)
 
 
+def split_within(
+    total: int,
+    ranks: Sequence[int],
+    limits: Mapping[int, int],
+    split: Callable[[int, Sequence[int]], Sequence[int]],
+) -> tuple[int, ...]:
+    """Cut ``total`` samples so that no part is above the limit of its rank.
+
+    Args:
+        total: Samples, at least one for each rank and not more than the limits allow.
+        ranks: Whose parts these are.
+        limits: The most samples of a rank; without one there is none.
+        split: Cuts so many samples for these ranks without limits.
+
+    Returns:
+        The part of each rank.
+    """
+    fixed: dict[int, int] = {}
+    while True:
+        free = [rank for rank in ranks if rank not in fixed]
+        parts = dict(zip(free, split(total - sum(fixed.values()), free), strict=True))
+        above = {r: limits[r] for r, n in parts.items() if n > limits.get(r, n)}
+        if not above or len(above) == len(free):
+            return tuple((fixed | parts)[rank] for rank in ranks)
+        fixed |= above
+
+
 def seconds(cost: Cost, num_samples: float) -> float:
     """The time of a piece."""
     return cost[0] + cost[1] * num_samples
+
+
+class Inequality:
+    """Notices that ranks take unequal times for equal batches. Not thread-safe.
+
+    Each look covers ``LOOK_BATCHES`` batches of each rank.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, tuple[int, float]] = {}
+        self.noticed = False
+
+    def look(self, totals: Mapping[int, tuple[int, float]]) -> tuple[int, float, float] | None:
+        """See whether the ranks are unequal; once they were, there is no further look.
+
+        Args:
+            totals: Batches of each live rank so far, and the seconds of computing in them.
+
+        Returns:
+            The slowest rank, how many times the fastest one's time it takes, and how many times
+            as fast steps would be with shares; ``None``: there is nothing to say.
+        """
+        if self.noticed:
+            return None
+        if self._since.keys() != totals.keys() or len(totals) < 2:
+            self._since = dict(totals)
+            return None
+        spans = {r: (n - self._since[r][0], s - self._since[r][1]) for r, (n, s) in totals.items()}
+        if min(n for n, _ in spans.values()) < LOOK_BATCHES:
+            return None
+        self._since = dict(totals)
+        times = {rank: compute_s / n for rank, (n, compute_s) in spans.items()}
+        slowest = max(times, key=lambda rank: times[rank])
+        fastest_s = min(times.values())
+        if fastest_s <= 0 or times[slowest] < UNEQUAL * fastest_s:
+            return None
+        self.noticed = True
+        gain = times[slowest] * sum(1 / s for s in times.values()) / len(times)
+        return slowest, times[slowest] / fastest_s, gain
 
 
 @dataclass(slots=True)
@@ -124,6 +196,7 @@ class Shares:
         self._ranks: tuple[int, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._has_probed = False
+        self._limits: dict[int, int] = {}
 
     def observe(self, rank: int, num_samples: float, compute_s: float) -> None:
         """Take the mean time of some micro-batches of a rank.
@@ -141,6 +214,15 @@ class Shares:
         fit = self._fits[rank]
         return (fit.fixed_s, fit.sample_s) if fit.known else None
 
+    def limit(self, rank: int, num_samples: int) -> None:
+        """A rank had no memory for a piece of so many samples: it gets smaller ones only."""
+        most = max(1, min(num_samples - 1, int(_BEARABLE * num_samples)))
+        self._limits[rank] = min(most, self._limits.get(rank, most))
+
+    def fits(self, total: int, ranks: Sequence[int]) -> bool:
+        """Whether the memory of these ranks bears so many samples, as far as is known."""
+        return sum(self._limits.get(rank, total) for rank in ranks) >= total
+
     def sizes(self, total: int, ranks: Sequence[int]) -> tuple[int, ...]:
         """The pieces of the next global batches.
 
@@ -156,17 +238,29 @@ class Shares:
         return self._sizes
 
     def _next(self, total: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        equal = [1] * len(ranks)
-        costs = [cost for rank in ranks if (cost := self.cost(rank)) is not None]
-        if len(costs) < len(ranks):
-            return split_like(total, equal)
-        if not self._has_probed:
+        costs = {rank: cost for rank in ranks if (cost := self.cost(rank)) is not None}
+        ratios = dict.fromkeys(ranks, 1)
+        if len(costs) == len(ranks) and not self._has_probed:
             self._has_probed = True
-            return split_like(total, [_PROBE[i % 2] for i in range(len(ranks))])
-        best = split_by_cost(total, costs)
-        if ranks == self._ranks and sum(self._sizes) == total:
+            ratios = {rank: _PROBE[i % 2] for i, rank in enumerate(ranks)}
+        elif len(costs) == len(ranks):
+            return self._by_cost(total, ranks, costs)
+        return split_within(
+            total, ranks, self._limits, lambda n, free: split_like(n, [ratios[r] for r in free])
+        )
+
+    def _by_cost(
+        self, total: int, ranks: tuple[int, ...], costs: Mapping[int, Cost]
+    ) -> tuple[int, ...]:
+        best = split_within(
+            total, ranks, self._limits, lambda n, free: split_by_cost(n, [costs[r] for r in free])
+        )
+        bearable = all(
+            n <= self._limits.get(r, n) for r, n in zip(self._ranks, self._sizes, strict=True)
+        )
+        if ranks == self._ranks and sum(self._sizes) == total and bearable:
             now_s, then_s = (
-                max(seconds(cost, n) for cost, n in zip(costs, sizes, strict=True))
+                max(seconds(costs[rank], n) for rank, n in zip(ranks, sizes, strict=True))
                 for sizes in (self._sizes, best)
             )
             if now_s * (1 - _WORTH) <= then_s:

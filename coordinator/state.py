@@ -437,6 +437,10 @@ class Core:
         """Ranks that take part."""
         return [r for r in self.ranks if r.state is RankState.LIVE]
 
+    def global_batch(self, num_ranks: int) -> int:
+        """Samples of a global batch of so many ranks under lockstep."""
+        return num_ranks * self.config.batch_size
+
     def is_live(self, rank: int) -> bool:
         """Whether this rank takes part; -1 is nobody."""
         return rank >= 0 and self.ranks[rank].state is RankState.LIVE

@@ -23,6 +23,7 @@ from coordinator.metrics import EpochMetrics
 from runtime.callbacks import Callback
 from runtime.core.checks import check_directory
 from runtime.data.path import DataOptions
+from runtime.device.cuda import devices_differ
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
 from runtime.worker.config import UserFunctions, WorkerConfig
@@ -87,6 +88,7 @@ class TrainConfig:
     dataset_lock: bool = False
     requested_devices: tuple[torch.device, ...] | None = None
     requested_backend: AverageBackend = AverageBackend.AUTO
+    requested_balance: bool | None = None
     seed: int | None = None
     anchor: int | None = None
     min_anchor: int | None = None
@@ -167,8 +169,13 @@ class TrainConfig:
         progressive = self.progressive_dispatch
         per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
+        balance = self.resolved_balance(devices)
         coordinator = replace(
             c,
+            balance=balance,
+            advise_balance=self.requested_balance is None
+            and c.partition_ratios is None
+            and not balance,
             devices=tuple(str(device) for device in devices),
             num_samples=num_samples,
             backend=backend,
@@ -182,6 +189,7 @@ class TrainConfig:
         )
         worker = replace(
             self.worker,
+            balance=balance,
             world_size=len(devices),
             num_samples=num_samples,
             falls_back=bool(others),
@@ -197,6 +205,14 @@ class TrainConfig:
         c = self.coordinator
         total = count_batches(num_samples, c.batch_size, drop_last=c.drop_last) * c.num_epochs
         return total if c.max_steps is None else min(total, c.max_steps)
+
+    def resolved_balance(self, devices: Sequence[torch.device]) -> bool:
+        """Whether ``SYNC`` cuts by measured speed: as asked for, else where devices differ."""
+        if self.requested_balance is not None:
+            return self.requested_balance
+        c = self.coordinator
+        fits = c.policy is ApplyPolicy.SYNC and c.partition_ratios is None
+        return fits and devices_differ(devices)
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The devices asked for, else every visible CUDA device, else one CPU."""
@@ -260,11 +276,11 @@ class TrainConfig:
                 check_directory(name, path)
         if c.checkpoint_every is not None and self.functions.checkpoint_fn is None:
             raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
-        if c.balance and c.partition_ratios is not None:
+        if self.requested_balance and c.partition_ratios is not None:
             raise ValueError(
                 "balance(True) measures shares, partition_ratios fixes them: leave one of them out"
             )
-        if c.balance and c.policy is not ApplyPolicy.SYNC:
+        if self.requested_balance and c.policy is not ApplyPolicy.SYNC:
             raise ValueError(
                 "balance(True) cuts the global batches of SYNC; the other policies follow the "
                 "ranks' speed anyway: leave it out"

@@ -249,12 +249,16 @@ class TrainerBuilder:
 
     def balance(self, flag: bool) -> TrainerBuilder:
         """Under ``SYNC``, cut each global batch by measured speed, so that all ranks finish
-        their pieces together (default off: equal batches). A global step trains the same
-        samples with and without, and its gradient is their mean; but which rank trains a
-        sample depends on the clock, so that results agree up to rounding and not bit for bit.
-        :meth:`partition_ratios` fixes shares instead. A piece may be larger than
-        :meth:`batch_size`: no memory is set aside for it."""
-        return self._set(balance=check_flag("balance", flag))
+        their pieces together. The default is on where the devices are of different kinds
+        (other names, capabilities or memory, or a CPU beside GPUs) and off where they are
+        alike; ranks on alike devices that turn out unequal are told of in one warning.
+
+        A global step trains the same samples with and without, and its gradient is their
+        mean; but which rank trains a sample depends on the clock, so that results agree up to
+        rounding and not bit for bit. :meth:`partition_ratios` fixes shares instead. A piece may
+        be larger than :meth:`batch_size`; where a device has no memory for it, pieces become
+        smaller and the step is made again."""
+        return self._set(requested_balance=check_flag("balance", flag))
 
     def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
         """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""

@@ -65,6 +65,7 @@ def runtime_builder(
     pauses_s: Sequence[float] = (),
     backend: AverageBackend = AverageBackend.AUTO,
     pinned: bool = False,
+    balance: bool = False,
     train_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
 ) -> TrainerBuilder:
     """CPU workers with one intra-op thread each; all that is not named has the defaults.
@@ -80,6 +81,7 @@ def runtime_builder(
             batch sleeps in proportion. Empty: none.
         backend: How replicas are averaged.
         pinned: Whether each worker's thread is kept on a core of its own (Linux).
+        balance: Whether ``SYNC`` cuts global batches by measured speed.
         train_fn: What is done in a step, instead of the workload's loss, the pause and the
             count.
     """
@@ -101,7 +103,7 @@ def runtime_builder(
             os.sched_setaffinity(0, {cores[next(ranks) % len(cores)]})
         return workload.make_model().to(device)
 
-    return (
+    builder = (
         Trainer.builder(make_model, workload.make_optimizer, train_fn or step)
         .dataset(data)
         .batch_size(workload.batch_size)
@@ -112,6 +114,7 @@ def runtime_builder(
         .tune_allocator(False)
         .progress(False)
     )
+    return builder.balance(True) if balance else builder  # another checkout may not have it
 
 
 # -- one run, and what is read off it ----------------------------------------------------
@@ -134,6 +137,7 @@ class Job:
         pauses_s: Sleep of each rank within a step; empty: none.
         recorded: Whether a timeline tells of the rounds.
         pinned: Whether each worker's thread is kept on a core of its own.
+        balance: Whether ``SYNC`` cuts global batches by measured speed.
     """
 
     workload: Workload
@@ -145,6 +149,7 @@ class Job:
     backend: AverageBackend = AverageBackend.AUTO
     recorded: bool = False
     pinned: bool = False
+    balance: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +215,7 @@ def train(job: Job) -> Outcome:
         pauses_s=job.pauses_s,
         backend=job.backend,
         pinned=job.pinned,
+        balance=job.balance,
     )
     if timeline is not None:
         builder.timeline(timeline)
@@ -224,7 +230,8 @@ def train(job: Job) -> Outcome:
     state = handle.join(JOIN_S)
     end = time.perf_counter()
     outcome = _outcome(job, moments, sum(counts), end, timeline)
-    shares = [round(share, 3) for share in state.metrics[-1].per_rank_batch_share]
+    last = state.metrics[-1]
+    shares = [round(rank.num_samples / last.num_samples, 3) for rank in last.per_rank]
     outcome.details.update(backend=handle.backend.name, shares=shares)
     return outcome
 
@@ -351,6 +358,7 @@ class Cells:
         recorded: bool = False,
         steady: bool = False,
         pinned: bool = False,
+        balance: bool = False,
     ) -> Cell:
         """The runtime with as many workers as there are pauses.
 
@@ -362,6 +370,7 @@ class Cells:
             recorded: Whether a timeline tells of the rounds.
             steady: Whether the rate leaves out what follows the last epoch.
             pinned: Whether each worker's thread is kept on a core of its own.
+            balance: Whether ``SYNC`` cuts global batches by measured speed.
         """
         num_workers = len(pauses_s)
 
@@ -377,12 +386,14 @@ class Cells:
                 backend=backend,
                 recorded=recorded,
                 pinned=pinned,
+                balance=balance,
             )
             outcome = train(job)
             self.outcomes[key].append(outcome)
             return outcome.steady_rate if steady else outcome.rate
 
-        return Cell(key=key, guess=self._expect(policy is ApplyPolicy.SYNC, pauses_s), run=run)
+        waits = policy is ApplyPolicy.SYNC and not balance
+        return Cell(key=key, guess=self._expect(waits, pauses_s), run=run)
 
     def peer(self, key: str, system: str, pauses_s: tuple[float, ...]) -> Cell:
         """One of the peers, in as many processes as there are pauses."""

@@ -130,6 +130,18 @@ class CollectiveAborted(GpuWorkerError):
     failed = False
 
 
+class PieceTooLarge(CollectiveAborted):
+    """A rank had no memory for its piece of a global batch, and makes the step again.
+
+    Attributes:
+        num_samples: Samples in the piece.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(f"no memory for a piece of {num_samples} samples")
+        self.num_samples = num_samples
+
+
 class CollectiveTimeout(GpuWorkerError):
     """A peer did not join a collective in time; the group is aborted.
 

@@ -49,6 +49,20 @@ def open_device(device: torch.device, num_cpu_workers: int) -> Device:
     return Device(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
 
 
+def devices_differ(devices: Sequence[torch.device]) -> bool:
+    """Whether devices are of different kinds, by type, name, compute capability and memory."""
+    return len({_kind_of(device) for device in devices}) > 1
+
+
+def _kind_of(device: torch.device) -> tuple[object, ...]:
+    if device.type != "cuda":
+        return (device.type,)
+    properties = torch.cuda.get_device_properties(device)
+    # To a GiB: what the driver keeps for itself may differ between two of a kind.
+    memory_gib = round(properties.total_memory / 2**30)
+    return (properties.name, properties.major, properties.minor, memory_gib)
+
+
 Streams = tuple[Stream, Stream, Stream]
 """A worker's compute, comm and copy stream."""
 

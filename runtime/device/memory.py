@@ -182,6 +182,16 @@ CAPS = MemoryCaps()
 """Those of the process."""
 
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had no memory for a tensor."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
 def explain_out_of_memory(
     error: BaseException, device: torch.device, fraction: float, total_bytes: int
 ) -> BaseException:

@@ -47,6 +47,8 @@ class WorkerConfig:
         num_cpu_workers: CPU workers that share the cores.
         survives: Whether the worker goes on when another one dies.
         falls_back: Whether the run goes on over another transport where one fails.
+        balance: Whether pieces follow measured speed under ``SYNC``, and shrink where a device
+            has no memory for them.
         cuda_graphs: Whether steps are captured and replayed.
         report_interval_s: Trained batches are told at the latest after this long.
     """
@@ -67,8 +69,14 @@ class WorkerConfig:
     num_cpu_workers: int = 1
     survives: bool = False
     falls_back: bool = False
+    balance: bool = False
     cuda_graphs: bool = False
     report_interval_s: float = 0.05
+
+    @property
+    def redoes(self) -> bool:
+        """Whether ranks under ``SYNC`` meet anew and make a step again that was broken off."""
+        return self.survives or self.balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,6 +209,10 @@ class WorkerProtocol:
         self.plan = None
         self._settle()
 
+    def drop_plans(self) -> None:
+        """No rank of a lockstep run begins the plans that wait: all have agreed to stop."""
+        self.plans.clear()
+
     def trained(self, batches: int, samples: int, weight: float | None = None) -> None:
         """A step is done; ``batches`` micro-batches went into it.
 

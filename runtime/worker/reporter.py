@@ -106,12 +106,16 @@ class Reporter:
         tally = self._take(wait=wait)
         return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=tally)
 
-    def report_epoch(self, epoch: int, norm: float | None = None) -> None:
+    def report_epoch(self, epoch: int, norm: float | None = None, *, wait: bool = True) -> None:
         """Tell that a plan is done, with what no report has told yet.
 
-        Waits for the losses and times of its last steps: nothing may follow that tells them.
+        Args:
+            epoch: Its epoch.
+            norm: Of the parameters, where it is told.
+            wait: Wait for the losses and times of its last steps: nothing may follow that
+                tells them.
         """
-        tally = self._take(wait=True)
+        tally = self._take(wait=wait)
         self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, tally=tally, norm=norm))
 
     def _take(self, *, wait: bool) -> m.Tally:

@@ -8,7 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import (
+    CollectiveAborted,
+    CollectiveTimeout,
+    PieceTooLarge,
+    without_frames,
+)
+from runtime.device.memory import is_out_of_memory
 from runtime.device.timing import StepTimer
 from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
@@ -104,7 +110,8 @@ class WorkerSteps:
         self._values = values
         self._await_batch = await_batch
         self._lane = lane
-        self._keeps_buffers = config.survives
+        self._keeps_buffers = config.redoes
+        self._shrinks = config.balance and self._lockstep
         self._late_weight: Tensor | None = None  # of steps since it was last told
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
@@ -222,12 +229,16 @@ class WorkerSteps:
         log = self._values.log
         mark = log.mark()
         kept = self._keep_buffers()
+        draws = self.replica.generator.get_state() if self._shrinks else None
         try:
             return self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout):
             log.retract(mark)
             if kept is not None:
                 self.replica.state.buffers.write_from(*kept)
+            if draws is not None:
+                self.replica.generator.set_state(draws)
+            self._stepper.clear_gradients()
             raise
 
     def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
@@ -258,12 +269,26 @@ class WorkerSteps:
                     continue
                 self._make_held(window, train_fn, total)
                 window = None
-            self._micro_step(train_fn, batch, size, size / total)
+            self._train_piece(train_fn, batch, size, size / total)
             batch = None  # the loader may use its memory again
         if window is None:
             return self._stepper.finish(total)
         assert self._graphs is not None
         return self._graphs.step(window, train_fn)
+
+    def _train_piece(self, train_fn: TrainFn, batch: Any, size: int, fraction: float) -> None:
+        """A micro-batch; where there is no memory for it, all ranks make the step again.
+
+        Raises:
+            PieceTooLarge: There is none, and pieces are made smaller.
+        """
+        try:
+            self._micro_step(train_fn, batch, size, fraction)
+        except RuntimeError as error:
+            if not (self._shrinks and size > 1 and is_out_of_memory(error)):
+                raise
+            # The frames hold what has used the memory up.
+            raise PieceTooLarge(size) from without_frames(error)
 
     def _make_held(self, window: GraphWindow, train_fn: TrainFn, total: int) -> None:
         """The batches so far, when the window turns out to be none for a graph."""

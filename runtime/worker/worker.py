@@ -7,6 +7,7 @@ steps it answers every message; inside a step it answers none.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from coordinator.errors import GpuWorkerError
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.context import worker_context
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.core.threads import resolve_vector_math
 from runtime.data.loader import Loader
 from runtime.device.base import Device
@@ -50,6 +51,8 @@ from runtime.worker.reporter import Reporter
 from runtime.worker.rounds import Answers
 from runtime.worker.step import BatchLog, WorkerSteps
 from runtime.worker.windows import Windows
+
+logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """How long a rank whose collective was broken waits to hear of the end of the run."""
@@ -309,11 +312,9 @@ class GpuWorker:
             while True:
                 leaving = self.handle_control()
                 # Under lockstep a peer may have begun a plan that came before an orderly end:
-                # every rank then begins it, and all of them stop after its first step.
+                # every rank then begins it, and all of them stop together.
                 all_begin = self._lockstep and self._wants_snapshot()
-                plan = self.protocol.begin_plan(
-                    leaving_too=all_begin and not self._together.stop_reached
-                )
+                plan = self.protocol.begin_plan(leaving_too=all_begin)
                 if plan is not None:
                     return plan
                 if leaving:
@@ -354,9 +355,14 @@ class GpuWorker:
                     return True
                 if index < last:  # else the plan's own report follows
                     self._reporter.report_if_due()
-            self.replica.sync_buffers()
+            if not plan.more:
+                self.replica.sync_buffers()
             self._answers.capture_if_reached()
-        self._end_plan(plan)
+        if plan.more:
+            self.protocol.end_plan()
+            self._reporter.report_epoch(plan.epoch, wait=False)
+        else:
+            self._end_plan(plan)
         return False
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -444,6 +450,7 @@ class GpuWorker:
         if self._together.stop_reached:
             self.replica.own.keep_buffers()
             self.replica.sync_buffers()
+            self.protocol.drop_plans()
         self._end_plan(plan)
 
     def _end_plan(self, plan: m.EpochPlan) -> None:
@@ -562,9 +569,19 @@ class GpuWorker:
             try:
                 self._train_plans()
                 break
+            except PieceTooLarge as error:
+                logger.warning(
+                    "rank %d: %s; it gets smaller ones from here on, and the step is made again",
+                    self.rank,
+                    error,
+                )
+                self._halt(too_large=error)
+                if self.protocol.leaving:
+                    break
+                continue
             except CollectiveAborted as error:
                 # Another rank failed, which is told by that rank; if by none, by this one.
-                goes_on = self._lockstep and (self.config.survives or self.config.falls_back)
+                goes_on = self._lockstep and (self.config.redoes or self.config.falls_back)
                 fault = str(error) if error.failed else None
                 if not goes_on and not self.drain_until_shutdown(DRAIN_S):
                     raise GpuWorkerError(
@@ -590,17 +607,26 @@ class GpuWorker:
             if self.run_epoch_plan(plan):
                 return
 
-    def _halt(self, fault: str | None = None) -> None:
-        """The group of ranks is broken: leave the plan, say where, and wait for the new one."""
+    def _halt(self, fault: str | None = None, too_large: PieceTooLarge | None = None) -> None:
+        """The group of ranks is broken: leave the plan, say where, and wait for the new one.
+
+        Args:
+            fault: Of the transport, if that is why.
+            too_large: This rank breaks it, because it had no memory for its piece.
+        """
         self._recorder.halts()
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
         self._context.finish()  # a peer may copy from this replica as soon as it is told
-        self.protocol.halt()
-        self._tell_halted(fault)
+        if not self.protocol.leaving:
+            self.protocol.halt()
+        self._tell_halted(fault, too_large)
 
-    def _tell_halted(self, fault: str | None = None) -> None:
+    def _tell_halted(
+        self, fault: str | None = None, too_large: PieceTooLarge | None = None
+    ) -> None:
+        cause = None if too_large is None else too_large.__cause__
         self._reporter.put(
             m.Halted(
                 rank=self.rank,
@@ -609,6 +635,8 @@ class GpuWorker:
                 num_syncs=self._together.num_syncs,
                 fault=fault,
                 report=self._reporter.take_report(),
+                too_large=0 if too_large is None else too_large.num_samples,
+                error=cause if isinstance(cause, Exception) else None,
             )
         )
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from coordinator.dispatch import permutation, split_like
 from coordinator.shares import Shares
-from runtime import AverageBackend, current_worker
+from runtime import AverageBackend, WorkerFailed, current_worker
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 
 N, EPOCHS, SIZE, SEED = 203, 2, 4, 5
@@ -182,3 +182,59 @@ def test_measured_shares_equal_one_device_too():
     trace = Trace()
     state = run(trace, adamw, ranks=3).join(WAIT_S)
     assert_same(state.state_dict(), one_device(global_steps(3, 1), adamw, None))
+
+
+class Small(Trace):
+    """A ``train_fn`` whose devices have memory for pieces of so many samples."""
+
+    def __init__(self, bears):
+        super().__init__()
+        self.bears, self.num_failed, self.draws = bears, 0, []
+
+    def __call__(self, model, batch):
+        worker = current_worker()
+        if worker.rank == 0:
+            self.draws.append(torch.rand((), generator=worker.generator).item())
+        if len(batch[0]) > self.bears[worker.rank]:
+            self.num_failed += 1
+            raise torch.OutOfMemoryError("planted: out of memory")
+        return super().__call__(model, batch)
+
+
+@pytest.mark.parametrize("failure", ["raise", "continue"])
+@pytest.mark.parametrize("backend", [THREAD, AverageBackend.GLOO])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_memory_for_a_piece_is_made_again(caplog, failure, backend, accumulate):
+    ranks, trace = 3, Small((4, 99, 99))
+    # The pieces of the first steps are of 4 samples, those of the probe of up to 5.
+    handle = run(
+        trace,
+        sgd,
+        ranks=ranks,
+        accumulate=accumulate,
+        way=(SYNC, backend),
+        on_worker_failure=failure,
+    )
+    state = handle.join(WAIT_S)
+    assert trace.num_failed == 1
+    assert_same(state.state_dict(), one_device(global_steps(ranks, accumulate), sgd, None))
+    assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+    assert [metrics.num_retrained for metrics in state.metrics] == [0] * EPOCHS
+    told = [r.getMessage() for r in caplog.records if "no memory for a piece" in r.getMessage()]
+    assert len(told) == 1
+    assert max(len(p) for epoch in range(EPOCHS) for p in trace.pieces[epoch, 0]) <= 4
+    assert len(set(trace.draws)) < len(trace.draws), "a generator went on in the step made again"
+
+
+def test_a_global_batch_that_no_ranks_have_memory_for_ends_the_run():
+    trace = Small((3, 4))
+    with pytest.raises(WorkerFailed, match="smaller batch_size") as caught:
+        run(trace, sgd, ranks=2).join(WAIT_S)
+    assert isinstance(caught.value.__cause__.__cause__, torch.OutOfMemoryError)
+
+
+def test_equal_batches_are_not_made_smaller():
+    trace = Small((3, 4))
+    with pytest.raises(WorkerFailed, match="out of memory"):
+        run(trace, sgd, ranks=2, balance=False).join(WAIT_S)
+    assert trace.num_failed == 1

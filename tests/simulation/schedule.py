@@ -52,6 +52,7 @@ class Schedule:
         linger_s: Longest time until a rank gets to run after a collective.
         collective_timeout_s: How long a rank waits for its peers; 0: for ever.
         saves_at_s: When ``save()`` is called.
+        memory: Samples of the largest piece that each rank has memory for; empty: of any.
         busy_s: Longest time until the coordinator's thread takes what has come.
         fault_chance: Chance that a collective over the first transport that has ranks meet
             fails when all have joined.
@@ -81,6 +82,7 @@ class Schedule:
     linger_s: float = 0.0
     collective_timeout_s: float = 0.0
     saves_at_s: tuple[float, ...] = ()
+    memory: tuple[int, ...] = ()
     busy_s: float = 0.0
     fault_chance: float = 0.0
     unconnected_chance: float = 0.0
@@ -226,12 +228,44 @@ def with_transports(schedule: Schedule) -> Schedule:
 
 
 def with_shares(schedule: Schedule) -> Schedule:
-    """The schedule with shares by measured speed in half of the runs of ``SYNC``."""
+    """The schedule with shares by measured speed in half of the runs of ``SYNC``.
+
+    Some of them have longer epochs, of many plans.
+    """
     c = schedule.config
     if c.policy is not ApplyPolicy.SYNC or c.world_size == 1 or c.partition_ratios is not None:
         return schedule
-    balance = random.Random(f"shares of {schedule.seed}").random() < 0.5
-    return replace(schedule, config=replace(c, balance=balance))
+    rng = random.Random(f"shares of {schedule.seed}")
+    if rng.random() >= 0.5:
+        return schedule
+    factor = rng.choice((1, 1, 2, 4, 8))
+    stop_s = schedule.stop_at_s
+    # A limit is four fifths of what was too large, and equal pieces must fit.
+    least = c.batch_size * 5 // 4 + 1
+    memory = tuple(rng.randint(least, least + 2) for _ in range(c.world_size))
+    return replace(
+        schedule,
+        config=replace(c, balance=True, num_samples=factor * c.num_samples),
+        memory=memory if rng.random() < 0.4 else (),
+        stop_at_s=None if stop_s is None else factor * stop_s,
+        saves_at_s=tuple(factor * at_s for at_s in schedule.saves_at_s),
+        deaths=tuple(replace(d, at_s=factor * d.at_s) for d in schedule.deaths),
+    )
+
+
+def stopped_late(schedule: Schedule) -> Schedule:
+    """A longer run that is stopped, where ranks hear of it at different times."""
+    rng = random.Random(f"stop of {schedule.seed}")
+    c, batch_s = schedule.config, schedule.batch_s(0, 0.0)
+    size = c.batch_size * c.world_size * c.accumulate
+    c = replace(c, num_epochs=1, num_samples=20 * size + c.num_samples % 7)
+    return replace(
+        schedule,
+        config=c,
+        delay_s=rng.choice((1, 4, 8)) * batch_s,
+        stop_at_s=schedule.build_s + rng.uniform(0.0, 20.0) * c.accumulate * batch_s,
+        deaths=schedule.deaths if rng.random() < 0.3 else (),
+    )
 
 
 def with_saves(schedule: Schedule) -> Schedule:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.worker.config import WAKE, Wake, WorkerConfig
 from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
@@ -95,6 +95,8 @@ class SimWorker:
             batch_size=c.batch_size,
             policy=c.policy,
             accumulate=c.accumulate,
+            survives=c.continue_on_failure,
+            balance=c.balance,
         )
         self._reporter = Reporter(
             self.protocol,
@@ -139,6 +141,12 @@ class SimWorker:
             try:
                 yield from self._train_plans()
                 break
+            except PieceTooLarge as error:
+                self.local.clear()
+                self._halt(too_large=error.num_samples)
+                if self.protocol.leaving:
+                    break
+                continue
             except CollectiveAborted as error:
                 if not (self._goes_on and self._lockstep):
                     yield from self._drain_until_shutdown()
@@ -175,14 +183,14 @@ class SimWorker:
 
     @property
     def _goes_on(self) -> bool:
-        c = self._sim.schedule.config
-        return c.continue_on_failure or bool(c.alternatives)
+        return self._config.redoes or bool(self._sim.schedule.config.alternatives)
 
-    def _halt(self, fault: str | None = None) -> None:
-        self.protocol.halt()
-        self._tell_halted(fault)
+    def _halt(self, fault: str | None = None, too_large: int = 0) -> None:
+        if not self.protocol.leaving:
+            self.protocol.halt()
+        self._tell_halted(fault, too_large)
 
-    def _tell_halted(self, fault: str | None = None) -> None:
+    def _tell_halted(self, fault: str | None = None, too_large: int = 0) -> None:
         self._reporter.put(
             m.Halted(
                 rank=self.rank,
@@ -191,6 +199,7 @@ class SimWorker:
                 num_syncs=self._together.num_syncs,
                 fault=fault,
                 report=self._reporter.take_report(),
+                too_large=too_large,
             )
         )
 
@@ -239,9 +248,7 @@ class SimWorker:
         while True:
             leaving = yield from self._handle_control()
             all_begin = self._lockstep and self._wants_snapshot()
-            plan = self.protocol.begin_plan(
-                leaving_too=all_begin and not self._together.stop_reached
-            )
+            plan = self.protocol.begin_plan(leaving_too=all_begin)
             if plan is not None:
                 return plan
             if leaving:
@@ -266,7 +273,8 @@ class SimWorker:
                 return True
             if index + 1 < len(windows.steps):
                 self._reporter.report_if_due()
-        yield from self._sync_buffers()
+        if not plan.more:
+            yield from self._sync_buffers()
         self._capture_if_reached()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
@@ -287,6 +295,7 @@ class SimWorker:
     def _abandon(self, plan: m.EpochPlan) -> Steps:
         if self._together.stop_reached:
             yield from self._sync_buffers()
+            self.protocol.drop_plans()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
 
@@ -305,6 +314,8 @@ class SimWorker:
                 yield from self._await_batch(answer=False)
             step_s = self._sim.step_s(self.rank, size)
             yield step_s
+            if self._sim.schedule.memory and size > self._sim.schedule.memory[self.rank]:
+                raise PieceTooLarge(size)
             elapsed += step_s
             batch = batches.popleft()
             if not self._lockstep:  # there it counts once the gradients are averaged

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator import epochs
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from coordinator.failures import Survival
 from coordinator.machine import Coordinator
-from coordinator.pool import ChunkPool
+from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.rounds import Round, RoundKeeper
 from coordinator.shares import Shares
 from coordinator.state import Gate
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.windows import Windows
 from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly
-from tests.simulation.harness import Simulation
-from tests.simulation.schedule import draw_schedule
+from tests.simulation.harness import Simulation, simulate
+from tests.simulation.schedule import draw_schedule, stopped_late
 
 
 def drawn(wanted):
@@ -285,6 +286,64 @@ def test_a_share_of_nothing_is_found(monkeypatch):
 
     monkeypatch.setattr(Shares, "sizes", greedy)
     assert_is_found("empty piece", drawn(shares))
+
+
+def small_memory(schedule):
+    return schedule.config.balance and bool(schedule.memory)
+
+
+def test_a_piece_that_stays_too_large_is_found(monkeypatch):
+    monkeypatch.setattr(Shares, "limit", lambda self, rank, num_samples: None)
+    assert_is_found("", drawn(small_memory))
+
+
+def test_a_step_that_is_made_again_without_its_first_batches_is_found(monkeypatch):
+    """The batches of the window that a rank had trained before its memory ended."""
+    recount = ChunkPool.recount
+
+    def one_more(self, rank, number, spans, *, told, made):
+        made = min(made + 1, sum(map(len, spans)))
+        return recount(self, rank, number, spans, told=told, made=made)
+
+    monkeypatch.setattr(ChunkPool, "recount", one_more)
+    assert_is_found("", drawn(lambda s: small_memory(s) and not s.deaths and s.stop_at_s is None))
+
+
+def late_stops(monkeypatch):
+    """Runs that are stopped while short plans wait."""
+    monkeypatch.setattr(epochs, "PLAN_STEPS", 2)
+    draw = drawn(shares)
+    return lambda seed: stopped_late(draw(seed))
+
+
+def test_a_stop_while_plans_wait_is_borne(monkeypatch):
+    draw = late_stops(monkeypatch)
+    for seed in range(150):
+        simulate(seed, draw=draw)
+
+
+def test_a_rank_that_begins_a_plan_behind_the_stop_is_found(monkeypatch):
+    """It has left the plan in which all stop, and begins the one that waited behind it."""
+    monkeypatch.setattr(WorkerProtocol, "drop_plans", lambda self: None)
+    assert_is_found("told", late_stops(monkeypatch))
+
+
+def test_a_plan_that_begins_where_the_first_one_did_is_found(monkeypatch):
+    monkeypatch.setattr(LockstepPlan, "num_batches", 0)
+    assert_is_found("told", drawn(shares))
+
+
+def test_steps_that_are_forgotten_and_counted_again_are_found(monkeypatch):
+    """What a death takes back begins behind the steps that were forgotten."""
+    forget = LockstepPlan.forget_told
+
+    def again(self, accumulate):
+        first = self.first_step
+        forget(self, accumulate)
+        self.first_step = first
+
+    monkeypatch.setattr(LockstepPlan, "forget_told", again)
+    assert_is_found("", drawn(shares))
 
 
 def test_a_message_to_the_dead_is_found(monkeypatch):

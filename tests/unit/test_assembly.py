@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -73,3 +75,44 @@ def test_every_setting_of_the_builder_reaches_a_run():
     assert (c.max_failed_rounds, c.snapshot_timeout_s, c.collective_timeout_s) == (2, 1, 2)
     assert (c.stall_timeout_s, c.continue_on_failure, c.drop_last) == (3, True, True)
     assert (w.survives, w.max_grad_norm, config.data.vram_fraction) == (True, 4, 0.5)
+
+
+def gpu(name="H100", major=9, minor=0, memory_gib=80.0):
+    memory = int(memory_gib * 2**30)
+    return SimpleNamespace(name=name, major=major, minor=minor, total_memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "differ"),
+    [
+        ([gpu(), gpu()], False),
+        ([gpu(), gpu(memory_gib=80.2)], False),
+        ([gpu(), gpu(name="A100", major=8)], True),
+        ([gpu(), gpu(minor=1)], True),
+        ([gpu(), gpu(memory_gib=40)], True),
+        ([gpu(), None], True),
+        ([None, None], False),
+    ],
+)
+def test_shares_are_measured_by_default_where_devices_are_of_different_kinds(
+    monkeypatch, gpus, differ
+):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: gpus[d.index])
+    names = ["cpu" if found is None else f"cuda:{i}" for i, found in enumerate(gpus)]
+    devices = [torch.device(name) for name in names]
+
+    def balance(**settings):
+        config = config_of(**settings).for_run(devices, 10, AverageBackend.THREAD, grace_s=1.0)
+        assert config.worker.balance is config.coordinator.balance
+        return config.coordinator
+
+    assert balance(policy=ApplyPolicy.SYNC).balance is differ
+    assert balance(policy=ApplyPolicy.SYNC).advise_balance is not differ
+    for asked in (True, False):
+        found = balance(policy=ApplyPolicy.SYNC, requested_balance=asked)
+        assert found.balance is asked
+        assert not found.advise_balance
+    ratios = balance(policy=ApplyPolicy.SYNC, partition_ratios=(1.0, 2.0))
+    assert not ratios.balance
+    assert not ratios.advise_balance
+    assert not balance(policy=ApplyPolicy.CADENCE).balance

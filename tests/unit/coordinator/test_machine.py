@@ -433,6 +433,24 @@ def test_a_rank_never_comes_back(state, target):
         rank.move(target)
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_told"),
+    [
+        ({"advise_balance": True}, 1),
+        ({}, 0),
+    ],
+)
+def test_lockstep_ranks_that_turn_out_unequal_are_told_of_once(caplog, settings, num_told):
+    run = Run(**{"policy": ApplyPolicy.SYNC, "backend": THREAD, "num_samples": 5000} | settings)
+    for _ in range(60):
+        for rank, step_s in enumerate((0.01, 0.03)):
+            tally = m.Tally(num_batches=10, num_samples=10, compute_s=10 * step_s)
+            run.tell(m.BatchReport(rank=rank, epoch=0, tally=tally))
+    told = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
+    assert len(told) == num_told
+    assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in told)
+
+
 # -- SYNC and one device -----------------------------------------------------------------------
 
 

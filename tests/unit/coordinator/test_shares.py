@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.dispatch import split_like
-from coordinator.shares import Shares, seconds, split_by_cost
+from coordinator.shares import Inequality, Shares, seconds, split_by_cost, split_within
 
 STEPS = 6
 """Global steps behind each measurement."""
@@ -156,6 +156,62 @@ def test_nothing_is_cut_by_speed_before_each_rank_was_measured():
         shares.observe(0, 8, 0.1)
     assert shares.sizes(16, (0, 1)) == (8, 8)
     assert shares.cost(1) is None
+
+
+@given(st.lists(st.tuples(a_cost, st.integers(1, 90)), min_size=1, max_size=5), st.data())
+def test_no_part_is_above_its_limit(drawn, data):
+    costs, limits = [cost for cost, _ in drawn], dict(enumerate(n for _, n in drawn))
+    total = data.draw(st.integers(len(costs), sum(limits.values())))
+    parts = split_within(
+        total, range(len(costs)), limits, lambda n, free: split_by_cost(n, [costs[i] for i in free])
+    )
+    assert sum(parts) == total
+    assert all(1 <= n <= limits[i] for i, n in enumerate(parts))
+
+
+@pytest.mark.parametrize("num_measured", [0, 1, 2, 3, 9])
+def test_a_rank_without_memory_for_its_piece_gets_smaller_ones_at_once(num_measured):
+    ranks = Ranks([(0, 1e-3), (0, 3e-3)], 80)
+    for _ in range(num_measured):
+        ranks.train()
+    ranks.shares.limit(0, 40)
+    assert ranks.shares.fits(80, (0, 1))
+    for _ in range(5):
+        ranks.sizes = ranks.shares.sizes(80, (0, 1))
+        assert ranks.sizes[0] <= 32
+        ranks.train()
+    assert ranks.sizes[0] <= 32
+    ranks.shares.limit(1, 59)
+    assert not ranks.shares.fits(80, (0, 1))
+
+
+def looks(times, batches=10):
+    """What each look finds at ranks with these seconds for a batch."""
+    inequality = Inequality()
+    found = [
+        inequality.look({rank: (n, n * s) for rank, s in enumerate(times)})
+        for n in range(0, 1001, batches)
+    ]
+    return [result for result in found if result is not None]
+
+
+@pytest.mark.parametrize("times", [(0.1, 0.1), (0.1, 0.114), (0.1, 0.1, 0.11), (0.1,)])
+def test_ranks_that_are_nearly_equal_are_not_noticed(times):
+    assert looks(times) == []
+
+
+def test_unequal_ranks_are_noticed_once_with_what_shares_would_gain():
+    assert looks((0.1, 0.3)) == [(1, pytest.approx(3), pytest.approx(2))]
+    assert looks((0.1, 0.116, 0.1))[0][0] == 1
+
+
+def test_slow_first_steps_and_ranks_that_come_and_go_are_not_unequal():
+    inequality = Inequality()
+    assert inequality.look({0: (10, 1.0), 1: (10, 60.0)}) is None
+    assert inequality.look({0: (209, 20.9), 1: (209, 79.9)}) is None
+    assert inequality.look({0: (210, 21.0), 1: (210, 80.0)}) is None
+    assert inequality.look({0: (990, 99.0)}) is None
+    assert inequality.look({0: (999, 99.9), 1: (999, 999.0)}) is None
 
 
 def test_a_rank_that_is_gone_leaves_its_part_to_the_others():
