@@ -214,6 +214,11 @@ class Shares:
         fit = self._fits[rank]
         return (fit.fixed_s, fit.sample_s) if fit.known else None
 
+    @property
+    def current(self) -> dict[int, int]:
+        """The piece of each rank that was dealt last."""
+        return dict(zip(self._ranks, self._sizes, strict=True))
+
     def limit(self, rank: int, num_samples: int) -> None:
         """A rank had no memory for a piece of so many samples: it gets smaller ones only."""
         most = max(1, min(num_samples - 1, int(_BEARABLE * num_samples)))

@@ -123,6 +123,8 @@ class RankStatistics:
         num_batches: Batches trained.
         num_samples: Samples in them.
         share: Its share of all samples trained.
+        piece: Under ``SYNC`` with shares by measured speed, the samples of its next
+            micro-batches; else 0.
         throughput: Samples per second of its own compute time.
         compute_s: Seconds spent in training steps.
         sync_s: Seconds that averaging cost it.
@@ -136,6 +138,7 @@ class RankStatistics:
     num_batches: int
     num_samples: int
     share: float
+    piece: int
     throughput: float
     compute_s: float
     sync_s: float
@@ -489,6 +492,7 @@ class Core:
         """A snapshot of counters."""
         total = sum(r.num_samples for r in self.ranks)
         oldest = self.pool.oldest
+        pieces = {} if self.shares is None or self.alone else self.shares.current
         return Statistics(
             epoch=oldest.epoch if oldest else len(self.outcome.metrics),
             global_step=self.global_step,
@@ -507,6 +511,7 @@ class Core:
                     num_batches=r.num_batches,
                     num_samples=r.num_samples,
                     share=r.num_samples / total if total else 0.0,
+                    piece=pieces.get(r.rank, 0),
                     throughput=r.num_samples / r.compute_s if r.compute_s > 0 else 0.0,
                     compute_s=r.compute_s,
                     sync_s=r.sync_s,

@@ -256,6 +256,8 @@ class Reader:
             "memory": [_device_memory(device) for device in self._run.devices],
             **self._load.read(),
         }
+        if any(rank.piece for rank in statistics.ranks):
+            tick["pieces"] = [rank.piece for rank in statistics.ranks]
         if summary is not None and summary.ranks:
             tick["samples"] = [rank.num_samples for rank in summary.ranks]
             tick["causes"] = [
@@ -270,6 +272,7 @@ def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
         "device": rank.device,
         "alive": rank.alive,
         "share": rank.share,
+        "piece": rank.piece,
         "throughput": _finite(rank.throughput),
         "num_batches": rank.num_batches,
         "num_samples": rank.num_samples,

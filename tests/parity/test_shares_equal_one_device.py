@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 
 import pytest
 import torch
@@ -71,12 +72,23 @@ class Trace:
         return mean_loss(model, x, y)
 
 
-def run(trace, optim, *, ranks, accumulate=1, clip=None, way=(SYNC, THREAD), balance=True, **more):
+def run(
+    trace,
+    optim,
+    *,
+    ranks,
+    accumulate=1,
+    clip=None,
+    way=(SYNC, THREAD),
+    balance=True,
+    dtype=torch.float64,
+    **more,
+):
     b = builder(
-        model=lambda device: copy.deepcopy(START),
+        model=lambda device: copy.deepcopy(START).to(dtype),
         optim=optim,
         train=trace,
-        dataset=(X, Y, torch.arange(N)),
+        dataset=(X.to(dtype), Y.to(dtype), torch.arange(N)),
         batch_size=SIZE,
         epochs=EPOCHS,
         ranks=ranks,
@@ -98,12 +110,12 @@ def global_steps(ranks, accumulate):
         yield from order.split(per_step)
 
 
-def one_device(steps, optim, clip):
-    model = copy.deepcopy(START)
+def one_device(steps, optim, clip, dtype=torch.float64):
+    model, x, y = copy.deepcopy(START).to(dtype), X.to(dtype), Y.to(dtype)
     optimizer = optim(model.parameters())
     for indices in steps:
         optimizer.zero_grad()
-        mean_loss(model, X[indices], Y[indices]).backward()
+        mean_loss(model, x[indices], y[indices]).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -147,6 +159,57 @@ def test_any_shares_equal_one_device_on_the_global_batch(
     for epoch in range(EPOCHS):
         seen = [i for (e, _), found in trace.pieces.items() if e == epoch for p in found for i in p]
         assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.parametrize(("ranks", "optim", "clip"), [(2, sgd, None), (3, adamw, 0.1)])
+def test_float32_is_equal_too_up_to_its_rounding(random_shares, ranks, optim, clip):
+    trace, dtype = Trace(), torch.float32
+    state = run(trace, optim, ranks=ranks, clip=clip, dtype=dtype).join(WAIT_S).state_dict()
+    expected = one_device(global_steps(ranks, 1), optim, clip, dtype)
+    found, wanted = (nn.utils.parameters_to_vector(d.values()) for d in (state, expected))
+    assert found.dtype == dtype
+    assert (found - wanted).norm() / wanted.norm() < 1e-4
+
+
+class StopsAt(Trace):
+    """A ``train_fn`` that has the run stopped when rank 0 begins a micro-batch."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.handle, self.runs = at, None, threading.Event()
+
+    def __call__(self, model, batch):
+        if current_worker().rank == 0 and current_worker().local_step >= self.at:
+            assert self.runs.wait(WAIT_S)
+            self.handle.stop()
+        return super().__call__(model, batch)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("at", "ranks_then"), [(2, 3), (9, 3), (10, 3), (12, 3), (6, 2)])
+def test_a_run_with_shares_that_is_resumed_trains_the_same_steps(
+    tmp_path, request, measured, accumulate, at, ranks_then
+):
+    if not measured:
+        request.getfixturevalue("random_shares")
+    ranks, trace = 3, StopsAt(at)
+    more = {"accumulate": accumulate, "checkpoint_dir": tmp_path}
+    trace.handle = run(trace, sgd, ranks=ranks, **more)
+    trace.runs.set()
+    stopped = trace.handle.join(WAIT_S)
+    assert stopped.stopped
+    again = Trace()
+    state = run(again, sgd, ranks=ranks_then, **more, resume=tmp_path).join(WAIT_S)
+    assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+    parts = [t.pieces.get((0, r), []) for t in (trace, again) for r in range(ranks)]
+    assert sorted(i for pieces in parts for piece in pieces for i in piece) == list(range(N))
+    made = sum(len(piece) for pieces in parts[:ranks] for piece in pieces)
+    order, others = [torch.from_numpy(permutation(N, e, SEED)) for e in range(EPOCHS)]
+    then = SIZE * ranks_then * accumulate
+    steps = [*order[:made].split(SIZE * ranks * accumulate), *order[made:].split(then)]
+    assert 0 < made < N
+    assert_same(state.state_dict(), one_device([*steps, *others.split(then)], sgd, None))
 
 
 @pytest.mark.parametrize("balance", [True, False])

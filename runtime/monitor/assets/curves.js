@@ -84,6 +84,13 @@ function addScalars(added) {
   }
 }
 
+function addPieces() {
+  if (charts.has("pieces") || !ticks.some((tick) => tick.pieces)) return;
+  const piece = (rank) => readings((tick) => (tick.pieces ? tick.pieces[rank] : null));
+  chart("pieces", "Shares", "samples of a micro-batch of each rank", {
+    low: 0, series: () => facts.devices.map((_, rank) => ({ name: `rank ${rank}`, points: piece(rank), step: true })) });
+}
+
 function unitOf(end) {
   if (end < 180) return [1, " s"];
   return end < 10800 ? [60, " min"] : [3600, " h"];

@@ -251,6 +251,7 @@ function add(message) {
   if (ticks.length > MAX_TICKS) ticks = ticks.filter((_, i) => i % 2 === 0 || i === ticks.length - 1);
   if (facts) {
     addScalars(message.epochs);
+    addPieces();
     tell(message.events);
     update();
   }

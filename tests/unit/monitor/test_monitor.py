@@ -20,7 +20,7 @@ from runtime.monitor import page as page_module
 from runtime.monitor.feed import Feed, Thinned
 from runtime.monitor.reader import Reader, past_ticks
 from runtime.monitor.server import MAX_WAITING, Viewer, Viewers
-from tests.support.running import WAIT_S, Counter, Gate, builder, count_up
+from tests.support.running import SYNC, THREAD, WAIT_S, Counter, Gate, builder, count_up
 from tests.support.watching import history_of, open_page, over, request
 from tests.unit.timeline.test_outputs import HOSTILE, run_hostile
 
@@ -95,6 +95,18 @@ def test_at_the_end_the_page_has_what_the_run_counted(monitor, recorded):
         assert now["model"] == "Counter"
         for told, rank in zip(whole["ticks"][-1]["causes"], summary.ranks, strict=True):
             assert told == [round(rank.causes[cause.label], 3) for cause in Cause]
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_shares_by_measured_speed_are_shown_over_time(monitor, balance):
+    handle = builder(dataset=400, way=(SYNC, THREAD)).balance(balance).run()
+    handle.attach(monitor)
+    handle.join(WAIT_S)
+    pieces = [rank.piece for rank in handle.statistics().ranks]
+    whole = last(monitor)
+    assert sum(pieces) == (4 if balance else 0)
+    assert [rank["piece"] for rank in whole["now"]["ranks"]] == pieces
+    assert whole["ticks"][-1].get("pieces") == (pieces if balance else None)
 
 
 def between(monkeypatch, before=lambda: None, after=lambda: None):
