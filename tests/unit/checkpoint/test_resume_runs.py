@@ -240,12 +240,13 @@ def test_save_after_the_end_writes_the_last_state_where_it_was_kept(tmp_path):
 
 
 def test_save_from_metrics_fn_works(tmp_path):
-    run, handles, saved, started = MarkingRun(n=N), [], [], threading.Event()
+    run, handles, saved, started = MarkingRun(n=N, epochs=300), [], [], threading.Event()
 
     def save(metrics):
         assert started.wait(WAIT_S)
         if metrics.epoch == 0:
             saved.append(handles[0].save(tmp_path, timeout=WAIT_S))
+            handles[0].stop()
 
     handles.append(run.builder().metrics_fn(save).run())
     started.set()

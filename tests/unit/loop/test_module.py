@@ -363,7 +363,7 @@ def test_devices_that_there_are_not_are_refused(devices):
 def test_the_devices_go_to_the_log(caplog):
     with caplog.at_level(logging.INFO, "runtime.loop"), on_cpus(make_net(), 2):
         assert "2 x cpu" in caplog.text
-        assert "thread" in caplog.text
+        assert "THREAD" in caplog.text
 
 
 # -- one device ------------------------------------------------------------------------------

@@ -274,7 +274,9 @@ def test_hostile_names_are_harmless_in_the_stream(monitor):
     data = [line for line in raw.splitlines() if line.startswith(b"data: ")]
     assert not any(set(b"<>&\r") & set(line) for line in data)
     names = [name for name, _ in whole["epochs"][0]["scalars"]]
-    assert len(names) == len(set(names)) == len(HOSTILE) + 1
+    measured = {"divergence", "param_norm"}  # where there was a round
+    assert len(names) == len(set(names))
+    assert len(set(names) - measured) == len(HOSTILE) + 1
     assert all(name.isprintable() and len(name) <= 200 for name in names)
     assert dict(whole["epochs"][0]["scalars"])["broken"] is None
     assert whole["now"]["model"].startswith("</script><script>")
