@@ -17,7 +17,6 @@ from torch import Tensor
 from coordinator import averaging as host_memory
 from coordinator.messages import Payload
 
-# -- Memory of the host for large tensors, in huge pages where the system gives them --
 #
 # A pass over a large state touches a new page every thousand float32 numbers, and the processor
 # has to look each of them up. Linux gives pages of 2 MiB to whoever asks for them, unless
@@ -50,8 +49,6 @@ def _advise(address: int, num_bytes: int, advice: int) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
 
-
-# -- Flat tensors in blocks: what several operations do to a block, they do in the caches --
 
 PART_BYTES = 1 << 21
 """Size of an intra-op thread's part of a block. Smaller ones would stay in a cache nearer to the
@@ -105,7 +102,6 @@ def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = dot_square
     return square
 
 
-# -- The weighted mean of flat tensors: block by block, so that memory is passed over once --
 #
 # A block stays in the processor's caches from the first reading to the last norm: of each
 # source one reading and of the result one writing reach the memory.

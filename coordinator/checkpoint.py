@@ -24,8 +24,6 @@ from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
 from coordinator.pool import Epoch
 from coordinator.state import Core, RankState
 
-# -- The machine's state as plain numbers, and a machine that goes on from it --
-
 _TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
 
 
@@ -182,8 +180,6 @@ def _lost_since(
         for rank in died
     )
 
-
-# -- what a state must be ------------------------------------------------------------
 
 Check = Callable[[Any, str], None]
 """Raises ``ValueError`` unless a value is as it must be; the second argument names its place."""
@@ -459,9 +455,6 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
     return check
 
 
-# -- going on ------------------------------------------------------------------------
-
-
 def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     """Make a new machine go on from what :func:`capture_run` gave.
 
@@ -542,9 +535,6 @@ def metrics_of(state: Mapping[str, Any]) -> EpochMetrics:
     for name in ("per_rank_throughput", "per_rank_batch_share", "devices"):
         values[name] = tuple(state[name])
     return EpochMetrics(**values)
-
-
-# -- ranges of batches ---------------------------------------------------------------
 
 
 def _order(spans: Iterable[range]) -> list[int]:
@@ -631,8 +621,6 @@ class Saving:
         self._saved_at: float | None = None
         self._saved_step = 0
 
-    # -- when ----------------------------------------------------------------------
-
     @property
     def _periods(self) -> int:
         every = self._core.config.save_every
@@ -698,8 +686,6 @@ class Saving:
         )
         return self._cut
 
-    # -- in a round ------------------------------------------------------------------
-
     def begin_round(self, ranks: Sequence[int]) -> None:
         """A round begins whose answers carry the ranks' own states."""
         self._begin(ranks)
@@ -735,8 +721,6 @@ class Saving:
         self._freeze(cut)
         self._emit(cut, cut.lead_payload if payload is None else payload)
         self._cut = None
-
-    # -- without rounds ----------------------------------------------------------------
 
     def ask(self) -> None:
         """Have every rank send its state, at the same step."""
@@ -790,8 +774,6 @@ class Saving:
             self._emit(cut, whole)
         self._cut = None
 
-    # -- at the end ----------------------------------------------------------------------
-
     def freeze_end(self, finals: Sequence[m.FinalSnapshot]) -> None:
         """All ranks have left, and the result is made of these states."""
         self._cut = None
@@ -820,8 +802,6 @@ class Saving:
         if cut is not None and cut.run is not None and payload is not None:
             self._emit(cut, payload, final=True)
         self._cut = None
-
-    # -- what --------------------------------------------------------------------------
 
     def _freeze(self, cut: _Cut) -> None:
         """The machine's state at the cut; nothing that comes later shows in it."""

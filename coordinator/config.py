@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-# -- When replicas average, over what, and how the transport is chosen --
-
 
 class ApplyPolicy(Enum):
     """When the work of one replica reaches the others."""

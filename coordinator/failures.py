@@ -27,8 +27,6 @@ from coordinator.messages import FINAL_ROUND, AbortCollective, Allowance, Averag
 from coordinator.metrics import Tally
 from coordinator.state import Core, Failure, Phase, Rank, RankState
 
-# -- What everybody was doing when a run stood still --
-
 KEPT = 8
 """Messages kept of each rank and direction."""
 MAX_CHARS = 400
@@ -160,9 +158,6 @@ class Recovery(Enum):
     REGROUPING = "regrouping"
 
 
-# -- What this has to do with the other parts of the machine --
-
-
 class RoundInProgress(Protocol):
     """See :class:`~coordinator.rounds.Round`, whose other fields only reports show."""
 
@@ -242,8 +237,6 @@ class Survival:
         """Ranks that can still train."""
         return [r for r in self._core.ranks if r.state in (RankState.BUILDING, RankState.LIVE)]
 
-    # -- a death ---------------------------------------------------------------
-
     def lose(self, failure: Failure) -> None:
         """Take a dead rank out; some rank is left."""
         core = self._core
@@ -296,8 +289,6 @@ class Survival:
                     donor=donor,
                 ),
             )
-
-    # -- lockstep ----------------------------------------------------------------
 
     def halt(self) -> None:
         """Break the collective and have every rank say where it stands."""
@@ -396,9 +387,6 @@ class Survival:
         core.num_averagings -= undone
         if epoch is not None:
             epoch.num_averagings -= undone
-
-
-# -- How a run ends: dismissal, last states, their average; or a failure and its grace --
 
 
 class Ending:
@@ -510,9 +498,6 @@ class Ending:
         self._rounds.round.forget_tensors()
         for rank in self._core.ranks:
             rank.final = None
-
-
-# -- When a run last got anywhere, and when it has been too long ago --
 
 
 class ProgressWatch:

@@ -50,8 +50,6 @@ class Coordinator:
         self._watch = ProgressWatch(self._core, self._rounds, self._ending)
         self._inequality = Inequality()
 
-    # -- outside -----------------------------------------------------------
-
     @property
     def phase(self) -> Phase:
         """Where the run stands."""
@@ -101,8 +99,6 @@ class Coordinator:
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
         return self._core.statistics()
-
-    # -- events ------------------------------------------------------------
 
     def _take(self, event: m.Event, now: float) -> None:
         match event:
@@ -398,8 +394,6 @@ class Coordinator:
             self._core.outcome.missing = tuple(r.rank for r in self._core.ranks if r.present)
             self._ending.finish()
         self._watch.fail_if_due(now)
-
-    # -- what is due -------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         """Do everything that is due in the present state."""

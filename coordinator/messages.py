@@ -65,7 +65,6 @@ __all__ = [
 ]
 
 
-# -- What messages carry: plans, tensors, counts and limits --
 #
 # Tensors travel inside :class:`Payload`: flat CPU tensors that belong to the message and
 # alias nothing that training writes to.
@@ -137,9 +136,6 @@ class Allowance:
 
     limit: int | None = None
     report_after: int | None = None
-
-
-# -- Messages from the coordinator to a worker --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,9 +319,6 @@ ToWorker = (
 )
 
 
-# -- What the machine tells its service to do --
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
     """Put a message into a worker's inbox."""
@@ -456,8 +449,6 @@ Command = (
 FINAL_ROUND = -1
 SAVE_ROUND = -2
 
-
-# -- Messages from a worker to the coordinator --
 
 Extra = dict[str, Any] | Exception
 """A rank's own part of a checkpoint: tensors of the CPU and plain values; or why there is none."""

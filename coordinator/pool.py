@@ -25,8 +25,6 @@ from coordinator.dispatch import (
 )
 from coordinator.metrics import EpochTally
 
-# -- The records of the chunk pool: an open epoch, and what a rank holds of it --
-
 
 @dataclass(slots=True)
 class Epoch:
@@ -240,8 +238,6 @@ class ChunkPool:
         self.epochs: deque[Epoch] = deque()
         self._next_epoch = first_epoch
 
-    # -- epochs ------------------------------------------------------------
-
     def open_epoch(self, now: float, shares: Sequence[float]) -> Epoch | None:
         """Open the next epoch, if there is one left."""
         if self._next_epoch >= self._num_epochs or self._budget == 0:
@@ -312,8 +308,6 @@ class ChunkPool:
     def pop_oldest(self) -> Epoch:
         """Close the oldest epoch."""
         return self.epochs.popleft()
-
-    # -- dealing -----------------------------------------------------------
 
     def deal_chunk(
         self,
@@ -456,8 +450,6 @@ class ChunkPool:
                 self.ledgers[rank].assigned.append((epoch.epoch, span))
         if self._budget is not None:
             self._budget -= sum(len(span) for span in spans)
-
-    # -- following ---------------------------------------------------------
 
     def trained(self, rank: int, count: int) -> None:
         """The rank trained its next ``count`` assigned batches."""

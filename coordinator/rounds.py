@@ -18,8 +18,6 @@ from coordinator.pool import Epoch
 from coordinator.state import Core, Phase, RankState
 from coordinator.transport import RoundCost
 
-# -- What the coordinator's own thread spends on averaging rounds --
-
 _OF_ROUNDS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
 
 
@@ -59,7 +57,6 @@ class OwnTime:
         return taken
 
 
-# -- The states of one averaging round, over the CPU path or a collective --
 #
 # ``CPU``: ``COLLECTING`` snapshots, ``COMPUTING`` their average in the background,
 # ``DELIVERING`` it until every rank has acknowledged. Over a collective: ``SYNCING`` until
@@ -734,9 +731,6 @@ class RoundKeeper:
             if info.state is RankState.DEAD:
                 self._core.pool.take_back(info.rank, self._core.elche.shares)
         return undo
-
-
-# -- How far each rank may run, told to the ranks --
 
 
 class Limits:

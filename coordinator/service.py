@@ -38,7 +38,6 @@ from coordinator.state import Failure, Statistics
 logger = logging.getLogger(__name__)
 
 
-# -- Where events for the coordinator arrive, so that one round's answers wake it once --
 #
 # A thread that wakes up takes the interpreter from a worker, finds its code gone from the
 # caches, and costs several times what it does. The answers to a request that went to every
@@ -269,7 +268,7 @@ class Service:
         with self._lock:
             return self._machine.statistics()
 
-    # -- the coordinator's thread -------------------------------------------
+    # On the coordinator's thread.
 
     def _run(self) -> None:
         machine = self._machine
@@ -381,7 +380,7 @@ class Service:
         error.add_note(error.report)
         logger.error("%s", error.report)
 
-    # -- the averaging thread -----------------------------------------------
+    # On the averaging thread.
 
     def _average_loop(self) -> None:
         averager = Averager()

@@ -23,8 +23,6 @@ from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.shares import Shares
 from coordinator.transport import TransportChoice
 
-# -- What the coordinator knows about each rank, and what it tells others about it --
-
 
 class RankState(Enum):
     """The life of a rank as the coordinator sees it."""
@@ -179,7 +177,6 @@ class Statistics:
     ranks: tuple[RankStatistics, ...]
 
 
-# -- When a round is due, and how far each rank may run before it --
 #
 # Every rule is a function of the present state, evaluated after each event, so that no
 # wake-up can be lost: what was due stays due until it is done.
@@ -300,9 +297,6 @@ class Gate:
             if r.rank == self._pacer:
                 return r
         return max(busy, key=lambda r: seconds[r.rank])
-
-
-# -- Where a run stands, how it ends, and what its parts share --
 
 
 class Phase(Enum):

@@ -8,8 +8,6 @@ from typing import Any
 
 from coordinator.config import AverageBackend
 
-# -- How a look goes: some rounds over a transport that is not in use, and what they may cost --
-
 WARM_UP, MEASURED = 1, 2
 """Rounds of a trial: the first over a transport allocates its memory and does not count."""
 MOST_TRIED = 10
@@ -118,8 +116,6 @@ class TransportChoice:
         """Whether a round over this transport is no more than a trial."""
         return backend is not self.chosen
 
-    # -- rounds ------------------------------------------------------------------------
-
     def note(
         self, backend: AverageBackend, cost: RoundCost | None, trained_s: float, anchor: int
     ) -> bool:
@@ -195,8 +191,6 @@ class TransportChoice:
         self.reason = "measured: " + ", ".join(f"{b.name} {told[b]}" for b in told)
         return not confirmed
 
-    # -- failures and deaths -------------------------------------------------------------
-
     def note_fault(self, backend: AverageBackend, cost: RoundCost) -> int:
         """A round has failed because its transport did.
 
@@ -242,8 +236,6 @@ class TransportChoice:
         self._measured, self._num_tried = [], 0
         self._is_first = True
         self._trials = sorted(self._candidates, key=lambda b: b is not self.chosen)
-
-    # -- checkpoints -----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The choice, and what it is made from, as plain values."""

@@ -66,7 +66,7 @@ class TrainerHandle:
         self.devices: tuple[torch.device, ...] = run.devices
         self.total_batches = run.total_batches
 
-    # -- the run's side ------------------------------------------------------------
+    # Called by the run.
 
     def publish(self, metrics: EpochMetrics) -> None:
         """An epoch has closed; called by the run."""
@@ -95,7 +95,7 @@ class TrainerHandle:
             except Exception:
                 logger.exception("%r failed at the end of the run", callback)
 
-    # -- the caller's side -----------------------------------------------------------
+    # Called by the user.
 
     @property
     def state(self) -> TrainedState | None:

@@ -184,8 +184,6 @@ class Run:
             c.resume, self._compatible(), c.coordinator.num_epochs, missing_ok=c.resume_missing_ok
         )
 
-    # -- start ---------------------------------------------------------------
-
     def start(self, listener: Listener) -> None:
         """Start everything; on failure, end what was started and raise."""
         resolve_vector_math()
@@ -289,7 +287,7 @@ class Run:
                 self._inbox.put(m.ThreadEnded(rank=rank))
         self._service.join()
 
-    # -- the workers' threads --------------------------------------------------
+    # On the workers' threads.
 
     def _worker_main(self, rank: int) -> None:
         worker: GpuWorker | None = None
@@ -345,8 +343,6 @@ class Run:
         if rank == 0:
             self._saves.learn(worker.model, worker.flat_state)
         return worker
-
-    # -- while it runs -----------------------------------------------------------
 
     @property
     def backend(self) -> AverageBackend:
@@ -440,8 +436,6 @@ class Run:
 
     def _abort(self, generation: int | None) -> None:
         self._peers.groups.abort(generation)
-
-    # -- the end -------------------------------------------------------------------
 
     def _on_end(self) -> None:
         """On the coordinator's thread, when the outcome is final."""

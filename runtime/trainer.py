@@ -41,8 +41,6 @@ from runtime.results import TrainedState
 from runtime.timeline import Timeline
 from runtime.worker.config import EvalFn, UserFunctions
 
-# -- The fluent way to a run --
-
 
 class TrainerBuilder:
     """Collects the settings of a run; every method returns the builder.
@@ -73,8 +71,6 @@ class TrainerBuilder:
         self._config = self._config.having(**values)
         self._set_here |= set(values)
         return self
-
-    # -- data ----------------------------------------------------------------
 
     def dataset(self, ds: Any) -> TrainerBuilder:
         """What to train on: a map-style data set, a ``TensorDataset``, a tuple or dict of tensors
@@ -163,8 +159,6 @@ class TrainerBuilder:
         for a constant learning rate: build it with ``fused=True`` where a scheduler moves it. No
         effect on CPU devices."""
         return self._set(cuda_graphs=check_flag("cuda_graphs", flag))
-
-    # -- devices and averaging -------------------------------------------------
 
     def devices(
         self, devices: Sequence[str | torch.device] | str | torch.device | int
@@ -264,8 +258,6 @@ class TrainerBuilder:
         """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""
         return self._set(progressive_dispatch=check_flag("progressive_dispatch", flag))
 
-    # -- steps -------------------------------------------------------------------
-
     def max_grad_norm(self, f: float) -> TrainerBuilder:
         """Clip the gradients' norm: after the reduction under ``SYNC``, else locally."""
         return self._set(max_grad_norm=check_float("max_grad_norm", f, 0.0, above=True))
@@ -319,8 +311,6 @@ class TrainerBuilder:
     def max_steps(self, n: int) -> TrainerBuilder:
         """End after ``n`` batches over all ranks. An epoch that is cut has no metrics."""
         return self._set(max_steps=check_int("max_steps", n, 1))
-
-    # -- callbacks ----------------------------------------------------------------
 
     def eval_fn(self, f: EvalFn) -> TrainerBuilder:
         """``f(model, epoch)`` gives a dict of floats, on the averaged weights, in eval
@@ -419,8 +409,6 @@ class TrainerBuilder:
             resume_missing_ok=check_flag("resume: missing_ok", missing_ok),
         )
 
-    # -- limits ---------------------------------------------------------------------
-
     def snapshot_timeout(self, s: float) -> TrainerBuilder:
         """Seconds after which a round on the CPU path is given up (default 5, at least
         three measured steps)."""
@@ -476,8 +464,6 @@ class TrainerBuilder:
         if not isinstance(tl, Timeline):
             raise TypeError(f"timeline({tl!r:.80}): pass a runtime.Timeline()")
         return self._set(timeline=tl)
-
-    # -- the run ----------------------------------------------------------------------
 
     def run(self) -> TrainerHandle:
         """Check all settings, start the threads and return without waiting.

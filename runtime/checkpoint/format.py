@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from runtime.core.errors import CheckpointError
 
-# -- What a checkpoint holds, in types that a file can give back without running code --
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointData:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# -- The NCCL backends of one group: born together, aborted together, ended together --
-
 END_S = 10.0
 """How long the last rank to leave waits for all backends to end."""
 

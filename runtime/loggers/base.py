@@ -117,9 +117,6 @@ class Names:
         return given
 
 
-# -- Several functions where one is expected --
-
-
 class CombinedLogger(RunLogger):
     """Hands each epoch to several loggers or functions, for ``metrics_fn``.
 

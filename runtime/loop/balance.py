@@ -17,8 +17,6 @@ import torch
 from coordinator.cadence import ElChe
 from runtime.loop.config import DEFAULT_ANCHOR, DEFAULT_MAX_ANCHOR, DdpConfig
 
-# -- How many batches each device runs between two reductions, and how a loop supplies them --
-
 BatchT = TypeVar("BatchT")
 
 

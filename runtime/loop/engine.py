@@ -44,9 +44,6 @@ from runtime.replica.build import OptimFactory, build_optimizer
 logger = logging.getLogger(__name__)
 
 
-# -- One call of a model at a time, and none from inside another --
-
-
 class Turn:
     """Lets threads have their turns.
 
@@ -83,9 +80,6 @@ class Turn:
                 self._owner = None
 
 
-# -- What has come in since the last optimizer step of a loop of the user's own --
-
-
 class Window(Enum):
     """Where the gradients since the last step came from."""
 
@@ -95,8 +89,6 @@ class Window(Enum):
     ACCUMULATED = auto()
     """From ``accumulate``: each rank's own."""
 
-
-# -- Small gradients on their way between CPU replicas, in the thread that calls --
 
 SMALL = 1 << 20
 """Elements of all ranks together up to which one thread brings gradients across faster than
@@ -180,8 +172,6 @@ def total_weight(weights: Sequence[Weight | None]) -> Weight | None:
     return sum(given[1:], given[0]) if given else None
 
 
-# -- Several replicas behind one module: one batch shared out, or several for each --
-
 GUESSED = (
     "the model returned a loss without a dimension from each device, and nothing tells what it is "
     "a mean over: it is weighted by samples, which is wrong where tokens are ignored or classes "
@@ -261,8 +251,6 @@ class Team:
     def batch_counts(self) -> tuple[int, ...]:
         """By ElChe, where it is on."""
         return self._cadence.batch_counts
-
-    # -- forward and backward ------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Share a batch out, run the replicas, and put their outputs together."""
@@ -377,8 +365,6 @@ class Team:
         losses = [o.value[0].to(self.devices[0]) for o in outcomes if o.value is not None]
         return torch.cat(losses) if losses else torch.empty(0, device=self.devices[0])
 
-    # -- steps ---------------------------------------------------------------------------
-
     def step(self, weight: Weight | None = None) -> None:
         """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
         with self._turn():
@@ -479,8 +465,6 @@ class Team:
                 self._balancer.adopt(shares)
         else:
             self._balancer.step()
-
-    # -- keeping the replicas alike --------------------------------------------------------
 
     def sync_params(self) -> None:
         """Give rank 0's parameters and buffers to all."""
@@ -583,9 +567,6 @@ def _accumulate(
 ) -> tuple[Tensor, list[Weight | None]]:
     with ambient.applied():
         return replica.accumulate(loss_fn, batches)
-
-
-# -- One device: the model itself, with nothing in between --
 
 
 class Solo:

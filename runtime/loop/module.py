@@ -135,8 +135,6 @@ class ReplicatedModule(nn.Module):
             # Not as an attribute of nn.Module, which would make it a submodule.
             self.__dict__["forward"] = engine.direct
 
-    # -- training ------------------------------------------------------------------------
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch. Blocks until every replica has run it (on a GPU: begun).
 
@@ -243,8 +241,6 @@ class ReplicatedModule(nn.Module):
         """Give rank 0's parameters and buffers to every replica, now."""
         self._engine.sync_params()
 
-    # -- what there is -------------------------------------------------------------------
-
     @property
     def module(self) -> nn.Module:
         """The model of rank 0, which is the one that was passed or the factory's first."""
@@ -303,8 +299,6 @@ class ReplicatedModule(nn.Module):
     def current_lr(self) -> float:
         """Learning rate of the first parameter group."""
         return self._engine.rate.current
-
-    # -- the model's own face ------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state, under its own plain keys, also where parts are compiled."""
@@ -434,8 +428,6 @@ class ReplicatedModule(nn.Module):
         names = ", ".join(map(str, self.devices))
         return f"{type(self).__name__}(devices=[{names}])\n{self.module!r}"
 
-    # -- the end -------------------------------------------------------------------------
-
     def close(self) -> None:
         """End the replicas' threads; ``module`` stays. Idempotent, blocks for some seconds.
 
@@ -455,8 +447,6 @@ class ReplicatedModule(nn.Module):
     ) -> None:
         self.close()
 
-
-# -- From a model, or what makes one, to the module that a loop trains --
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """How long a replica waits for a slower one; one that fails wakes its peers at once."""

@@ -16,8 +16,6 @@ from runtime.timeline.export import one_line
 from runtime.timeline.page import embedded
 from runtime.timeline.timeline import Timeline
 
-# -- What a monitor may read of a run --
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
@@ -165,8 +163,6 @@ def _list(items: list[str]) -> str:
 def _object(**items: str) -> str:
     return "{" + ",".join(f'"{name}":{text}' for name, text in items.items()) + "}"
 
-
-# -- Events of a run, in words that fit a list: what comes often is told together --
 
 MAX_AT_ONCE = 40
 """Events that are told of one look; the newest."""

@@ -20,8 +20,6 @@ from runtime.timeline.export import one_line
 from runtime.timeline.resources import ResourcePoller, Row
 from runtime.timeline.timeline import Timeline
 
-# -- Load and memory of the machine while a run is watched --
-
 _NAMES = {"process_cpu_percent": "cpu", "process_rss_bytes": "rss", "machine_cpu_percent": "all"}
 
 
@@ -68,8 +66,6 @@ def named(columns: tuple[str, ...], values: tuple[float, ...]) -> dict[str, floa
             found[name] = round(value, 1)
     return found
 
-
-# -- What a timeline has of the time before anybody watched --
 
 NUM_POINTS = 120
 

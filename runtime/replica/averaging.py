@@ -77,8 +77,6 @@ class ReplicaAverager:
         self.version = 0
         self._on_cpu = device.device.type == "cpu"
 
-    # -- the CPU path ------------------------------------------------------------
-
     @property
     def leads(self) -> bool:
         """Whether this is the lowest rank of those that meet."""
@@ -200,8 +198,6 @@ class ReplicaAverager:
         if self._arrival is not None:
             self._arrival.wait()  # the last copy from or to the same memory
         return self._device.stage(average, twin)
-
-    # -- collectives ---------------------------------------------------------------
 
     @torch.no_grad()
     def all_reduce(self, weight: float, *, healthy: bool | None = None) -> ReducedState:

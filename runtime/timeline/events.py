@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum, IntEnum, unique
 from typing import Any
 
-# -- What a rank's time goes to --
-
 
 class Cause(IntEnum):
     """What a rank is doing; at each moment it is exactly one of these.
@@ -173,9 +171,6 @@ class IdleGap:
     cause: Cause
     start_s: float
     duration_s: float
-
-
-# -- A run in numbers --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,6 @@ class Recorded(Protocol):
     def resources(self) -> tuple[Sequence[str], Sequence[Sequence[float]]]: ...
 
 
-# -- Names and messages that others chose, made harmless for every output --
-
 MAX_LENGTH = 200
 _FORMULA = ("=", "+", "-", "@", "|", "%")
 
@@ -81,7 +79,6 @@ def table_cell(text: str) -> str:
     return f"'{shown}" if shown.lstrip().startswith(_FORMULA) else shown
 
 
-# -- A timeline in the Chrome trace-event format, as JSON, which Perfetto opens --
 #
 # The format: "Trace Event Format", Chromium project. Slices (``X``) of one thread must nest.
 
@@ -228,8 +225,6 @@ def _counter(name: str, seconds: float, values: Mapping[str, float]) -> dict[str
     args = {key: value for key, value in values.items() if math.isfinite(value)}
     return {"ph": "C", "name": name, "pid": PID, "tid": 0, "ts": _ns(seconds) / 1000, "args": args}
 
-
-# -- A timeline as one table in CSV, for spreadsheets and data frames --
 
 COLUMNS = ("record", "rank", "name", "start_s", "duration_s", "value", "detail")
 Row = tuple[object, ...]

@@ -41,9 +41,6 @@ from runtime.timeline.resources import Bins, Curve, Row
 logger = logging.getLogger(__name__)
 
 
-# -- Memory for what happens often: bounded, and written without a lock --
-
-
 class Ring:
     """The last items that one thread added; any thread may read them.
 
@@ -91,8 +88,6 @@ class Ring:
         """Items that have given way."""
         return max(0, self.num_added - self._capacity)
 
-
-# -- What the coordinator decides, seen from its own thread --
 
 MAX_EPOCHS = 4096
 MAX_SCALARS = 64
@@ -152,7 +147,7 @@ class CoordinatorLane:
         self._round = (0, RoundState.NONE)
         self._round_start = self._phase_start = start
 
-    # -- the coordinator's thread ------------------------------------------------------
+    # On the coordinator's thread.
 
     def observe(self, event: m.Event, commands: Sequence[Command], now: float) -> None:
         """Look at an event that the machine has handled, and at what it decided.
@@ -292,7 +287,7 @@ class CoordinatorLane:
     def _note(self, kind: Kind, start: float, end: float, *args: Any) -> None:
         self._ring.add((kind, start, end, args))
 
-    # -- any thread ---------------------------------------------------------------------
+    # From any thread.
 
     def read(self, cursor: int = 0) -> tuple[list[Event], int]:
         """Events that were added since, in order, and the next cursor; ``0`` at first."""
@@ -442,7 +437,7 @@ class Lane:
         self.num_steps = 0
         self.num_throttles = 0
 
-    # -- the rank's thread ---------------------------------------------------------
+    # On the rank's thread.
 
     def enter(self, cause: int, at: float | None = None) -> int:
         """The rank does something else.
@@ -527,7 +522,7 @@ class Lane:
         self._bins.close(at, self.totals, before)
         self._bin_end = self._bins.end
 
-    # -- any thread --------------------------------------------------------------------
+    # From any thread.
 
     def seconds(self, end: float | None = None) -> list[float]:
         """Seconds by cause up to now, or to the end of the run.

@@ -88,7 +88,7 @@ class Timeline:
         self._coordinator: CoordinatorLane | None = None
         self._poller: ResourcePoller | None = None
 
-    # -- the run's side -------------------------------------------------------------
+    # Called by the run.
 
     def require_unused(self) -> None:
         """Raises ``ValueError`` if this timeline has recorded a run."""
@@ -173,8 +173,6 @@ class Timeline:
             coordinator.let_go()
         if poller is not None:
             poller.stop()
-
-    # -- as data ----------------------------------------------------------------------
 
     def summary(self) -> TimelineSummary:
         """The run in numbers, up to now or of all of it."""
@@ -313,8 +311,6 @@ class Timeline:
         if self._facts is None:
             return 0.0
         return (time.monotonic() if self._end is None else self._end) - self._start
-
-    # -- as files ---------------------------------------------------------------------------
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write all events in the Chrome trace-event format, which Perfetto opens."""

@@ -9,8 +9,6 @@ from coordinator.config import AverageBackend
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted
 
-# -- Where lockstep ranks stop, or take their states, together --
-
 
 class StopAgreement:
     """The global steps before which every rank of a lockstep run stops, or takes its state.
@@ -50,9 +48,6 @@ class StopAgreement:
     def capture_at(self) -> tuple[int, int]:
         """The last capture that was named, and its step; 0: none yet."""
         return self._capture_at
-
-
-# -- Where a rank stands in a lockstep run --
 
 
 class Lockstep:

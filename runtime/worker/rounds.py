@@ -271,8 +271,6 @@ class Answers:
                 hand_over(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
                 self._reporter.put(m.CheckpointDone(rank=self._rank, version=checkpoint))
 
-    # -- checkpoints -------------------------------------------------------------------
-
     def _take_state(self, capture: int) -> None:
         """Send the state; under lockstep, name the step before which all ranks take theirs.
 

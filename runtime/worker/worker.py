@@ -182,8 +182,6 @@ class GpuWorker:
         if peers is not None:
             peers.replicas[self.rank] = self.replica
 
-    # -- for the user ----------------------------------------------------------
-
     @property
     def local_step(self) -> int:
         """Batches trained by this worker."""
@@ -261,8 +259,6 @@ class GpuWorker:
         """
         return self.replica.capture_state()
 
-    # -- averaging, for tools and tests ----------------------------------------------
-
     def snapshot_params(self, round_id: int = 0) -> m.ParamSnapshot:
         """The live state as CPU tensors that alias nothing, with its weight."""
         payload = self.replica.averager.snapshot(reuse=False)
@@ -285,8 +281,6 @@ class GpuWorker:
         """
         self.replica.averager.replace(average.average if isinstance(average, m.Update) else average)
 
-    # -- reports -----------------------------------------------------------------------
-
     def report_timing(self) -> None:
         """Tell the coordinator what was trained since the last report."""
         self._reporter.report_timing()
@@ -299,8 +293,6 @@ class GpuWorker:
         """Send the last state, with the samples trained since the last round."""
         self._recorder.leaves()
         self._answers.send_final_snapshot()
-
-    # -- plans -------------------------------------------------------------------
 
     def wait_for_epoch_plan(self) -> m.EpochPlan | None:
         """Block until there is a plan; answer everything else meanwhile.
@@ -464,8 +456,6 @@ class GpuWorker:
             self.protocol.end_plan()
             self._reporter.report_epoch(plan.epoch, params_norm)
 
-    # -- messages ------------------------------------------------------------------
-
     def handle_control(self) -> bool:
         """Answer every message that has arrived; while parked, wait for the release.
 
@@ -552,8 +542,6 @@ class GpuWorker:
         else:
             self.protocol.generation = message.generation
             self._tell_halted()
-
-    # -- the thread's life ---------------------------------------------------------------
 
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
