@@ -65,7 +65,6 @@ __all__ = [
 ]
 
 
-#
 # Tensors travel inside :class:`Payload`: flat CPU tensors that belong to the message and
 # alias nothing that training writes to.
 
@@ -136,6 +135,9 @@ class Allowance:
 
     limit: int | None = None
     report_after: int | None = None
+
+
+# From the coordinator to a worker.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +321,9 @@ ToWorker = (
 )
 
 
+# From the machine to its service.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
     """Put a message into a worker's inbox."""
@@ -449,6 +454,8 @@ Command = (
 FINAL_ROUND = -1
 SAVE_ROUND = -2
 
+
+# From a worker to the coordinator.
 
 Extra = dict[str, Any] | Exception
 """A rank's own part of a checkpoint: tensors of the CPU and plain values; or why there is none."""
