@@ -55,7 +55,7 @@ from benchmarks.harness.models import (
     workload_of,
 )
 from benchmarks.harness.processes import Child, GlooGroup, serve
-from runtime import ApplyPolicy
+from runtime import ApplyPolicy, AverageBackend
 
 WORLDS = (1, 2, 4, 6, 8)
 WORLD_STEP_S = 0.010
@@ -268,6 +268,35 @@ def shares_checks(model: str, measured: Measured, slowdowns: Sequence[float]) ->
     return checks
 
 
+# -- transports -------------------------------------------------------------------------
+
+TRANSPORTS = {
+    "auto": ("AUTO", AverageBackend.AUTO),
+    "cpu": ("CPU", AverageBackend.CPU),
+    "thread": ("THREAD", AverageBackend.THREAD),
+}
+"""Title and backend of each way to average under ``CADENCE``."""
+AUTO_WANTED = 0.95
+
+
+def transports_table(measured: Measured) -> str:
+    """Rates, and the medians of their ratios to AUTO in the same repetition."""
+    rows = []
+    for name, (title, _) in TRANSPORTS.items():
+        middle, low, high = median_interval(measured.ratios("auto", name))
+        rate = f"{median(measured.rates[name]):,.0f}"
+        rows.append([title, rate, f"{middle:.3f}", f"{low:.2f} to {high:.2f}"])
+    return table(("backend", "samples/s", "AUTO / this", "95 % interval"), rows)
+
+
+def transports_check(model: str, measured: Measured) -> Check:
+    """AUTO costs little beside the better one of the fixed choices."""
+    best = max(("cpu", "thread"), key=lambda name: median(measured.rates[name]))
+    ratio = median(measured.ratios("auto", best))
+    what = f"{model}: AUTO / {TRANSPORTS[best][0]}, the better one"
+    return Check(what=what, measured=ratio, wanted=AUTO_WANTED)
+
+
 # -- world ------------------------------------------------------------------------------
 
 
@@ -419,7 +448,8 @@ class Options:
         repeat: Repetitions of each cell.
         num_retries: How often a disturbed measurement is repeated.
         quick: Whether the section measures fewer cells.
-        models: Workloads of the sections ``peers``, ``efficiency`` and ``shares``.
+        models: Workloads of the sections ``peers``, ``efficiency``, ``shares`` and
+            ``transports``.
         slowdowns: How often rank 1's step takes a bare one's there.
     """
 
@@ -562,6 +592,25 @@ def _shares_cells(cells: Cells, step_s: float, slowdown: float) -> list[Cell]:
     ]
 
 
+def transports(options: Options) -> Section:
+    """``backend(AUTO)`` beside each transport that it may choose, two workers."""
+    section = Section()
+    for model in options.models:
+        workload = WORKLOADS[model]
+        step_s = step_seconds(workload)
+        cells = Cells(workload, step_s, options.seconds)
+        wanted = [
+            cells.runtime(name, ApplyPolicy.CADENCE, (0.0, 0.0), backend=backend)
+            for name, (_, backend) in TRANSPORTS.items()
+        ]
+        measured = options.interleaved(wanted)
+        title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
+        section.markdown += [title, transports_table(measured)]
+        section.checks.append(transports_check(model, measured))
+        section.record[model] = {"step_s": step_s, **section.add(measured, cells)}
+    return section
+
+
 def world(options: Options) -> Section:
     """The cost of more workers, whose steps are sleep, so that cores are not the limit."""
     section, sizes = Section(), (1, 8) if options.quick else WORLDS
@@ -696,6 +745,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Options], Section]]] = {
     "peers": ("Against its peers", peers),
     "efficiency": ("CADENCE against two bare threads, pair by pair", efficiency),
     "shares": ("SYNC with shares by measured speed", shares),
+    "transports": ("AUTO against a fixed transport", transports),
     "world": (f"More workers, asleep {WORLD_STEP_S * 1e3:g} ms a step", world),
     "model": (f"Larger models, 2 workers, asleep {MODEL_STEP_S * 1e3:g} ms a step", model),
     "step": ("Shorter steps", step),
@@ -960,7 +1010,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--models",
         nargs="+",
         choices=WORKLOADS,
-        help="of 'peers', 'efficiency' and 'shares' (mlp lenet)",
+        help="of 'peers', 'efficiency', 'shares' and 'transports' (mlp lenet)",
     )
     add(
         "--slowdowns",

@@ -17,7 +17,6 @@ from torch import Tensor
 from coordinator import averaging as host_memory
 from coordinator.messages import Payload
 
-#
 # A pass over a large state touches a new page every thousand float32 numbers, and the processor
 # has to look each of them up. Linux gives pages of 2 MiB to whoever asks for them, unless
 # ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``never``.
@@ -102,7 +101,6 @@ def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = dot_square
     return square
 
 
-#
 # A block stays in the processor's caches from the first reading to the last norm: of each
 # source one reading and of the result one writing reach the memory.
 

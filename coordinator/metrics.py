@@ -39,7 +39,6 @@ class Tally:
     scalars: tuple[tuple[str, float, float], ...] = ()
 
 
-#
 # A report is sent when its time has come, so the losses of an epoch are summed in pieces
 # that differ from run to run. Each piece carries what rounding left out of it, and the sum
 # of all pieces is the exact sum of the values, rounded once. The method is that of

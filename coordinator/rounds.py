@@ -57,7 +57,6 @@ class OwnTime:
         return taken
 
 
-#
 # ``CPU``: ``COLLECTING`` snapshots, ``COMPUTING`` their average in the background,
 # ``DELIVERING`` it until every rank has acknowledged. Over a collective: ``SYNCING`` until
 # every rank has acknowledged. There is at most one round at a time, and the next starts

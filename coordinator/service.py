@@ -38,7 +38,6 @@ from coordinator.state import Failure, Statistics
 logger = logging.getLogger(__name__)
 
 
-#
 # A thread that wakes up takes the interpreter from a worker, finds its code gone from the
 # caches, and costs several times what it does. The answers to a request that went to every
 # rank bring nothing on before the last of them, so the first ones wait for it.

@@ -177,7 +177,6 @@ class Statistics:
     ranks: tuple[RankStatistics, ...]
 
 
-#
 # Every rule is a function of the present state, evaluated after each event, so that no
 # wake-up can be lost: what was due stays due until it is done.
 

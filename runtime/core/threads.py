@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-#
 # PyTorch computes ``sqrt``, ``exp`` and the like of contiguous CPU tensors with MKL's VML. MKL
 # looks up the kernel of such a function in the first call of it. If two threads make that call
 # together, one of them may get a kernel of low accuracy for this one call: relative errors of

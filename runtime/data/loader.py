@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-#
 # A loader's thread reads a batch and *puts* it on the stage; the worker *takes* it. When the
 # worker asks for the next one, the batch before is used up (:meth:`Stage.advance`).
 

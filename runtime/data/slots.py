@@ -27,7 +27,6 @@ from runtime.data.batches import parts_of
 from runtime.device.base import Device, Event
 from runtime.device.memory import MemoryReading
 
-#
 # A CUDA device gives the process ``total * vram_fraction`` bytes, the model included, or what
 # others have left. From that the worst peak of active memory is kept back, as seen in the
 # first steps and since, and a margin for what the allocator cannot use. The rest is for

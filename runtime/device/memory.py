@@ -37,7 +37,6 @@ class MemoryReading:
     peak_bytes: int
 
 
-#
 # glibc gives large blocks back to the system at every free, and every training step then
 # pays the page faults again. Raising two thresholds keeps the blocks; on other C libraries
 # nothing is done. The setting acts on the whole process and cannot be undone, but what was

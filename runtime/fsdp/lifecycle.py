@@ -100,7 +100,6 @@ class Prefetch:
             self._error = error
 
 
-#
 # They hold what the module no longer uses, and would train nothing in silence. They are found
 # at their next step: looking through the whole heap for them when a module is wrapped takes
 # seconds in a large process.

@@ -16,7 +16,6 @@ from coordinator import averaging as host_memory
 from coordinator.averaging import PART_BYTES, block_length, blocks, dot_square, sum_squares
 from coordinator.messages import Payload
 
-#
 # What makes two operations of one pass over the memory works in blocks that stay in the caches,
 # and is for CPUs.
 

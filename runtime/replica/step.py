@@ -137,7 +137,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     _check_states(optimizer)
 
 
-#
 # The host reads the device only for the flags that say which parameters got a gradient, and
 # only where this rank alone cannot know.
 

@@ -79,7 +79,6 @@ def table_cell(text: str) -> str:
     return f"'{shown}" if shown.lstrip().startswith(_FORMULA) else shown
 
 
-#
 # The format: "Trace Event Format", Chromium project. Slices (``X``) of one thread must nest.
 
 PID = 1
