@@ -193,7 +193,7 @@ class Epochs:
         assert shares is not None, "pieces are cut where shares are measured"
         ranks = list(parts)
         sizes = shares.sizes(self._core.global_batch(len(ranks)), ranks)
-        return self._core.pool.cut_pieces(parts, sizes)
+        return self._core.pool.cut_pieces(parts, sizes, shares.short)
 
     def has_work(self, epoch: int) -> bool:
         """Whether the average that closes the epoch is evaluated or handed over."""

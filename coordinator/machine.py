@@ -329,8 +329,8 @@ class Coordinator:
         """Limit the share of a rank that had no memory for it; returns whether the rest fits."""
         shares, ranks = self._core.shares, [r.rank for r in self._core.live]
         assert shares is not None, "only measured shares are made smaller"
-        shares.limit(event.rank, event.too_large)
-        return shares.fits(self._core.global_batch(len(ranks)), ranks)
+        is_news = shares.limit(event.rank, event.too_large)
+        return is_news and shares.fits(self._core.global_batch(len(ranks)), ranks)
 
     def _on_stop(self) -> None:
         if self._core.phase in (Phase.STARTING, Phase.RUNNING):

@@ -84,7 +84,8 @@ class EpochPlan:
         first_step: Under ``SYNC``, the position of the schedule (batches trained by
             all ranks) before the plan.
         pieces: Under ``SYNC`` with shares by measured speed, the samples of each batch, as
-            positions ``[start, stop)`` in the epoch's permutation; empty: the batch's own.
+            positions ``[start, stop)`` in the epoch's permutation; empty: the batch's own. A
+            piece without samples is loaded by nobody: the others train the whole global batch.
         more: Whether more of the epoch follows for the same ranks, short of a death or an
             end, so that nothing is closed behind this plan.
     """
@@ -100,6 +101,13 @@ class EpochPlan:
     def num_batches(self) -> int:
         """Number of batches in the plan."""
         return sum(len(span) for span in self.batches)
+
+    @property
+    def num_loads(self) -> int:
+        """Batches of it that have samples for this rank."""
+        if not self.pieces:
+            return self.num_batches
+        return sum(stop > start for start, stop in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -21,7 +21,6 @@ from coordinator.dispatch import (
     count_batches,
     cut,
     split_by_ratio,
-    split_like,
 )
 from coordinator.metrics import EpochTally
 
@@ -118,9 +117,12 @@ class LockstepPlan:
     first_step: int
     pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)
-    _measured: dict[int, int] = field(default_factory=dict)
-    _timed: dict[int, int] = field(default_factory=dict)
-    _compute_s: dict[int, float] = field(default_factory=dict)
+    _untimed: dict[int, deque[int]] = field(default_factory=dict)  # pieces, by their samples
+    _timed: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, pieces in self.pieces.items():
+            self._untimed[rank] = deque(_sizes(pieces))
 
     @property
     def num_batches(self) -> int:
@@ -138,11 +140,11 @@ class LockstepPlan:
         for rank, spans in parts.items():
             self.parts[rank] += spans
             self.pieces[rank].extend(pieces[rank])
+            self._untimed[rank].extend(_sizes(pieces[rank]))
 
     def forget_told(self, accumulate: int) -> None:
         """Leave out the steps that every rank has told: no death can take them back."""
-        counts = (self.told, self._measured)
-        windows = min(found.get(r, 0) for found in counts for r in self.parts) // accumulate
+        windows = min(self.told.get(rank, 0) for rank in self.parts) // accumulate
         num = windows * accumulate
         self.first_window += windows
         self.num_windows -= windows
@@ -150,28 +152,30 @@ class LockstepPlan:
             self.first_step += num
             self.parts[rank] = _without_first(spans, num)
             del self.pieces[rank][:num]
-            for found in (*counts, self._timed):
-                found[rank] = found.get(rank, 0) - num
+            self.told[rank] = self.told.get(rank, 0) - num
 
     def note(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
         """A rank has reported batches, and the time of batches, which may come later."""
         self.told[rank] = self.told.get(rank, 0) + num_batches
-        self._timed[rank] = self._timed.get(rank, 0) + num_timed
-        self._compute_s[rank] = self._compute_s.get(rank, 0.0) + compute_s
+        untimed = self._untimed.get(rank, deque())
+        num_timed = min(num_timed, len(untimed))
+        num, samples, seconds = self._timed.get(rank, (0, 0, 0.0))
+        samples += sum(untimed.popleft() for _ in range(num_timed))
+        self._timed[rank] = (num + num_timed, samples, seconds + compute_s)
 
     def take_times(self, rank: int) -> tuple[float, float] | None:
         """What a rank's pieces took since the last call: their mean samples and seconds."""
-        start, stop = self._measured.get(rank, 0), self._timed.get(rank, 0)
-        if rank not in self.pieces or start >= stop:
-            return None
-        compute_s, self._compute_s[rank] = self._compute_s[rank], 0.0
-        self._measured[rank] = stop
-        num = stop - start
-        return self.count_samples(rank, start, stop) / num, compute_s / num
+        num, samples, seconds = self._timed.pop(rank, (0, 0, 0.0))
+        return (samples / num, seconds / num) if num else None
 
     def count_samples(self, rank: int, start: int, stop: int) -> int:
         """Samples in some of a rank's pieces."""
         return sum(end - begin for begin, end in self.pieces[rank][start:stop])
+
+
+def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:
+    """Samples of each piece that has any."""
+    return [stop - start for start, stop in pieces if stop > start]
 
 
 def _without_first(spans: tuple[range, ...], count: int) -> tuple[range, ...]:
@@ -484,7 +488,10 @@ class ChunkPool:
         ledger.in_round.clear()
 
     def cut_pieces(
-        self, parts: Mapping[int, tuple[range, ...]], sizes: Sequence[int]
+        self,
+        parts: Mapping[int, tuple[range, ...]],
+        sizes: Sequence[int],
+        short: Callable[[int, Mapping[int, int]], Sequence[int]],
     ) -> dict[int, list[tuple[int, int]]]:
         """The samples of each rank's batches, where ranks share global batches by speed.
 
@@ -493,13 +500,15 @@ class ChunkPool:
 
         Args:
             parts: The batches of each rank, in order.
-            sizes: Pieces of a whole global batch, one for each rank of ``parts``.
+            sizes: Pieces of a whole global batch, one for each rank of ``parts``; 0: none.
+            short: Cuts so many samples of a smaller one like these sizes of its ranks.
 
         Returns:
             For each batch its positions ``[start, stop)`` in the epoch's permutation.
         """
         orders = {rank: [b for span in spans for b in span] for rank, spans in parts.items()}
         pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in parts}
+        size_of = dict(zip(parts, sizes, strict=True))
         for index in range(max(map(len, orders.values()))):
             ranks = [rank for rank, order in orders.items() if index < len(order)]
             batches = [orders[rank][index] for rank in ranks]
@@ -507,7 +516,7 @@ class ChunkPool:
             if batches == list(range(batches[0], batches[0] + len(batches))):
                 start, stop = bounds[0][0], bounds[-1][1]
                 whole = len(ranks) == len(sizes) and stop - start == sum(sizes)
-                cut_at = sizes if whole else split_like(stop - start, sizes[: len(ranks)])
+                cut_at = sizes if whole else short(stop - start, {r: size_of[r] for r in ranks})
                 ends = [*accumulate(cut_at, initial=start)]
                 bounds = [*pairwise(ends)]
             for rank, piece in zip(ranks, bounds, strict=True):

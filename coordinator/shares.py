@@ -23,6 +23,10 @@ _DIFFERENT = 0.1
 """Two sizes tell the fixed part of the time if they differ by more than this part."""
 _MOST_FIXED = 0.9
 """The fixed part of the time is at most this much of it."""
+_REST = 0.1
+"""A rank gets nothing where the step without it is shorter by this part, and 1 sample delays it."""
+PROBE_PLANS, MOST_PROBE_PLANS = 20, 1280
+"""Plans until such a rank gets 1 sample again, at first and at most: twice as many each time."""
 LOOK_BATCHES = 200
 """Batches of each rank behind a look at whether equal batches suit the ranks."""
 UNEQUAL = 1.15
@@ -149,7 +153,7 @@ class _Fit:
     def known(self) -> bool:
         return self.sample_s > 0
 
-    def add(self, n: float, time_s: float) -> None:
+    def add(self, n: float, time_s: float, *, anew: bool = False) -> None:
         self.num_seen += 1
         if self.num_seen == 1:
             return  # libraries load and allocators grow in the first steps
@@ -163,17 +167,25 @@ class _Fit:
             self.first = (n, time_s)
             self.sample_s = time_s / n
         else:
-            self._follow(n, time_s)
+            self._follow(n, time_s, anew=anew)
 
-    def _follow(self, n: float, time_s: float) -> None:
+    def _follow(self, n: float, time_s: float, *, anew: bool) -> None:
         self.fixed_s = min(self.fixed_s, _MOST_FIXED * time_s)
         new = (time_s - self.fixed_s) / n
         ratio = time_s / seconds((self.fixed_s, self.sample_s), n)
         off = 0 if abs(math.log(ratio)) <= math.log1p(_SUSPECT) else (1 if ratio > 1 else -1)
         is_new_speed = off != 0 and off == self.was_off
-        weight = 1.0 if is_new_speed else _WEIGHT
+        weight = 1.0 if is_new_speed or anew else _WEIGHT
         self.was_off = off
         self.sample_s += weight * (new - self.sample_s)
+
+
+@dataclass(slots=True)
+class _Rest:
+    """A rank that gets nothing: plans until it is probed, and those since it was."""
+
+    interval: int = PROBE_PLANS
+    num_plans: int = 0
 
 
 class Shares:
@@ -183,7 +195,8 @@ class Shares:
     measurement is left out; the second is of equal pieces, the third of unequal ones, and
     both together give ``a``. From there ``b`` follows what is measured: smoothly, but at once
     where a time is far off for the second time in a row. New sizes are given only where they
-    save a few percent of the step.
+    save a few percent of the step. A rank that would delay the others with 1 sample gets
+    nothing, and 1 sample in a plan now and then, to see whether it still would.
 
     Deterministic and not thread-safe: no clock and no thread of its own.
 
@@ -197,6 +210,7 @@ class Shares:
         self._sizes: tuple[int, ...] = ()
         self._has_probed = False
         self._limits: dict[int, int] = {}
+        self._rests: dict[int, _Rest] = {}
 
     def observe(self, rank: int, num_samples: float, compute_s: float) -> None:
         """Take the mean time of some micro-batches of a rank.
@@ -207,7 +221,7 @@ class Shares:
             compute_s: Seconds for one of them, waits for data and peers excluded.
         """
         if num_samples > 0 and math.isfinite(compute_s) and compute_s > 0:
-            self._fits[rank].add(num_samples, compute_s)
+            self._fits[rank].add(num_samples, compute_s, anew=rank in self._rests)
 
     def cost(self, rank: int) -> Cost | None:
         """Seconds for a piece and for each sample in it; ``None``: not measured yet."""
@@ -219,10 +233,17 @@ class Shares:
         """The piece of each rank that was dealt last."""
         return dict(zip(self._ranks, self._sizes, strict=True))
 
-    def limit(self, rank: int, num_samples: int) -> None:
-        """A rank had no memory for a piece of so many samples: it gets smaller ones only."""
+    def limit(self, rank: int, num_samples: int) -> bool:
+        """A rank had no memory for a piece of so many samples: it gets smaller ones only.
+
+        Returns:
+            Whether that is news; not where its piece was above its limit already, because the
+            ranks that were left had no memory for a smaller global batch.
+        """
+        known = self._limits.get(rank, num_samples)
         most = max(1, min(num_samples - 1, int(_BEARABLE * num_samples)))
-        self._limits[rank] = min(most, self._limits.get(rank, most))
+        self._limits[rank] = min(most, known)
+        return num_samples <= known
 
     def fits(self, total: int, ranks: Sequence[int]) -> bool:
         """Whether the memory of these ranks bears so many samples, as far as is known."""
@@ -236,11 +257,33 @@ class Shares:
             ranks: Who takes part.
 
         Returns:
-            The size of each rank's piece, at least 1; their sum is ``total``.
+            The size of each rank's piece; their sum is ``total``. 0: 1 would delay the others.
         """
         self._sizes = self._next(total, tuple(ranks))
         self._ranks = tuple(ranks)
         return self._sizes
+
+    def short(self, total: int, sizes: Mapping[int, int]) -> tuple[int, ...]:
+        """The pieces of a smaller global batch, cut like those of a whole one.
+
+        Args:
+            total: Samples in it, at least one for each rank.
+            sizes: Of its ranks, in a whole one.
+
+        Returns:
+            The size of each rank's piece, within its limit if the ranks' memory bears them all.
+        """
+        chosen = [rank for rank, n in sizes.items() if n]
+        if not chosen or not self.fits(total, chosen):
+            chosen = list(sizes)
+        parts = split_within(
+            total,
+            chosen,
+            self._limits,
+            lambda n, free: split_like(n, [sizes[r] or 1 for r in free]),
+        )
+        found = dict(zip(chosen, parts, strict=True))
+        return tuple(found.get(rank, 0) for rank in sizes)
 
     def _next(self, total: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         costs = {rank: cost for rank in ranks if (cost := self.cost(rank)) is not None}
@@ -257,17 +300,53 @@ class Shares:
     def _by_cost(
         self, total: int, ranks: tuple[int, ...], costs: Mapping[int, Cost]
     ) -> tuple[int, ...]:
-        best = split_within(
-            total, ranks, self._limits, lambda n, free: split_by_cost(n, [costs[r] for r in free])
-        )
+        best = self._without_slow(total, ranks, costs)
+        probed = self._probed(best)
+        if probed != best:
+            return tuple(probed.values())
         bearable = all(
             n <= self._limits.get(r, n) for r, n in zip(self._ranks, self._sizes, strict=True)
         )
         if ranks == self._ranks and sum(self._sizes) == total and bearable:
-            now_s, then_s = (
-                max(seconds(costs[rank], n) for rank, n in zip(ranks, sizes, strict=True))
-                for sizes in (self._sizes, best)
-            )
-            if now_s * (1 - _WORTH) <= then_s:
+            now_s = _longest(costs, dict(zip(ranks, self._sizes, strict=True)))
+            if now_s * (1 - _WORTH) <= _longest(costs, best):
                 return self._sizes
+        return tuple(best.values())
+
+    def _cut(self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]) -> dict[int, int]:
+        parts = split_within(
+            total, ranks, self._limits, lambda n, free: split_by_cost(n, [costs[r] for r in free])
+        )
+        return dict(zip(ranks, parts, strict=True))
+
+    def _without_slow(
+        self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]
+    ) -> dict[int, int]:
+        """The best sizes, with nothing for ranks that would delay the others with 1 sample."""
+        best = self._cut(total, ranks, costs)
+        while True:
+            some = [rank for rank in ranks if best[rank]]
+            slow = max(some, key=lambda rank: seconds(costs[rank], best[rank]))
+            others = [rank for rank in some if rank != slow]
+            if best[slow] > 1 or not others or not self.fits(total, others):
+                return best
+            without = dict.fromkeys(ranks, 0) | self._cut(total, others, costs)
+            if _longest(costs, without) > (1 - _REST) * _longest(costs, best):
+                return best
+            best = without
+
+    def _probed(self, best: dict[int, int]) -> dict[int, int]:
+        """The sizes with 1 sample for one rank that has rested long enough."""
+        self._rests = {r: self._rests.get(r, _Rest()) for r, n in best.items() if n == 0}
+        for rank, rest in self._rests.items():
+            rest.num_plans += 1
+            most = max(best, key=lambda r: best[r])
+            if rest.num_plans > rest.interval and best[most] > 1:
+                rest.num_plans = 0
+                rest.interval = min(2 * rest.interval, MOST_PROBE_PLANS)
+                return {**best, rank: 1, most: best[most] - 1}
         return best
+
+
+def _longest(costs: Mapping[int, Cost], sizes: Mapping[int, int]) -> float:
+    return max(seconds(costs[rank], n) for rank, n in sizes.items() if n)

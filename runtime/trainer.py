@@ -243,7 +243,8 @@ class TrainerBuilder:
 
     def balance(self, flag: bool) -> TrainerBuilder:
         """Under ``SYNC``, cut each global batch by measured speed, so that all ranks finish
-        their pieces together. The default is on where the devices are of different kinds
+        their pieces together; a rank that would delay the others with a single sample gets
+        none. The default is on where the devices are of different kinds
         (other names, capabilities or memory, or a CPU beside GPUs) and off where they are
         alike; ranks on alike devices that turn out unequal are told of in one warning.
 

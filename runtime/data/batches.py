@@ -41,6 +41,11 @@ class Position(NamedTuple):
 _LOADER_STREAM = 1  # keeps these draws apart from those of the permutation
 
 
+def _has_samples(pair: tuple[int, tuple[int, int] | None]) -> bool:
+    piece = pair[1]
+    return piece is None or piece[1] > piece[0]
+
+
 class PlanQueue:
     """The batch positions of the submitted plans, in order. Not thread-safe."""
 
@@ -55,8 +60,12 @@ class PlanQueue:
         """Append the batches of ``plan``."""
         pieces = plan.pieces or repeat(None)
         batches = chain.from_iterable(plan.batches)
-        self._plans.append((plan.epoch, zip(batches, pieces, strict=bool(plan.pieces))))
-        self._num_left += plan.num_batches
+        pairs: Iterator[tuple[int, tuple[int, int] | None]]
+        pairs = zip(batches, pieces, strict=bool(plan.pieces))
+        if plan.num_loads < plan.num_batches:
+            pairs = filter(_has_samples, pairs)
+        self._plans.append((plan.epoch, pairs))
+        self._num_left += plan.num_loads
 
     def pop(self) -> Position | None:
         """Take the next position; ``None`` if there is none."""

@@ -418,7 +418,7 @@ class ThreadLoader(Loader):
                 raise RuntimeError("the loader is closed")
             self._positions.put(plan)
             self._changed.notify_all()
-        self._stage.submitted(plan.num_batches)
+        self._stage.submitted(plan.num_loads)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"prefetch-{self.rank}", daemon=True)
             thread.start()

@@ -180,6 +180,7 @@ class StepMeter:
 
     Attributes:
         num_skipped: Samples whose effect was dropped because of values that are not finite.
+        num_empty: Batches of which peers have trained all samples, and which nobody times.
     """
 
     def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
@@ -188,7 +189,13 @@ class StepMeter:
         self.num_batches = 0
         self.num_samples = 0
         self.num_skipped = 0
+        self.num_empty = 0
         self.compute_s = 0.0
+
+    def add_empty(self, num_batches: int) -> None:
+        """Count batches without samples."""
+        self.num_batches += num_batches
+        self.num_empty += num_batches
 
     def add(
         self, num_batches: int, num_samples: int, compute_s: float = 0.0, *, num_skipped: int = 0
@@ -206,7 +213,7 @@ class StepMeter:
             wait: Wait for losses and times that are still on the device; else they come
                 with a later tally.
         """
-        compute_s, num_timed = self.compute_s, self.num_batches
+        compute_s, num_timed = self.compute_s, self.num_batches - self.num_empty
         if self.timer is not None:
             compute_s, num_timed = self.timer.take(wait=wait)
         loss_sum, loss_samples, scalars = self.log.harvest(wait=wait)
@@ -220,7 +227,7 @@ class StepMeter:
             loss_samples=loss_samples,
             scalars=scalars,
         )
-        self.num_batches = self.num_samples = self.num_skipped = 0
+        self.num_batches = self.num_samples = self.num_skipped = self.num_empty = 0
         self.compute_s = 0.0
         return tally
 

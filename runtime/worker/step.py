@@ -328,6 +328,12 @@ class WorkerSteps:
             weight = 0
         self._protocol.trained(batches, kept, weight)
 
+    def count_empty(self, num_batches: int) -> None:
+        """Count batches of a lockstep step whose samples the peers have trained."""
+        self._progress.local_step += num_batches
+        self._meter.add_empty(num_batches)
+        self._protocol.lockstep(num_batches)
+
     def tell_weight(self) -> None:
         """Tell the protocol the weights that were summed on the device; waits for it."""
         late, self._late_weight = self._late_weight, None

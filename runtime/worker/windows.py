@@ -18,12 +18,14 @@ class Windows:
     Attributes:
         steps: Samples in each micro-batch of each step; under ``SYNC`` as many steps as the rank
             with most batches makes, the last ones empty where this rank has run out.
+        num_empty: Batches of a step, by its index, that have no samples for this rank.
     """
 
     def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
         self._plan = plan
         self._accumulate = accumulate = config.accumulate
         num_batches = plan.num_batches
+        self.num_empty: dict[int, int] = {}
         # A plan may have millions of steps: the whole ones share one list.
         whole = [config.batch_size] * accumulate
         self.steps: list[Sequence[int]] = [whole] * (num_batches // accumulate)
@@ -32,9 +34,11 @@ class Windows:
         longest = max(plan.shares, default=num_batches)
         self.steps += [()] * (-(-longest // accumulate) - len(self.steps))
         if plan.pieces:
-            sizes = [stop - start for start, stop in plan.pieces]
             for step, start in enumerate(range(0, num_batches, accumulate)):
-                self.steps[step] = sizes[start : start + accumulate]
+                pieces = plan.pieces[start : start + accumulate]
+                self.steps[step] = sizes = [end - begin for begin, end in pieces if end > begin]
+                if len(sizes) < len(pieces):
+                    self.num_empty[step] = len(pieces) - len(sizes)
             return
         # Only the last batch of an epoch can be short, and spans rise within a plan
         # except where a batch came back from a dead rank: look at each span's end.

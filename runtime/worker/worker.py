@@ -345,6 +345,8 @@ class GpuWorker:
                 if not self.steps.run(sizes, position, train_fn):
                     self._abandon(plan)
                     return True
+                if windows.num_empty:
+                    self.steps.count_empty(windows.num_empty.get(index, 0))
                 if index < last:  # else the plan's own report follows
                     self._reporter.report_if_due()
             if not plan.more:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -172,16 +173,20 @@ def test_float32_is_equal_too_up_to_its_rounding(random_shares, ranks, optim, cl
 
 
 class StopsAt(Trace):
-    """A ``train_fn`` that has the run stopped when rank 0 begins a micro-batch."""
+    """A ``train_fn`` that has the run stopped when a rank has trained so many batches."""
 
     def __init__(self, at):
         super().__init__()
         self.at, self.handle, self.runs = at, None, threading.Event()
 
     def __call__(self, model, batch):
-        if current_worker().rank == 0 and current_worker().local_step >= self.at:
+        worker = current_worker()
+        if worker.local_step >= self.at:  # of any rank: one that is slow may get nothing
             assert self.runs.wait(WAIT_S)
             self.handle.stop()
+            # All wait for this rank in the step, and so until it has heard of the end.
+            while not worker.protocol.leaving and worker._inbox.empty():
+                time.sleep(0.001)
         return super().__call__(model, batch)
 
 
@@ -239,6 +244,36 @@ def test_after_a_death_each_sample_still_counts_once(random_shares, at, accumula
     steps = [step for step in steps if len(step)] + list(others.split(left))
     assert_same(state.state_dict(), one_device(steps, sgd, None))
     assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "backend", "loader"),
+    [(1, THREAD, 0), (2, AverageBackend.GLOO, 0), (2, THREAD, 2)],
+)
+def test_ranks_that_get_nothing_now_and_then_change_no_result(
+    monkeypatch, accumulate, backend, loader
+):
+    draw, dealt, ranks = random.Random(3), [], 3
+
+    def sizes(self, total, ranks):
+        parts = [0] * len(ranks)
+        some = draw.sample(range(len(ranks)), draw.randint(1, len(ranks)))
+        for i, n in zip(some, split_like(total, [draw.randint(1, 5) for _ in some]), strict=True):
+            parts[i] = n
+        dealt.append(tuple(parts))
+        return tuple(parts)
+
+    monkeypatch.setattr(Shares, "sizes", sizes)
+    trace = Trace()
+    way = (SYNC, backend)
+    more = {"loader_workers": loader} if loader else {}
+    state = run(trace, adamw, ranks=ranks, accumulate=accumulate, way=way, **more).join(WAIT_S)
+    assert sum(0 in parts for parts in dealt) > 2
+    assert_same(state.state_dict(), one_device(global_steps(ranks, accumulate), adamw, None))
+    assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+    pieces = [trace.pieces.get((0, rank), []) for rank in range(ranks)]
+    assert sorted(i for own in pieces for piece in own for i in piece) == list(range(N))
+    assert all(piece for own in pieces for piece in own)
 
 
 def test_measured_shares_equal_one_device_too():

@@ -268,7 +268,8 @@ class SimWorker:
             if not (yield from self._may_step()):
                 yield from self._abandon(plan)
                 return self.protocol.leaving
-            if not (yield from self._run_window(sizes, batches)):
+            empty = windows.num_empty.get(index, 0)
+            if not (yield from self._run_window(sizes, batches, empty)):
                 yield from self._abandon(plan)
                 return True
             if index + 1 < len(windows.steps):
@@ -304,7 +305,7 @@ class SimWorker:
             yield self._join("buffers", self._together.step, 0)
             self._together.synced()
 
-    def _run_window(self, sizes: Any, batches: deque[Batch]) -> Steps:
+    def _run_window(self, sizes: Any, batches: deque[Batch], num_empty: int = 0) -> Steps:
         if sizes and not (yield from self._await_batch(answer=not self.protocol.leaving)):
             return False
         self._sim.hooks.before_step(self)
@@ -324,14 +325,17 @@ class SimWorker:
             trained.append(batch)
             if self.replica is not None:
                 self.replica.train(batch)
+        # Batches whose samples the peers train.
+        self.local += [batches.popleft() for _ in range(num_empty)]
         if self._lockstep:
             self.base = (yield self._join("step", self._together.step, sum(sizes))).base
             self.local.clear()
         self._together.stepped(sum(sizes))
         self.num_steps += 1
         self._reporter.meter.add(len(sizes), sum(sizes), elapsed)
+        self._reporter.meter.add_empty(num_empty)
         if self._lockstep:
-            self.protocol.lockstep(len(sizes))
+            self.protocol.lockstep(len(sizes) + num_empty)
         else:
             weight = sum(map(self._sim.weight_of, trained)) if self._sim.weight_of.own else None
             self.protocol.trained(len(sizes), sum(sizes), weight)

@@ -254,13 +254,13 @@ def test_a_stale_share_is_found(monkeypatch):
     cut_pieces = ChunkPool.cut_pieces
     before = {}
 
-    def stale(self, parts, sizes):
+    def stale(self, parts, sizes, short):
         last = before.get(self, sizes)
         before[self] = sizes
-        found = cut_pieces(self, parts, sizes)
+        found = cut_pieces(self, parts, sizes, short)
         if len(last) == len(sizes):
             rank = max(parts)
-            found[rank] = cut_pieces(self, parts, last)[rank]
+            found[rank] = cut_pieces(self, parts, last, short)[rank]
         return found
 
     monkeypatch.setattr(ChunkPool, "cut_pieces", stale)

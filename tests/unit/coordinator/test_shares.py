@@ -70,6 +70,8 @@ class Ranks:
             if step == at:
                 self.costs = list(costs)
             for rank, n in enumerate(self.sizes):
+                if not n:
+                    continue
                 noise = 1 + self._noise * self._random.gauss(0, 1)
                 times[rank] += max(0.1, noise) * seconds(self.costs[rank], n)
         for rank, n in enumerate(self.sizes):
@@ -183,6 +185,59 @@ def test_a_rank_without_memory_for_its_piece_gets_smaller_ones_at_once(num_measu
     assert ranks.sizes[0] <= 32
     ranks.shares.limit(1, 59)
     assert not ranks.shares.fits(80, (0, 1))
+
+
+def test_a_rank_that_would_delay_the_others_with_one_sample_gets_none_and_is_probed_again():
+    ranks = Ranks([(0, 1e-3), (0.2, 1e-3), (0, 1e-3)], 60)
+    sizes = []
+    for _ in range(200):
+        ranks.train()
+        sizes.append(ranks.sizes)
+    assert all(sum(found) == 60 for found in sizes)
+    assert sizes[-1] == (30, 0, 30)
+    probes = [n for n, found in enumerate(sizes[10:]) if found[1] == 1]
+    assert 2 <= len(probes) <= 5
+    assert probes[-1] - probes[-2] >= 1.9 * (probes[1] - probes[0])
+    ranks.costs[1] = (0, 1e-3)
+    for _ in range(400):
+        ranks.train()
+    assert min(ranks.sizes) >= 19
+
+
+@pytest.mark.parametrize(
+    ("total", "sizes", "parts"),
+    [
+        (8, {0: 0, 1: 3, 2: 2, 3: 0}, [0, 5, 3, 0]),  # nothing for those who rest
+        (16, {0: 0, 1: 3, 2: 3}, [0, 6, 10]),  # within the limit
+        (27, {0: 0, 1: 9, 2: 9, 3: 0}, [0, 6, 21, 0]),
+        (9, {0: 0, 1: 3}, [3, 6]),  # the others' memory bears it no more
+        (4, {0: 0, 3: 0}, [2, 2]),
+    ],
+)
+def test_a_smaller_global_batch_is_cut_alike_and_within_limits(total, sizes, parts):
+    shares = Shares(4)
+    assert shares.limit(1, 8)
+    assert list(shares.short(total, sizes)) == parts
+
+
+def test_a_piece_above_a_known_limit_is_no_news():
+    shares = Shares(2)
+    assert [shares.limit(0, n) for n in (10, 8, 9, 6)] == [True, True, False, True]
+
+
+def test_a_rank_that_delays_nobody_with_one_sample_keeps_it():
+    ranks = Ranks([(0, 1e-3), (0.03, 1e-2)], 40)
+    for _ in range(100):
+        ranks.train()
+        assert min(ranks.sizes) >= 1
+
+
+def test_the_only_rank_with_memory_enough_is_not_left_alone():
+    ranks = Ranks([(0, 1e-3), (0.2, 1e-3)], 60)
+    ranks.shares.limit(0, 60)
+    for _ in range(20):
+        ranks.train()
+    assert ranks.sizes == (48, 12)
 
 
 def looks(times, batches=10):
