@@ -25,6 +25,7 @@ from coordinator import messages as m
 from coordinator.errors import RunStalled
 from coordinator.messages import FINAL_ROUND, AbortCollective, Allowance, Average, ReportStall
 from coordinator.metrics import Tally
+from coordinator.pool import LockstepPlan
 from coordinator.state import Core, Failure, Phase, Rank, RankState
 
 KEPT = 8
@@ -361,6 +362,21 @@ class Survival:
         for rank in self.survivors:
             rank.num_queued = 0
 
+    def all_told(self, made: int) -> bool:
+        """Whether every rank has told all batches of the steps made.
+
+        It has not where the ranks could not meet any more at the end of its plan.
+        """
+        plan = self._core.plan
+        return plan is None or all(
+            plan.told.get(rank, 0) >= self._num_made(plan, rank, made) for rank in plan.parts
+        )
+
+    def _num_made(self, plan: LockstepPlan, rank: int, made: int) -> int:
+        """Batches of a rank that are in the steps made."""
+        share = sum(len(span) for span in plan.parts[rank])
+        return min((made - plan.first_window) * self._core.config.accumulate, share)
+
     def recount(self, made: int) -> None:
         """Settle the batches of the plan that are in the steps made, and no others."""
         core, plan = self._core, self._core.plan
@@ -371,8 +387,7 @@ class Survival:
         core.global_step = plan.first_step
         epoch = core.pool.find(plan.epoch)
         for rank, spans in plan.parts.items():
-            share = sum(len(span) for span in spans)
-            count = min(windows * core.config.accumulate, share)
+            count = self._num_made(plan, rank, made)
             told = plan.told.get(rank, 0)
             samples = core.pool.recount(rank, plan.epoch, spans, told=told, made=count)
             core.global_step += count
@@ -445,8 +460,10 @@ class Ending:
         elif not finals and self._core.outcome.failures:
             self._core.outcome.failure = self._core.outcome.failures[-1]
         if self._core.outcome.failure is None:
-            if self._core.lockstep:
-                self._survival.recount(steps)  # a rank may not have told its last ones
+            if self._core.lockstep and (
+                len(finals) < len(self._core.ranks) or not self._survival.all_told(steps)
+            ):
+                self._survival.recount(steps)
             self._saving.freeze_end(finals)
         if len(finals) <= 1 or not any(weights):
             self._core.outcome.payload = finals[0].payload if finals else None
