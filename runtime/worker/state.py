@@ -206,11 +206,8 @@ class RankCheckpoint:
 
 
 def _numbers(value: Any) -> list[float]:
-    """A number, or those of a tuple; nothing of anything else."""
+    """A number, or those of a tuple; nothing of anything else, such as a tensor of a device."""
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    parts = [
-        part.item() if isinstance(part, Tensor) and part.numel() == 1 else part for part in parts
-    ]
     if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in parts):
         return []
     return [float(part) for part in parts]

@@ -305,7 +305,7 @@ def until(ready):
 
 
 def test_a_rank_that_leaves_from_a_broken_step_tells_what_it_has_trained(tap, tmp_path):
-    """Its last steps are in the checkpoint, so a resumed run must not train them again."""
+    """D15: its last steps are in the checkpoint, so a resumed run must not train them again."""
     data, trained = HeldBack(3), Counter()
 
     def train(model, batch):

@@ -51,7 +51,7 @@ def fit(model, batch):
     return model.w.sum() * batch.mean()
 
 way = SYNC, OVER_CPU  # promises the same bits
-handle = builder(train=fit, dataset=Files(), ranks=2, epochs=3, way=way)
+handle = builder(train=fit, dataset=Files(), ranks=2, epochs=3, way=way).balance(False)
 handle = handle.progress(False).run().attach(monitor)
 state = handle.join(60)
 print([m.num_samples for m in state.metrics], float(state.params["w"]), flush=True)
