@@ -321,9 +321,11 @@ class Coordinator:
         if event.generation != self._core.generation or ends or known:
             return
         why = f"the ranks could not be connected: {event.error}"
-        if not self._core.leave_transport(event.backend, why):
-            error = AveragingFailed(f"{event.backend.name}: {why}")
-            self._ending.fail(Failure(error=error), now)
+        if self._core.leave_transport(event.backend, why):
+            self._survival.num_halts = 0  # they were those of the one that was left
+            return
+        error = AveragingFailed(f"{event.backend.name}: {why}")
+        self._ending.fail(Failure(error=error), now)
 
     def _shrink(self, event: m.Halted) -> bool:
         """Limit the share of a rank that had no memory for it; returns whether the rest fits."""

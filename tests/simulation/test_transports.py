@@ -187,3 +187,18 @@ def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
 
     monkeypatch.setattr(Core, "leave_transport", keeping)
     assert_is_found("", choosing(draw_schedule))
+
+
+def test_a_transport_that_is_left_takes_its_failures_with_it():
+    """Exchanges that fail, and then a group that cannot be connected: the other one begins anew."""
+    seen = Counter()
+
+    def draw(seed):
+        schedule = steady(policy=ApplyPolicy.SYNC, backend=NCCL)
+        return replace(schedule, seed=seed, fault_chance=1.0, unconnected_chance=0.3)
+
+    for seed in range(40):
+        run = simulate(seed, draw=draw)
+        assert run.machine.outcome.failure is None, seed
+        seen[run.machine.core.choice.chosen] += 1
+    assert seen == {THREAD: 40}
