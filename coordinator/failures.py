@@ -230,6 +230,7 @@ class Survival:
         self._agreed_step = 0
         self._fault_step = -1
         self._num_faults = 0
+        self._was_counted = False
         self.num_halts = 0
         self.fault: str | None = None
 
@@ -244,6 +245,9 @@ class Survival:
         core.outcome.failures.append(failure)
         core.elche.drop(failure.rank)
         if core.lockstep:
+            if self.recovery is Recovery.HALTING and self._was_counted:
+                self.num_halts -= 1  # the others halted because of this death, told after them
+                self._was_counted = False
             self.halt()
             return
         lost = not self._rounds.holds(failure.rank)
@@ -297,6 +301,7 @@ class Survival:
             return
         core = self._core
         self.recovery = Recovery.HALTING
+        self._was_counted = False
         self._halted = {}
         core.out.append(AbortCollective(generation=core.generation))
         for rank in self.survivors:
@@ -307,11 +312,12 @@ class Survival:
         if event.generation != self._core.generation or not self._core.is_live(event.rank):
             return
         if self.recovery is not Recovery.HALTING:
-            # Nobody died: a peer did not come in time, or had no memory for its piece.
+            # As far as is known nobody died: a peer did not come in time, or had no memory.
+            self.halt()
             if not event.too_large:
                 self.num_halts = self.num_halts + 1 if event.step == self._last_step else 1
                 self._last_step = event.step
-            self.halt()
+                self._was_counted = True
         self._halted[event.rank] = event
 
     @property

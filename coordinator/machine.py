@@ -271,7 +271,7 @@ class Coordinator:
             self._limits.readjust()
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
-        """A lockstep rank has halted; peers that do not come again and again end the run."""
+        """A lockstep rank has halted."""
         if event.too_large and self._core.phase is Phase.LEAVING:
             # The others are on their way out, and wait for it in the last step.
             self._core.out.append(AbortCollective(generation=self._core.generation))
@@ -280,12 +280,7 @@ class Coordinator:
         if event.too_large and not self._shrink(event):
             self._ending.fail(Failure(error=_no_memory(event), rank=event.rank), now)
             return
-        was_halting = self._survival.recovery is Recovery.HALTING
         self._survival.on_halted(event)
-        halts = self._survival.recovery is Recovery.HALTING and not was_halting
-        # Where another transport may serve, the ranks are asked first why they have halted.
-        if halts and len(self._core.choice.usable) == 1:
-            self._fail_if_halted_too_often(now)
 
     def _fail_if_halted_too_often(self, now: float) -> bool:
         limit = self._core.config.max_failed_rounds
@@ -303,7 +298,7 @@ class Coordinator:
 
     def _on_all_halted(self, now: float) -> None:
         """Every rank has said where it stands: they go on from there, perhaps over another
-        transport."""
+        transport; peers that do not come again and again end the run."""
         core, survival = self._core, self._survival
         faults = survival.count_fault()
         if faults and survival.num_halts >= core.config.max_failed_rounds:

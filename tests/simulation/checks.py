@@ -97,6 +97,8 @@ class Checks:
         """The rank gets nothing of global batches, which 1 sample for it would have to delay."""
         shares = self._sim.machine.core.shares
         assert shares is not None
+        if shares.current.get(rank):
+            return  # a plan that is sent again: the sizes are those of a later one
         sizes = {r: n for r, n in shares.current.items() if n and r != rank}
         costs = {r: cost for r in (*sizes, rank) if (cost := shares.cost(r)) is not None}
         gains = True

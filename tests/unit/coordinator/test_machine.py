@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from coordinator.messages import (
 from coordinator.state import Phase, Rank, RankState
 
 EMPTY = m.Payload(params=())
-CPU, THREAD = AverageBackend.CPU, AverageBackend.THREAD
+CPU, THREAD, NCCL = AverageBackend.CPU, AverageBackend.THREAD, AverageBackend.NCCL
 
 
 class Run:
@@ -515,6 +517,27 @@ def test_the_last_rank_of_sync_averages_nothing_any_more():
     assert run.machine.core.alone
     assert run.to(m.StartEpoch, 0)[-1].plan.num_batches == 2
     assert run.machine.statistics().num_averagings == 2
+
+
+@pytest.mark.parametrize("alternatives", [(), (THREAD,)])
+def test_a_halt_before_the_news_of_a_death_is_no_failed_reduction(alternatives):
+    """The ranks that are left hear of it from their broken collective, the coordinator after."""
+    settings = {"backend": NCCL, "alternatives": alternatives, "max_failed_rounds": 3}
+    run = Run(world=3, policy=ApplyPolicy.SYNC, continue_on_failure=True, **settings)
+    for generation in range(2):
+        for rank in range(3):
+            where = {"generation": generation, "step": 0, "num_syncs": 0}
+            run.tell(m.Halted(rank=rank, fault="planted", **where))
+        for rank in range(3):
+            run.tell(m.Regrouped(rank=rank, generation=generation + 1))
+    halted = m.Halted(rank=0, generation=2, step=0, num_syncs=0)
+    run.tell(halted)
+    run.tell(m.Failed(rank=2, epoch=0, step=0, error=ValueError("planted")))
+    run.tell(replace(halted, rank=1))
+    assert run.machine.outcome.failure is None
+    assert run.to(m.Regroup, 0)[-1].ranks == (0, 1)
+    run.tell(m.Regrouped(rank=0, generation=3))
+    assert run.machine.core.phase is Phase.RUNNING
 
 
 def test_one_device_averages_nothing():
