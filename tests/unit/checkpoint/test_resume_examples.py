@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
@@ -111,7 +111,7 @@ def account(outputs, records, stopped, saving):
     return "\n".join(lines)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_an_example_that_was_interrupted_goes_on_where_it_was(policy, tmp_path):
     directory, stopped = tmp_path / "checkpoints", tmp_path / "stopped"

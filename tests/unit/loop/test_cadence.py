@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
+from runtime.device import timing
 from runtime.loop.balance import Cadence, rounds, sync_seconds, unequal_gpus
 from tests.support.own_loop import (
     NUM_FEATURES,
@@ -160,27 +163,34 @@ def test_the_usual_loop_works_with_a_cadence_too():
         assert_close(model, alone.model)
 
 
-def slow_on_rank_1(module, batch):
-    if threading.current_thread().name.endswith("-1"):
-        threading.Event().wait(0.01)
-    return loss_fn(module, batch)
+@pytest.fixture
+def slow_rank_1(monkeypatch):
+    """Its thread's clock moves on by ten times as much from one look to the next."""
+    now = Counter()
+
+    def perf_counter():
+        thread = threading.current_thread().name
+        now[thread] += 10 if thread.endswith("-1") else 1
+        return now[thread] / 1000
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=perf_counter))
 
 
-def test_measured_speeds_correct_the_counts_and_ratios_after_the_first_reduction():
+def test_measured_speeds_correct_the_counts_and_ratios_after_the_first_reduction(slow_rank_1):
     config = DdpConfig(speed_hint=(0, 4.0), max_anchor=1)  # the wrong way round
     with on_cpus(make_net(), 2, config=config) as model:
         assert model.batch_counts == (1, 4)
         assert model.chunk_ratios == (0.2, 0.8)
-        model.accumulate(slow_on_rank_1, [make_batch(5) for _ in range(5)])
+        model.accumulate(loss_fn, [make_batch(5) for _ in range(5)])
         model.step()
         assert model.batch_counts[1] == 1
         assert model.batch_counts[0] > 2
         assert model.chunk_ratios[0] > 0.7
 
 
-def test_without_elche_counts_stay_one():
+def test_without_elche_counts_stay_one(slow_rank_1):
     with on_cpus(make_net(), 2, config=DdpConfig(max_anchor=0)) as model:
-        model.accumulate(slow_on_rank_1, [make_batch(5)] * 2)
+        model.accumulate(loss_fn, [make_batch(5)] * 2)
         model.step()
         assert model.batch_counts == (1, 1)
 

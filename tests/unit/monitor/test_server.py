@@ -334,6 +334,8 @@ def test_a_page_that_reads_nothing_holds_up_the_end_for_a_second_at_most():
 
 def test_a_process_that_closes_nothing_ends(tmp_path):
     code = (
+        "import faulthandler\n"
+        "faulthandler.dump_traceback_later(90, exit=True)\n"  # says where it hangs, if it does
         "from runtime import Monitor\n"
         "from tests.support.running import builder\n"
         "handle = builder(epochs=2).progress(False).run().attach(Monitor())\n"
@@ -347,7 +349,7 @@ def test_a_process_that_closes_nothing_ends(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
