@@ -28,15 +28,16 @@ class Cadence:
         el_che: ``None``: one batch for each.
 
     Attributes:
-        spaced_by: ``max_anchor``, where the caller has set one that spaces reductions out.
+        spaces_steps: Whether several calls of ``step()`` share a reduction, because the caller
+            has set a ``max_anchor`` above 1.
     """
 
     def __init__(
-        self, world_size: int, el_che: ElChe | None = None, *, spaced_by: int | None = None
+        self, world_size: int, el_che: ElChe | None = None, *, spaces_steps: bool = False
     ) -> None:
         self._world_size = world_size
         self._el_che = el_che
-        self.spaced_by = spaced_by
+        self.spaces_steps = spaces_steps
 
     @classmethod
     def of(cls, world_size: int, config: DdpConfig, *, spaced: bool) -> Cadence:
@@ -58,8 +59,7 @@ class Cadence:
             overhead_target=target,
             speed_hint=config.speed_hint,
         )
-        spaced_by = config.max_anchor if (config.max_anchor or 0) > 1 else None
-        return cls(world_size, el_che, spaced_by=spaced_by)
+        return cls(world_size, el_che, spaces_steps=(config.max_anchor or 0) > 1)
 
     @property
     def batch_counts(self) -> tuple[int, ...]:

@@ -28,8 +28,9 @@ class DdpConfig:
             where ElChe spaces them; ``None``: 0.10.
         max_anchor: Most batches that the slowest device runs between two reductions.
             ``None``: ElChe chooses; 0: ElChe is off, every device runs one. Several batches
-            come by ``model.rounds`` and ``model.accumulate``: with 2 or more, on several
-            devices, ``step()`` after ``loss.backward()``, which reduces every batch, is refused.
+            come by ``model.rounds`` and ``model.accumulate``; in a loop of ``loss.backward()``
+            and ``step()`` so many steps share a reduction where 2 or more are given, see
+            :meth:`step() <runtime.ReplicatedModule.step>`.
         max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
             device's accumulated gradient is clipped for itself, before it is divided by its
             number of batches; after ``loss.backward()`` the gradient of the whole batch.

@@ -146,17 +146,16 @@ MIXED = (
     "differently; call model.step() or model.zero_grad() in between"
 )
 CLIP_LATE = (
-    "accumulate(...) leaves each device its own gradients until step(): clip them with "
-    "DdpConfig(max_grad_norm=...)"
+    "each device keeps its own gradients until they are reduced, after accumulate(...) and with "
+    "max_anchor: clip them with DdpConfig(max_grad_norm=...)"
 )
 WEIGHED_TWICE = (
     "step(weight=...) divides the gradients of loss.backward(): after accumulate(...) leave it out "
     "and let loss_fn return (loss, weight)"
 )
-NOT_SPACED = (
-    "max_anchor={} has devices train several batches between two reductions, and step() after "
-    "loss.backward() reduces each of them: supply them with `for batches in model.rounds(loader): "
-    "model.accumulate(loss_fn, batches); model.step()`, or leave max_anchor out"
+HELD_AT_THE_END = (
+    "the gradients of the last %d steps were never reduced, so that their batches have trained "
+    "nothing: with max_anchor, call step(reduce=True) for the last batch"
 )
 PARTLY_WEIGHED = (
     "loss_fn returned a weight for some batches of this step only, and what the other losses are "
@@ -232,6 +231,8 @@ class Team:
         self._window = Window.EMPTY
         self._counts = [0] * len(replicas)
         self._weights: list[list[Weight | None]] = [[] for _ in replicas]
+        self._held: list[Weight | None] = []  # weights of the steps that wait for a reduction
+        self._held_s = [0.0] * len(replicas)
         self._has_warned = False
         self._crossing = Crossing.UNKNOWN
         self._idle: list[Task | None] = [None] * (len(replicas) - 1)
@@ -239,6 +240,7 @@ class Team:
         self.models = tuple(replica.model for replica in replicas)
         self.optimizers = tuple(replica.optimizer for replica in replicas)
         self.rate = LearningRate(self._first.optimizer)
+        self._spaced = cadence.spaces_steps
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
         self._direct = Direct(replicas, max_grad_norm) if Direct.serves(replicas) else None
 
@@ -305,7 +307,9 @@ class Team:
                 self._notice_gradients()
                 self._open(Window.BACKWARD)
             given = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
-            meet = params and not self._direct
+            collects = params and not self._spaced
+            direct = self._direct if collects else None
+            meet = collects and direct is None
             ends = self._runner.ends() if meet else [None] * len(self._replicas)
             tasks = [
                 partial(self._backward, replica, given.get(rank), end, params, keep)
@@ -313,10 +317,10 @@ class Team:
             ]
             tensors = [g for row in grads for g in row if g is not None]
             with self._dropping_gradients(), self._likeness.computing(prepared=False):
-                outcomes = self._runner.run(tasks, "backward", tensors, self._meeting(params))
-                if params and self._direct:
-                    self._direct.collect()
-            if params and self._direct:
+                outcomes = self._runner.run(tasks, "backward", tensors, self._meeting(collects))
+                if direct is not None:
+                    direct.collect()
+            if direct is not None:
                 self._journal.reductions(self._replicas)
             return [outcomes[shard.rank].value for shard in shards]
 
@@ -365,34 +369,94 @@ class Team:
         losses = [o.value[0].to(self.devices[0]) for o in outcomes if o.value is not None]
         return torch.cat(losses) if losses else torch.empty(0, device=self.devices[0])
 
-    def step(self, weight: Weight | None = None) -> None:
+    def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
         """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
         with self._turn():
             self._prepare()
             self.rate.check()
             self._notice_gradients()
-            if self._window is Window.BACKWARD and self._cadence.spaced_by is not None:
-                raise RuntimeError(NOT_SPACED.format(self._cadence.spaced_by))
-            weights = self._take_weights(weight)
-            options = self._likeness.groups.options()
-            tasks = [
-                partial(self._step, rank, end, options if rank else None, weights)
-                for rank, end in enumerate(self._runner.ends())
-            ]
-            try:
-                if self._direct and self._window is Window.BACKWARD:
-                    self._direct.spread()
-                self._runner.run(tasks, "step", (), self._meeting(True))
-                self._likeness.stepped()
-            except BaseException:
-                self._likeness.broken = True
-                if not self._runner.interrupted:
-                    self._forget()
-                raise
-            self._measure()
+            held, reduces = 0, True
+            if self._spaced and self._window is not Window.ACCUMULATED:
+                self._hold(weight)
+                held = len(self._held)
+                reduces = held >= min(self.batch_counts) if reduce is None else reduce
+                if reduces:
+                    self._update(self._collect_held())
+            else:
+                self._update(weight)
+            self._measure(held, reduces=reduces)
             self._clear_window()
             self.rate.advance()
             self._journal.step += 1
+
+    def _update(self, weight: Weight | None) -> None:
+        """Step every optimizer with the gradients of all ranks."""
+        weights = self._take_weights(weight)
+        options = self._likeness.groups.options()
+        tasks = [
+            partial(self._step, rank, end, options if rank else None, weights)
+            for rank, end in enumerate(self._runner.ends())
+        ]
+        try:
+            if self._direct and self._window is Window.BACKWARD:
+                with self._timing_sync(self._first, 1):
+                    self._direct.spread()
+            self._runner.run(tasks, "step", (), self._meeting(True))
+            self._likeness.stepped()
+        except BaseException:
+            self._likeness.broken = True
+            if not self._runner.interrupted:
+                self._forget()
+            raise
+
+    def _hold(self, weight: Weight | None) -> None:
+        """Put the gradients of a step aside, for a reduction of several steps."""
+        total_weight([*self._held, weight])
+        self._on_each("step", [replica.hold for replica in self._replicas])
+        self._held.append(weight)
+
+    def _collect_held(self) -> Weight:
+        """Bring the sum of what is held to rank 0; gives what it is to be divided by."""
+        weight = total_weight(self._held)
+        divisor = float(len(self._held)) if weight is None else weight
+        self._held = []
+        self._window = Window.BACKWARD
+        with self._dropping_gradients():
+            self._on_each("step", [replica.give_back for replica in self._replicas])
+            if self._direct:
+                with self._timing_sync(self._first, 0):
+                    self._direct.collect()
+                self._journal.reductions(self._replicas)
+            else:
+                pairs = zip(self._replicas, self._runner.ends(), strict=True)
+                tasks = [partial(self._collect, replica, end) for replica, end in pairs]
+                self._runner.run(tasks, "step", (), self._meeting(True))
+        return divisor
+
+    def _collect(self, replica: LoopReplica, end: Collective) -> None:
+        """In a replica's thread."""
+        with self._runner.waking_peers():
+            end.barrier()  # that the slowest is waited for is no cost of the exchange
+            with self._timing_sync(replica, 0):
+                replica.collect(end)
+
+    @contextmanager
+    def _timing_sync(self, replica: LoopReplica, number: int) -> Iterator[None]:
+        """Around a part of an exchange whose time fits the cadence."""
+        if self._spaced:
+            replica.sync_timer.start()
+        yield
+        if self._spaced:
+            replica.sync_timer.stop(number)
+
+    def _on_each(self, what: str, tasks: Sequence[Callable[[], None]]) -> None:
+        """Do a little on every replica: on the CPU in the caller's thread."""
+        if not self._on_cpu:
+            self._runner.run(list(tasks), what)
+            return
+        for replica, task in zip(self._replicas, tasks, strict=True):
+            with _naming(replica, what):
+                task()
 
     def _take_weights(self, weight: Weight | None) -> list[Weight] | None:
         """Divide what came by backward; give the ranks' weights of what was accumulated.
@@ -427,7 +491,8 @@ class Team:
             elif self._window is Window.BACKWARD and not self._direct:
                 if rank == 0 and self._max_grad_norm is not None:
                     replica.clip(self._max_grad_norm)
-                replica.spread(end)
+                with self._timing_sync(replica, 1):
+                    replica.spread(end)
             if self._likeness.buffers_differ:
                 if not self._on_cpu:
                     replica.broadcast_buffers(end)
@@ -439,7 +504,7 @@ class Team:
         """Clip the gradients of the whole batch, on rank 0."""
         with self._turn():
             self._settle()
-            if self._window is Window.ACCUMULATED:
+            if self._spaced or self._window is Window.ACCUMULATED:
                 raise RuntimeError(CLIP_LATE)
             outcomes = self._runner.run([partial(self._first.clip, max_norm), *self._idle], "clip")
             norm: Tensor = outcomes[0].value
@@ -449,22 +514,33 @@ class Team:
         """Forget all gradients since the last step."""
         with self._turn():
             self._settle()
-            self._forget()
+            self._forget(held=False)
 
-    def _measure(self) -> None:
-        """Take in how fast each rank was; share out anew where it is time."""
+    def _measure(self, num_held: int, *, reduces: bool) -> None:
+        """Take in how fast each rank was; share out anew where it is time.
+
+        Args:
+            num_held: Steps of the reduction that this one belongs to; 0: it has its own.
+            reduces: Whether that was made.
+        """
         for replica in self._replicas:
             seconds, num_samples = replica.sample_timer.take(wait=False)
             self._balancer.observe(replica.rank, num_samples, seconds)
+            if num_held:
+                self._held_s[replica.rank] += seconds
         if self._window is Window.ACCUMULATED:
-            shares = self._cadence.report(
-                [r.batch_timer.take(wait=False) for r in self._replicas],
-                sync_seconds([r.sync_timer.take(wait=False) for r in self._replicas]),
-            )
+            times = [r.batch_timer.take(wait=False) for r in self._replicas]
+            shares = self._cadence.report(times, self._sync_s())
             if shares is not None:
                 self._balancer.adopt(shares)
-        else:
-            self._balancer.step()
+            return
+        self._balancer.step()
+        if num_held and reduces:
+            self._cadence.report([(s, num_held) for s in self._held_s], self._sync_s())
+            self._held_s = [0.0] * len(self._replicas)
+
+    def _sync_s(self) -> float:
+        return sync_seconds([r.sync_timer.take(wait=False) for r in self._replicas])
 
     def sync_params(self) -> None:
         """Give rank 0's parameters and buffers to all."""
@@ -494,6 +570,9 @@ class Team:
         """End the replicas' threads, after what they are doing if that ends in time."""
         free = self._turn.lock.acquire(timeout=END_S)
         try:
+            if self._held:
+                logger.warning(HELD_AT_THE_END, len(self._held))
+                self._held = []
             self._runner.close()
             for replica in self._replicas:
                 replica.guard.close()
@@ -523,16 +602,22 @@ class Team:
             if self._window is Window.EMPTY:
                 self._window = Window.BACKWARD
         elif self._window is Window.BACKWARD or any(map(_leaves_gradients, self._weights[0])):
-            self._forget()  # by optimizer.zero_grad()
+            self._forget(held=False)  # by optimizer.zero_grad()
 
     def _open(self, window: Window) -> None:
-        if self._window not in (Window.EMPTY, window):
+        is_mixed = self._held and window is Window.ACCUMULATED
+        if is_mixed or self._window not in (Window.EMPTY, window):
             raise RuntimeError(MIXED)
         self._window = window
 
-    def _forget(self) -> None:
+    def _forget(self, *, held: bool = True) -> None:
+        """Forget the gradients, and those held for a reduction of several steps."""
         for replica in self._replicas:
             replica.zero_grad()
+            if held:
+                replica.forget_held()
+        if held:
+            self._held = []
         self._clear_window()
 
     def _clear_window(self) -> None:
@@ -662,8 +747,8 @@ class Solo:
         self._journal.given(0, batches)
         return torch.stack(losses) if losses else torch.empty(0, device=self._device)
 
-    def step(self, weight: Weight | None = None) -> None:
-        """Clip, step and forget the gradients."""
+    def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
+        """Clip, step and forget the gradients; there is nobody to reduce with."""
         start_s = time.monotonic()
         self.rate.check()
         self._notice_zeroed()

@@ -145,8 +145,14 @@ class ReplicatedModule(nn.Module):
         """
         return self._engine.forward(*args, **kwargs)
 
-    def step(self, weight: float | Tensor | None = None) -> None:
+    def step(self, weight: float | Tensor | None = None, *, reduce: bool | None = None) -> None:
         """Reduce gradients, copy buffers, step every optimizer, forget the gradients.
+
+        With ``DdpConfig(max_anchor=n)``, ``n`` above 1, that happens at every
+        ``min(batch_counts)``-th call after ``loss.backward()``, with the mean gradient of all of
+        them; the other calls put each device's gradients aside, where ``zero_grad()`` does not
+        reach them, and go on with the schedule. In between ``.grad`` holds the part of
+        ``devices[0]``.
 
         Args:
             weight: Sum of the weights by which the losses of the backward passes since the last
@@ -161,6 +167,10 @@ class ReplicatedModule(nn.Module):
                 optimizers do not step, while the schedule goes on; for a tensor on a GPU they
                 step with gradients of zero.
 
+            reduce: Whether to reduce at this call, whatever the cadence says: ``True`` for the
+                last batch of a loop. ``None``: by the cadence. Without ``max_anchor``, and after
+                ``accumulate``, every call reduces.
+
         Raises:
             ReplicaFailed: An optimizer raised.
             TypeError: The weight is no number and no tensor.
@@ -169,7 +179,8 @@ class ReplicatedModule(nn.Module):
                 was taken from it again.
             RuntimeError: Parts of the model were replaced, or a scheduler is for other groups.
         """
-        self._engine.step(None if weight is None else check_weight("weight", weight))
+        checked = None if weight is None else check_weight("weight", weight)
+        self._engine.step(checked, reduce=reduce)
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Train several batches up to their gradients, each as a whole on one device.

@@ -327,6 +327,7 @@ class LoopReplica:
         self.batch_timer = context.new_timer()
         self.sync_timer = context.new_timer()
         self.exchange = GradientExchange(self.state.params, rank, used, context.comm)
+        self._held: dict[int, Tensor] = {}
         self._comm = context.comm
         self.reduced_s = (0.0, 0.0)
 
@@ -402,6 +403,34 @@ class LoopReplica:
             weights.append(weight)
         found = torch.stack(losses) if losses else torch.empty(0, device=self.device)
         return found, weights
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Put the gradients aside, to those that are held already."""
+        targets, sources = [], []
+        for place, p in enumerate(self.tensors):
+            if p.grad is None:
+                continue
+            refuse_sparse(f"number {place}", p.grad)
+            if place in self._held:
+                targets.append(self._held[place])
+                sources.append(p.grad)
+            else:
+                self._held[place] = p.grad
+            p.grad = None
+        if targets:
+            torch._foreach_add_(targets, sources)
+
+    def give_back(self) -> None:
+        """Make what is held the gradients again, together with those since."""
+        self.hold()
+        for place, grad in self._held.items():
+            self.tensors[place].grad = grad
+        self._held = {}
+
+    def forget_held(self) -> None:
+        """Forget what is held."""
+        self._held = {}
 
     def divide(self, weight: Weight) -> None:
         """Divide the gradients of weighted losses by the weights' sum."""

@@ -16,11 +16,11 @@ from runtime import DdpConfig, ReplicaFailed, Trainer
 from runtime.device import timing
 from runtime.loop.balance import Cadence, rounds, sync_seconds, unequal_gpus
 from tests.support.own_loop import (
-    NUM_FEATURES,
     OneDevice,
     adamw,
     assert_close,
     assert_identical,
+    gradients_travel,
     make_batch,
     make_net,
     on_cpus,
@@ -148,6 +148,136 @@ def test_a_round_on_one_device_is_clipped_and_divided_alike(num_devices):
     counts = (4,) if num_devices == 1 else (2, 2)
     weighted_reference(alone, batches, counts, 0.1)
     assert_close(net, alone.model)
+
+
+# -- several calls of step() share a reduction ---------------------------------------------
+
+
+def spaced(anchor, **settings):
+    """Reductions at every ``anchor``-th step; whatever they cost, that does not change."""
+    return DdpConfig(max_anchor=anchor, overhead_target=0.5, **settings)
+
+
+def mean_step(alone, batches, max_norm=None):
+    """One step of one device on the mean loss of some batches."""
+    torch.stack([loss_fn(alone.model, batch) for batch in batches]).mean().backward()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm)
+    alone.step()
+
+
+@pytest.mark.parametrize("how", ["directly", "meeting"])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_with_an_anchor_every_so_many_steps_of_the_usual_loop_are_reduced(
+    how, max_norm, num_devices
+):
+    net = make_net()
+    alone = OneDevice(net, adamw)
+    batches = [make_batch(n) for n in (7, 5, 7, 7, 1, 7, 7, 7)]
+    anchor = 3 if num_devices > 1 else 1
+    config = spaced(3, max_grad_norm=max_norm)
+    with gradients_travel(how), on_cpus(net, num_devices, adamw, config) as model:
+        assert min(model.batch_counts) == anchor
+        taken = []
+        for at, (x, y) in enumerate(batches, 1):
+            taken.append((x, y))
+            before = [p.detach().clone() for p in model.parameters()]
+            model.optimizer.zero_grad()  # as most loops do; what waits is not among it
+            F.cross_entropy(model(x), y).backward()
+            last = at == len(batches)
+            model.step(reduce=True if last else None)
+            if at % anchor and not last:
+                assert all(map(torch.equal, before, model.parameters()))
+                continue
+            mean_step(alone, taken, max_norm)
+            taken = []
+            assert_identical(model)
+            assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("how", ["directly", "meeting"])
+def test_weighted_steps_share_a_reduction_by_their_weights(how):
+    net = make_net()
+    alone = OneDevice(net)
+    weights = [3.0, 0.0, torch.tensor(5.0, dtype=torch.float64)]
+    batches = [make_batch(7) for _ in weights]
+    with gradients_travel(how), on_cpus(net, 2, config=spaced(3)) as model:
+        for (x, y), weight in zip(batches, weights, strict=True):
+            (F.cross_entropy(model(x), y) * weight).backward()
+            model.step(weight=weight)
+        total = sum(loss_fn(alone.model, b) * w for b, w in zip(batches, weights, strict=True))
+        (total / 8).backward()
+        alone.step()
+        assert_close(model, alone.model)
+        loss_fn(model, batches[0]).backward()
+        model.step(weight=2.0)
+        loss_fn(model, batches[0]).backward()
+        with pytest.raises(ValueError, match="for all of them"):
+            model.step()
+
+
+def test_a_shared_reduction_that_fails_leaves_nothing_behind(monkeypatch):
+    net = make_net()
+    alone = OneDevice(net)
+    with on_cpus(net, 2, config=spaced(2)) as model:
+        loss_fn(model, make_batch(6)).backward()
+        model.step()
+        loss_fn(model, make_batch(6)).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(model.optimizers[1], "step", None)
+            with pytest.raises(ReplicaFailed, match="rank 1"):
+                model.step()
+        model.sync_params()
+        alone.model.load_state_dict(model.state_dict())
+        batches = [make_batch(6) for _ in range(2)]
+        for batch in batches:
+            loss_fn(model, batch).backward()
+            model.step()
+        mean_step(alone, batches)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+def test_what_needs_the_whole_gradient_is_refused_while_steps_share_a_reduction():
+    with on_cpus(make_net(), 2, config=spaced(2)) as model:
+        loss_fn(model, make_batch(6)).backward()
+        with pytest.raises(RuntimeError, match="DdpConfig\\(max_grad_norm"):
+            model.clip_grad_norm_(1.0)
+        model.step()
+        with pytest.raises(RuntimeError, match="cannot share a step"):
+            model.accumulate(loss_fn, [make_batch(6)])
+        model.step(reduce=True)
+        model.accumulate(loss_fn, [make_batch(6)] * 2)
+        model.step()
+        assert_identical(model)
+
+
+def test_steps_that_wait_for_a_reduction_at_the_end_are_told_of(caplog):
+    for last in (None, True):
+        with on_cpus(make_net(), 2, config=spaced(2)) as model:
+            for at in range(3):
+                loss_fn(model, make_batch(6)).backward()
+                model.step(reduce=last if at == 2 else None)
+        told = [r.getMessage() for r in caplog.records if "step(reduce=True)" in r.getMessage()]
+        assert len(told) == 1
+        assert "the last 1 steps were never reduced" in told[0]
+
+
+@pytest.mark.parametrize("how", ["directly", "meeting"])
+def test_the_anchor_of_the_usual_loop_follows_what_reductions_cost(how, monkeypatch):
+    given = []
+    report = Cadence.report
+    monkeypatch.setattr(Cadence, "report", lambda *args: given.append(args[1:]) or report(*args))
+    with gradients_travel(how), on_cpus(make_net(), 2, config=spaced(2)) as model:
+        for _ in range(4):
+            loss_fn(model, make_batch(6)).backward()
+            model.step()
+    assert len(given) == 2
+    for times, sync_s in given:
+        assert [count for _, count in times] == [2, 2]
+        assert all(seconds > 0 for seconds, _ in times)
+        assert sync_s > 0
 
 
 def test_the_usual_loop_works_with_a_cadence_too():
@@ -340,24 +470,10 @@ def test_a_hint_for_a_rank_that_does_not_exist_is_refused():
         Trainer.setup_with(make_net(), sgd, ["cpu"], config={"max_anchor": 1})
 
 
-def test_a_plain_loop_with_max_anchor_is_told_how_to_space_its_reductions():
-    """Every step() reduces there, so that the setting would have no effect."""
-    x = torch.ones(4, NUM_FEATURES, dtype=torch.float64)
-    with on_cpus(make_net(), 2, config=DdpConfig(max_anchor=2)) as model:
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        model(x).sum().backward()
-        with pytest.raises(RuntimeError, match=r"max_anchor=2 .*model\.rounds\(loader\)"):
-            model.step()
-        assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-        model.zero_grad()
-        for batches in model.rounds([x] * 4):
-            model.accumulate(lambda module, batch: module(batch).sum(), batches)
-            model.step()
-        assert not all(value.equal(before[name]) for name, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize(("devices", "max_anchor"), [(2, None), (2, 0), (2, 1), (1, 2)])
-def test_a_plain_loop_that_it_does_not_concern_goes_on(devices, max_anchor):
+def test_a_plain_loop_reduces_at_every_step_unless_an_anchor_is_given(devices, max_anchor):
     with on_cpus(make_net(), devices, config=DdpConfig(max_anchor=max_anchor)) as model:
-        model(torch.ones(4, NUM_FEATURES, dtype=torch.float64)).sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_fn(model, make_batch(6)).backward()
         model.step()
+        assert not any(map(torch.equal, before, model.parameters()))
