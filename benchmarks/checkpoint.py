@@ -399,6 +399,7 @@ def train(directory: Path | None, policy: str, num_epochs: int, result: Path) ->
         .num_epochs(num_epochs)
         .devices(["cpu", "cpu"])
         .policy(ApplyPolicy(policy))
+        .balance(False)
         .seed(7)
         .progress(False)
     )

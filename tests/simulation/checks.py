@@ -46,6 +46,7 @@ class Checks:
         self._num_averagings = 0
         self._failed_before = 0
         self._dismissed: set[int] = set()
+        self._sizes: dict[int, int] = {}  # of the plan that is being dealt
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
         self.saves = SaveChecks(sim)
@@ -80,8 +81,8 @@ class Checks:
             raise Violation(f"a message to rank {rank}, which is {state.value}: {message}")
         if rank in self._dismissed:
             raise Violation(f"a message to rank {rank} after its Shutdown: {message}")
-        if isinstance(message, m.StartEpoch) and message.plan.num_loads < message.plan.num_batches:
-            self._must_rest(rank)
+        if isinstance(message, m.StartEpoch) and message.plan.pieces:
+            self._on_pieces(rank, message.plan.pieces)
         if isinstance(message, m.SyncNow | m.RequestParams | m.Update):
             self._asked_at[rank] = self._sim.now
         if isinstance(message, m.SyncNow | m.RequestParams):
@@ -93,16 +94,25 @@ class Checks:
         ):
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
+    def _on_pieces(self, rank: int, pieces: tuple[tuple[int, int], ...]) -> None:
+        """Once all ranks have theirs of a plan, look at those of its first batch."""
+        live = [r.rank for r in self._sim.machine.core.live]
+        if rank == live[0]:
+            self._sizes = {}
+        start, stop = pieces[0]
+        self._sizes[rank] = stop - start
+        if rank == live[-1]:
+            for idle in [r for r, n in self._sizes.items() if n == 0]:
+                self._must_rest(idle)
+
     def _must_rest(self, rank: int) -> None:
         """The rank gets nothing of global batches, which 1 sample for it would have to delay."""
         shares = self._sim.machine.core.shares
         assert shares is not None
-        if shares.current.get(rank):
-            return  # a plan that is sent again: the sizes are those of a later one
-        sizes = {r: n for r, n in shares.current.items() if n and r != rank}
+        sizes = {r: n for r, n in self._sizes.items() if n}
         costs = {r: cost for r in (*sizes, rank) if (cost := shares.cost(r)) is not None}
         gains = True
-        if len(costs) > len(sizes):  # all are measured
+        if len(costs) > len(sizes) and sum(sizes.values()) >= len(costs):  # all are measured
             best = split_by_cost(sum(sizes.values()), tuple(costs.values()))
             best_s = max(seconds(cost, n) for cost, n in zip(costs.values(), best, strict=True))
             now_s = max(seconds(costs[r], n) for r, n in sizes.items())

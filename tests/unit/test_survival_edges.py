@@ -122,7 +122,7 @@ def test_a_process_that_ends_without_a_join_ends_quietly(way, how):
 
 
 GROUP = """
-import os, signal, sys, threading
+import os, signal, threading, time
 import torch
 from torch.utils.data import Dataset
 from tests.support.running import builder, count_up
@@ -131,14 +131,17 @@ class Read(Dataset):
         return 1000
     def __getitem__(self, index):
         return torch.tensor(index)
+def ignore(*_):
+    pass
 def train(model, batch):
-    if not sent.is_set():
-        sent.set()
+    if sent.acquire(blocking=False):
+        while signal.getsignal(signal.SIGTERM) is ignore:  # until somebody waits for the run
+            time.sleep(0.001)
         os.killpg(0, signal.SIGTERM)
     return count_up(model, batch)
 if __name__ == "__main__":
-    sent = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    sent = threading.Lock()
+    signal.signal(signal.SIGTERM, ignore)
     b = builder(train=train, dataset=Read(), epochs=10**6)
     handle = b.loader_workers(1).run()
     try:

@@ -50,7 +50,7 @@ def test_a_checkpoint_is_written_every_so_many_batches(tmp_path, way, ranks):
         data = load_newest(entry.path).data
         held = marked(data.weights)
         assert held == consumed(data, run.n, run.batch_size)
-        assert 0 < len(held) < run.n
+        assert 0 < len(held) <= run.n  # all: it came late, in the last round of the epoch
         assert data.global_step == entry.step
 
 
