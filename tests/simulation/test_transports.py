@@ -11,6 +11,7 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.rounds import RoundKeeper, SnapshotTransport
 from coordinator.state import Core
+from coordinator.transport import TransportChoice
 from tests.simulation.finding import NUM_SCHEDULES, STUCK, assert_is_found
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.schedule import (
@@ -99,6 +100,32 @@ def test_the_cheaper_one_is_chosen_within_ten_rounds(slow, backend, alternatives
     assert at[0] <= 10
     assert "ms a round" in chosen.reason
     assert "CPU" in chosen.reason
+
+
+@pytest.mark.parametrize("target", [0.1, 0.5])
+def test_training_on_while_an_average_is_made_is_charged_at_the_overhead_target(
+    monkeypatch, target
+):
+    """Over a collective nobody trains on; over the coordinator both ranks do."""
+    costs = {CPU: [], THREAD: []}
+    note = TransportChoice.note
+
+    def noting(self, backend, cost, trained_s, anchor):
+        costs[backend].append(cost)
+        return note(self, backend, cost, trained_s, anchor)
+
+    monkeypatch.setattr(TransportChoice, "note", noting)
+    average_s = 0.004
+    schedule = steady(average_s=average_s, sync_s=0.0, jitter=0.0, delay_s=0.0)
+    config = replace(schedule.config, overhead_target=target)
+    Simulation(replace(schedule, config=config)).run()
+    told = [cost for cost in costs[CPU][1:] if cost is not None]
+    assert len(told) >= 2
+    for cost in told:  # from the request, which waits for a batch at most, to the average
+        assert average_s <= cost.stale_s / (2 * target) <= average_s + 0.011
+        assert cost.total_s == cost.ranks_s + cost.own_s + cost.stale_s
+    assert len(costs[THREAD]) >= 3
+    assert {cost.stale_s for cost in costs[THREAD]} == {0.0}
 
 
 def test_a_world_that_shrinks_is_measured_anew():

@@ -144,8 +144,10 @@ def test_the_curves_are_those_of_the_run(browser, watched):
     scalars = (
         [m.scalars["accuracy"] for m in metrics],
         [m.scalars["eval/accuracy"] for m in metrics],
+        [m.divergence for m in metrics],
+        [m.param_norm for m in metrics],
     )
-    shown = [drawn(browser, f"scalar-{index}")[0] for index in range(2)]
+    shown = [drawn(browser, f"scalar-{index}")[0] for index in range(len(scalars))]
     assert sorted(y for _, y in shown) == sorted(map(list, scalars))
     assert len(drawn(browser, "throughput")) == RANKS
     for rank, (x, y) in enumerate(drawn(browser, "throughput")):

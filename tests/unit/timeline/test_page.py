@@ -91,7 +91,8 @@ def test_curves_have_a_point_for_each_value(browser, page, recorded):
         str(len(recorded.anchor_curve()))
     ]
     assert values(browser, "#loss .legend li", "data-points") == ["3"]
-    assert values(browser, "#scalar-0 .legend li", "data-points") == ["3"]
+    for drawn in ("divergence", "param_norm", "scalar-0"):
+        assert values(browser, f"#{drawn} .legend li", "data-points") == ["3"], drawn
     assert texts(browser, "#scalar-0 h2")[0].startswith("eval/accuracy")
     readings = recorded.resources()[1]
     assert set(values(browser, "#cpu .legend li", "data-points")) == {str(len(readings))}
