@@ -281,6 +281,7 @@ def prefetch(args: argparse.Namespace) -> None:
 # -- timeline and monitor: pairs of runs without and with, on steps of a millisecond ------
 
 TIMELINE_TARGET, MONITOR_TARGET, HALF_SENT_TARGET = 0.99, 0.98, 0.97
+METRICS_TARGET, METRICS_EVERY = 0.99, 10
 STEP_S = 0.001
 NUM_FEATURES = 128
 ANCHOR = 40
@@ -387,6 +388,14 @@ def recorded_rates(way: str, width: int, num_batches: int, judged: bool) -> Rate
     builder = builder_of(way, width, num_batches)
     if judged:
         builder.timeline(Timeline())
+    return timed(builder.run())
+
+
+def told_rates(way: str, width: int, num_batches: int, judged: bool) -> Rates:
+    """With metrics of steps, or with those of epochs alone; somebody takes them in both."""
+    builder = builder_of(way, width, num_batches).metrics_fn(lambda _: None)
+    if judged:
+        builder.metrics_every(METRICS_EVERY)
     return timed(builder.run())
 
 
@@ -509,6 +518,12 @@ def timeline(args: argparse.Namespace) -> None:
     """What recording a timeline costs."""
     cases = {(way,): partial(recorded_rates, way) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, TIMELINE_TARGET))
+
+
+def metrics(args: argparse.Namespace) -> None:
+    """What metrics of every ten batches cost."""
+    cases = {(way,): partial(told_rates, way) for way in args.ways}
+    judge_pairs(args, cases, dict.fromkeys(cases, METRICS_TARGET))
 
 
 def monitor(args: argparse.Namespace) -> None:
@@ -652,6 +667,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "step": step,
     "prefetch": prefetch,
     "timeline": timeline,
+    "metrics": metrics,
     "monitor": monitor,
     "parts": parts,
 }
@@ -669,7 +685,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeat", type=int, default=3, help="repetitions of each cell")
     add("--seconds", type=float, default=2.0, help="length of a synchronous run")
     add_retry(commands["prefetch"])
-    for name, num_pairs, seconds in (("timeline", 25, 2.0), ("monitor", 15, 4.0)):
+    usual = (("timeline", 25, 2.0), ("metrics", 25, 2.0), ("monitor", 15, 4.0))
+    for name, num_pairs, seconds in usual:
         add = adds[name]
         add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
         add("--pairs", type=int, default=num_pairs, help=f"pairs of runs for each ({num_pairs})")
@@ -689,7 +706,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(getattr(args, name, 1) for name in ("repeat", "pairs")) < 1:
         parser.error("--repeat and --pairs must be at least 1")
-    if args.section in ("timeline", "monitor"):
+    if args.section in ("timeline", "metrics", "monitor"):
         if args.quick:
             args.pairs = min(args.pairs, 15)
         if args.seconds is None:

@@ -3,7 +3,7 @@
 from coordinator.cadence import ConvergenceGuard, ElChe, Verdict
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig, choose_backend
 from coordinator.machine import Coordinator
-from coordinator.metrics import EpochMetrics, RankMetrics
+from coordinator.metrics import EpochMetrics, RankMetrics, StepMetrics
 from coordinator.service import Service
 from coordinator.state import RankStatistics, Statistics
 
@@ -19,6 +19,7 @@ __all__ = [
     "RankStatistics",
     "Service",
     "Statistics",
+    "StepMetrics",
     "Verdict",
     "choose_backend",
 ]

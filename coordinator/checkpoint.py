@@ -311,7 +311,8 @@ _SUMS = record(
         "loss_sum": items(real()),
         "loss_samples": lambda v, w: _check_weight(v, w),
         "scalars": mapping(of_type(str), lambda v, w: _check_scalar(v, w)),
-    }
+    },
+    may={"learning_rate": real()},
 )
 _RANK_TOTALS = record({**_COUNTS, "sync_s": real(0.0), "num_throttles": whole()})
 _RANK_METRICS = record({**_COUNTS, "rank": whole(), "avg_loss": real(), "throughput": real(0.0)})
@@ -405,7 +406,7 @@ def _metrics_check(num_samples: int) -> Check:
         "per_rank_batch_share": items(real(0.0)),
         "devices": items(of_type(str)),
     }
-    may = {"divergence": real(), "param_norm": real()}
+    may = {"divergence": real(), "param_norm": real(), "learning_rate": real()}
 
     def check(value: Any, where: str) -> None:
         record(fields, may=may)(value, where)
@@ -467,6 +468,8 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
         now: The time.
     """
     core.global_step = int(state["global_step"])
+    if core.steps is not None:
+        core.steps.step = core.global_step
     core.num_windows = int(state["num_windows"])
     core.num_averagings = int(state["num_averagings"])
     core.num_failed_rounds = int(state["num_failed_rounds"])

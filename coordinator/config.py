@@ -154,6 +154,7 @@ class CoordinatorConfig:
             ranks turn out unequal.
         progressive: Chunks on demand rather than one partition an epoch.
         max_steps: End after this many batches over all ranks.
+        metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         evaluate: Whether there is an evaluation function.
         checkpoint_every: Epochs between two calls of the checkpoint function.
         save_every: Epochs between two saves of the whole state, which is also saved at the
@@ -191,6 +192,7 @@ class CoordinatorConfig:
     advise_balance: bool = False
     progressive: bool = True
     max_steps: int | None = None
+    metrics_every: int | None = None
     evaluate: bool = False
     checkpoint_every: int | None = None
     save_every: int | None = None

@@ -18,7 +18,13 @@ from coordinator.config import CoordinatorConfig
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
-from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
+from coordinator.messages import (
+    FINAL_ROUND,
+    SAVE_ROUND,
+    AbortCollective,
+    Command,
+    PublishSteps,
+)
 from coordinator.rounds import Limits, RoundKeeper, RoundState
 from coordinator.shares import Inequality
 from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
@@ -181,6 +187,8 @@ class Coordinator:
             self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
             self._saving.begin(now)
+            if self._core.steps is not None:
+                self._core.steps.begin(now)
             for r in self._core.live if self._core.global_step else ():
                 self._core.send(r.rank, m.SetGlobalStep(step=self._core.global_step))
             self._limits.begin()
@@ -196,6 +204,9 @@ class Coordinator:
         epoch = self._core.pool.find(event.epoch)
         if epoch is not None:
             epoch.tally.add(event.rank, tally)
+        if self._core.steps is not None:
+            told = self._core.steps.add(event.rank, event.epoch, tally, self._core.now)
+            self._core.out += [PublishSteps(metrics=metrics) for metrics in told]
         self._core.pool.trained(event.rank, tally.num_batches)
         plan = self._core.plan
         if plan is not None:
@@ -255,6 +266,8 @@ class Coordinator:
         fatal |= info.state is RankState.BUILDING and failure.rank == 0
         had_left = info.state is RankState.GONE
         info.move(RankState.DEAD)
+        if self._core.steps is not None:
+            self._core.steps.drop(failure.rank)
         if fatal or not self._core.config.continue_on_failure or self._core.phase is Phase.FAILING:
             self._ending.fail(failure, now)
         elif had_left or self._core.phase in (Phase.LEAVING, Phase.AVERAGING):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.config import AverageBackend
 from coordinator.errors import RunStalled
-from coordinator.metrics import EpochMetrics, Tally
+from coordinator.metrics import EpochMetrics, StepMetrics, Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -380,6 +380,13 @@ class PublishEpoch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishSteps:
+    """Some more batches are trained, with ``metrics_every``."""
+
+    metrics: StepMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransportChosen:
     """What carries the averagings from the next round on, to be told; see ``TransportChoice``.
 
@@ -454,6 +461,7 @@ Command = (
     | Average
     | AbortCollective
     | PublishEpoch
+    | PublishSteps
     | TransportChosen
     | ReportStall
     | SaveCheckpoint

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+SILENT_S = 1.0
+"""Metrics of steps wait no longer than this for a rank, which tells of its batches far sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,9 @@ class Tally:
             are less than ``num_samples`` where losses are still in flight on the device; they
             come with a later report.
         scalars: ``(name, weighted sum, weight)`` for each recorded scalar.
+        losses: With ``metrics_every``, the mean loss of each batch and its weight, in step
+            order, as far as they were read; of weight 0 where there is none.
+        learning_rate: Of the optimizer's first group; ``None``: not known.
     """
 
     num_batches: int = 0
@@ -37,6 +41,8 @@ class Tally:
     loss_sum: float = 0.0
     loss_samples: float = 0
     scalars: tuple[tuple[str, float, float], ...] = ()
+    losses: tuple[tuple[float, float], ...] = ()
+    learning_rate: float | None = None
 
 
 # A report is sent when its time has come, so the losses of an epoch are summed in pieces
@@ -220,6 +226,8 @@ class EpochMetrics:
             measured, as under ``SYNC``, or a replica was not finite.
         param_norm: Norm of the parameters after the epoch's last averaging, under ``SYNC`` and
             with one rank at its end; NaN where it was not measured.
+        learning_rate: Of the first group of the optimizer, as the lowest rank that trained told
+            it last in the epoch; NaN where none is known.
     """
 
     epoch: int
@@ -236,6 +244,35 @@ class EpochMetrics:
     devices: tuple[str, ...]
     divergence: float = math.nan
     param_norm: float = math.nan
+    learning_rate: float = math.nan
+
+
+MEASURED = ("divergence", "param_norm", "learning_rate")
+"""What of an epoch is NaN where nobody has measured it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What some batches of all ranks gave, while their epoch runs; see ``metrics_every``.
+
+    Attributes:
+        step: Batches of all ranks up to here, since the run began: the first resumed one goes
+            on where its checkpoint was; those trained again after a death count again.
+        epoch: The epoch that was told of last.
+        num_batches: Batches behind this, ``n`` of ``metrics_every(n)``.
+        avg_loss: Their mean loss, weighted as for the epoch; NaN if there is none.
+        scalars: Means of the scalars that were told since the last one, or with it.
+        learning_rate: Of the first group of the optimizer that was told last; NaN: not known.
+        throughput: Samples a second of all ranks, since the one before.
+    """
+
+    step: int
+    epoch: int
+    num_batches: int
+    avg_loss: float
+    scalars: dict[str, float]
+    learning_rate: float
+    throughput: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -247,6 +284,7 @@ class _RankSums:
     loss_sum: ExactSum = field(default_factory=ExactSum)
     loss_weight: WeightSum = field(default_factory=WeightSum)
     scalars: dict[str, tuple[ExactSum, WeightSum]] = field(default_factory=dict)
+    learning_rate: float | None = None
 
     def add(self, tally: Tally) -> None:
         self.num_batches += tally.num_batches
@@ -257,6 +295,8 @@ class _RankSums:
         self.loss_weight.add(tally.loss_samples)
         for name, total, weight in tally.scalars:
             self._add_scalar(name, (total,), (weight,))
+        if tally.num_batches and tally.learning_rate is not None:
+            self.learning_rate = tally.learning_rate
 
     def _add_scalar(self, name: str, parts: Iterable[float], weights: Sequence[float]) -> None:
         total, weight = self.scalars.setdefault(name, (ExactSum(), WeightSum()))
@@ -264,8 +304,14 @@ class _RankSums:
             total.add(part)
         weight.add_all(weights)
 
+    def means(self) -> dict[str, float]:
+        """Of each scalar."""
+        pairs = ((name, sum_.value(), n.value()) for name, (sum_, n) in self.scalars.items())
+        return {name: _mean(total, weight) for name, total, weight in pairs}
+
     def state_dict(self) -> dict[str, Any]:
-        return {
+        known = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
+        return known | {
             "num_batches": self.num_batches,
             "num_samples": self.num_samples,
             "num_skipped": self.num_skipped,
@@ -288,6 +334,8 @@ class _RankSums:
             self.loss_sum.add(float(part))
         for name, (parts, weight) in state["scalars"].items():
             self._add_scalar(name, map(float, parts), _weights(weight))
+        if self.learning_rate is None and "learning_rate" in state:
+            self.learning_rate = float(state["learning_rate"])
 
     def metrics(self, rank: int) -> RankMetrics:
         return RankMetrics(
@@ -349,11 +397,7 @@ class EpochTally:
         whole = _RankSums()
         for sums in self._ranks:
             whole.add_state(sums.state_dict())
-        means = {
-            name: _mean(total.value(), weight.value())
-            for name, (total, weight) in whole.scalars.items()
-        }
-        means.update(extra_scalars or {})
+        means = whole.means() | dict(extra_scalars or {})
         per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
         num_batches = sum(r.num_batches for r in per_rank)
         return EpochMetrics(
@@ -371,8 +415,9 @@ class EpochTally:
                 r.num_batches / num_batches if num_batches else 0.0 for r in per_rank
             ),
             devices=tuple(devices),
-            divergence=math.nan if divergence is None else divergence,
-            param_norm=math.nan if param_norm is None else param_norm,
+            divergence=_or_nan(divergence),
+            param_norm=_or_nan(param_norm),
+            learning_rate=_or_nan(whole.learning_rate),
         )
 
     def rank_state(self, rank: int) -> dict[str, Any]:
@@ -392,6 +437,106 @@ class EpochTally:
         self._ranks = [_RankSums() for _ in self._ranks]
         for rank, saved in enumerate(state["ranks"]):
             self._ranks[rank % len(self._ranks)].add_state(saved)
+
+
+class StepTally:
+    """Makes metrics of every so many batches from what the ranks report.
+
+    A report tells of several steps at once, now of this rank and now of that. What ranks have
+    told waits until there are enough batches of each: in equal numbers under lockstep, else in
+    proportion to what they have told so far. A rank that is silent for long is not waited for.
+
+    Deterministic and not thread-safe.
+
+    Args:
+        every: Batches of all ranks behind each.
+        world_size: Number of ranks.
+        equal: Whether all ranks train alike.
+    """
+
+    def __init__(self, every: int, world_size: int, *, equal: bool) -> None:
+        self._every = every
+        self._equal = equal
+        self._waiting: list[deque[tuple[float, float]]] = [deque() for _ in range(world_size)]
+        self._told = [0] * world_size
+        self._last = [-math.inf] * world_size
+        self._sums = _RankSums()
+        self._throughput = math.nan
+        self._since = self._now = 0.0
+        self._epoch = 0
+        self.step = 0
+
+    def begin(self, now: float) -> None:
+        """All ranks begin to train."""
+        self._since = self._now = now
+        self._last = [now] * len(self._last)
+
+    def add(self, rank: int, epoch: int, tally: Tally, now: float) -> list[StepMetrics]:
+        """Take a report; gives what is complete by it."""
+        self._now, self._epoch = now, max(epoch, self._epoch)
+        self._last[rank] = now
+        self._sums.add(tally)
+        self._waiting[rank].extend(tally.losses)
+        self._told[rank] += len(tally.losses)
+        return self._complete(SILENT_S)
+
+    def drop(self, rank: int) -> None:
+        """A rank is gone; what it has told still counts."""
+        self._last[rank] = -math.inf
+
+    def flush(self) -> list[StepMetrics]:
+        """What can be made without any further report."""
+        return self._complete(-1.0)
+
+    def _complete(self, patience_s: float) -> list[StepMetrics]:
+        """All that can be told of."""
+        windows = []
+        while window := self._take(patience_s):
+            windows.append(window)
+        if not windows:
+            return []
+        sums, self._sums = self._sums, _RankSums()
+        self._sums.learning_rate = sums.learning_rate
+        elapsed_s, self._since = self._now - self._since, self._now
+        if elapsed_s > 0 and sums.num_samples:
+            self._throughput = sums.num_samples / elapsed_s
+        found = []
+        for losses in windows:
+            self.step += self._every
+            total = math.fsum(x * n for x, n in losses if n)
+            found.append(
+                StepMetrics(
+                    step=self.step,
+                    epoch=self._epoch,
+                    num_batches=self._every,
+                    avg_loss=_mean(total, math.fsum(n for _, n in losses)),
+                    scalars=sums.means(),
+                    learning_rate=_or_nan(sums.learning_rate),
+                    throughput=self._throughput,
+                )
+            )
+        return found
+
+    def _take(self, patience_s: float) -> list[tuple[float, float]]:
+        """The next batches, of each rank as many as are its part, or where one has been silent
+        for so long, of the others; none: they have to wait."""
+        if sum(map(len, self._waiting)) < self._every:
+            return []
+        parts = [1 if self._equal else told for told in self._told]
+        wanted = [self._every * part // sum(parts) for part in parts]
+        for waiting, num, last in zip(self._waiting, wanted, self._last, strict=True):
+            if len(waiting) < max(num, 1) and self._now - last <= patience_s:
+                return []
+        taken = []
+        for waiting, num in zip(self._waiting, wanted, strict=True):
+            taken += [waiting.popleft() for _ in range(min(num, len(waiting)))]
+        while len(taken) < self._every:
+            taken.append(max(self._waiting, key=len).popleft())
+        return taken
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _mean(total: float, weight: float) -> float:

@@ -26,13 +26,14 @@ from coordinator.messages import (
     Average,
     Command,
     PublishEpoch,
+    PublishSteps,
     ReportStall,
     SaveCheckpoint,
     SaveFailed,
     Send,
     TransportChosen,
 )
-from coordinator.metrics import EpochMetrics
+from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.state import Failure, Statistics
 
 logger = logging.getLogger(__name__)
@@ -194,8 +195,8 @@ class Service:
         outboxes: The inbox of each worker.
         abort_collective: Wakes all ranks that wait in the collective of a generation, or,
             given ``None``, in any.
-        on_epoch: Called with each closed epoch, on the coordinator's thread: it must
-            only hand the value on.
+        on_metrics: Called with those of each closed epoch and of steps, on the coordinator's
+            thread: it must only hand the value on.
         on_save: Called with each checkpoint of the run, likewise.
         on_end: Called once, when the outcome is final, on the coordinator's thread.
     """
@@ -207,7 +208,7 @@ class Service:
         outboxes: Sequence[queue.SimpleQueue[m.ToWorker]],
         *,
         abort_collective: Callable[[int | None], None],
-        on_epoch: Callable[[EpochMetrics], None],
+        on_metrics: Callable[[EpochMetrics | StepMetrics], None],
         on_end: Callable[[], None],
         on_save: Callable[[SaveCheckpoint | SaveFailed], None] | None = None,
     ) -> None:
@@ -215,7 +216,7 @@ class Service:
         self._inbox = inbox
         self._outboxes = outboxes
         self._abort_collective = abort_collective
-        self._on_epoch = on_epoch
+        self._on_metrics = on_metrics
         self._on_end = on_end
         self._on_save = on_save
         self._lock = threading.Lock()
@@ -345,8 +346,8 @@ class Service:
                     self._averaged.append(self._average(self._inline, command))
             case AbortCollective():
                 self._abort_collective(command.generation)
-            case PublishEpoch():
-                self._on_epoch(command.metrics)
+            case PublishEpoch() | PublishSteps():
+                self._on_metrics(command.metrics)
             case TransportChosen():
                 told = (command.backend.name, command.reason)
                 if command.failed:

@@ -18,7 +18,7 @@ from coordinator.messages import (
     ToWorker,
     TransportChosen,
 )
-from coordinator.metrics import EpochMetrics, Tally
+from coordinator.metrics import EpochMetrics, StepTally, Tally
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.shares import Shares
 from coordinator.transport import TransportChoice
@@ -368,6 +368,7 @@ class Core:
         generation: Counts the groups of ranks that meet in collectives.
         plan: Under lockstep, what the ranks were dealt last.
         num_windows: Under lockstep, the optimizer steps dealt so far.
+        steps: Makes metrics of steps, if they are wanted.
         shares: Under lockstep with shares by measured speed, whose pieces are how large.
         now: Time of the event being handled.
         spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
@@ -420,6 +421,8 @@ class Core:
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
         self.shares = Shares(world) if self.lockstep and config.balance else None
+        every = config.metrics_every
+        self.steps = StepTally(every, world, equal=self.lockstep) if every else None
         self.now = 0.0
         self.spent_s = 0.0
 

@@ -3,7 +3,7 @@
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
-from coordinator.metrics import EpochMetrics, RankMetrics
+from coordinator.metrics import EpochMetrics, RankMetrics, StepMetrics
 from coordinator.state import RankStatistics, Statistics
 from runtime.callbacks import Callback, EarlyStopping, KeepBest, TimeLimit
 from runtime.collective import Collective, ReduceOp, create_collectives
@@ -71,6 +71,7 @@ __all__ = [
     "RunStalled",
     "ShardingStrategy",
     "Statistics",
+    "StepMetrics",
     "TensorBoardLogger",
     "TimeLimit",
     "Timeline",

@@ -19,7 +19,6 @@ from coordinator.config import (
 )
 from coordinator.dispatch import count_batches
 from coordinator.messages import LONGEST_REPORT_S
-from coordinator.metrics import EpochMetrics
 from runtime.callbacks import Callback
 from runtime.core.checks import check_directory
 from runtime.data.path import DataOptions
@@ -94,7 +93,7 @@ class TrainConfig:
     min_anchor: int | None = None
     progressive_dispatch: bool | None = None
     lr_scale_ratio: float = 0.0
-    metrics_fn: Callable[[EpochMetrics], object] | None = None
+    metrics_fn: Callable[[Any], object] | None = None
     callbacks: tuple[Callback, ...] = ()
     checkpoint_dir: Path | None = None
     checkpoint_dir_keep: int = 3
@@ -130,7 +129,7 @@ class TrainConfig:
         if not self.callbacks:
             return config
         told = () if self.metrics_fn is None else (self.metrics_fn,)
-        config = config.having(metrics_fn=CombinedLogger(*told, *self.callbacks))
+        config = config.having(metrics_fn=CombinedLogger(*told, *(c.tell for c in self.callbacks)))
         keepers = [callback for callback in self.callbacks if callback.takes_weights]
         if not keepers:
             return config

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from coordinator.metrics import EpochMetrics
+from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.loggers.base import RunLogger
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class MetricsThread:
     """Hands closed epochs to the user.
 
     Args:
-        metrics_fn: ``f(EpochMetrics)``; ``False`` asks for a stop. A logger is closed after
-            the last epoch, on this thread, unless another run has it too.
+        metrics_fn: ``f(EpochMetrics)``, and ``f(StepMetrics)``; ``False`` asks for a stop. A
+            logger is closed after the last epoch, on this thread, unless another run has it too.
         on_stop: Called when it returned ``False``.
         progress: ``True``: a bar on a terminal, else a log line an epoch; ``None``: a bar
             on a terminal, else nothing.
@@ -45,7 +45,7 @@ class MetricsThread:
     def __init__(
         self,
         *,
-        metrics_fn: Callable[[EpochMetrics], object] | None,
+        metrics_fn: Callable[[Any], object] | None,
         on_stop: Callable[[], None],
         progress: bool | None,
         total_batches: int,
@@ -58,7 +58,7 @@ class MetricsThread:
         self._with_lines = progress is True and not terminal
         self._total = total_batches
         self._trained = trained
-        self._queue: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[EpochMetrics | StepMetrics | None] = queue.SimpleQueue()
         self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -79,8 +79,8 @@ class MetricsThread:
         """Whether ``thread`` is the one that runs the metrics function."""
         return thread is self._thread
 
-    def put(self, metrics: EpochMetrics) -> None:
-        """Hand an epoch on; returns at once."""
+    def put(self, metrics: EpochMetrics | StepMetrics) -> None:
+        """Hand metrics on; returns at once."""
         if self._thread is not None:
             self._queue.put(metrics)
 
@@ -131,7 +131,8 @@ class MetricsThread:
                     continue
                 if metrics is None:
                     return
-                self._show(bar, metrics)
+                if isinstance(metrics, EpochMetrics):
+                    self._show(bar, metrics)
                 self._call(metrics)
         finally:
             if bar is not None:
@@ -154,7 +155,7 @@ class MetricsThread:
                 metrics.epoch_s,
             )
 
-    def _call(self, metrics: EpochMetrics) -> None:
+    def _call(self, metrics: EpochMetrics | StepMetrics) -> None:
         if self._metrics_fn is None:
             return
         try:

@@ -19,7 +19,7 @@ import torch.distributed
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.machine import Coordinator
-from coordinator.metrics import EpochMetrics
+from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.service import Inbox, Service
 from coordinator.state import Statistics
 from runtime.checkpoint.format import CheckpointData
@@ -157,7 +157,7 @@ class Run:
             self._inbox,
             self._outboxes,
             abort_collective=self._abort,
-            on_epoch=self._on_epoch,
+            on_metrics=self._on_metrics,
             on_end=self._on_end,
             on_save=self._saves.take,
         )
@@ -429,9 +429,10 @@ class Run:
             end=end,
         )
 
-    def _on_epoch(self, metrics: EpochMetrics) -> None:
+    def _on_metrics(self, metrics: EpochMetrics | StepMetrics) -> None:
         assert self._listener is not None
-        self._listener.publish(metrics)
+        if isinstance(metrics, EpochMetrics):
+            self._listener.publish(metrics)
         self._metrics.put(metrics)
 
     def _abort(self, generation: int | None) -> None:

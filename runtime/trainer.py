@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from coordinator.config import ApplyPolicy, AverageBackend
-from coordinator.metrics import EpochMetrics
 from runtime.callbacks import Callback
 from runtime.config import (
     MAX_SEED,
@@ -325,14 +324,22 @@ class TrainerBuilder:
         check_callable("epoch_fn", f, "(epoch, worker)")
         return self._set(epoch_fn=f)
 
-    def metrics_fn(self, f: Callable[[EpochMetrics], object]) -> TrainerBuilder:
-        """``f(EpochMetrics)`` once an epoch, on a thread of its own; returning ``False``
+    def metrics_fn(self, f: Callable[[Any], object]) -> TrainerBuilder:
+        """``f(EpochMetrics)`` once an epoch, on a thread of its own, and ``f(StepMetrics)`` with
+        :meth:`metrics_every`; returning ``False``
         ends the run. If it raises, that is logged and training goes on. A
         :class:`~runtime.TensorBoardLogger`, :class:`~runtime.CsvLogger` or
         :class:`~runtime.CombinedLogger`, or one of a class derived from them, is closed when
         the run is over, and can be used again; nothing else is, whatever methods it has."""
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
+
+    def metrics_every(self, n: int) -> TrainerBuilder:
+        """Also hand a :class:`~runtime.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
+        for every ``n`` batches of all ranks: their loss, the scalars, the learning rate and the
+        samples a second. They come while the epoch runs, with the ranks' reports, ten or more a
+        second, so that no step waits for a value of the device."""
+        return self._set(metrics_every=check_int("metrics_every", n, 1))
 
     def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
         """Watch the run, and perhaps end it: :class:`~runtime.EarlyStopping`,

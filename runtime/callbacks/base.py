@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import nn
 
-from coordinator.metrics import EpochMetrics
+from coordinator.metrics import EpochMetrics, StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,15 @@ class Callback:
     def __call__(self, metrics: EpochMetrics) -> object:
         """An epoch has closed; ``False`` ends the run. On the metrics thread."""
         return None
+
+    def step(self, metrics: StepMetrics) -> object:
+        """Some batches are trained, with :meth:`TrainerBuilder.metrics_every
+        <runtime.TrainerBuilder.metrics_every>`; ``False`` ends the run. On the metrics thread."""
+        return None
+
+    def tell(self, metrics: EpochMetrics | StepMetrics) -> object:
+        """Hand metrics to the method of their kind; called by the run."""
+        return self.step(metrics) if isinstance(metrics, StepMetrics) else self(metrics)
 
     def weights(self, epoch: int, model: nn.Module) -> None:
         """The averaged weights of an epoch that closes; its metrics come afterwards. On the thread

@@ -42,10 +42,16 @@ class Sums:
 
     Args:
         on_bad_loss: See :class:`ValueLog`.
+        each: Takes the losses one by one as well, each with its weight.
     """
 
-    def __init__(self, on_bad_loss: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        on_bad_loss: Callable[[int], None] | None,
+        each: list[tuple[float, float]] | None = None,
+    ) -> None:
         self._on_bad_loss = on_bad_loss
+        self._each = each
         self._loss_sum, self._loss_weight = ExactSum(), WeightSum()
         self._scalars: dict[str, tuple[ExactSum, WeightSum]] = {}
 
@@ -65,6 +71,8 @@ class Sums:
         terms = [x * n if n else 0.0 for x, (n, _) in zip(losses, batches, strict=True)]
         self._loss_sum.add_all(terms)
         self._loss_weight.add_all([n for n, _ in batches])
+        if self._each is not None:
+            self._each += [(x, n) for x, (n, _) in zip(losses, batches, strict=True)]
 
     def add_scalar(self, name: str, value: float, weight: float) -> None:
         """Add a scalar of a batch; of weight 0, whatever it is, it adds nothing."""
@@ -79,6 +87,9 @@ class Sums:
         return self._loss_sum.value(), self._loss_weight.value(), scalars
 
 
+_NOTHING = torch.zeros(())
+
+
 class ValueLog:
     """Losses and scalars of the steps since the last report, read late.
 
@@ -88,10 +99,13 @@ class ValueLog:
     Attributes:
         on_bad_loss: Called by ``harvest`` with the number of the first batch whose loss is
             not finite, counted from 0; ``None``: such losses are summed as they are.
+        each: Losses that ``harvest`` has read, with their weights, until somebody takes them;
+            ``None``: they are not wanted.
     """
 
     def __init__(self) -> None:
         self.on_bad_loss: Callable[[int], None] | None = None
+        self.each: list[tuple[float, float]] | None = None
         self._step = 0
         self._losses: list[tuple[torch.Tensor, Weight, int]] = []
         self._scalars: list[tuple[str, float | torch.Tensor, Weight]] = []
@@ -128,13 +142,22 @@ class ValueLog:
 
     def rewind(self, mark: LogMark) -> None:
         """Forget the values pushed since; their batches stay counted."""
-        del self._losses[mark.losses :]
+        dropped = self._losses[mark.losses :] if self.each is not None else []
+        self._losses[mark.losses :] = [(_NOTHING, 0, step) for _, _, step in dropped]
         del self._scalars[mark.scalars :]
 
     def retract(self, mark: LogMark) -> None:
         """Forget the values pushed since, and their batches: they were not trained."""
-        self.rewind(mark)
+        del self._losses[mark.losses :]
+        del self._scalars[mark.scalars :]
         self._step = mark.step
+
+    def take_each(self) -> tuple[tuple[float, float], ...]:
+        """Every loss read since the last call; of weight 0 where it was dropped."""
+        if self.each is None:
+            return ()
+        found, self.each = tuple(self.each), []
+        return found
 
     def harvest(self, *, wait: bool = True) -> Harvest:
         """``(loss sum, its weight, scalars)`` of everything that is ready.
@@ -144,7 +167,7 @@ class ValueLog:
         """
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
-        sums = Sums(self.on_bad_loss)
+        sums = Sums(self.on_bad_loss, self.each)
         weights = _read_weights([n for _, n, _ in losses])
         batches = [(n, step) for n, (_, _, step) in zip(weights, losses, strict=True)]
         sums.add_losses(_read([t for t, _, _ in losses]), batches)
@@ -206,12 +229,13 @@ class StepMeter:
         self.num_samples += num_samples
         self.compute_s += compute_s
 
-    def take(self, *, wait: bool = True) -> Tally:
+    def take(self, *, wait: bool = True, learning_rate: float | None = None) -> Tally:
         """Everything since the last call.
 
         Args:
             wait: Wait for losses and times that are still on the device; else they come
                 with a later tally.
+            learning_rate: Is told along.
         """
         compute_s, num_timed = self.compute_s, self.num_batches - self.num_empty
         if self.timer is not None:
@@ -226,10 +250,17 @@ class StepMeter:
             loss_sum=loss_sum,
             loss_samples=loss_samples,
             scalars=scalars,
+            losses=self._take_losses(),
+            learning_rate=learning_rate,
         )
         self.num_batches = self.num_samples = self.num_skipped = self.num_empty = 0
         self.compute_s = 0.0
         return tally
+
+    def _take_losses(self) -> tuple[tuple[float, float], ...]:
+        if self.log.each is None:
+            return ()
+        return self.log.take_each() + ((0.0, 0.0),) * self.num_empty
 
 
 CAPACITY = 1024
@@ -287,7 +318,7 @@ class CudaLog(ValueLog):
         entries = [_Entry(None, known(loss), known(n), step) for loss, n, step in self._losses]
         entries += [_Entry(name, known(v), known(n), 0) for name, v, n in self._scalars]
         self._losses, self._scalars = [], []
-        sums = Sums(self.on_bad_loss)
+        sums = Sums(self.on_bad_loss, self.each)
         size = CAPACITY // 2 if any(isinstance(e.weight, Tensor) for e in entries) else CAPACITY
         for start in range(0, len(entries), size):
             if not self._free:

@@ -8,9 +8,9 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from coordinator.metrics import EpochMetrics
+from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,7 @@ EPOCH_FIELDS = (
     "num_skipped",
     "num_averagings",
 )
-NORMS = ("divergence", "param_norm")
-"""Told where they were measured."""
+STEP_FIELDS = ("avg_loss", "learning_rate", "throughput")
 RANK_FIELDS = ("num_samples", "throughput", "batch_share")
 
 
@@ -33,7 +32,14 @@ def epoch_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
     """The numbers of an epoch itself, by name."""
     for name in EPOCH_FIELDS:
         yield name, getattr(metrics, name)
-    for name in NORMS:
+    for name in MEASURED:
+        if not math.isnan(value := getattr(metrics, name)):
+            yield name, value
+
+
+def step_values(metrics: StepMetrics) -> Iterator[tuple[str, Number]]:
+    """The numbers of some steps, by name, as far as they are known."""
+    for name in STEP_FIELDS:
         if not math.isnan(value := getattr(metrics, name)):
             yield name, value
 
@@ -58,8 +64,8 @@ class RunLogger:
 
     _num_runs = 0
 
-    def __call__(self, metrics: EpochMetrics) -> object:
-        """Write an epoch; ``False`` ends the run."""
+    def __call__(self, metrics: EpochMetrics | StepMetrics) -> object:
+        """Write the metrics of an epoch or of some steps; ``False`` ends the run."""
         raise NotImplementedError
 
     def begin_run(self) -> None:
@@ -118,7 +124,7 @@ class Names:
 
 
 class CombinedLogger(RunLogger):
-    """Hands each epoch to several loggers or functions, for ``metrics_fn``.
+    """Hands metrics to several loggers or functions, for ``metrics_fn``.
 
     One that raises is logged, and the others are called all the same. At the end of the run,
     or by :meth:`close`, the loggers of this package among them, and of classes derived from
@@ -131,7 +137,7 @@ class CombinedLogger(RunLogger):
         TypeError: One of them cannot be called.
     """
 
-    def __init__(self, *functions: Callable[[EpochMetrics], object]) -> None:
+    def __init__(self, *functions: Callable[[Any], object]) -> None:
         for function in functions:
             if not callable(function):
                 raise TypeError(
@@ -139,7 +145,7 @@ class CombinedLogger(RunLogger):
                 )
         self._functions = functions
 
-    def __call__(self, metrics: EpochMetrics) -> bool:
+    def __call__(self, metrics: EpochMetrics | StepMetrics) -> bool:
         """Call all of them; ``False``, which ends the run, if one returned ``False``."""
         goes_on = True
         for function in self._functions:

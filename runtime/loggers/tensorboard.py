@@ -8,28 +8,30 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from coordinator.metrics import EpochMetrics
+from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.core.checks import check_directory, check_path, need
-from runtime.loggers.base import Names, RunLogger, epoch_values, rank_values
+from runtime.loggers.base import Names, RunLogger, epoch_values, rank_values, step_values
 from runtime.timeline.export import one_line
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-_OWN = re.compile(r"(epoch|rank\d+)/")
+_OWN = re.compile(r"(epoch|step|rank\d+)/")
 
 
 class TensorBoardLogger(RunLogger):
     """Writes the metrics of each epoch as scalars for TensorBoard, for ``metrics_fn``.
 
     Tags: ``epoch/avg_loss`` and the other numbers of the epoch, ``rank0/throughput`` and so
-    on, and each scalar under its own name; the step is the epoch. Names with line breaks or
+    on, and each scalar under its own name; the step is the epoch. Those of steps, with
+    ``metrics_every``, go to ``steps`` in the directory, which TensorBoard shows as a run of its
+    own, under ``step/avg_loss`` and so on, over the batches of all ranks. Names with line breaks or
     control characters are written with escapes, long ones are cut.
 
     Each epoch is flushed when it is written, so that one that is never closed loses nothing.
     The end of the run that has it as ``metrics_fn``, alone or in a :class:`CombinedLogger`,
-    ends the writer's thread; of several runs at once, the end of the last. So do :meth:`close`,
+    ends the writers' threads; of several runs at once, the end of the last. So do :meth:`close`,
     leaving a ``with`` block, the end of the object and of the process, which is for a logger
     that a function of your own calls. A later call opens a file anew. A resumed run adds a
     file of its own to the directory, and TensorBoard shows its epochs instead of those that
@@ -51,37 +53,46 @@ class TensorBoardLogger(RunLogger):
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._names = Names(one_line, lambda tag: _OWN.match(tag) is not None)
-        self._writer: SummaryWriter | None = None
-        self._finalizer: weakref.finalize[[], TensorBoardLogger] | None = None
+        self._writers: dict[str, SummaryWriter] = {}
+        self._finalizers: list[weakref.finalize[[], TensorBoardLogger]] = []
 
-    def __call__(self, metrics: EpochMetrics) -> None:
-        """Write the scalars of an epoch and flush them.
+    def __call__(self, metrics: EpochMetrics | StepMetrics) -> None:
+        """Write the scalars of an epoch or of some steps, and flush them.
 
         Raises:
             OSError: They could not be written.
         """
         scalars = metrics.scalars.copy()  # which others may write to meanwhile
         with self._lock:
-            writer = self._open(metrics.epoch)
-            values = [(f"epoch/{name}", value) for name, value in epoch_values(metrics)]
-            values += rank_values(metrics)
+            if isinstance(metrics, StepMetrics):
+                # Of what came after the checkpoint that a run goes on from nothing is left.
+                step, first = metrics.step, metrics.step - metrics.num_batches + 1
+                writer = self._open("steps", first)
+                values = [(f"step/{name}", value) for name, value in step_values(metrics)]
+            else:
+                step = metrics.epoch
+                writer = self._open("", step)
+                values = [(f"epoch/{name}", value) for name, value in epoch_values(metrics)]
+                values += rank_values(metrics)
             values += [(self._names.of(name), value) for name, value in scalars.items()]
             for tag, value in values:
-                writer.add_scalar(tag, value, metrics.epoch)
+                writer.add_scalar(tag, value, step)
             writer.flush()
 
-    def _open(self, epoch: int) -> SummaryWriter:
-        if self._writer is None:
+    def _open(self, folder: str, first: int) -> SummaryWriter:
+        """The writer of a folder; what is there from the step ``first`` on is hidden."""
+        if folder not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
 
-            # What a run wrote after the checkpoint that this one goes on from is hidden.
-            self._writer = SummaryWriter(str(self.log_dir), purge_step=epoch or None)
-            self._finalizer = weakref.finalize(self, self._writer.close)
-        return self._writer
+            purged = first if first > 1 or (first and not folder) else None
+            writer = SummaryWriter(str(self.log_dir / folder), purge_step=purged)
+            self._writers[folder] = writer
+            self._finalizers.append(weakref.finalize(self, writer.close))
+        return self._writers[folder]
 
     def close(self) -> None:
-        """End the writer's thread, which waits for the disk. Idempotent."""
+        """End the writers' threads, which wait for the disk. Idempotent."""
         with self._lock:
-            finalizer, self._finalizer, self._writer = self._finalizer, None, None
-        if finalizer is not None:
+            finalizers, self._finalizers, self._writers = self._finalizers, [], {}
+        for finalizer in finalizers:
             finalizer()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from coordinator.metrics import EpochMetrics
+from coordinator.metrics import MEASURED, EpochMetrics
 from coordinator.state import Statistics
 from runtime.device.memory import MEMORY
 from runtime.monitor.feed import End, Happenings, Json, WatchedRun
@@ -282,7 +282,7 @@ def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
 
 def _epoch(metrics: EpochMetrics) -> Json:
     scalars = list(metrics.scalars.copy().items())[:MAX_SCALARS]
-    norms = (("divergence", metrics.divergence), ("param_norm", metrics.param_norm))
+    norms = ((name, getattr(metrics, name)) for name in MEASURED)
     scalars += [(name, value) for name, value in norms if math.isfinite(value)]
     return {
         "epoch": metrics.epoch,

@@ -35,8 +35,11 @@ class Schedule:
         self._total = total
         self._position = 0
         self._scale = 1.0
+        self._told: float | None = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._base: list[float] = []
+        if isinstance(rate := optimizer.param_groups[0].get("lr"), torch.Tensor):
+            self._told = float(rate)
         if factory is not None:
             self.attach(factory)
 
@@ -66,11 +69,21 @@ class Schedule:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def _write(self, rates: list[float]) -> None:
+        self._told = rates[0]
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    @property
+    def known(self) -> float | None:
+        """Learning rate of the first group as far as the host knows it, without a wait: where it
+        lies on a device, what was written there last. ``None``: it has none, or nobody knows."""
+        rate = self._optimizer.param_groups[0].get("lr")
+        if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+            return self._told
+        return None if rate is None else float(rate)
 
     @property
     def current(self) -> float:

@@ -50,6 +50,7 @@ class WorkerConfig:
         balance: Whether pieces follow measured speed under ``SYNC``, and shrink where a device
             has no memory for them.
         cuda_graphs: Whether steps are captured and replayed.
+        metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         report_interval_s: Trained batches are told at the latest after this long.
     """
 
@@ -71,6 +72,7 @@ class WorkerConfig:
     falls_back: bool = False
     balance: bool = False
     cuda_graphs: bool = False
+    metrics_every: int | None = None
     report_interval_s: float = 0.05
 
     @property

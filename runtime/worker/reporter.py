@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from coordinator import messages as m
@@ -25,6 +26,7 @@ class Reporter:
     Attributes:
         epoch: Epoch that the next batches belong to.
         meter: Counts them.
+        learning_rate: Gives the rate that is told.
         held: Messages that wait for copies, in order.
     """
 
@@ -38,6 +40,7 @@ class Reporter:
     ) -> None:
         self.epoch = 0
         self.meter = meter or StepMeter(ValueLog())
+        self.learning_rate: Callable[[], float | None] = lambda: None
         self._protocol = protocol
         self._outbox = outbox
         self._clock = clock
@@ -121,4 +124,4 @@ class Reporter:
     def _take(self, *, wait: bool) -> m.Tally:
         self._last = self._clock.now()
         self._protocol.reported()
-        return self.meter.take(wait=wait)
+        return self.meter.take(wait=wait, learning_rate=self.learning_rate())

@@ -129,6 +129,7 @@ class GpuWorker:
         self._peers = peers
         timer = self._context.new_timer()
         meter = StepMeter(self._context.new_log(), timer)
+        meter.log.each = [] if config.metrics_every else None
         # A model may record scalars in a forward that its factory makes.
         self._values = BatchLog(meter.log)
         self._reporter = Reporter(
@@ -151,7 +152,8 @@ class GpuWorker:
             )
         self.model = self.replica.model
         self.optimizer = self.replica.optimizer
-        self._schedule = self.replica.schedule
+        schedule = self._schedule = self.replica.schedule
+        self._reporter.learning_rate = lambda: schedule.known
         self._lockstep = self.replica.lockstep
         self.steps = WorkerSteps(
             config,

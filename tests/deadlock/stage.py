@@ -88,7 +88,7 @@ class Stage:
             self._inbox,
             self._outboxes,
             abort_collective=lambda *_: [c.abort() for c in self.collectives],
-            on_epoch=lambda metrics: None,
+            on_metrics=lambda metrics: None,
             on_end=self._ended.set,
         )
         self._thread = threading.Thread(target=self._work, name="gpu-worker-0", daemon=True)

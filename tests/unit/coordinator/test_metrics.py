@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.metrics import EpochTally, Tally
+from coordinator.metrics import SILENT_S, EpochTally, StepTally, Tally
 
 
 def close(tally, **changes):
@@ -179,3 +179,85 @@ def test_closing_twice_gives_the_same():
     tally = EpochTally(2)
     tally.add(0, report(10, 1.0, accuracy=(0.5, 10)))
     assert repr(close(tally)) == repr(close(tally))
+
+
+# -- metrics of steps ------------------------------------------------------------------------
+
+
+def told(*losses, rate=0.1, samples=2, **scalars):
+    """A report of batches with these losses, of weight 2 each."""
+    return Tally(
+        num_batches=len(losses),
+        num_samples=samples * len(losses),
+        losses=tuple((loss, 2.0) for loss in losses),
+        learning_rate=rate,
+        scalars=tuple((name, mean * 3, 3) for name, mean in scalars.items()),
+    )
+
+
+def steps(*args, **kwargs):
+    tally = StepTally(*args, **kwargs)
+    tally.begin(1.0)
+    return tally
+
+
+def test_steps_are_told_of_once_there_are_enough_of_every_rank():
+    tally = steps(4, 2, equal=True)
+    assert tally.add(0, 0, told(1, 2, 3, 4, 5), 1.0) == []
+    (first,) = tally.add(1, 0, told(10, 20, 30, rate=0.2, norm=7.0), 2.0)
+    assert (first.step, first.epoch, first.num_batches) == (4, 0, 4)
+    assert first.avg_loss == (1 + 2 + 10 + 20) / 4
+    assert first.scalars == {"norm": 7.0}
+    assert first.learning_rate == 0.2
+    assert first.throughput == (5 + 3) * 2 / 1.0
+    assert tally.add(0, 0, told(6), 3.0) == []
+    (second,) = tally.flush()
+    assert second.step == 8
+    assert second.avg_loss == (3 + 4 + 30 + 5) / 4
+    assert tally.flush() == []
+
+
+def test_a_rank_that_tells_nothing_is_not_waited_for_for_long():
+    tally = steps(2, 2, equal=False)
+    assert tally.add(0, 0, told(1, 2, 3), 1.5) == []
+    assert tally.add(0, 0, told(4), 1.0 + SILENT_S) == []
+    found = tally.add(0, 0, told(5), 1.1 + SILENT_S)
+    assert [(m.step, m.avg_loss) for m in found] == [(2, 1.5), (4, 3.5)]
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_at_all():
+    tally = steps(2, 2, equal=True)
+    assert tally.add(1, 0, told(5), 1.1) == []
+    assert tally.add(0, 0, told(1), 1.2)[0].avg_loss == 3
+    assert tally.add(0, 0, told(1, 2), 1.3) == []
+    tally.drop(1)
+    assert [m.avg_loss for m in tally.add(0, 0, told(3), 1.4)] == [1.5]
+
+
+def test_ranks_of_unequal_speed_give_their_part():
+    tally = steps(4, 2, equal=False)
+    assert tally.add(0, 0, told(*[1] * 12), 1.0) == []
+    found = tally.add(1, 0, told(*[5] * 4), 2.0)
+    assert [m.avg_loss for m in found] == [2.0] * 4  # three of rank 0 and one of rank 1
+
+
+def test_batches_without_a_loss_count_and_weigh_nothing():
+    tally = steps(3, 1, equal=True)
+    losses = ((math.nan, 0.0), (4.0, 1.0), (0.0, 0.0))
+    (found,) = tally.add(0, 2, Tally(num_batches=3, losses=losses), 1.0)
+    assert (found.avg_loss, found.epoch) == (4.0, 2)
+    assert math.isnan(found.learning_rate)
+    (found,) = tally.add(0, 2, Tally(num_batches=3, losses=((0.0, 0.0),) * 3), 1.0)
+    assert math.isnan(found.avg_loss)
+
+
+def test_the_learning_rate_of_an_epoch_is_that_of_the_lowest_rank_and_survives_a_checkpoint():
+    tally = EpochTally(3)
+    assert math.isnan(close(tally, devices=("cpu",) * 3).learning_rate)
+    tally.add(1, told(1, rate=0.3))
+    tally.add(2, told(1, rate=0.4))
+    tally.add(0, Tally(learning_rate=0.9))  # nothing was trained with it
+    assert close(tally, devices=("cpu",) * 3).learning_rate == 0.3
+    restored = EpochTally(2)
+    restored.load_state_dict(json.loads(json.dumps(tally.state_dict())))
+    assert close(restored).learning_rate in (0.3, 0.4)

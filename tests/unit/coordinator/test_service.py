@@ -62,7 +62,7 @@ class Bench:
             self.inbox,
             self.outboxes,
             abort_collective=lambda generation: self.log.append("abort"),
-            on_epoch=lambda metrics: self.log.append(metrics.epoch),
+            on_metrics=lambda metrics: self.log.append(metrics.epoch),
             on_end=self.end,
         )
 

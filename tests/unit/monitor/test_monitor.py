@@ -81,6 +81,7 @@ def test_at_the_end_the_page_has_what_the_run_counted(monitor, recorded):
                 ["eval/accuracy", metrics.scalars["eval/accuracy"]],
                 ["divergence", metrics.divergence],
                 ["param_norm", metrics.param_norm],
+                ["learning_rate", metrics.learning_rate],
             ],
         }
         for metrics in state.metrics
@@ -274,7 +275,7 @@ def test_hostile_names_are_harmless_in_the_stream(monitor):
     data = [line for line in raw.splitlines() if line.startswith(b"data: ")]
     assert not any(set(b"<>&\r") & set(line) for line in data)
     names = [name for name, _ in whole["epochs"][0]["scalars"]]
-    measured = {"divergence", "param_norm"}  # where there was a round
+    measured = {"divergence", "param_norm", "learning_rate"}  # where there was a round
     assert len(names) == len(set(names))
     assert len(set(names) - measured) == len(HOSTILE) + 1
     assert all(name.isprintable() and len(name) <= 200 for name in names)

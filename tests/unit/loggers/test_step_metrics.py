@@ -1,0 +1,189 @@
+"""``metrics_every``: what is told while an epoch runs, and where it goes."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from runtime import (
+    Callback,
+    CombinedLogger,
+    CsvLogger,
+    EpochMetrics,
+    StepMetrics,
+    TensorBoardLogger,
+    record_scalar,
+)
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    builder,
+    count_up,
+)
+
+WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
+
+
+def falling(model, batch):
+    """A loss that is the first sample's number, and a scalar that is twice that."""
+    loss = count_up(model, batch)
+    number = batch[-1].double()[0]
+    record_scalar("twice", 2 * number)
+    return loss - loss.detach() + number
+
+
+class Kept:
+    """Metrics, each kind by itself, in their order."""
+
+    def __init__(self):
+        self.steps, self.epochs, self.order = [], [], []
+
+    def __call__(self, metrics):
+        self.order.append(metrics)
+        (self.steps if isinstance(metrics, StepMetrics) else self.epochs).append(metrics)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_steps_are_told_of_in_order_and_hold_every_loss_once(way, ranks):
+    kept = Kept()
+    b = builder(train=falling, dataset=240, epochs=2, ranks=ranks, way=way)
+    state = b.metrics_fn(kept).metrics_every(6).run().join(WAIT_S)
+    assert len(kept.epochs) == 2
+    assert [m.step for m in kept.steps] == [6 * (i + 1) for i in range(40)]
+    assert all(isinstance(m, StepMetrics) and m.num_batches == 6 for m in kept.steps)
+    whole = math.fsum(m.avg_loss for m in kept.steps) / 40
+    assert whole == pytest.approx(math.fsum(m.avg_loss for m in state.metrics) / 2)
+    assert [m.epoch for m in kept.steps] == sorted(m.epoch for m in kept.steps)
+    last = [m for m in kept.order if isinstance(m, EpochMetrics) or m.step in (120, 240)]
+    assert isinstance(last[-1], EpochMetrics)
+    assert all(m.scalars.keys() <= {"twice"} for m in kept.steps)
+    assert {m.learning_rate for m in kept.steps} == {state.metrics[0].learning_rate}
+    assert all(m.throughput > 0 for m in kept.steps[1:])
+
+
+def test_under_sync_each_tells_of_as_many_batches_of_every_rank():
+    kept, seen = Kept(), defaultdict(list)
+
+    def noting(model, batch):
+        loss = falling(model, batch)
+        seen[0].append(float(batch[-1][0]))
+        return loss
+
+    b = builder(train=noting, dataset=120, ranks=2, way=(SYNC, THREAD), batch_size=1)
+    b.metrics_fn(kept).metrics_every(4).run().join(WAIT_S)
+    assert len(kept.steps) == 30
+    step = [sorted(seen[0][i : i + 2]) for i in range(0, 120, 2)]
+    for i, metrics in enumerate(kept.steps):
+        if all(len({round(x) for x in pair}) == 2 for pair in step[2 * i : 2 * i + 2]):
+            assert metrics.avg_loss == pytest.approx(sum(map(sum, step[2 * i : 2 * i + 2])) / 4)
+
+
+def test_without_it_nothing_but_epochs_is_told():
+    kept = Kept()
+    builder(dataset=60).metrics_fn(kept).run().join(WAIT_S)
+    assert kept.steps == []
+    assert len(kept.epochs) == 1
+
+
+def test_the_learning_rate_follows_the_schedule():
+    kept = Kept()
+    b = builder(dataset=200, batch_size=1, ranks=1, epochs=2)
+    b.scheduler(lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 400))
+    state = b.metrics_fn(kept).metrics_every(10).run().join(WAIT_S)
+    rates = [m.learning_rate for m in kept.steps]
+    assert rates == sorted(rates, reverse=True)
+    first, last = state.metrics
+    assert first.learning_rate > last.learning_rate >= 0
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    first, second = Kept(), Kept()
+    b = builder(dataset=40, epochs=1).checkpoint_dir(tmp_path)
+    b.metrics_fn(first).metrics_every(5).run().join(WAIT_S)
+    again = builder(dataset=40, epochs=2).resume(tmp_path)
+    again.metrics_fn(second).metrics_every(5).run().join(WAIT_S)
+    assert [m.step for m in first.steps] == [5, 10, 15, 20]
+    assert [m.step for m in second.steps] == [25, 30, 35, 40]
+
+
+def test_losses_that_are_dropped_count_as_batches():
+    def sick(model, batch):
+        loss = falling(model, batch)
+        return loss * (math.nan if batch[-1][0] % 4 == 0 else 1.0)
+
+    kept = Kept()
+    b = builder(train=sick, dataset=80, batch_size=1, ranks=1).on_non_finite("skip")
+    b.metrics_fn(kept).metrics_every(8).run().join(WAIT_S)
+    assert [m.step for m in kept.steps] == [8 * (i + 1) for i in range(10)]
+    assert not any(math.isnan(m.avg_loss) for m in kept.steps)
+
+
+def test_false_for_some_steps_ends_the_run():
+    state = (
+        builder(dataset=10**5, epochs=100)
+        .metrics_fn(lambda metrics: not isinstance(metrics, StepMetrics))
+        .metrics_every(10)
+        .run()
+        .join(WAIT_S)
+    )
+    assert state.stopped
+
+
+def test_callbacks_have_a_method_for_them():
+    class Watch(Callback):
+        def __init__(self):
+            super().__init__()
+            self.steps, self.epochs = [], []
+
+        def __call__(self, metrics):
+            self.epochs.append(metrics)
+
+        def step(self, metrics):
+            self.steps.append(metrics)
+
+    watch = Watch()
+    builder(dataset=80).callbacks(watch).metrics_every(10).run().join(WAIT_S)
+    assert [m.step for m in watch.steps] == [10, 20, 30, 40]
+    assert all(isinstance(m, EpochMetrics) for m in watch.epochs)
+    assert len(watch.epochs) == 1
+
+
+def test_loggers_write_them_apart_from_the_epochs(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    table, board = CsvLogger(tmp_path / "run.csv"), TensorBoardLogger(tmp_path / "board")
+    kept = Kept()
+    b = builder(train=falling, dataset=80)
+    b.metrics_fn(CombinedLogger(table, board, kept)).metrics_every(10).run().join(WAIT_S)
+    with (tmp_path / "run.steps.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
+    assert [float(row["avg_loss"]) for row in rows] == [m.avg_loss for m in kept.steps]
+    assert [float(row["twice"]) for row in rows if row["twice"]] == [
+        m.scalars["twice"] for m in kept.steps if m.scalars
+    ]
+    with (tmp_path / "run.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["learning_rate"]) == kept.epochs[0].learning_rate
+    events = EventAccumulator(str(tmp_path / "board" / "steps")).Reload()
+    told = events.Scalars("step/avg_loss")
+    assert [event.step for event in told] == [10, 20, 30, 40]
+    assert [event.value for event in told] == pytest.approx([m.avg_loss for m in kept.steps])
+    epochs = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [event.step for event in epochs.Scalars("epoch/avg_loss")] == [0]
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "10", True])
+def test_bad_numbers_are_refused(n):
+    with pytest.raises((TypeError, ValueError), match="metrics_every"):
+        builder().metrics_every(n)
