@@ -284,10 +284,32 @@ class TrainConfig:
                 "balance(True) cuts the global batches of SYNC; the other policies follow the "
                 "ranks' speed anyway: leave it out"
             )
+        self._check_batchnorm(devices)
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
             raise ValueError(
                 "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
                 "out beforehand; leave it out"
+            )
+
+    def _check_batchnorm(self, devices: Sequence[torch.device]) -> None:
+        if not self.worker.sync_batchnorm or len(devices) == 1:
+            return
+        if self.coordinator.policy is not ApplyPolicy.SYNC:
+            raise ValueError(
+                "sync_batchnorm(True) is for SYNC, where all ranks train one batch; under "
+                f"{self.coordinator.policy.name} each trains its own: leave it out or call "
+                'policy("sync")'
+            )
+        if self.worker.cuda_graphs:
+            raise ValueError(
+                "sync_batchnorm(True) does not go with cuda_graphs(True): ranks meet within the "
+                "forward pass, which a graph cannot hold; leave one of them out"
+            )
+        gpus = [device for device in devices if device.type == "cuda"]
+        if len(set(gpus)) < len(gpus):
+            raise ValueError(
+                "sync_batchnorm(True) needs a GPU for each rank: PyTorch runs the backward passes "
+                "of one GPU in one thread, where two ranks cannot wait for each other"
             )
 
 

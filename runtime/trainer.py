@@ -254,6 +254,15 @@ class TrainerBuilder:
         smaller and the step is made again."""
         return self._set(requested_balance=check_flag("balance", flag))
 
+    def sync_batchnorm(self, flag: bool) -> TrainerBuilder:
+        """Under ``SYNC``, have batch normalisation use the statistics of the global batch, forward
+        and backward, however it is cut (default off: those of each rank's piece). Layers of
+        ``BatchNorm1d``, ``2d`` and ``3d`` meet in every forward and backward pass, so that all
+        ranks must call them in the same order. With ``accumulate(n)`` each micro-batch has
+        statistics of its own. A piece whose loss has the weight 0 counts in the statistics, and
+        adds no gradient."""
+        return self._set(sync_batchnorm=check_flag("sync_batchnorm", flag))
+
     def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
         """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""
         return self._set(progressive_dispatch=check_flag("progressive_dispatch", flag))

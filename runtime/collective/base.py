@@ -111,6 +111,7 @@ class Plan:
         factors: Each rank's part in it; ``None``: a plain reduction.
         is_long: Whether the exchange takes so long that it is noted when it begins.
         tally: Sum of the ranks' tallies.
+        told: Each rank's tally, where that was asked for.
     """
 
     fault: str | None = None
@@ -119,6 +120,7 @@ class Plan:
     factors: tuple[float, ...] | None = None
     is_long: bool = False
     tally: float = 0.0
+    told: tuple[float, ...] = ()
 
 
 Group = Rendezvous[Request, Plan]
@@ -154,6 +156,7 @@ class Collective(ABC):
     kind: str
     lane: Lane | None = None
     tally: float = 0.0
+    _told: tuple[float, ...] = ()
 
     def __init__(self, rank: int, world_size: int, group: Group) -> None:
         self.rank = rank
@@ -208,6 +211,11 @@ class Collective(ABC):
         """
         self._run(Request("reduce_scatter_into", (output, input), op))
 
+    def tell(self, number: float) -> tuple[float, ...]:
+        """Every rank's number, in order of rank; on the host alone."""
+        self._run(Request("tell", tally=number))
+        return self._told
+
     def barrier(self) -> None:
         """Blocks until every rank has called it."""
         self._run(Request("barrier"))
@@ -257,7 +265,7 @@ class Collective(ABC):
                 meeting.over()
         if plan.fault is not None:
             raise ValueError(plan.fault)
-        self.tally = plan.tally
+        self.tally, self._told = plan.tally, plan.told
         return plan.total
 
     def _plan(self, requests: Sequence[Request]) -> Plan:
@@ -266,6 +274,8 @@ class Collective(ABC):
         fault = find_fault(requests, self._placement_fault)
         if fault is not None:
             return Plan(fault=fault)
+        if first.name == "tell":
+            return Plan(told=tuple(request.tally for request in requests))
         num_elements = max(sum(t.numel() for t in request.tensors) for request in requests)
         if first.name != "weighted_mean_":
             return Plan(done=num_elements == 0, is_long=num_elements >= LONG)

@@ -18,6 +18,7 @@ from runtime.collective import Collective
 from runtime.collective.base import LOW_PRECISION
 from runtime.core.weight import Mask, Weight, WindowWeight, check_read_weight, split_loss
 from runtime.device.timing import HostTimer, StepTimer
+from runtime.replica.batch_norm import BatchStatistics
 from runtime.replica.flat import FlatParams
 from runtime.replica.non_finite import StepJudge
 
@@ -353,6 +354,7 @@ class Stepper:
     Attributes:
         weight: Of the last micro-batch, as it is logged; ``None``: its samples.
         window: Weight of the step in progress; ``None``: its samples.
+        statistics: Where batch normalisation meets the other ranks; ``None``: it does not.
     """
 
     def __init__(
@@ -372,6 +374,7 @@ class Stepper:
     ) -> None:
         self.weight: Weight | None = None
         self.window: WindowWeight | None = None
+        self.statistics: BatchStatistics | None = None
         self._units = 0.0  # of the step's micro-batches before the first that has a weight
         self._is_prompt = is_prompt
         self._weighs_late = False
@@ -507,6 +510,9 @@ class Stepper:
         Returns:
             The loss, detached, still on the device; 0 where its weight is.
         """
+        statistics = self.statistics
+        if statistics is not None:
+            statistics.next_batch()
         if self._dtype is None:
             result = train_fn(self._model, batch)
         else:
@@ -537,6 +543,10 @@ class Stepper:
             target = loss if fraction == 1.0 else loss * scale
         if self._scaler is not None:
             target = self._scaler.scale(target)
+        if statistics is not None:
+            window = self.window
+            statistics.weight = num_samples / fraction if window is None else window.unit
+            statistics.live = live
         if live is True:
             target.backward()  # type: ignore[no-untyped-call]
         else:

@@ -49,6 +49,7 @@ class WorkerConfig:
         falls_back: Whether the run goes on over another transport where one fails.
         balance: Whether pieces follow measured speed under ``SYNC``, and shrink where a device
             has no memory for them.
+        sync_batchnorm: Whether batch normalisation uses the statistics of the global batch.
         cuda_graphs: Whether steps are captured and replayed.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         report_interval_s: Trained batches are told at the latest after this long.
@@ -71,6 +72,7 @@ class WorkerConfig:
     survives: bool = False
     falls_back: bool = False
     balance: bool = False
+    sync_batchnorm: bool = False
     cuda_graphs: bool = False
     metrics_every: int | None = None
     report_interval_s: float = 0.05

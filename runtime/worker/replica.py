@@ -17,6 +17,7 @@ from runtime.device.base import Device
 from runtime.device.timing import StepTimer
 from runtime.device.values import StepMeter
 from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.batch_norm import BatchStatistics, synchronise
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.graphs import CapturableOptimizer
 from runtime.replica.non_finite import ReplicaJudge, StepJudge
@@ -168,6 +169,9 @@ class WorkerReplica:
             rates=None if self.capturable is None else self.capturable.rates,
             is_prompt=context.is_prompt,
         )
+        if config.sync_batchnorm and collective is not None:
+            self.stepper.statistics = BatchStatistics(collective, context.comm)
+            synchronise(self.model, self.stepper.statistics)
         self.judge = ReplicaJudge(
             config.on_non_finite,
             config.rank,
@@ -247,6 +251,8 @@ class WorkerReplica:
         before, self.averager.collective = self.averager.collective, collective
         if self._reducer is not None:
             self._reducer.collective = collective
+        if self.stepper.statistics is not None:
+            self.stepper.statistics.join(collective)
         if before is not None:
             before.close()
 

@@ -152,6 +152,8 @@ class WorkerSteps:
         """Break the cycles of references, or only the collector of cycles frees the replica."""
         self._graphs = None
         self._await_batch = None
+        if self._stepper.statistics is not None:
+            self._stepper.statistics.close()
 
     def train_step(self, batch: Any, train_fn: TrainFn) -> StepResult:
         """One optimizer step on one batch, eagerly.
@@ -230,7 +232,12 @@ class WorkerSteps:
         mark = log.mark()
         kept = self._keep_buffers()
         draws = self.replica.generator.get_state() if self._shrinks else None
+        statistics = self._stepper.statistics
         try:
+            if statistics is not None:
+                self._timer.pause()
+                statistics.begin(len(sizes))
+                self._timer.resume()
             return self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout):
             log.retract(mark)

@@ -1,0 +1,262 @@
+"""Batch normalisation over the global batch: statistics of all ranks, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runtime.collective import Collective
+from runtime.collective.subgroups import split
+from runtime.core.weight import Weight
+
+
+class BatchStatistics:
+    """Where one rank's layers meet those of the ranks that train a piece of the same batch.
+
+    Every rank takes part in :meth:`begin`, with samples or without; in what follows, the
+    layers of those that have some. They must be called in the same order everywhere. Over a
+    subgroup where a rank has nothing to train. In the rank's own thread, and in that of its
+    device's backward pass.
+
+    Args:
+        collective: Where the ranks meet.
+        comm: The context for collectives, see :meth:`Device.comm`.
+
+    Attributes:
+        weight: By what this rank's gradients are multiplied when all are added up.
+        live: Whether the micro-batch has a weight above 0; if not, its gradients may be NaN.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        comm: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._collective = collective
+        self._comm = comm
+        self._groups: dict[tuple[int, ...], Collective] = {}
+        self._batches: list[Collective | None] = []
+        self._group: Collective | None = None
+        self.weight: Weight = 1.0
+        self.live: bool | Tensor = True
+
+    def join(self, collective: Collective) -> None:
+        """Meet the other ranks there from now on."""
+        self.close()
+        self._collective = collective
+
+    def close(self) -> None:
+        """Leave the subgroups."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            group.close()
+
+    def begin(self, num_batches: int) -> None:
+        """A step begins in which this rank trains so many micro-batches, from 0 up.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: See :class:`~runtime.collective.Collective`.
+        """
+        counts = self._collective.tell(num_batches)
+        self._batches = []
+        for i in range(int(max(counts))):
+            members = tuple(rank for rank, count in enumerate(counts) if count > i)
+            group = self._of(members)
+            if i < num_batches:
+                self._batches.append(group if len(members) > 1 else None)
+        self._batches.reverse()
+
+    def _of(self, members: tuple[int, ...]) -> Collective:
+        """The group of these ranks; all ranks ask for the same ones, in the same order."""
+        if len(members) == self._collective.world_size:
+            return self._collective
+        if members not in self._groups:
+            self._groups[members] = split(self._collective, self._collective.rank in members)
+        return self._groups[members]
+
+    def next_batch(self) -> None:
+        """The next micro-batch of the step begins."""
+        self._group = self._batches.pop()
+
+    def gather(self, own: Tensor) -> Tensor:
+        """What every rank tells, of shape ``(ranks, *own.shape)``."""
+        if self._group is None:
+            return own[None]
+        found = own.new_empty((self._group.world_size, *own.shape))
+        with self._comm():
+            self._group.all_gather_into(found.view(-1), own)
+        return found
+
+    def add_up(self, own: Tensor) -> Tensor:
+        """The sum over the ranks of what is weighted as their gradients will be, as this rank's
+        gradients are to have it."""
+        if self._group is None:
+            return own
+        total = own * self.weight
+        if self.live is not True:
+            live = (
+                self.live if isinstance(self.live, Tensor) else own.new_zeros((), dtype=torch.bool)
+            )
+            total = torch.where(live, total, 0)
+        with self._comm():
+            self._group.all_reduce_(total)
+        return total / self.weight
+
+    def __deepcopy__(self, memo: object) -> BatchStatistics:
+        return self  # a copy of the model is this rank's too
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _nowhere, ()  # a model in a file has no peers
+
+
+def _nowhere() -> None:
+    return None
+
+
+class _Normalized(torch.autograd.Function):
+    """The samples of all ranks, normalised by the statistics of them all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        statistics: BatchStatistics,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = x.double() if x.dtype is torch.float64 else x.float()
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+        num = x.numel() // x.shape[1]
+        var, mean = torch.var_mean(wide, dims, correction=0)
+        told = torch.cat([mean, var * num, mean.new_full((1,), num)])
+        gathered = statistics.gather(told)
+        means, squares, counts = torch.split(gathered, [len(mean), len(mean), 1], dim=1)
+        # Sums of squares around the common mean: differences of large numbers would lose digits.
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        squares = squares.sum(0) + ((means - mean).square() * counts).sum(0)
+        scale = torch.rsqrt(squares / count + eps)
+        y = (wide - mean.view(shape)) * scale.view(shape)
+        if weight is not None:
+            y = y * weight.view(shape)
+        if bias is not None:
+            y = y + bias.view(shape)
+        ctx.save_for_backward(x, weight, mean, scale, count)
+        ctx.statistics = statistics
+        ctx.mark_non_differentiable(mean, squares, count)
+        return y.to(x.dtype), mean, squares, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale, count = ctx.saved_tensors
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+        dy = dy.to(mean.dtype)
+        normal = (x.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
+        sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
+        own_bias, own_weight = sums
+        around, along = (ctx.statistics.add_up(sums) / count).unbind()
+        dx = dy - around.view(shape) - normal * along.view(shape)
+        if weight is not None:
+            scale = scale * weight
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        return (
+            (dx * scale.view(shape)).to(x.dtype) if needs_x else None,
+            own_weight.to(weight.dtype) if needs_weight else None,
+            own_bias.to(weight.dtype) if needs_bias else None,
+            None,
+            None,
+        )
+
+
+class _Synchronised(_BatchNorm):
+    """In train mode normalises by the statistics of all ranks."""
+
+    statistics: BatchStatistics | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.statistics is None:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        y, mean, squares, count = _Normalized.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self.statistics
+        )
+        if self.running_mean is not None and self.running_var is not None:
+            with torch.no_grad():
+                self._follow(mean, squares / (count - 1))
+        return y  # type: ignore[no-any-return]
+
+    def _follow(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics towards those of a batch."""
+        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked
+        for running, new in ((self.running_mean, mean), (self.running_var, var)):
+            assert running is not None, "asked above"
+            running.add_((new.to(running.dtype) - running) * factor)
+
+
+class SynchronisedBatchNorm1d(_Synchronised, nn.BatchNorm1d):
+    """:class:`torch.nn.BatchNorm1d` over the global batch."""
+
+
+class SynchronisedBatchNorm2d(_Synchronised, nn.BatchNorm2d):
+    """:class:`torch.nn.BatchNorm2d` over the global batch."""
+
+
+class SynchronisedBatchNorm3d(_Synchronised, nn.BatchNorm3d):
+    """:class:`torch.nn.BatchNorm3d` over the global batch."""
+
+
+class SynchronisedSyncBatchNorm(_Synchronised, nn.SyncBatchNorm):
+    """:class:`torch.nn.SyncBatchNorm` among the ranks of a run."""
+
+
+_KINDS: dict[type[nn.Module], type[_Synchronised]] = {
+    nn.BatchNorm1d: SynchronisedBatchNorm1d,
+    nn.BatchNorm2d: SynchronisedBatchNorm2d,
+    nn.BatchNorm3d: SynchronisedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronisedSyncBatchNorm,
+}
+
+
+def synchronise(model: nn.Module, statistics: BatchStatistics) -> int:
+    """Have a model's batch normalisation use the statistics of all ranks.
+
+    Its layers stay the same objects, with the same parameters, buffers, hooks and keys.
+
+    Args:
+        model: The model.
+        statistics: Where its rank meets the others.
+
+    Returns:
+        How many layers there are.
+
+    Raises:
+        TypeError: One is of a class of its own, whose forward nobody knows here.
+    """
+    num = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        kind = _KINDS.get(type(module))
+        if kind is None:
+            raise TypeError(
+                f"sync_batchnorm(True): {name or 'the model'} is a {type(module).__name__}, whose "
+                "statistics cannot be shared; use torch.nn.BatchNorm1d, 2d or 3d there"
+            )
+        module.__class__ = kind
+        module.statistics = statistics  # type: ignore[assignment]
+        num += 1
+    return num

@@ -1,0 +1,305 @@
+"""Batch normalisation over the global batch, against one device and against PyTorch's own layer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from coordinator.dispatch import permutation, split_like
+from coordinator.shares import Shares
+from runtime import AverageBackend, WorkerFailed, create_collectives, current_worker
+from runtime.replica.batch_norm import BatchStatistics, synchronise
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+
+N, EPOCHS, SIZE, SEED = 107, 2, 4, 5
+GENERATOR = torch.Generator().manual_seed(0)
+X = 3 + torch.randn(N, 6, generator=GENERATOR, dtype=torch.float64)
+Y = torch.randn(N, 2, generator=GENERATOR, dtype=torch.float64)
+
+
+class Net(nn.Module):
+    """Two kinds of layers, one without parameters of its own and with a plain mean over time."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.conv = nn.Conv2d(2, 3, 2)
+        self.plain = nn.BatchNorm2d(3, affine=False, momentum=None)
+        self.two = nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.one(x)))
+        x = self.plain(self.conv(x.view(-1, 2, 2, 2)))
+        return self.two(x.flatten(1))
+
+
+torch.manual_seed(1)
+START = Net().double()
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.05, momentum=0.9)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 0.01)
+
+
+def mean_loss(model, batch):
+    x, y = batch[:2]
+    return F.mse_loss(model(x), y)
+
+
+def weighted(model, batch):
+    """A mean over units that differ from sample to sample."""
+    x, y, index = batch
+    units = (1 + index % 3).double()
+    return ((model(x) - y).square().mean(1) * units).sum() / units.sum(), units.sum()
+
+
+def run(train, optim=sgd, *, ranks, accumulate=1, way=(SYNC, THREAD), balance=False, **more):
+    b = builder(
+        model=lambda device: copy.deepcopy(START),
+        optim=optim,
+        train=train,
+        dataset=(X, Y, torch.arange(N)),
+        batch_size=SIZE,
+        epochs=EPOCHS,
+        ranks=ranks,
+        way=way,
+    )
+    b.accumulate(accumulate).seed(SEED).tune_allocator(False).sync_batchnorm(True)
+    if way[0] is SYNC:
+        b.balance(balance)
+    for name, value in more.items():
+        getattr(b, name)(value)
+    return b.run()
+
+
+def one_device(train, optim, ranks, accumulate, splits=None):
+    """The same micro-batches, whole, on one model."""
+    model = copy.deepcopy(START)
+    optimizer = optim(model.parameters())
+    for epoch in range(EPOCHS):
+        order = torch.from_numpy(permutation(N, epoch, SEED))
+        for window in order.split(SIZE * ranks * accumulate) if splits is None else splits(order):
+            optimizer.zero_grad()
+            total = 0
+            for indices in window.split(SIZE * ranks if splits is None else len(window)):
+                found = train(model, (X[indices], Y[indices], indices))
+                loss, weight = found if isinstance(found, tuple) else (found, len(indices))
+                (loss * weight).backward()
+                total += weight
+            for p in model.parameters():
+                p.grad /= total
+            optimizer.step()
+    return model.state_dict()
+
+
+def assert_same(actual, expected, *, buffers=True):
+    for name, tensor in expected.items():
+        if ("running" in name or "tracked" in name) and not buffers:
+            continue
+        error = ((actual[name] - tensor).double().norm() / tensor.double().norm()).item()
+        assert error < 1e-8, f"{name}: relative error {error:.1e}"
+    assert (expected["one.weight"] - START.state_dict()["one.weight"]).norm() > 0.05
+
+
+@pytest.mark.parametrize("train", [mean_loss, weighted])
+@pytest.mark.parametrize(
+    ("ranks", "accumulate", "optim", "backend"),
+    [
+        (1, 2, sgd, THREAD),
+        (2, 1, adamw, THREAD),
+        (2, 3, sgd, AverageBackend.GLOO),
+        (3, 1, sgd, THREAD),
+        (4, 2, adamw, THREAD),
+    ],
+)
+def test_it_equals_one_device_on_the_global_batch(ranks, accumulate, optim, backend, train):
+    handle = run(train, optim, ranks=ranks, accumulate=accumulate, way=(SYNC, backend))
+    state = handle.join(WAIT_S).state_dict()
+    expected = one_device(train, optim, ranks, accumulate)
+    assert_same(state, expected, buffers=ranks in (1, 3))  # else a rank has nothing at the end
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_piece_of_weight_0_whose_gradients_are_nan_spoils_nobody_elses(on_device):
+    def dead(model, batch):
+        loss, weight = weighted(model, batch)
+        if current_worker().rank == 1 and current_worker().local_step % 3 == 1:
+            loss, weight = loss * float("nan"), 0 * weight
+        return loss, weight if on_device else float(weight)
+
+    state = run(dead, ranks=3).join(WAIT_S)
+    assert all(tensor.isfinite().all() for tensor in state.state_dict().values())
+    assert all(metrics.avg_loss > 0 for metrics in state.metrics)
+
+
+@pytest.mark.parametrize(("ranks", "accumulate", "least"), [(2, 1, 1), (3, 2, 1), (4, 1, 0)])
+def test_so_it_does_with_shares_that_change_at_random(monkeypatch, ranks, accumulate, least):
+    draw = random.Random(7)
+
+    def sizes(self, total, ranks):
+        if least:
+            return split_like(total, [draw.randint(0, 5) + (i == 0) for i in range(len(ranks))])
+        some = draw.sample(range(len(ranks)), draw.randint(1, len(ranks)))
+        parts = dict(zip(some, split_like(total, [1] * len(some)), strict=True))
+        return tuple(parts.get(i, 0) for i in range(len(ranks)))
+
+    monkeypatch.setattr(Shares, "sizes", sizes)
+    handle = run(mean_loss, ranks=ranks, accumulate=accumulate, balance=True)
+    state = handle.join(WAIT_S).state_dict()
+    assert_same(state, one_device(mean_loss, sgd, ranks, accumulate), buffers=False)
+
+
+def test_after_a_death_in_the_forward_pass_the_others_go_on():
+    """They wait for it within theirs."""
+    calls = threading.Lock()
+    count = 0
+
+    def dies(model, batch):
+        nonlocal count
+        if current_worker().rank == 1:
+            with calls:
+                count += 1
+            if count == 6:
+                raise RuntimeError("planted")
+        return mean_loss(model, batch)
+
+    state = run(dies, ranks=3, on_worker_failure="continue").join(WAIT_S)
+    assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+    made = 5 * 3 * SIZE
+
+    def splits(order):
+        nonlocal made
+        head, made = made, 0
+        steps = [*order[:head].split(SIZE * 3), *order[head:].split(SIZE * 2)]
+        return [step for step in steps if len(step)]
+
+    assert_same(state.state_dict(), one_device(mean_loss, sgd, 3, 1, splits), buffers=False)
+
+
+def test_a_failure_ends_a_run_whose_ranks_wait_in_their_forward_pass():
+    def dies(model, batch):
+        if current_worker().rank == 1 and current_worker().local_step == 3:
+            raise ValueError("planted")
+        return mean_loss(model, batch)
+
+    with pytest.raises(WorkerFailed, match="worker 1") as failed:
+        run(dies, ranks=3).join(WAIT_S)
+    assert isinstance(failed.value.__cause__, ValueError)
+
+
+def test_without_it_the_pieces_have_statistics_of_their_own():
+    b = run(mean_loss, ranks=2, sync_batchnorm=False)
+    state = b.join(WAIT_S).state_dict()
+    expected = one_device(mean_loss, sgd, 2, 1)
+    assert not torch.allclose(state["one.weight"], expected["one.weight"], rtol=1e-4)
+
+
+def test_keys_copies_files_and_evaluation_are_those_of_the_plain_layers():
+    seen = {}
+
+    def evaluate(model, epoch):
+        seen["keys"] = list(model.state_dict())
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        x = X[:10]
+        seen["same"] = torch.equal(model(x), loaded(x))
+        loaded.train()
+        seen["alone"] = loaded(x).isfinite().all().item()
+        return {"loss": F.mse_loss(model(x), Y[:10]).item()}
+
+    def copies(model, batch):
+        copy.deepcopy(model)
+        return mean_loss(model, batch)
+
+    state = run(copies, ranks=2, eval_fn=evaluate).join(WAIT_S)
+    assert seen["keys"] == list(START.state_dict())
+    assert seen["same"]
+    assert seen["alone"]
+    assert not torch.isnan(torch.tensor(state.metrics[-1].scalars["eval/loss"]))
+    copy.deepcopy(START).load_state_dict(state.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_layer_gives_what_the_plain_one_gives_for_all_samples(dtype):
+    """Values, gradients, running statistics; pieces of unequal size around a large mean."""
+    torch.manual_seed(3)
+    sizes, tolerance = (1, 5, 2), 2e-2 if dtype is torch.bfloat16 else 1e-4
+    tolerance = 1e-9 if dtype is torch.float64 else tolerance
+    x = (100 * (dtype is not torch.bfloat16) + torch.randn(8, 4, 3, dtype=torch.float64)).to(dtype)
+    dy = torch.randn(8, 4, 3, dtype=torch.float64).to(dtype)
+    plain = nn.BatchNorm1d(4).to(torch.float64)
+    whole = x.detach().double().clone().requires_grad_()
+    y = plain(whole)
+    y.backward(dy.double())
+    ends = create_collectives(len(sizes))
+    found = [None] * len(sizes)
+
+    def rank(i, piece, grad):
+        layer = nn.BatchNorm1d(4).to(torch.float64 if dtype is torch.float64 else torch.float32)
+        statistics = BatchStatistics(ends[i])
+        assert synchronise(layer, statistics) == 1
+        statistics.begin(1)
+        statistics.next_batch()
+        piece = piece.clone().requires_grad_()
+        out = layer(piece)
+        out.backward(grad)
+        found[i] = (out, piece.grad, layer)
+
+    pieces = zip(x.split(sizes), dy.split(sizes), strict=True)
+    threads = [threading.Thread(target=rank, args=(i, *p)) for i, p in enumerate(pieces)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    out, grads, layers = zip(*found, strict=True)
+
+    def error(a, b):
+        return ((a.double() - b).norm() / b.norm().clamp(min=1e-9)).item()
+
+    assert out[0].dtype == dtype
+    assert error(torch.cat(out), y) < tolerance
+    assert error(torch.cat(grads), whole.grad) < tolerance
+    assert error(sum(layer.weight.grad for layer in layers), plain.weight.grad) < tolerance
+    assert error(sum(layer.bias.grad for layer in layers), plain.bias.grad) < tolerance
+    for name, value in plain.state_dict().items():
+        assert error(layers[1].state_dict()[name], value.double()) < tolerance, name
+        assert torch.equal(layers[0].state_dict()[name], layers[2].state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda b: b.policy(CADENCE).backend(OVER_CPU), "is for SYNC"),
+        (lambda b: b.cuda_graphs(True), "cuda_graphs"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(change, match):
+    b = builder(way=(SYNC, THREAD)).sync_batchnorm(True)
+    change(b)
+    with pytest.raises(ValueError, match=match):
+        b.run()
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused():
+    class Own(nn.BatchNorm1d):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    b = builder(model=lambda d: nn.Sequential(nn.Linear(1, 2), Own(2)), way=(SYNC, THREAD))
+    with pytest.raises(WorkerFailed, match="worker 0") as failed:
+        b.sync_batchnorm(True).run().join(WAIT_S)
+    assert "1 is a Own" in str(failed.value.__cause__)
