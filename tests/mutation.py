@@ -51,8 +51,11 @@ SCHEDULES = (
 EVENTS = (
     *unit("rounds", "pool", "gate", "metrics", "machine", "policy", "dispatch", "inbox"),
     *unit("progress_watch", "run_state", "cadence", "convergence", "exact_sum", "round_keeper"),
+    *unit("limits", "coordinator/shares", "coordinator/transport"),
     SCHEDULES,
 )
+SHARES = (*unit("coordinator/shares"), f"{SIMULATION}unequal_speeds.py", *EVENTS)
+TRANSPORTS = (*unit("coordinator/transport"), f"{SIMULATION}transports.py", *EVENTS)
 ARITHMETIC = unit("averaging", "mixing", "host_memory")
 WORKER = (
     *unit("protocol", "protocol_survival", "undo"),
@@ -74,10 +77,19 @@ GROUPS = (
 TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/": EVENTS,
     "coordinator/averaging.py": ARITHMETIC,
-    "coordinator/service.py": unit("service", "service_averages", "stall"),
-    "coordinator/failures.py": unit("stall"),
+    "coordinator/service.py": unit("service", "service_averages", "stall", "resume_runs"),
+    "coordinator/failures.py": (
+        *TRANSPORTS,
+        *unit("stall"),
+        "tests/deadlock/test_life_after_a_death.py",
+    ),
+    "coordinator/shares.py": SHARES,
+    "coordinator/transport.py": TRANSPORTS,
+    "coordinator/rounds.py": TRANSPORTS,
+    "coordinator/machine.py": TRANSPORTS,
+    "coordinator/epochs.py": (*EVENTS, f"{SIMULATION}unequal_speeds.py"),
     "coordinator/checkpoint.py": (
-        *unit("run_state", "resume_edges", "resume_runs", "resume_sync"),
+        *unit("run_state", "resume_edges", "resume_runs", "resume_sync", "content"),
         f"{SIMULATION}resumed_schedules.py",
         *EVENTS,
     ),
