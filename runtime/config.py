@@ -93,6 +93,7 @@ class TrainConfig:
     min_anchor: int | None = None
     progressive_dispatch: bool | None = None
     lr_scale_ratio: float = 0.0
+    scheduler_interval: str = "step"
     metrics_fn: Callable[[Any], object] | None = None
     callbacks: tuple[Callback, ...] = ()
     checkpoint_dir: Path | None = None
@@ -194,6 +195,7 @@ class TrainConfig:
             falls_back=bool(others),
             lr_scale=1.0 + (len(devices) - 1) * self.lr_scale_ratio,
             total_steps=c.num_epochs * per_epoch,
+            schedule_every=per_epoch if self.scheduler_interval == "epoch" else 1,
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, LONGEST_REPORT_S),
         )

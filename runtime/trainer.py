@@ -301,11 +301,14 @@ class TrainerBuilder:
             raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
         return self._set(on_non_finite=mode)
 
-    def scheduler(self, f: SchedulerFactory) -> TrainerBuilder:
-        """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by
-        any rank."""
+    def scheduler(self, f: SchedulerFactory, *, interval: str = "step") -> TrainerBuilder:
+        """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by any
+        rank, or, with ``interval="epoch"``, once for each epoch of them. Under ``CADENCE`` and
+        ``ASYNC`` a rank comes to a new epoch when it counts as many batches."""
         check_callable("scheduler", f, "(optimizer) -> LRScheduler")
-        return self._set(scheduler=f)
+        if interval not in ("step", "epoch"):
+            raise ValueError(f'scheduler(interval={interval!r:.40}): pass "step" or "epoch"')
+        return self._set(scheduler=f, scheduler_interval=interval)
 
     def lr_scale_ratio(self, f: float) -> TrainerBuilder:
         """Multiply the learning rate by ``1 + (world_size - 1) * f`` (Goyal et al., 2017:

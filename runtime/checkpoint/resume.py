@@ -91,7 +91,8 @@ _RANK = record(
                 "scale": _factor,
                 "base": items(_factor),
                 "scheduler": either(of_type(dict)),
-            }
+            },
+            may={"every": whole(1, _MAX)},
         ),
         "lr_scale": _positive,
         "generators": lambda value, where: _check_generators(value, where),

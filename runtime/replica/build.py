@@ -255,6 +255,7 @@ def build_replica(
     param_groups: ParamGroups | None = None,
     scheduler: SchedulerFactory | None = None,
     total_steps: int | None = None,
+    schedule_every: int = 1,
     finish: Callable[[], None] = lambda: None,
     load: Callable[[nn.Module], None] | None = None,
 ) -> Replica:
@@ -276,7 +277,7 @@ def build_replica(
             model.train()
             state = FlatState(model)
             optimizer = build_optimizer(optim_factory, model, state.params.params, param_groups)
-            schedule = Schedule(optimizer, scheduler, total_steps)
+            schedule = Schedule(optimizer, scheduler, total_steps, schedule_every)
             finish()
         if rank == 0:
             order.publish(Template.of(model))

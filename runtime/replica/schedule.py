@@ -20,6 +20,7 @@ class Schedule:
         optimizer: The worker's optimizer.
         factory: Makes the scheduler, or ``None``.
         total: Positions past this one count as this one.
+        every: Positions to a step of the scheduler.
 
     Attributes:
         scheduler: Moves the rates from step to step; ``None``: nobody does.
@@ -30,9 +31,11 @@ class Schedule:
         optimizer: torch.optim.Optimizer,
         factory: SchedulerFactory | None = None,
         total: int | None = None,
+        every: int = 1,
     ) -> None:
         self._optimizer = optimizer
         self._total = total
+        self._every = every
         self._position = 0
         self._scale = 1.0
         self._told: float | None = None
@@ -126,13 +129,24 @@ class Schedule:
             scheduler = plain(state, "the scheduler's state", copy=True, drop=True)
         return {
             "position": self._position,
+            "every": self._every,
             "scale": self._scale,
             "base": list(self._base),
             "scheduler": scheduler,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; the rates stay, they are the optimizer's."""
+        """Take over what :meth:`state_dict` gave; the rates stay, they are the optimizer's.
+
+        Raises:
+            ValueError: The scheduler was stepped at another interval.
+        """
+        every = state.get("every", 1)
+        if self.scheduler is not None and every != self._every:
+            raise ValueError(
+                f"the scheduler was stepped every {every} batches, and is every {self._every} now: "
+                "pass scheduler(f, interval=...) as before"
+            )
         self._position = int(state["position"])
         self._scale = float(state["scale"])
         self._base = [float(rate) for rate in state["base"]] or self._read()
@@ -150,6 +164,7 @@ class Schedule:
             return
         if self._total is not None:
             position = min(position, self._total)
+        position //= self._every
         if position <= self._position:
             return
         if self._scale != 1.0:

@@ -44,6 +44,7 @@ class WorkerConfig:
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         lr_scale: Multiplies the learning rate.
         total_steps: Positions of the schedule.
+        schedule_every: Positions to a step of the scheduler.
         num_cpu_workers: CPU workers that share the cores.
         survives: Whether the worker goes on when another one dies.
         falls_back: Whether the run goes on over another transport where one fails.
@@ -68,6 +69,7 @@ class WorkerConfig:
     on_non_finite: str = "raise"
     lr_scale: float = 1.0
     total_steps: int | None = None
+    schedule_every: int = 1
     num_cpu_workers: int = 1
     survives: bool = False
     falls_back: bool = False

@@ -135,6 +135,7 @@ class WorkerReplica:
             param_groups=functions.param_groups,
             scheduler=functions.scheduler,
             total_steps=config.total_steps,
+            schedule_every=config.schedule_every,
             finish=context.finish,
             load=None if resume is None else resume.load_weights,
         )

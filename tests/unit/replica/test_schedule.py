@@ -226,3 +226,53 @@ def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
     )
     handle.join(WAIT_S)
     assert told == {0: True, 1: True}
+
+
+# -- once an epoch ----------------------------------------------------------------------------
+
+
+def rates_by_epoch(way, ranks, epochs=3, seen=None, **more):
+    """The rates that each epoch's batches were trained with; 12 batches an epoch."""
+    seen = {} if seen is None else seen
+
+    def look(model, batch):
+        worker = current_worker()
+        seen.setdefault(worker.current_epoch, set()).add(round(worker.current_lr, 9))
+        return count_up(model, batch)
+
+    b = builder(train=look, dataset=24, epochs=epochs, ranks=ranks, way=way)
+    b.scheduler(lambda o: StepLR(o, 1, 0.5), interval="epoch")
+    for name, value in more.items():
+        getattr(b, name)(value)
+    return seen, b.run().join(WAIT_S)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_with_the_interval_of_an_epoch_all_its_batches_have_one_rate(ranks):
+    seen, state = rates_by_epoch((SYNC, THREAD), ranks)
+    (first,) = seen[0]
+    assert [found == {round(first * 0.5**epoch, 9)} for epoch, found in seen.items()] == [True] * 3
+    assert state.metrics[0].learning_rate == pytest.approx(first)
+
+
+@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (ASYNC, THREAD)])
+def test_ranks_that_run_on_their_own_come_to_it_too(way):
+    seen, _ = rates_by_epoch(way, 2)
+    first, last = max(seen[0]), min(seen[2])
+    assert last == pytest.approx(first / 4)
+    assert set().union(*seen.values()) <= {round(first * 0.5**i, 9) for i in range(4)}
+
+
+def test_a_resumed_run_goes_on_with_the_epochs_rate_and_refuses_another_interval(tmp_path):
+    seen, _ = rates_by_epoch((SYNC, THREAD), 2, epochs=2, checkpoint_dir=tmp_path)
+    rates_by_epoch((SYNC, THREAD), 2, epochs=3, seen=seen, resume=tmp_path)
+    (first,) = seen[0]
+    assert seen[2] == {round(first / 4, 9)}
+    b = builder(dataset=24, epochs=4, way=(SYNC, THREAD)).resume(tmp_path)
+    with pytest.raises(RuntimeError, match="interval"):
+        b.scheduler(lambda o: StepLR(o, 1, 0.5)).run().join(WAIT_S)
+
+
+def test_an_unknown_interval_is_refused():
+    with pytest.raises(ValueError, match='pass "step" or "epoch"'):
+        builder().scheduler(lambda o: StepLR(o, 1), interval="batch")
