@@ -48,7 +48,7 @@ PRELOADED = (
     "runtime",
     "tests.support.running",
 )
-READ_AT_START = ("PYTHON", "OMP_", "MKL_", "TORCH_", "CUDA_", "LD_")
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_")
 """How the names of variables begin that are read while an interpreter or PyTorch starts."""
 UNDERSTOOD = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")
 """Those of them that a forked program follows."""
@@ -61,6 +61,7 @@ SERVE = "exec(__import__('tests.support.programs', fromlist=['serve']).serve({fd
 class Popen(subprocess.Popen):
     """``subprocess.Popen`` of ``[sys.executable, SCRIPT | -c CODE | -m MODULE, ...]``, forked.
 
+    In front there may be ``-W ACTION``, which holds from the first line of the program.
     Understands ``stdin``, ``stdout``, ``stderr``, ``text``, ``cwd``, ``env`` and
     ``start_new_session``.
     """
@@ -291,15 +292,17 @@ def _become(request: dict[str, Any], fds: list[int], server: int) -> CodeType:
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         _open_again(fd, name, bool(env.get("PYTHONUNBUFFERED")))
-    if env.get("PYTHONWARNINGS"):
-        options = env["PYTHONWARNINGS"].split(",")
-        sys.warnoptions += options
-        warnings._processoptions(options)
+    options, args = env.get("PYTHONWARNINGS", "").split(","), request["args"]
+    while args[0] == "-W":
+        options, args = [*options, args[1]], args[2:]
+    options = [option for option in options if option]
+    sys.warnoptions += options
+    warnings._processoptions(options)
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     main = sys.modules["__main__"].__dict__
-    first, code = _program(request["args"], main)
+    first, code = _program(args, main)
     paths = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
     sys.path[:] = [first, *paths, *sys.path[1:]]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

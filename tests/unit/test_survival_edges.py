@@ -144,7 +144,7 @@ def train(model, batch):
 if __name__ == "__main__":
     sent = threading.Lock()
     signal.signal(signal.SIGTERM, ignore)
-    b = builder(train=train, dataset=Read(), epochs=10**6)
+    b = builder(train=train, dataset=Read(), epochs=10**6, ranks=1)
     handle = b.loader_workers(1).run()
     try:
         handle.join()
