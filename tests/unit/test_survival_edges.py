@@ -123,7 +123,7 @@ def test_a_process_that_ends_without_a_join_ends_quietly(way, how):
 
 
 GROUP = """
-import os, signal, threading, time
+import multiprocessing, os, signal, threading, time
 import torch
 from torch.utils.data import Dataset
 from tests.support import programs
@@ -142,9 +142,10 @@ def train(model, batch):
         os.killpg(0, signal.SIGTERM)
     return count_up(model, batch)
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["torch", "runtime"])  # once, not for each rank
     sent = threading.Lock()
     signal.signal(signal.SIGTERM, ignore)
-    b = builder(train=train, dataset=Read(), epochs=10**6, ranks=1)
+    b = builder(train=train, dataset=Read(), epochs=10**6)
     handle = b.loader_workers(1).run()
     try:
         handle.join()
