@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import random
 import signal
 import threading
@@ -29,6 +30,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a background job of a shell without job control, where tests of Ctrl-C, and the
     # processes that they start, would see no signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The fork server imports them once, and not every loader process again.
+multiprocessing.set_forkserver_preload(["torch", "runtime"])
 
 # A deadline of 200 ms for an example says how busy the machine is.
 hypothesis.settings.register_profile("tests", deadline=None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.parity import ddp_process, fsdp_process
+from tests.support import programs
 from tests.support.rank_processes import RankProcesses
 
 
@@ -27,4 +28,5 @@ def ddp_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProc
 @pytest.fixture(scope="module")
 def fsdp_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     """``fully_shard``; see ``fsdp_process.py`` for its jobs."""
+    programs.preload("torch.distributed.fsdp")
     yield from _processes(fsdp_process, tmp_path_factory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.parity.test_sync_equals_ddp import (
     train_ddp,
     train_one_device,
 )
+from tests.support import programs
 from tests.support.rank_processes import RankProcesses
 
 PROCESS_S = 60.0
@@ -133,9 +133,9 @@ def test_a_gan_with_buffers_and_unused_parameters_equals_distributed_data_parall
 ) -> None:
     result = tmp_path / "result"
     processes = [
-        subprocess.Popen(
+        programs.Popen(
             [sys.executable, gan.__file__, str(rank), "2", str(tmp_path / "store"), str(result)],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(2)
     ]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tests.support import programs
+
 START_S = 80.0
 JOB_S = 60.0
 
@@ -28,7 +30,7 @@ class RankProcesses:
     def __init__(self, script: str, directory: Path) -> None:
         self._script = script
         self._directory = directory
-        self._groups: dict[int, list[subprocess.Popen[str]]] = {}
+        self._groups: dict[int, list[programs.Popen]] = {}
         self._job = count()
 
     def train(self, world_size: int, job: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -57,11 +59,11 @@ class RankProcesses:
     def _start(self, world_size: int) -> None:
         store = self._directory / f"store-{world_size}"
         self._groups[world_size] = [
-            subprocess.Popen(
+            programs.Popen(
                 [sys.executable, self._script, str(rank), str(world_size), str(store)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
                 text=True,
             )
             for rank in range(world_size)
@@ -70,7 +72,7 @@ class RankProcesses:
             self._expect(process, "ready", START_S)
 
     @staticmethod
-    def _expect(process: subprocess.Popen[str], word: str, timeout_s: float) -> None:
+    def _expect(process: programs.Popen, word: str, timeout_s: float) -> None:
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], timeout_s)
         answer = process.stdout.readline().strip() if readable else "nothing"

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import programs
 from tests.support.trace_format import load_trace
 
 ROOT = Path(__file__).parents[2]
@@ -67,9 +68,9 @@ def output_of(run_example):
     return run
 
 
-def run_program(name, *arguments):
+def run_program(name, *arguments, run=programs.run):
     """Runs an example in a process of its own."""
-    return subprocess.run(
+    return run(
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -81,7 +82,7 @@ def run_program(name, *arguments):
 
 
 def test_an_example_runs_as_a_program():
-    done = run_program("digits.py", "--epochs", 1)
+    done = run_program("digits.py", "--epochs", 1, run=subprocess.run)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "accuracy" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, Trainer
+from tests.support import programs
 from tests.support.pairs import SCALE
 from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
@@ -66,7 +66,7 @@ def main():
 def test_a_hundred_runs_leave_no_thread_no_descriptor_and_no_memory():
     """In a process of its own, so that nothing but the runs decides what it holds."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
+    found = programs.run(
         [sys.executable, "-c", "from tests.unit.test_many_runs import main; main()"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},

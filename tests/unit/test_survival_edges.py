@@ -6,7 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -22,6 +21,7 @@ from runtime import ApplyPolicy, NonFiniteError, WorkerFailed, current_worker
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
 from tests.simulation.test_unequal_speeds import every_way, schedule_of
+from tests.support import programs
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Trace, builder, count_up
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_a_rank_that_is_stuck_for_ever_ends_the_run_with_its_name(policy, backen
 
 
 def run_script(script, *arguments, **kwargs):
-    return subprocess.run(
+    return programs.run(
         [sys.executable, "-c", script, *arguments],
         cwd=ROOT,
         capture_output=True,
@@ -91,6 +91,7 @@ def run_script(script, *arguments, **kwargs):
 
 EXIT = """
 import sys, threading
+from tests.support import programs
 from tests.support.running import ApplyPolicy, AverageBackend, builder, count_up
 begun = threading.Event()
 def train(model, batch):
@@ -122,9 +123,10 @@ def test_a_process_that_ends_without_a_join_ends_quietly(way, how):
 
 
 GROUP = """
-import os, signal, threading, time
+import multiprocessing, os, signal, threading, time
 import torch
 from torch.utils.data import Dataset
+from tests.support import programs
 from tests.support.running import builder, count_up
 class Read(Dataset):
     def __len__(self):
@@ -140,6 +142,7 @@ def train(model, batch):
         os.killpg(0, signal.SIGTERM)
     return count_up(model, batch)
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["torch", "runtime"])  # once, not for each rank
     sent = threading.Lock()
     signal.signal(signal.SIGTERM, ignore)
     b = builder(train=train, dataset=Read(), epochs=10**6)
@@ -155,7 +158,7 @@ def test_sigterm_to_the_whole_group_leaves_the_loaders_to_their_work(tmp_path):
     """As a job manager sends it: the run stops at a step boundary and needs its data."""
     path = tmp_path / "group.py"
     path.write_text(GROUP, encoding="utf-8")
-    found = subprocess.run(
+    found = programs.run(
         [sys.executable, str(path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

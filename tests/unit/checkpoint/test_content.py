@@ -22,6 +22,7 @@ from runtime.checkpoint import format as manifest
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.resume import check_content
 from runtime.checkpoint.writer import save_once
+from tests.support import programs
 from tests.support.resuming import MarkingRun, marked
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
 
@@ -391,7 +392,7 @@ Trainer.builder(
 
 def test_another_process_holds_its_directory_until_it_is_killed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
+    with programs.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, env=environment
     ) as process:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import programs
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,6 +17,7 @@ import torch
 torch.set_num_threads(1)  # no threads, which a fork would lose
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.store import remove_old, write_checkpoint
+from tests.support import programs
 from tests.support.checkpointing import make, names, same
 
 logging.basicConfig(level="WARNING")
@@ -75,7 +77,7 @@ print(len(counting.seen), num_left, new, *sorted(set(counting.seen)))
 
 
 def test_whenever_it_is_killed_the_newest_whole_one_is_found(tmp_path):
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         cwd=ROOT,
         capture_output=True,

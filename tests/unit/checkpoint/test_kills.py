@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import programs
 
 ROOT = Path(__file__).parents[3]
 BOUND_S = 110
@@ -17,7 +18,7 @@ BOUND_S = 110
 @pytest.mark.parametrize(("policy", "count"), [("sync", 5), ("cadence", 3)])
 def test_every_life_after_a_kill_goes_on_from_a_whole_checkpoint(tmp_path, policy, count):
     result = tmp_path / "result.json"
-    done = subprocess.run(
+    done = programs.run(
         [
             *(sys.executable, "benchmarks/checkpoint.py", "kills", "--count", str(count)),
             *("--policy", policy, "--longest", "0.3", "--json", str(result)),

@@ -13,9 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import programs
+
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 200
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _data_sets_are_imported_once():
+    programs.preload("sklearn.datasets")
 
 
 def command(*arguments, record=None):
@@ -26,7 +33,7 @@ def command(*arguments, record=None):
 
 
 def run(*arguments, record=None):
-    done = subprocess.run(
+    done = programs.run(
         command(*arguments, record=record),
         capture_output=True,
         text=True,
@@ -41,14 +48,13 @@ def run(*arguments, record=None):
 
 def interrupt(*arguments, after, record=None):
     """Run an example, send it Ctrl-C once it has printed an epoch; gives what it printed."""
-    process = subprocess.Popen(
+    process = programs.Popen(
         command(*arguments, record=record),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         stdin=subprocess.DEVNULL,
         env=ENVIRONMENT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         lines = []
@@ -135,7 +141,7 @@ def test_an_example_that_was_interrupted_goes_on_where_it_was(policy, tmp_path):
 
 
 def test_resume_without_a_directory_is_refused():
-    done = subprocess.run(
+    done = programs.run(
         command("--resume"), capture_output=True, text=True, timeout=TIMEOUT_S, env=ENVIRONMENT
     )
     assert done.returncode == 2

@@ -24,6 +24,7 @@ from runtime.checkpoint.store import remove_old, write_checkpoint
 from runtime.checkpoint.writer import save_once
 from runtime.core.errors import CheckpointError
 from runtime.results import TrainedState
+from tests.support import programs
 from tests.support.checkpointing import make, names, same
 from tests.support.running import WAIT_S
 
@@ -238,7 +239,7 @@ store.write_checkpoint(Path(sys.argv[1]), make(5))
 
 
 def start(script, *arguments):
-    return subprocess.Popen(
+    return programs.Popen(
         [sys.executable, "-c", script, *map(str, arguments)],
         cwd=ROOT,
         stdin=subprocess.PIPE,

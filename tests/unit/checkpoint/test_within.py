@@ -21,6 +21,7 @@ from runtime.checkpoint.store import entries, remove_old, write_checkpoint
 from runtime.checkpoint.writer import CheckpointWriter
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import draw_schedule
+from tests.support import programs
 from tests.support.checkpointing import make, names
 from tests.support.resuming import MarkingRun, consumed, marked
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S
@@ -157,7 +158,7 @@ def test_a_killed_run_of_one_epoch_loses_two_seconds_at_most(tmp_path, policy):
     script = SCRIPT.format(
         root=str(ROOT), policy=policy, directory=str(tmp_path), backend="WAYS[0][1].AUTO"
     )
-    process = subprocess.Popen(
+    process = programs.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert process.stdout is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from runtime.checkpoint import files, writer
 from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.writer import CheckpointWriter
 from runtime.core.errors import CheckpointError
+from tests.support import programs
 from tests.support.checkpointing import make, names, same
 from tests.support.running import WAIT_S
 
@@ -230,7 +230,7 @@ for step, (weights, state) in enumerate([(16, 16), (99_000, 16), (16, 99_000), (
 
 
 def run(script, *arguments):
-    return subprocess.run(
+    return programs.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,

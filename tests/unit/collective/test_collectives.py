@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from runtime.collective import process_group as process_group_module
 from runtime.collective import thread as thread_module
 from runtime.collective.process_group import FLIGHT_RECORDER
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from tests.support import programs
 from tests.support.posing import POSING, posing_group
 
 KINDS = ("thread", "gloo", *POSING)
@@ -795,7 +795,7 @@ from runtime.collective import create_collectives
 end.all_reduce_(torch.ones(3))
 print("all_reduce" in str(_distributed_c10d._dump_fr_trace_json()))
 """
-    ran = subprocess.run(
+    ran = programs.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.split() == [str(asked is not None)]

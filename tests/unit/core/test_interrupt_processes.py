@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 
+from tests.support import programs
 from tests.support.running import WAIT_S
 
 ROOT = Path(__file__).parents[3]
@@ -18,6 +19,7 @@ SCRIPT = f"""
 import os, signal, time
 import runtime.run
 from runtime.core.signals import INTERRUPTS
+from tests.support import programs
 from tests.support.running import builder, count_up
 
 runtime.run.WORKER_GRACE_S = {GRACE_S}
@@ -62,8 +64,7 @@ finally:
 @contextmanager
 def script_in_a_step():
     command = [sys.executable, "-c", SCRIPT]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    with programs.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         try:
             assert process.stdout.readline() == b"in a step\n", process.stderr.read()
             yield process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from runtime.loop import engine as team_file
 from runtime.loop import runner as replicas_file
 from runtime.loop.rank_threads import Job
 from runtime.loop.replica import LoopReplica
+from tests.support import programs
 from tests.support.own_loop import (
     NUM_FEATURES,
     WAIT_S,
@@ -371,7 +371,7 @@ def test_a_program_that_never_closes_its_model_ends_in_silence():
         "model.step()\n"
     )
     root = Path(__file__).parents[3]
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-W", "error", "-c", code], cwd=root, capture_output=True, timeout=50
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

@@ -17,6 +17,7 @@ import pytest
 
 from runtime.loop import rank_threads
 from runtime.loop.rank_threads import Job, RankThreads
+from tests.support import programs
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 10.0
@@ -243,10 +244,15 @@ call = threads.start(lambda rank: rank)
 
 
 @pytest.mark.parametrize(
-    ("then", "code"), [("", 0), ("call.wait(); raise ValueError('planted')", 1)]
+    ("then", "code", "run"),
+    [
+        ("", 0, subprocess.run),  # also where nothing was imported before
+        ("call.wait(); raise ValueError('planted')", 1, programs.run),
+    ],
+    ids=["ends", "raises"],
 )
-def test_threads_end_with_the_interpreter(then, code):
-    done = subprocess.run(
+def test_threads_end_with_the_interpreter(then, code, run):
+    done = run(
         [sys.executable, "-c", SCRIPT.format(then=then)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -16,6 +16,7 @@ import pytest
 
 from runtime import Monitor
 from runtime.monitor import server as server_module
+from tests.support import programs
 from tests.support.half_sent import HALF
 from tests.support.running import WAIT_S
 from tests.support.watching import open_page, request
@@ -79,7 +80,7 @@ def half_sent(port, count):
 def run_with(number, tmp_path):
     """What a run of a data set that opens files prints and logs beside so many half requests."""
     (tmp_path / "item").write_text("1")
-    process = subprocess.Popen(
+    process = programs.Popen(
         [sys.executable, "-W", "error", "-c", RUN, str(tmp_path / "item")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

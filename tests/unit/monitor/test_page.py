@@ -7,7 +7,7 @@ import time
 import pytest
 
 from runtime import Cause, Monitor, Timeline, record_scalar
-from tests.support.browsing import open_browser, show
+from tests.support.browsing import show
 from tests.support.running import WAIT_S, Gate, builder, count_up
 from tests.unit.timeline.test_outputs import HOSTILE, run_hostile
 
@@ -17,12 +17,6 @@ pytest.importorskip("plotly")
 RANKS = 8
 POLL_S = 0.1
 TALL = 4000  # plots are drawn where they can be seen
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from runtime import Cause, Kind, Timeline
-from tests.support.browsing import open_browser, show
+from tests.support.browsing import show
 from tests.support.running import WAIT_S, builder, count_up
 from tests.unit.timeline.test_outputs import HOSTILE, run_hostile
 
 RANKS = 8
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,342 @@
+"""Programs in processes of their own that need not import PyTorch again: they are forked.
+
+``run`` and ``Popen`` take what those of ``subprocess`` take, as far as it is named below. The
+first call starts a server, one for this process, which imports PyTorch and the runtime and then
+forks a child for each program. The child runs it as the main program of its interpreter, with
+its own arguments, environment, directory, files and process group, and ends as every
+interpreter does.
+
+What an interpreter or PyTorch reads while it starts stays as the server found it. Where that is
+what is tested, ``subprocess`` starts a real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import inspect
+import io
+import multiprocessing.process
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_S = 90.0
+"""Limit of the start of a program, and of the server with the first."""
+WAIT_S = 110.0
+"""Limit of every wait for a program that names none."""
+MAX_MESSAGE = 1 << 20
+PRELOADED = (
+    "torch",
+    "torch._dynamo",  # which the first optimizer imports
+    "torch.distributed",
+    "torch.utils.data",
+    "runtime",
+    "tests.support.running",
+)
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_")
+"""How the names of variables begin that are read while an interpreter or PyTorch starts."""
+UNDERSTOOD = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")
+"""Those of them that a forked program follows."""
+PR_SET_PDEATHSIG = 1
+
+# Leaves no name behind in the main module.
+SERVE = "exec(__import__('tests.support.programs', fromlist=['serve']).serve({fd}))"
+
+
+class Popen(subprocess.Popen):
+    """``subprocess.Popen`` of ``[sys.executable, SCRIPT | -c CODE | -m MODULE, ...]``, forked.
+
+    In front there may be ``-W ACTION``, which holds from the first line of the program.
+    Understands ``stdin``, ``stdout``, ``stderr``, ``text``, ``cwd``, ``env`` and
+    ``start_new_session``.
+    """
+
+    def _execute_child(self, *args: Any) -> None:
+        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments
+        if given["preexec_fn"] or given["pass_fds"] or given["args"][0] != sys.executable:
+            raise ValueError(f"only subprocess can start {given['args']} in this way")
+        env = given["env"]
+        request = {
+            "args": [os.fspath(arg) for arg in given["args"][1:]],
+            "cwd": os.fspath(given["cwd"] or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+            "start_new_session": given["start_new_session"],
+        }
+        fds = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        fds = [own if fd == -1 else fd for own, fd in enumerate(fds)]
+        self._channel, self.pid, self._pidfd = _Server.get().fork(request, fds)
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in ends))
+
+    def _ended(self, timeout_s: float) -> bool:
+        """Whether the server says within a time that it has ended; notes how."""
+        if self.returncode is None:
+            ready, _, _ = select.select([self._channel], [], [], max(0.0, timeout_s))
+            if not ready:
+                return False
+            status = self._channel.recv(MAX_MESSAGE)
+            self._channel.close()
+            os.close(self._pidfd)
+            self.returncode = int(status) if status else -signal.SIGKILL
+            if not status:
+                raise RuntimeError(f"the server of programs has ended before {self.args}")
+        return True
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        self._ended(0.0)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if not self._ended(WAIT_S if timeout is None else timeout):
+            raise subprocess.TimeoutExpired(self.args, WAIT_S if timeout is None else timeout)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it has not ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, sig)
+
+
+def run(
+    args: list[Any],
+    *,
+    capture_output: bool = False,
+    check: bool = False,
+    timeout: float = WAIT_S,
+    input: Any = None,
+    **kwargs: Any,
+) -> subprocess.CompletedProcess:
+    """``subprocess.run`` of a forked program."""
+    if capture_output:
+        kwargs |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        kwargs["stdin"] = subprocess.PIPE
+    with Popen(args, **kwargs) as process:
+        try:
+            stdout, stderr = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def preload(*modules: str) -> None:
+    """Have more modules imported once, in the server, for the programs to come."""
+    server = _Server.get()
+    for module in modules:
+        server.preload(module)
+
+
+class _Server:
+    """The process that forks, seen from here."""
+
+    _one: _Server | None = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_S)
+        self._preloaded = set(PRELOADED)
+        self.environment = {k: v for k, v in os.environ.items() if k not in UNDERSTOOD}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE.format(fd=theirs.fileno())],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    @classmethod
+    def get(cls) -> _Server:
+        """The one of this process, started where there is none."""
+        with cls._lock:
+            if cls._one is None or cls._one._process.poll() is not None:
+                if cls._one is not None:
+                    cls._one.close()
+                cls._one = cls()
+            return cls._one
+
+    def preload(self, module: str) -> None:
+        """Have it import a module before it takes the next request."""
+        if module not in self._preloaded:
+            self._control.send(pickle.dumps(module))
+            self._preloaded.add(module)
+
+    def fork(self, request: dict[str, Any], fds: list[int]) -> tuple[socket.socket, int, int]:
+        """Start a program; gives what will tell its exit status, its pid and a pidfd."""
+        self._refuse_what_is_read_at_start(request["env"])
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                message = [pickle.dumps(request)]
+                socket.send_fds(self._control, message, [*fds, theirs.fileno()])
+            channel.settimeout(START_S)
+            pid, [pidfd], _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
+        except BaseException as error:
+            channel.close()
+            self.close()
+            raise RuntimeError(f"the server of programs did not start {request['args']}") from error
+        return channel, int(pid), pidfd
+
+    def _refuse_what_is_read_at_start(self, env: dict[str, str]) -> None:
+        differ = sorted(
+            name
+            for name in env.keys() | self.environment.keys()
+            if name.startswith(READ_AT_START)
+            and name not in UNDERSTOOD
+            and env.get(name) != self.environment.get(name)
+        )
+        if differ:
+            raise ValueError(f"only a real start reads {', '.join(differ)}: use subprocess")
+
+    def close(self) -> None:
+        """End it, and with it all that it has forked."""
+        atexit.unregister(self.close)
+        self._control.close()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10.0)
+
+
+# --- in the server, and in what it forks ------------------------------------------
+
+
+def serve(control_fd: int) -> CodeType:
+    """Fork for each request. Returns in the children only: what they are to run.
+
+    Ends, and kills what it has forked, once the other end of its socket is closed.
+    """
+    # Pending until a program is ready for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    control = socket.socket(fileno=control_fd)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    children: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        for fd, _ in poll.poll():
+            if fd != control_fd:
+                pid, channel = children.pop(fd)
+                poll.unregister(fd)
+                os.close(fd)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with channel, suppress(OSError):
+                    channel.send(str(status).encode())
+                continue
+            message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 4)
+            if not message:
+                for pidfd in children:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os._exit(0)
+            request = pickle.loads(message)
+            if isinstance(request, str):
+                importlib.import_module(request)
+                continue
+            server, pid = os.getpid(), os.fork()
+            if not pid:
+                for at in (control, *(channel for _, channel in children.values())):
+                    at.detach()
+                return _become(request, fds, server)
+            for unused in fds[:3]:
+                os.close(unused)
+            pidfd, channel = os.pidfd_open(pid), socket.socket(fileno=fds[3])
+            children[pidfd] = pid, channel
+            poll.register(pidfd, select.POLLIN)
+            with suppress(OSError):
+                socket.send_fds(channel, [str(pid).encode()], [pidfd])
+
+
+def _become(request: dict[str, Any], fds: list[int], server: int) -> CodeType:
+    """Make this process the one that was asked for; gives the code that it is to run."""
+    os.setsid() if request["start_new_session"] else os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    for target, fd in enumerate(fds[:3]):
+        os.dup2(fd, target)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    env = request["env"]
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(request["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        _open_again(fd, name, bool(env.get("PYTHONUNBUFFERED")))
+    options, args = env.get("PYTHONWARNINGS", "").split(","), request["args"]
+    while args[0] == "-W":
+        options, args = [*options, args[1]], args[2:]
+    options = [option for option in options if option]
+    sys.warnoptions += options
+    warnings._processoptions(options)
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    main = sys.modules["__main__"].__dict__
+    first, code = _program(args, main)
+    paths = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:] = [first, *paths, *sys.path[1:]]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    return code
+
+
+def _program(args: list[str], main: dict[str, Any]) -> tuple[str, CodeType]:
+    """The first entry of ``sys.path`` and the code of a command line; sets ``sys.argv``."""
+    how, *rest = args
+    if how == "-c":
+        sys.argv = [how, *rest[1:]]
+        return "", compile(rest[0], "<string>", "exec")
+    if how == "-m":
+        sys.argv = [how, *rest[1:]]
+        module = f"__import__('runpy')._run_module_as_main({rest[0]!r})"
+        return os.getcwd(), compile(module, "<string>", "exec")
+    if how.startswith("-"):
+        raise ValueError(f"a forked program knows no option {how}")
+    sys.argv = args
+    main["__file__"] = path = os.path.abspath(how)
+    return os.path.dirname(os.path.realpath(path)), compile(Path(path).read_bytes(), path, "exec")
+
+
+def _open_again(fd: int, name: str, unbuffered: bool) -> None:
+    """Open one of the three standard streams as an interpreter does while it starts."""
+    old, writes = getattr(sys, name), fd > 0
+    unbuffered = unbuffered and writes
+    buffer = open(fd, "wb" if writes else "rb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    new = io.TextIOWrapper(
+        buffer,
+        encoding=old.encoding,
+        errors=old.errors,
+        line_buffering=name == "stderr" or os.isatty(fd),
+        write_through=unbuffered,
+    )
+    setattr(sys, name, new)
+    setattr(sys, f"__{name}__", new)

@@ -1,0 +1,14 @@
+"""What the tests of single parts share: one browser for all pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.browsing import open_browser
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A driver of a headless browser, started with the first page that is looked at."""
+    with open_browser() as driver:
+        yield driver

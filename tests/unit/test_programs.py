@@ -1,0 +1,192 @@
+"""Programs that are forked behave as those that are started, as far as tests rely on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from subprocess import DEVNULL, PIPE
+
+import psutil
+import pytest
+
+from tests.house import ROOT
+from tests.support import programs
+from tests.support.programs import _Server
+
+WAIT_S = 50
+
+
+def both(args, **kwargs):
+    """What a real start and a forked program gave: exit status, stdout, stderr."""
+    given = {"capture_output": True, "text": True, "timeout": WAIT_S, "cwd": ROOT, **kwargs}
+    found = [run([sys.executable, *args], **given) for run in (subprocess.run, programs.run)]
+    return [(done.returncode, done.stdout, done.stderr) for done in found]
+
+
+START = """
+import os, signal, sys, threading, atexit, warnings
+def start():
+    atexit.register(print, "at exit")
+    print(__name__, globals().get("__file__"), sys.argv, sys.path[:2], os.getcwd())
+    print(sys.modules["__main__"].start is start)
+    print({k: v for k, v in sorted(os.environ.items()) if k != "_"})
+    print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    print(signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGPIPE))
+    print(sorted(os.listdir("/proc/self/fd"))[:3], sys.stdin.read(), sys.stdout.write_through)
+    print(os.getsid(0) == os.getpid(), threading.enumerate(), threading.main_thread().name)
+    print("to stderr", file=sys.stderr)
+    warnings.warn("one", ResourceWarning)
+start()
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "code", "module"])
+def test_a_program_finds_what_a_started_one_finds(tmp_path, how):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "program.py"
+    path.write_text(START)
+    args = {
+        "script": ["folder/program.py"],
+        "code": ["-c", START],
+        "module": ["-m", "folder.program"],
+    }
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "always",
+        "OTHER": "value",
+    }
+    told, found = both(
+        [*args[how], "one", "--two"],
+        cwd=tmp_path,
+        env=environment,
+        input="typed",
+        start_new_session=True,
+    )
+    pids = [text.split("MainThread, started ")[1].split(")")[0] for _, text, _ in (told, found)]
+    assert found[1].replace(pids[1], pids[0]) == told[1]
+    assert (found[0], found[2]) == (told[0], told[2])
+    assert told[0] == 0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(3)",
+        "import sys; sys.exit('a message')",
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "import threading; threading.Thread(target=print, args=['ends']).start(); raise SystemExit",
+        "import os; os.abort()",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    ],
+)
+def test_a_program_ends_as_a_started_one_ends(code):
+    told, found = both(["-c", code])
+    assert found == told
+
+
+@pytest.mark.parametrize(("error", "status"), [("KeyboardInterrupt", -2), ("ValueError(1)", 1)])
+def test_an_error_ends_a_program_with_a_traceback(error, status):
+    (code, _, told), (found, _, text) = both(["-c", f"raise {error}"])
+    assert code == found == status
+    assert [text.splitlines()[at] for at in (0, -1)] == [told.splitlines()[at] for at in (0, -1)]
+
+
+def test_signals_reach_it_and_its_status_tells_them():
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        code = "print('begun', flush=True); import time; time.sleep(100)"
+        with programs.Popen([sys.executable, "-c", code], stdout=PIPE, stderr=DEVNULL) as process:
+            assert process.stdout.readline() == b"begun\n"
+            assert process.poll() is None
+            process.send_signal(signum)
+            assert process.wait(WAIT_S) == process.returncode == -signum
+            process.send_signal(signum)  # to nobody
+            assert not psutil.pid_exists(process.pid)
+
+
+def test_one_that_takes_too_long_is_killed():
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        programs.run([sys.executable, "-c", code], stdout=PIPE, timeout=0.5)
+    assert not psutil.pid_exists(int(caught.value.stdout))
+
+
+SPAWNING = """
+import multiprocessing
+VALUE = 3
+def work(queue):
+    queue.put((__name__, VALUE))
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=work, args=(queue,))
+    process.start()
+    print(queue.get())
+    process.join()
+"""
+
+
+def test_multiprocessing_imports_the_program_as_its_main_module(tmp_path):
+    (tmp_path / "program.py").write_text(SPAWNING)
+    done = programs.run(
+        [sys.executable, "program.py"], cwd=tmp_path, stdout=PIPE, text=True, timeout=WAIT_S
+    )
+    assert (done.returncode, done.stdout) == (0, "('__mp_main__', 3)\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (["-c", ""], {"env": {**os.environ, "OMP_NUM_THREADS": "7"}}),
+        (["-c", ""], {"env": {**os.environ, "PYTHONHASHSEED": "7"}}),
+        (["-c", ""], {"preexec_fn": print}),
+    ],
+)
+def test_what_only_a_real_start_does_is_refused(args, kwargs):
+    with pytest.raises(ValueError, match="only"):
+        programs.run([sys.executable, *args], **kwargs)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server that is no other test's, which imports nothing."""
+    bare = f"from tests.support import programs; programs.PRELOADED = (); {programs.SERVE}"
+    monkeypatch.setattr(programs, "SERVE", bare)
+    monkeypatch.setattr(_Server, "_one", None)
+    yield lambda: _Server._one._process
+    _Server._one.close()
+
+
+LIVING = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+
+
+def gone(pid):
+    """Whether a process has ended; nobody may have waited for it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_programs_end_with_their_server_and_the_next_gets_another(server, how):
+    with programs.Popen([sys.executable, "-c", LIVING], stdout=PIPE) as process:
+        assert int(process.stdout.readline()) == process.pid
+        first = server().pid
+        if how == "closed":
+            _Server._one.close()
+        else:
+            server().kill()
+        with pytest.raises(RuntimeError, match="has ended before"):
+            process.wait(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while not gone(process.pid):
+            assert time.monotonic() < deadline, "it lives on"
+            time.sleep(0.01)
+    done = programs.run([sys.executable, "-c", "print(3)"], stdout=PIPE)
+    assert done.stdout == b"3\n"
+    assert server().pid != first
