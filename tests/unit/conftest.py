@@ -1,4 +1,4 @@
-"""What the tests of single parts share: one browser for all pages."""
+"""What the tests of single parts share: one browser for the pages of a module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support.browsing import open_browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
     """A driver of a headless browser, started with the first page that is looked at."""
     with open_browser() as driver:

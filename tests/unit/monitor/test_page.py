@@ -16,7 +16,7 @@ pytest.importorskip("plotly")
 
 RANKS = 8
 POLL_S = 0.1
-TALL = 4000  # plots are drawn where they can be seen
+TALL = 12_000  # plots are drawn where they can be seen
 
 
 @pytest.fixture(scope="module")
