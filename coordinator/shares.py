@@ -300,7 +300,7 @@ class Shares:
     def _by_cost(
         self, total: int, ranks: tuple[int, ...], costs: Mapping[int, Cost]
     ) -> tuple[int, ...]:
-        best = self._without_slow(total, ranks, costs)
+        best = self._with_one_more(total, ranks, costs, self._without_slow(total, ranks, costs))
         probed = self._probed(best)
         if probed != best:
             return tuple(probed.values())
@@ -334,6 +334,27 @@ class Shares:
             if _longest(costs, without) > (1 - _REST) * _longest(costs, best):
                 return best
             best = without
+
+    def _with_one_more(
+        self,
+        total: int,
+        ranks: tuple[int, ...],
+        costs: Mapping[int, Cost],
+        best: dict[int, int],
+    ) -> dict[int, int]:
+        """The best sizes, or better ones for those that have some now and one that has none.
+
+        Where several have none, the best sizes may be held up by another one of them.
+        """
+        if ranks != self._ranks or sum(self._sizes) != total:
+            return best
+        some = {rank for rank, n in self.current.items() if n}
+        for rank in ranks:
+            more = [r for r in ranks if r in some or r == rank]
+            if rank not in some and self.fits(total, more):
+                cut = dict.fromkeys(ranks, 0) | self._cut(total, more, costs)
+                best = min(best, cut, key=lambda sizes: _longest(costs, sizes))
+        return best
 
     def _probed(self, best: dict[int, int]) -> dict[int, int]:
         """The sizes with 1 sample for one rank that has rested long enough."""

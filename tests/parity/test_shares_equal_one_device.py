@@ -320,7 +320,9 @@ def test_a_step_without_memory_for_a_piece_is_made_again(caplog, failure, backen
     assert [metrics.num_retrained for metrics in state.metrics] == [0] * EPOCHS
     told = [r.getMessage() for r in caplog.records if "no memory for a piece" in r.getMessage()]
     assert len(told) == 1
-    assert max(len(p) for epoch in range(EPOCHS) for p in trace.pieces[epoch, 0]) <= 4
+    # A rank that was slow for a while may have none of an epoch.
+    own = [len(p) for epoch in range(EPOCHS) for p in trace.pieces.get((epoch, 0), [])]
+    assert max(own) <= 4
     assert len(set(trace.draws)) < len(trace.draws), "a generator went on in the step made again"
 
 

@@ -232,6 +232,27 @@ def test_a_rank_that_delays_nobody_with_one_sample_keeps_it():
         assert min(ranks.sizes) >= 1
 
 
+def test_of_several_ranks_that_get_nothing_one_that_would_help_gets_some(monkeypatch):
+    """Although another of them would take as long as the slowest one does now."""
+    monkeypatch.setattr(Shares, "cost", lambda self, rank: costs[rank])
+    costs = {
+        0: (0.00028, 0.00037),
+        1: (0.00109, 0.00042),
+        2: (0.00028, 0.000012),
+        3: (0.00031, 0.00019),
+        4: (0.00071, 0.00024),
+    }
+    shares, ranks = Shares(5), list(costs)
+    shares._has_probed = True
+    first = shares.sizes(25, ranks)
+    assert first[0] == first[1] == first[4] == 0
+    costs[2], costs[3] = (0.00028, 0.0000282), (0.00031, 0.00029)  # they have become slower
+    then = shares.sizes(25, ranks)
+    assert then[0] >= 1
+    before = longest(list(costs.values()), first)
+    assert max(seconds(costs[r], n) for r, n in enumerate(then) if n) < 0.96 * before
+
+
 def test_the_only_rank_with_memory_enough_is_not_left_alone():
     ranks = Ranks([(0, 1e-3), (0.2, 1e-3)], 60)
     ranks.shares.limit(0, 60)
