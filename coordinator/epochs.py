@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from coordinator import messages as m
-from coordinator.messages import PublishEpoch, PublishSteps
+from coordinator.messages import PublishEpoch
 from coordinator.pool import Epoch, LockstepPlan
 from coordinator.state import Core, Rank
 
@@ -262,8 +262,7 @@ class Epochs:
         while self._closing and (anyway or self._done_with(self._closing[0].epoch)):
             head = self._closing.popleft()
             if self._core.steps is not None:
-                told = self._core.steps.flush()
-                self._core.out += [PublishSteps(metrics=metrics) for metrics in told]
+                self._core.publish_steps(self._core.steps.flush())
             metrics = head.epoch.tally.close(
                 epoch=head.epoch.epoch,
                 epoch_s=head.epoch_s,

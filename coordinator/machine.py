@@ -18,13 +18,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
-from coordinator.messages import (
-    FINAL_ROUND,
-    SAVE_ROUND,
-    AbortCollective,
-    Command,
-    PublishSteps,
-)
+from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import Limits, RoundKeeper, RoundState
 from coordinator.shares import Inequality
 from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
@@ -206,7 +200,7 @@ class Coordinator:
             epoch.tally.add(event.rank, tally)
         if self._core.steps is not None:
             told = self._core.steps.add(event.rank, event.epoch, tally, self._core.now)
-            self._core.out += [PublishSteps(metrics=metrics) for metrics in told]
+            self._core.publish_steps(told)
         self._core.pool.trained(event.rank, tally.num_batches)
         plan = self._core.plan
         if plan is not None:

@@ -500,7 +500,7 @@ class StepTally:
         elapsed_s, self._since = self._now - self._since, self._now
         if elapsed_s > 0 and sums.num_samples:
             self._throughput = sums.num_samples / elapsed_s
-        found = []
+        means, found = sums.means(), []
         for losses in windows:
             self.step += self._every
             total = math.fsum(x * n for x, n in losses if n)
@@ -510,7 +510,7 @@ class StepTally:
                     epoch=self._epoch,
                     num_batches=self._every,
                     avg_loss=_mean(total, math.fsum(n for _, n in losses)),
-                    scalars=sums.means(),
+                    scalars=means.copy(),
                     learning_rate=_or_nan(sums.learning_rate),
                     throughput=self._throughput,
                 )

@@ -14,11 +14,12 @@ from coordinator.messages import (
     Command,
     FinalSnapshot,
     Payload,
+    PublishSteps,
     Send,
     ToWorker,
     TransportChosen,
 )
-from coordinator.metrics import EpochMetrics, StepTally, Tally
+from coordinator.metrics import EpochMetrics, StepMetrics, StepTally, Tally
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.shares import Shares
 from coordinator.transport import TransportChoice
@@ -443,6 +444,10 @@ class Core:
     def is_live(self, rank: int) -> bool:
         """Whether this rank takes part; -1 is nobody."""
         return rank >= 0 and self.ranks[rank].state is RankState.LIVE
+
+    def publish_steps(self, told: Iterable[StepMetrics]) -> None:
+        """Put metrics of steps among the commands."""
+        self.out += [PublishSteps(metrics=metrics) for metrics in told]
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Put a message to a worker among the commands."""

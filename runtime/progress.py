@@ -30,7 +30,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 
 class MetricsThread:
-    """Hands closed epochs to the user.
+    """Hands the metrics of closed epochs and of steps to the user.
 
     Args:
         metrics_fn: ``f(EpochMetrics)``, and ``f(StepMetrics)``; ``False`` asks for a stop. A

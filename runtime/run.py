@@ -196,6 +196,8 @@ class Run:
             logger.info("drop_last leaves %d samples out of each epoch", dropped)
         if c.worker.cuda_graphs and not all(context.has_graphs for context in self._contexts):
             logger.warning("cuda_graphs(True) has no effect on cpu: steps there are made eagerly")
+        if c.worker.metrics_every and c.metrics_fn is None:
+            logger.warning("metrics_every(n) has nobody to tell: set metrics_fn or callbacks")
         if c.tune_allocator and self._cpu_workers:
             allocator.acquire()
             self._keeps_memory = True

@@ -338,9 +338,8 @@ class TrainerBuilder:
 
     def metrics_fn(self, f: Callable[[Any], object]) -> TrainerBuilder:
         """``f(EpochMetrics)`` once an epoch, on a thread of its own, and ``f(StepMetrics)`` with
-        :meth:`metrics_every`; returning ``False``
-        ends the run. If it raises, that is logged and training goes on. A
-        :class:`~runtime.TensorBoardLogger`, :class:`~runtime.CsvLogger` or
+        :meth:`metrics_every`; returning ``False`` ends the run. If it raises, that is logged and
+        training goes on. A :class:`~runtime.TensorBoardLogger`, :class:`~runtime.CsvLogger` or
         :class:`~runtime.CombinedLogger`, or one of a class derived from them, is closed when
         the run is over, and can be used again; nothing else is, whatever methods it has."""
         check_callable("metrics_fn", f, "(EpochMetrics)")

@@ -64,14 +64,14 @@ class TensorBoardLogger(RunLogger):
         """
         scalars = metrics.scalars.copy()  # which others may write to meanwhile
         with self._lock:
+            # What a run wrote after the checkpoint that this one goes on from is hidden.
             if isinstance(metrics, StepMetrics):
-                # Of what came after the checkpoint that a run goes on from nothing is left.
-                step, first = metrics.step, metrics.step - metrics.num_batches + 1
-                writer = self._open("steps", first)
+                step, before = metrics.step, metrics.step - metrics.num_batches
+                writer = self._open("steps", before + 1 if before else None)
                 values = [(f"step/{name}", value) for name, value in step_values(metrics)]
             else:
                 step = metrics.epoch
-                writer = self._open("", step)
+                writer = self._open("", step or None)
                 values = [(f"epoch/{name}", value) for name, value in epoch_values(metrics)]
                 values += rank_values(metrics)
             values += [(self._names.of(name), value) for name, value in scalars.items()]
@@ -79,13 +79,12 @@ class TensorBoardLogger(RunLogger):
                 writer.add_scalar(tag, value, step)
             writer.flush()
 
-    def _open(self, folder: str, first: int) -> SummaryWriter:
-        """The writer of a folder; what is there from the step ``first`` on is hidden."""
+    def _open(self, folder: str, purge_step: int | None) -> SummaryWriter:
+        """The writer of a folder; when it is opened, what is there from that step on is hidden."""
         if folder not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
 
-            purged = first if first > 1 or (first and not folder) else None
-            writer = SummaryWriter(str(self.log_dir / folder), purge_step=purged)
+            writer = SummaryWriter(str(self.log_dir / folder), purge_step=purge_step)
             self._writers[folder] = writer
             self._finalizers.append(weakref.finalize(self, writer.close))
         return self._writers[folder]

@@ -412,7 +412,8 @@ class Team:
     def _hold(self, weight: Weight | None) -> None:
         """Put the gradients of a step aside, for a reduction of several steps."""
         total_weight([*self._held, weight])
-        self._on_each("step", [replica.hold for replica in self._replicas])
+        with self._dropping_gradients():
+            self._on_each("step", [replica.hold for replica in self._replicas])
         self._held.append(weight)
 
     def _collect_held(self) -> Weight:
@@ -618,6 +619,7 @@ class Team:
                 replica.forget_held()
         if held:
             self._held = []
+            self._held_s = [0.0] * len(self._replicas)
         self._clear_window()
 
     def _clear_window(self) -> None:

@@ -411,7 +411,9 @@ class LoopReplica:
         for place, p in enumerate(self.tensors):
             if p.grad is None:
                 continue
-            refuse_sparse(f"number {place}", p.grad)
+            if p.grad.layout is not torch.strided:
+                name, _ = list(self.model.named_parameters())[place]
+                refuse_sparse(name, p.grad)
             if place in self._held:
                 targets.append(self._held[place])
                 sources.append(p.grad)

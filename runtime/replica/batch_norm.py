@@ -84,6 +84,11 @@ class BatchStatistics:
         """The next micro-batch of the step begins."""
         self._group = self._batches.pop()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has samples of the micro-batch."""
+        return self._group is None
+
     def gather(self, own: Tensor) -> Tensor:
         """What every rank tells, of shape ``(ranks, *own.shape)``."""
         if self._group is None:
@@ -187,6 +192,12 @@ class _Synchronised(_BatchNorm):
         if not self.training or self.statistics is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if self.statistics.is_alone and input.numel() == input.shape[1]:
+            raise ValueError(
+                "batch normalisation needs more than one value for each channel, and the global "
+                f"batch has one (input of shape {tuple(input.shape)}): leave the short batch out "
+                "with drop_last(True), or choose another batch_size"
+            )
         y, mean, squares, count = _Normalized.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.statistics
         )

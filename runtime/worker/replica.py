@@ -143,36 +143,14 @@ class WorkerReplica:
         self.optimizer = replica.optimizer
         self.state = replica.state
         self.schedule = replica.schedule
-        if config.lr_scale != 1.0:
-            if functions.scheduler is None:
-                self.schedule.scale_lr(config.lr_scale)
-            else:
-                self.schedule.set_scale(config.lr_scale)
+        self._scale_rates(config.lr_scale)
         params = self.state.params
         context.pin_accumulators(params.params)
         self.capturable: CapturableOptimizer | None = None
         if config.cuda_graphs and context.has_graphs:
             self.capturable = CapturableOptimizer(self.optimizer, config.device)
-        step_judge = self._step_judge(config, meter)
         self._reducer: GradientReducer | None = None
-        if collective is not None and self.lockstep:
-            self._reducer = GradientReducer(params, collective, step_judge, context.comm)
-        self.stepper = Stepper(
-            self.model,
-            params,
-            self.optimizer,
-            device=config.device,
-            precision=config.precision,
-            max_grad_norm=config.max_grad_norm,
-            reducer=self._reducer,
-            judge=step_judge,
-            timer=timer,
-            rates=None if self.capturable is None else self.capturable.rates,
-            is_prompt=context.is_prompt,
-        )
-        if config.sync_batchnorm and collective is not None:
-            self.stepper.statistics = BatchStatistics(collective, context.comm)
-            synchronise(self.model, self.stepper.statistics)
+        self.stepper = self._make_stepper(config, collective, timer, meter)
         self.judge = ReplicaJudge(
             config.on_non_finite,
             config.rank,
@@ -201,6 +179,44 @@ class WorkerReplica:
             saved = resume.rank(config.rank)
             self.own.restore(saved)
             progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
+
+    def _scale_rates(self, scale: float) -> None:
+        """Multiply the learning rate; on top of a scheduler at every step."""
+        if scale == 1.0:
+            return
+        if self.schedule.scheduler is None:
+            self.schedule.scale_lr(scale)
+        else:
+            self.schedule.set_scale(scale)
+
+    def _make_stepper(
+        self,
+        config: WorkerConfig,
+        collective: Collective | None,
+        timer: StepTimer,
+        meter: StepMeter,
+    ) -> Stepper:
+        """Makes steps, under lockstep with the other ranks."""
+        judge = self._step_judge(config, meter)
+        if collective is not None and self.lockstep:
+            self._reducer = GradientReducer(self.state.params, collective, judge, self.context.comm)
+        stepper = Stepper(
+            self.model,
+            self.state.params,
+            self.optimizer,
+            device=config.device,
+            precision=config.precision,
+            max_grad_norm=config.max_grad_norm,
+            reducer=self._reducer,
+            judge=judge,
+            timer=timer,
+            rates=None if self.capturable is None else self.capturable.rates,
+            is_prompt=self.context.is_prompt,
+        )
+        if config.sync_batchnorm and collective is not None:
+            stepper.statistics = BatchStatistics(collective, self.context.comm)
+            synchronise(self.model, stepper.statistics)
+        return stepper
 
     def _step_judge(self, config: WorkerConfig, meter: StepMeter) -> StepJudge | None:
         """Who judges each step, where that is done before it is made."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from coordinator import messages as m
 from runtime.device.base import Arrival, Device
 from runtime.device.values import StepMeter, ValueLog
+from runtime.replica.schedule import Schedule
 from runtime.worker.protocol import WorkerProtocol
 
 
@@ -26,7 +26,7 @@ class Reporter:
     Attributes:
         epoch: Epoch that the next batches belong to.
         meter: Counts them.
-        learning_rate: Gives the rate that is told.
+        schedule: The learning rate, which is told; ``None``: nobody has one.
         held: Messages that wait for copies, in order.
     """
 
@@ -40,7 +40,7 @@ class Reporter:
     ) -> None:
         self.epoch = 0
         self.meter = meter or StepMeter(ValueLog())
-        self.learning_rate: Callable[[], float | None] = lambda: None
+        self.schedule: Schedule | None = None
         self._protocol = protocol
         self._outbox = outbox
         self._clock = clock
@@ -124,4 +124,5 @@ class Reporter:
     def _take(self, *, wait: bool) -> m.Tally:
         self._last = self._clock.now()
         self._protocol.reported()
-        return self.meter.take(wait=wait, learning_rate=self.learning_rate())
+        rate = None if self.schedule is None else self.schedule.known
+        return self.meter.take(wait=wait, learning_rate=rate)

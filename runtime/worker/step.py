@@ -168,6 +168,7 @@ class WorkerSteps:
         samples = count_samples(batch)
         self._advance_schedule()
         self._timer.start()
+        self._meet_statistics(1)
         self._stepper.begin()
         loss = self._micro_step(train_fn, batch, samples, 1.0)
         end = self._stepper.finish(samples)
@@ -232,12 +233,8 @@ class WorkerSteps:
         mark = log.mark()
         kept = self._keep_buffers()
         draws = self.replica.generator.get_state() if self._shrinks else None
-        statistics = self._stepper.statistics
         try:
-            if statistics is not None:
-                self._timer.pause()
-                statistics.begin(len(sizes))
-                self._timer.resume()
+            self._meet_statistics(len(sizes))
             return self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout):
             log.retract(mark)
@@ -247,6 +244,14 @@ class WorkerSteps:
                 self.replica.generator.set_state(draws)
             self._stepper.clear_gradients()
             raise
+
+    def _meet_statistics(self, num_batches: int) -> None:
+        """Tell the other ranks in how many batches this one's batch normalisation takes part."""
+        statistics = self._stepper.statistics
+        if statistics is not None:
+            self._timer.pause()
+            statistics.begin(num_batches)
+            self._timer.resume()
 
     def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
         """A copy of the buffers where a step under lockstep may have to be undone."""

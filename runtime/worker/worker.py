@@ -152,8 +152,8 @@ class GpuWorker:
             )
         self.model = self.replica.model
         self.optimizer = self.replica.optimizer
-        schedule = self._schedule = self.replica.schedule
-        self._reporter.learning_rate = lambda: schedule.known
+        self._schedule = self.replica.schedule
+        self._reporter.schedule = self._schedule
         self._lockstep = self.replica.lockstep
         self.steps = WorkerSteps(
             config,
@@ -166,16 +166,7 @@ class GpuWorker:
             lane=self._lane,
             fallbacks=fallbacks,
         )
-        self._answers = Answers(
-            self,
-            self.replica,
-            self.protocol,
-            self._reporter,
-            self._functions,
-            self._recorder,
-            self.steps.tell_weight,
-            falls_back=config.falls_back,
-        )
+        self._answers = self._make_answers()
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
         self._submitted: list[m.EpochPlan] = []
@@ -183,6 +174,18 @@ class GpuWorker:
         self.protocol.built()
         if peers is not None:
             peers.replicas[self.rank] = self.replica
+
+    def _make_answers(self) -> Answers:
+        return Answers(
+            self,
+            self.replica,
+            self.protocol,
+            self._reporter,
+            self._functions,
+            self._recorder,
+            self.steps.tell_weight,
+            falls_back=self.config.falls_back,
+        )
 
     @property
     def local_step(self) -> int:

@@ -294,6 +294,16 @@ def test_what_does_not_go_with_it_is_refused(change, match):
         b.run()
 
 
+def test_a_global_batch_of_one_value_is_refused_as_by_the_plain_layer():
+    """It has no variance; the running one would become NaN."""
+    data = (X[:9], Y[:9], torch.arange(9))
+    with pytest.raises(WorkerFailed, match="worker 0") as failed:
+        run(mean_loss, ranks=2, dataset=data).join(WAIT_S)
+    assert "drop_last(True)" in str(failed.value.__cause__)
+    state = run(mean_loss, ranks=2, dataset=data, drop_last=True).join(WAIT_S)
+    assert all(tensor.isfinite().all() for tensor in state.state_dict().values())
+
+
 def test_a_layer_with_a_forward_of_its_own_is_refused():
     class Own(nn.BatchNorm1d):
         def forward(self, input):

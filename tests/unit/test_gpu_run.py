@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "gpu" / "run.py"
 
 HANGS = """
 import os, pathlib, subprocess, sys, threading
-helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+helper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 pathlib.Path(__file__).with_name("helper").write_text(str(helper.pid))
 print("it hangs", file=sys.stderr, flush=True)
 threading.Event().wait()  # no test has begun, so pytest has no limit for it

@@ -98,7 +98,7 @@ def test_an_error_ends_a_program_with_a_traceback(error, status):
 
 def test_signals_reach_it_and_its_status_tells_them():
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        code = "print('begun', flush=True); import time; time.sleep(100)"
+        code = "print('begun', flush=True); import signal; signal.pause()"
         with programs.Popen([sys.executable, "-c", code], stdout=PIPE, stderr=DEVNULL) as process:
             assert process.stdout.readline() == b"begun\n"
             assert process.poll() is None
@@ -109,7 +109,7 @@ def test_signals_reach_it_and_its_status_tells_them():
 
 
 def test_one_that_takes_too_long_is_killed():
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         programs.run([sys.executable, "-c", code], stdout=PIPE, timeout=0.5)
     assert not psutil.pid_exists(int(caught.value.stdout))
@@ -161,7 +161,7 @@ def server(monkeypatch):
     _Server._one.close()
 
 
-LIVING = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+LIVING = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 
 def gone(pid):

@@ -87,6 +87,7 @@ def test_a_serial_average_starts_no_thread():
     try:
         if num_started(2) == 0:
             pytest.skip("this PyTorch has no intra-op threads of its own for each thread")
-        assert num_started(0) == 0
+        # Another thread of this process may start one meanwhile, but not each time.
+        assert min(num_started(0) for _ in range(3)) == 0
     finally:
         torch.set_num_threads(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections import defaultdict
+import threading
 
 import pytest
 import torch
@@ -71,20 +71,48 @@ def test_steps_are_told_of_in_order_and_hold_every_loss_once(way, ranks):
 
 
 def test_under_sync_each_tells_of_as_many_batches_of_every_rank():
-    kept, seen = Kept(), defaultdict(list)
+    kept, lock, seen = Kept(), threading.Lock(), []
 
     def noting(model, batch):
-        loss = falling(model, batch)
-        seen[0].append(float(batch[-1][0]))
-        return loss
+        with lock:  # no rank begins a step before its peer has left the last one
+            seen.append(float(batch[-1][0]))
+        return falling(model, batch)
 
     b = builder(train=noting, dataset=120, ranks=2, way=(SYNC, THREAD), batch_size=1)
     b.metrics_fn(kept).metrics_every(4).run().join(WAIT_S)
-    assert len(kept.steps) == 30
-    step = [sorted(seen[0][i : i + 2]) for i in range(0, 120, 2)]
-    for i, metrics in enumerate(kept.steps):
-        if all(len({round(x) for x in pair}) == 2 for pair in step[2 * i : 2 * i + 2]):
-            assert metrics.avg_loss == pytest.approx(sum(map(sum, step[2 * i : 2 * i + 2])) / 4)
+    steps = [sum(seen[i : i + 4]) / 4 for i in range(0, 120, 4)]
+    assert [metrics.avg_loss for metrics in kept.steps] == pytest.approx(steps)
+
+
+def test_that_nobody_is_there_to_be_told_is_said(caplog):
+    builder(dataset=20).metrics_every(4).run().join(WAIT_S)
+    assert "metrics_every(n) has nobody to tell" in caplog.text
+
+
+@pytest.mark.parametrize("done", [0, 40])
+def test_a_logger_of_a_resumed_run_hides_what_came_after_its_checkpoint_alone(tmp_path, done):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def told(step, loss):
+        return StepMetrics(
+            step=step,
+            epoch=0,
+            num_batches=10,
+            avg_loss=loss,
+            scalars={},
+            learning_rate=0.1,
+            throughput=1.0,
+        )
+
+    with TensorBoardLogger(tmp_path) as first:
+        for step in range(done + 10, done + 50, 10):
+            first(told(step, 1.0))
+    with TensorBoardLogger(tmp_path) as second:  # goes on from a checkpoint after 20 more
+        second(told(done + 30, 2.0))
+    events = EventAccumulator(str(tmp_path / "steps")).Reload().Scalars("step/avg_loss")
+    shown = [(event.step - done, event.value) for event in events]
+    assert shown == [(10, 1.0), (20, 1.0), (30, 2.0)]
 
 
 def test_without_it_nothing_but_epochs_is_told():

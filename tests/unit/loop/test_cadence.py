@@ -239,6 +239,16 @@ def test_a_shared_reduction_that_fails_leaves_nothing_behind(monkeypatch):
         assert_close(model, alone.model)
 
 
+def test_a_gradient_that_cannot_be_put_aside_is_refused_by_name_and_nothing_is_left():
+    net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    with on_cpus(net, 2, config=spaced(2)) as model:
+        model(torch.randint(9, (6, 2))).sum().backward()
+        with pytest.raises(ReplicaFailed, match="rank 0") as failed:
+            model.step()
+        assert "'0.weight' has a sparse gradient" in str(failed.value.__cause__)
+        assert all(p.grad is None for replica in model.replicas for p in replica.parameters())
+
+
 def test_what_needs_the_whole_gradient_is_refused_while_steps_share_a_reduction():
     with on_cpus(make_net(), 2, config=spaced(2)) as model:
         loss_fn(model, make_batch(6)).backward()
