@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ import torch
 # here no test's time limit runs.
 import torch._dynamo
 import tqdm
+
+# Compiling the tests takes ten seconds, in each process that runs them, unless it is kept.
+sys.dont_write_bytecode = False
 
 GRACE_S = 5.0
 """How long a thread may take to end once its test has ended, for all of them together."""
