@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import random
 import signal
 import sys
@@ -14,6 +15,11 @@ from collections.abc import Iterator
 import hypothesis
 import numpy as np
 import pytest
+
+# Threads of OpenMP that wait for each other spin, unless this stands when they are loaded: where
+# tests run side by side they then take the processor from those that they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 # The first optimizer of a process imports it, which takes many seconds on a busy machine:
