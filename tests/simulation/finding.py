@@ -10,7 +10,8 @@ from tests.simulation.harness import SimulationFailed, simulate
 from tests.simulation.schedule import Schedule, draw_schedule
 from tests.support.pairs import SCALE
 
-NUM_SCHEDULES = 2000 * SCALE
+NUM_SCHEDULES = 1000 * SCALE
+"""More than any planted fault needs to be found."""
 MAX_SCHEDULES = 5000
 """Within which a planted fault has to be found."""
 STUCK = "nothing can happen any more"

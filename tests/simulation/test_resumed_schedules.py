@@ -14,7 +14,7 @@ from tests.simulation.harness import Simulation, simulate
 from tests.simulation.saves import Origin
 from tests.simulation.schedule import Schedule, draw_schedule
 
-SLICES = 4
+SLICES = 2
 
 
 def at_world_size(schedule: Schedule, world: int) -> Schedule:

@@ -18,7 +18,7 @@ from tests.simulation.finding import NUM_SCHEDULES
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import Pace, Schedule, draw_schedule
 
-SLICES = 4
+SLICES = 2
 
 
 @pytest.mark.parametrize("part", range(SLICES))
