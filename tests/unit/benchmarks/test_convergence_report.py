@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
+from subprocess import PIPE, TimeoutExpired
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 from benchmarks import quality
 from benchmarks.harness.studies import STUDIES, DataMissing, digits, lr_factor, synthetic_text
 from benchmarks.quality import MODES, compare, false_alarms, judge, markdown, spread
+from tests.support import programs
 
 
 def results(losses, **more):
@@ -208,7 +212,20 @@ def test_every_study_learns_from_a_step_and_is_evaluated(name):
 # -- runs ----------------------------------------------------------------------------------
 
 
-def test_modes_run_in_processes_and_a_second_call_skips_what_is_there(tmp_path, capsys):
+@pytest.fixture
+def forked(monkeypatch):
+    """Runs in processes that need not import PyTorch again."""
+
+    def popen(args, env, **kwargs):  # which cannot follow another OMP_NUM_THREADS
+        given = {name: value for name, value in env.items() if not name.startswith("OMP_")}
+        given |= {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
+        return programs.Popen(args, env=given, **kwargs)
+
+    own = SimpleNamespace(PIPE=PIPE, Popen=popen, TimeoutExpired=TimeoutExpired)
+    monkeypatch.setattr(quality, "subprocess", own)
+
+
+def test_modes_run_in_processes_and_a_second_call_skips_what_is_there(tmp_path, forked):
     record = tmp_path / "record.jsonl"
     args = ["--synthetic", "--out", str(record), "--models", "logistic", "--seeds", "1"]
     args += ["--modes", "solo-global", "ddp", "cpu-cadence", "--override", "num_epochs=2"]

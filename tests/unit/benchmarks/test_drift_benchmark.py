@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -95,7 +96,10 @@ def test_missing_data_names_the_remedy(tmp_path):
         quality.drift(["--data", str(tmp_path)])
 
 
-def test_the_whole_command_writes_its_record(tmp_path, capsys):
+def test_the_whole_command_writes_its_record(tmp_path, capsys, monkeypatch):
+    # Which need not import PyTorch again.
+    forked = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(quality.multiprocessing, "get_context", lambda _: forked)
     target = tmp_path / "drift.json"
     settings = "--tiny --model logistic --every 2 --late 0 --seeds 2"
     quality.main(["drift", *settings.split(), "--json", str(target)])
