@@ -164,7 +164,11 @@ def raise_planted():
 def death(device, way, rank):
     """The others go on, and every sample is in the result."""
     fault = Dies(rank, 7, raise_planted)
-    state = learn([device] * 3, way, train=fault, on_worker_failure="continue").join(WAIT_S)
+    shares = [1 / 3] * 3  # or a rank that is late may have no such step
+    handle = learn(
+        [device] * 3, way, train=fault, on_worker_failure="continue", partition_ratios=shares
+    )
+    state = handle.join(WAIT_S)
     assert fault.num_shots == 1
     assert [f.rank for f in state.failures] == [rank]
     assert_learned(state)
@@ -174,7 +178,9 @@ def exhaust(device, way, grab, message):
     """A rank without memory ends the run, soon and with its reason."""
     fault = Dies(1, 5, grab)
     begin = time.monotonic()
-    handle = learn([device, device], way, train=fault, vram_fraction=small_fraction(device))
+    fraction = small_fraction(device)
+    shares = [0.5, 0.5]  # or a rank that is late may have no such step
+    handle = learn([device] * 2, way, train=fault, vram_fraction=fraction, partition_ratios=shares)
     with pytest.raises(WorkerFailed, match=message) as caught:
         handle.join(WAIT_S)
     assert time.monotonic() - begin < 20
