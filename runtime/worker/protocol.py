@@ -291,6 +291,7 @@ class WorkerProtocol:
             self._last_sync = _Mark(message.round, self.batches, self.samples, self.weight)
             self.batches = self.samples = 0
             self.weight = self._weight_since = 0
+            self._mark = None  # what an earlier snapshot held is in this average
             self._new_round(message.allowance)
         if self.state is _S.SYNCING:
             self.state = _S.IDLE

@@ -308,7 +308,8 @@ def quiet(device, way, ranks, kind, forbid, allow):
         data=data,
         epochs=1,
         lr=1e-3,
-        anchor=200,
+        anchor=5000,  # time counts: a rank that is held up must not come to a round
+        max_anchor=5000,
         max_grad_norm=10.0,
         **settings,
     )

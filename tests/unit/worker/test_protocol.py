@@ -336,6 +336,16 @@ def test_batches_trained_during_a_round_count_towards_the_next_report():
     assert protocol.report_due
 
 
+def test_an_update_of_a_round_that_a_collective_has_overtaken_changes_nothing():
+    protocol = training()
+    train(protocol, 1)
+    protocol.snapshot_taken(1)
+    protocol.synced(protocol.receive(m.SyncNow(round=2)), ok=True)
+    train(protocol, 2)
+    assert not protocol.updated(m.Update(round=1, average=EMPTY))
+    assert (protocol.batches, protocol.samples) == (2, 20)
+
+
 messages = st.sampled_from(
     [
         m.Throttle(),
