@@ -288,7 +288,10 @@ class Simulation:
 
     @property
     def _all_wait(self) -> bool:
-        """Whether no rank goes on by itself, as one does whose batch is being loaded."""
+        """Whether no rank goes on by itself, as one does whose batch is being loaded, and
+        nothing is on its way to the coordinator."""
+        if any(self._channel_ends.get(("up", w.rank), 0.0) >= self.now for w in self.workers):
+            return False
         joined = {rank for ranks in self._joined.values() for rank in ranks}
         still = self._waiting | joined | self._ended
         return all(w.rank in still and w.ready_at <= self.now for w in self.workers)
