@@ -370,7 +370,7 @@ def check_run(
             "epochs": items(_epoch_check(world, num_samples, num_batches)),
         },
         may={
-            "saved_ranks": items(whole(0, world - 1), num_rank_states),
+            "saved_ranks": items(whole(high=world - 1), num_rank_states),
             "transport": _TRANSPORT,
         },
     )(state, "run")
@@ -398,7 +398,7 @@ def _metrics_check(num_samples: int) -> Check:
         "scalars": mapping(of_type(str), real()),
         "per_rank": items(_RANK_METRICS),
         "epoch_s": real(0.0),
-        "num_samples": whole(0, num_samples),
+        "num_samples": whole(high=num_samples),
         "num_retrained": whole(),
         "num_skipped": whole(),
         "num_averagings": whole(),
@@ -424,17 +424,17 @@ def _only_fields(kind: type, value: Mapping[str, Any], where: str) -> None:
 
 
 def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
-    batch = whole(0, num_batches)
+    batch = whole(high=num_batches)
     fields = {
         "epoch": whole(),
         "epoch_s": either(real(0.0)),
         "consumed": items(items(batch, 2)),
-        "num_samples": whole(0, num_samples),
+        "num_samples": whole(high=num_samples),
         "num_retrained": whole(),
         "num_averagings": whole(),
         "tally": record({"ranks": items(_SUMS, world)}),
         "quotas": either(items(whole(), world)),
-        "parts": either(mapping(whole(0, world - 1), items(items(batch, 3)))),
+        "parts": either(mapping(whole(high=world - 1), items(items(batch, 3)))),
     }
 
     def check(value: Any, where: str) -> None:

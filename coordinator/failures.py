@@ -228,8 +228,6 @@ class Survival:
         self._last_step = -1
         self.recovery = Recovery.NONE
         self._agreed_step = 0
-        self._fault_step = -1
-        self._num_faults = 0
         self._was_counted = False
         self.num_halts = 0
         self.fault: str | None = None
@@ -327,16 +325,10 @@ class Survival:
             r.rank in self._halted for r in self.survivors
         )
 
-    def count_fault(self) -> int:
-        """All have halted: how often in a row, at the same step, the transport had failed."""
+    def find_fault(self) -> None:
+        """All have halted: what was wrong with the transport, if one of them says so."""
         halted = [self._halted[r.rank] for r in self.survivors]
         self.fault = next((h.fault for h in halted if h.fault is not None), None)
-        step = max(h.step for h in halted)
-        if self.fault is None or step != self._fault_step:
-            self._num_faults = 0
-        self._num_faults += self.fault is not None
-        self._fault_step = step
-        return self._num_faults
 
     def agree(self, *, regroup: bool) -> None:
         """All have halted: agree on the steps that count, and bring the ranks there.

@@ -307,9 +307,10 @@ class Coordinator:
         """Every rank has said where it stands: they go on from there, perhaps over another
         transport; peers that do not come again and again end the run."""
         core, survival = self._core, self._survival
-        faults = survival.count_fault()
-        if faults and survival.num_halts >= core.config.max_failed_rounds:
-            why = f"{survival.num_halts} reductions failed in a row: {survival.fault}"
+        survival.find_fault()
+        fault, limit = survival.fault, core.config.max_failed_rounds
+        if fault is not None and survival.num_halts >= limit:
+            why = f"{survival.num_halts} reductions failed in a row: {fault}"
             if core.leave_transport(core.choice.chosen, why):
                 survival.num_halts = 0
         if not self._fail_if_halted_too_often(now):

@@ -34,7 +34,7 @@ class RoundCost:
             far as it counts.
     """
 
-    ranks_s: float = 0.0
+    ranks_s: float
     own_s: float = 0.0
     stale_s: float = 0.0
 

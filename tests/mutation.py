@@ -101,7 +101,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/collective/": GROUPS,
     "runtime/collective/nccl.py": (*unit("nccl"), *GROUPS),
     "runtime/collective/process_group.py": (
-        "tests/unit/collective/test_collectives.py -k gloo",
+        "tests/unit/collective/test_collectives.py -k gloo or flight",
         *unit("subgroups"),
     ),
     "runtime/collective/thread.py": (*unit("staged_collective"), *GROUPS),

@@ -75,7 +75,7 @@ _SCALER = {
     "growth_factor": _positive,
     "backoff_factor": _positive,
     "growth_interval": whole(1, _MAX),
-    "_growth_tracker": whole(0, _MAX),
+    "_growth_tracker": whole(high=_MAX),
 }
 _RANK = record(
     {
@@ -87,7 +87,7 @@ _RANK = record(
         ),
         "schedule": record(
             {
-                "position": whole(0, _MAX),
+                "position": whole(high=_MAX),
                 "scale": _factor,
                 "base": items(_factor),
                 "scheduler": either(of_type(dict)),
@@ -96,12 +96,12 @@ _RANK = record(
         ),
         "lr_scale": _positive,
         "generators": lambda value, where: _check_generators(value, where),
-        "version": whole(0, _MAX),
-        "local_step": whole(0, _MAX),
+        "version": whole(high=_MAX),
+        "local_step": whole(high=_MAX),
         "epoch": whole(-1, _MAX),  # a rank may have a plan of one that the run has not begun
         "begun_epoch": whole(-1, _MAX),
         "buffers": _TENSORS,
-        "together": items(whole(0, _MAX), 3),
+        "together": items(whole(high=_MAX), 3),
         "frozen": _TENSORS,
         "extra_state": of_type(dict),
     }
@@ -121,7 +121,7 @@ def _check_optimizer(value: Any, where: str) -> None:
         refuse(f"the parameters of {where}['param_groups']", named, "each number from 0 up once")
     for i, state in value["state"].items():
         if type(i) is int:  # others are the optimizer's own
-            whole(0, len(named) - 1)(i, f"a key of {where}['state']")
+            whole(high=len(named) - 1)(i, f"a key of {where}['state']")
             mapping(of_type(str), _anything)(state, f"{where}['state'][{i}]")
 
 

@@ -198,11 +198,14 @@ def test_the_last_messages_are_told_by_rank_and_direction_with_their_age():
     log.sent(1, m.Throttle(limit=3), 10.5)
     log.received(m.StopRequested(), 11.0)
     log.received(m.Ready(rank=0), 11.5)
+    log.sent(0, m.Resume(), 11.5)
     assert log.text(12.0).splitlines() == [
         "from the service:",
         "      1.000 s ago  StopRequested()",
         "from rank 0:",
         "      0.500 s ago  Ready(rank=0)",
+        "to rank 0:",
+        "      0.500 s ago  Resume(allowance=Allowance(limit=None, report_after=None))",
         "from rank 1:",
         "      2.000 s ago  Ready(rank=1)",
         "to rank 1:",

@@ -139,6 +139,19 @@ def test_a_content_that_no_run_can_have_written_is_refused_by_its_name(fault, wr
         resumed(way, tmp_path)
 
 
+@pytest.mark.parametrize("order", [torch.zeros(60), torch.zeros(59, dtype=torch.int64)])
+def test_an_order_of_another_kind_or_length_is_refused(order, written):
+    _, _, data = written
+    check_content(replace(data, orders={1: torch.zeros(60, dtype=torch.int64)}))
+    with pytest.raises(ValueError, match=r"orders\[1\] is no list of 60 samples"):
+        check_content(replace(data, orders={1: order}))
+
+
+def test_an_epoch_without_a_sample_that_counted_is_taken(written):
+    _, _, data = written
+    check_content(altered(data, put(0, "run", "metrics", 0, "num_samples")))
+
+
 def test_the_one_before_a_refused_one_is_taken(written, tmp_path, caplog):
     way, run, data = written
     save_once(tmp_path, data)

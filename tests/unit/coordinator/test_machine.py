@@ -112,6 +112,19 @@ def test_a_rank_without_a_batch_of_an_epoch_still_hears_of_it():
     assert run.to(m.StartEpoch, 2) == [m.StartEpoch(plan=m.EpochPlan(epoch=0))]
 
 
+def test_a_rank_hears_once_of_an_epoch_without_a_batch_for_it():
+    run = Run(world=3, num_samples=4, num_epochs=2, batch_size=2)
+    empty = m.StartEpoch(plan=m.EpochPlan(epoch=0))
+    assert run.to(m.StartEpoch, 2)[0] == empty
+    for rank in range(3):
+        run.end_plan(rank, 0 if rank == 2 else 1)
+    for rank in range(3):
+        run.snapshot(rank, 1, 0 if rank == 2 else 1)
+    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=4))
+    assert run.machine.core.pool.oldest.epoch == 1
+    assert run.to(m.StartEpoch, 2).count(empty) == 1
+
+
 def test_a_stop_before_the_start_ends_the_run_without_training():
     run = Run(ready=False)
     run.tell(m.StopRequested())
@@ -492,6 +505,20 @@ def test_every_checkpoint_asked_for_is_made_when_it_is_asked_for(world, policy, 
         assert saved == [(t,) for t in range(ticket + 1)]
 
 
+def test_buffers_of_a_checkpoint_under_sync_are_averaged_though_a_rank_had_no_sample():
+    run = Run(policy=ApplyPolicy.SYNC, backend=THREAD)
+    run.tell(m.SaveRequested(ticket=0))
+    part = m.Payload(params=(), buffers=(torch.zeros(1),))
+    for rank, num_samples in enumerate((0, 3)):
+        number = run.to(m.Capture, rank)[-1].id
+        run.tell(
+            m.Captured(
+                rank=rank, id=number, payload=part, num_samples=num_samples, step=1, extra={}
+            )
+        )
+    assert [job.weights for job in run.jobs()] == [(0, 3)]
+
+
 def test_every_checkpoint_asked_for_is_made_of_a_round_of_its_own():
     run = Run(backend=THREAD, anchor=50)
     for ticket in range(3):
@@ -538,6 +565,27 @@ def test_a_halt_before_the_news_of_a_death_is_no_failed_reduction(alternatives):
     assert run.to(m.Regroup, 0)[-1].ranks == (0, 1)
     run.tell(m.Regrouped(rank=0, generation=3))
     assert run.machine.core.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("fault", [None, "planted"])
+def test_so_many_halts_in_a_row_as_may_fail_end_the_run(fault):
+    settings = {"backend": NCCL, "max_failed_rounds": 3, "continue_on_failure": True}
+    run = Run(policy=ApplyPolicy.SYNC, **settings)
+    for generation in range(3):
+        assert run.machine.outcome.failure is None
+        for rank in range(2):
+            where = {"generation": generation, "step": 0, "num_syncs": 0}
+            run.tell(m.Halted(rank=rank, fault=fault, **where))
+        for rank in range(2):
+            run.tell(m.Regrouped(rank=rank, generation=generation + 1))
+    assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
+
+
+def test_groups_have_rising_numbers():
+    run = Run(world=4, backend=THREAD, continue_on_failure=True)
+    for rank in (3, 2):
+        run.tell(m.Failed(rank=rank, epoch=0, step=0, error=ValueError("planted")))
+    assert [msg.generation for msg in run.to(m.Regroup, 0)] == [1, 2]
 
 
 def test_one_device_averages_nothing():

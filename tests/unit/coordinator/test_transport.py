@@ -56,6 +56,15 @@ def test_each_is_tried_and_the_cheaper_kept(cheaper):
     assert "100 ms" in choice.reason
 
 
+def test_a_trial_costs_the_mean_of_its_rounds():
+    choice = TransportChoice((CPU, THREAD), measures=True)
+    for over, costs in ((CPU, (9.0, *range(1, MEASURED + 1))), (THREAD, (9.0, *[4.0] * MEASURED))):
+        for cost in costs:
+            choice.note(over, RoundCost(ranks_s=float(cost)), 10.0, 10)
+    mean = (MEASURED + 1) / 2
+    assert f"CPU {1000 * mean:.3g} ms" in choice.reason
+
+
 def test_the_first_round_over_each_does_not_count():
     choice = TransportChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
