@@ -130,6 +130,8 @@ class CoordinatorConfig:
         devices: Device of each rank, by name; their number is the world size.
         num_samples: Length of the data set.
         batch_size: Samples in a batch of one rank.
+        batch_sizes: Under ``SYNC``, those of each rank, whose mean is ``batch_size``; ``None``:
+            all alike.
         num_epochs: Epochs in the run.
         policy: When replicas average.
         backend: The resolved transport, never ``AUTO``; the first one where there are others.
@@ -173,6 +175,7 @@ class CoordinatorConfig:
     num_samples: int
     batch_size: int
     num_epochs: int
+    batch_sizes: tuple[int, ...] | None = None
     policy: ApplyPolicy = ApplyPolicy.CADENCE
     backend: AverageBackend = AverageBackend.CPU
     alternatives: tuple[AverageBackend, ...] = ()

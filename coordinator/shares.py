@@ -202,9 +202,15 @@ class Shares:
 
     Args:
         world_size: Number of ranks.
+        first: Sizes of the first pieces; ``None``: equal ones.
+        fixed: Whether pieces stay like the first ones, whatever is measured.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(
+        self, world_size: int, first: Sequence[int] | None = None, *, fixed: bool = False
+    ) -> None:
+        self._first = first or [1] * world_size
+        self._is_fixed = fixed
         self._fits = [_Fit() for _ in range(world_size)]
         self._ranks: tuple[int, ...] = ()
         self._sizes: tuple[int, ...] = ()
@@ -287,12 +293,14 @@ class Shares:
 
     def _next(self, total: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         costs = {rank: cost for rank in ranks if (cost := self.cost(rank)) is not None}
-        ratios = dict.fromkeys(ranks, 1)
-        if len(costs) == len(ranks) and not self._has_probed:
+        ratios = {rank: self._first[rank] for rank in ranks}
+        if len(costs) == len(ranks) and not self._is_fixed:
+            if self._has_probed:
+                return self._by_cost(total, ranks, costs)
             self._has_probed = True
-            ratios = {rank: _PROBE[i % 2] for i, rank in enumerate(ranks)}
-        elif len(costs) == len(ranks):
-            return self._by_cost(total, ranks, costs)
+            ratios = {rank: n * _PROBE[i % 2] for i, (rank, n) in enumerate(ratios.items())}
+        elif sum(ratios.values()) == total and not self._limits:
+            return tuple(ratios.values())
         return split_within(
             total, ranks, self._limits, lambda n, free: split_like(n, [ratios[r] for r in free])
         )

@@ -421,7 +421,9 @@ class Core:
         self.generation = 0
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
-        self.shares = Shares(world) if self.lockstep and config.balance else None
+        self.shares: Shares | None = None
+        if self.lockstep and (config.balance or config.batch_sizes is not None):
+            self.shares = Shares(world, config.batch_sizes, fixed=not config.balance)
         every = config.metrics_every
         self.steps = StepTally(every, world, equal=self.lockstep) if every else None
         self.now = 0.0

@@ -170,12 +170,15 @@ class TrainConfig:
         per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
         balance = self.resolved_balance(devices)
+        sizes = None if len(set(c.batch_sizes or ())) < 2 else c.batch_sizes
         coordinator = replace(
             c,
             balance=balance,
             advise_balance=self.requested_balance is None
             and c.partition_ratios is None
+            and sizes is None
             and not balance,
+            batch_sizes=sizes,
             devices=tuple(str(device) for device in devices),
             num_samples=num_samples,
             backend=backend,
@@ -190,6 +193,7 @@ class TrainConfig:
         worker = replace(
             self.worker,
             balance=balance,
+            batch_sizes=sizes,
             world_size=len(devices),
             num_samples=num_samples,
             falls_back=bool(others),
@@ -250,6 +254,7 @@ class TrainConfig:
                 f"drop_last(True) drops everything: {num_samples} samples make no batch of "
                 f"{c.batch_size}; use a smaller batch_size or keep the short batch"
             )
+        self._check_batch_sizes(world)
         if c.partition_ratios is not None and len(c.partition_ratios) != world:
             raise ValueError(
                 f"partition_ratios has {len(c.partition_ratios)} entries for {world} devices"
@@ -291,6 +296,36 @@ class TrainConfig:
             raise ValueError(
                 "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
                 "out beforehand; leave it out"
+            )
+
+    def _check_batch_sizes(self, world: int) -> None:
+        c = self.coordinator
+        if c.batch_sizes is None:
+            return
+        sizes = list(c.batch_sizes)
+        if len(sizes) != world:
+            raise ValueError(
+                f"batch_size({sizes}) has {len(sizes)} entries for {world} devices: pass one "
+                "number for each device, or one for all"
+            )
+        if len(set(sizes)) == 1:
+            return
+        if c.policy is not ApplyPolicy.SYNC:
+            raise ValueError(
+                f"batch_size({sizes}) cuts the global batches of SYNC; under {c.policy.name} each "
+                "rank takes batches of one size as fast as it can: pass one number, or call "
+                'policy("sync")'
+            )
+        if c.partition_ratios is not None:
+            raise ValueError(
+                f"batch_size({sizes}) and partition_ratios both fix what each rank trains: leave "
+                "one of them out"
+            )
+        if sum(sizes) % world:
+            least = sum(sizes) // world * world
+            raise ValueError(
+                f"batch_size({sizes}): the sizes add up to {sum(sizes)}, which is no multiple of "
+                f"the {world} devices, as {least} and {least + world} are; change one of them"
             )
 
     def _check_batchnorm(self, devices: Sequence[torch.device]) -> None:

@@ -92,9 +92,21 @@ class TrainerBuilder:
         often as it was drawn."""
         return self._set(sampler=check_sampler(s))
 
-    def batch_size(self, n: int) -> TrainerBuilder:
-        """Samples in a batch of one worker."""
-        return self._set(batch_size=check_int("batch_size", n, 1))
+    def batch_size(self, n: int | Sequence[int]) -> TrainerBuilder:
+        """Samples in a batch of one worker.
+
+        Under ``SYNC`` also a list, one number for each device: ``[48, 16]`` cuts each global
+        batch of 64 samples into pieces of these sizes, in the order of devices. A step then
+        trains what it would train with ``batch_size(32)``, and two runs give the same bits.
+        The numbers add up to a multiple of the number of devices. With :meth:`balance`, which
+        is on for devices of different kinds, they are the first sizes, and measured speed
+        decides from there; ``balance(False)`` keeps them."""
+        if isinstance(n, Sequence) and not isinstance(n, (str, bytes)):
+            sizes = tuple(check_int("batch_size", size, 1) for size in n)
+            if not sizes:
+                raise ValueError("batch_size([]): pass one number for each device")
+            return self._set(batch_size=max(1, sum(sizes) // len(sizes)), batch_sizes=sizes)
+        return self._set(batch_size=check_int("batch_size", n, 1), batch_sizes=None)
 
     def num_epochs(self, n: int) -> TrainerBuilder:
         """How often each sample is trained."""

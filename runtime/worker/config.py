@@ -36,6 +36,8 @@ class WorkerConfig:
         device: Where it trains.
         num_samples: Length of the data set.
         batch_size: Samples in a batch.
+        batch_sizes: Under ``SYNC``, those of each rank, whose mean is ``batch_size``; ``None``:
+            all alike.
         policy: ``SYNC`` averages gradients in every step.
         seed: Of the worker's generators.
         accumulate: Micro-batches in an optimizer step.
@@ -61,6 +63,7 @@ class WorkerConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_samples: int = 0
     batch_size: int = 1
+    batch_sizes: tuple[int, ...] | None = None
     policy: ApplyPolicy = ApplyPolicy.CADENCE
     seed: int = 0
     accumulate: int = 1
@@ -78,6 +81,11 @@ class WorkerConfig:
     cuda_graphs: bool = False
     metrics_every: int | None = None
     report_interval_s: float = 0.05
+
+    @property
+    def own_batch_size(self) -> int:
+        """Samples in a whole batch of this rank, where pieces are not measured."""
+        return self.batch_size if self.batch_sizes is None else self.batch_sizes[self.rank]
 
     @property
     def redoes(self) -> bool:

@@ -132,7 +132,7 @@ class WorkerSteps:
             micro_step=self._micro_step,
             redirect=self._values.redirected,
             log=self._values.log,
-            full=[config.batch_size] * config.accumulate,
+            full=[config.own_batch_size] * config.accumulate,
             fallbacks=fallbacks,
             generator=self.replica.generator,
             obstacle=obstacle,

@@ -229,6 +229,65 @@ def test_a_step_trains_the_same_samples_with_and_without(random_shares, balance)
     assert bool(random_shares) is balance
 
 
+# -- sizes that the user gives ------------------------------------------------------------
+
+
+def sized(trace, sizes, optim=sgd, *, balance=False, **more):
+    return run(trace, optim, ranks=len(sizes), balance=balance, batch_size=list(sizes), **more)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "optim", "more"),
+    [
+        ((7, 1), sgd, {}),
+        ((1, 7), adamw, {"accumulate": 3}),
+        ((2, 9, 1), sgd, {"clip": 0.1, "way": (SYNC, AverageBackend.GLOO)}),
+        ((5, 4, 3, 4), adamw, {"drop_last": True}),
+    ],
+)
+def test_sizes_of_the_user_cut_each_step_and_change_no_result(sizes, optim, more):
+    ranks, trace = len(sizes), Trace()
+    assert sum(sizes) == SIZE * ranks
+    state = sized(trace, sizes, optim, **more).join(WAIT_S)
+    steps = global_steps(ranks, more.get("accumulate", 1))
+    if "drop_last" in more:
+        steps = [step[: len(step) // SIZE * SIZE] for step in steps]
+    expected = one_device(steps, optim, more.get("clip"))
+    assert_same(state.state_dict(), expected)
+    whole = N // (SIZE * ranks)
+    for rank, size in enumerate(sizes):
+        assert {len(piece) for piece in trace.pieces[0, rank][:whole]} == {size}
+
+
+def test_with_sizes_of_the_user_bits_repeat_and_go_on_after_a_stop(tmp_path):
+    sizes = (6, 1, 5)
+    first, again = (sized(Trace(), sizes).join(WAIT_S).state_dict() for _ in range(2))
+    cut = sized(Trace(), sizes, max_steps=33, checkpoint_dir=tmp_path).join(WAIT_S)
+    assert cut.metrics == ()
+    resumed = sized(Trace(), sizes, resume=tmp_path).join(WAIT_S).state_dict()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        assert torch.equal(tensor, resumed[name])
+
+
+def test_the_first_pieces_of_measured_shares_are_those_of_the_user():
+    trace = Trace()
+    state = sized(trace, (7, 1), balance=True).join(WAIT_S)
+    assert [len(trace.pieces[0, rank][0]) for rank in (0, 1)] == [7, 1]
+    assert_same(state.state_dict(), one_device(global_steps(2, 1), sgd, None))
+
+
+def test_after_a_death_the_others_keep_to_the_sizes_of_the_user():
+    trace = Trace(fails_at=(1, 0, 6))
+    state = sized(trace, (6, 4, 2), on_worker_failure="continue").join(WAIT_S)
+    order, others = [torch.from_numpy(permutation(N, e, SEED)) for e in range(EPOCHS)]
+    made, left = 6 * SIZE * 3, SIZE * 2
+    steps = [*order[:made].split(SIZE * 3), *order[made:].split(left), *others.split(left)]
+    assert_same(state.state_dict(), one_device(steps, sgd, None))
+    assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+    assert [len(trace.pieces[1, rank][0]) for rank in (0, 2)] == [6, 2]
+
+
 @pytest.mark.parametrize("at", [0, 5, 6, 13])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_after_a_death_each_sample_still_counts_once(random_shares, at, accumulate):

@@ -491,7 +491,7 @@ class Simulation:
             if name == "step":
                 trained = {rank: tuple(j.state.local) for rank, j in joined}
                 self.checks.on_reduced(trained, weights)
-                if self.schedule.config.balance:  # what is averaged is looked at by batches
+                if self.machine.core.shares is not None:  # what is averaged is looked at by batches
                     weights = [sum(map(self.weight_of, own)) for own in trained.values()]
             state = average([j.state for _, j in joined], weights, self.weight_of)
             if joined[0][1].brought is not None:

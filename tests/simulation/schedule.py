@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.dispatch import split_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +244,16 @@ def with_shares(schedule: Schedule) -> Schedule:
     # A limit is four fifths of what was too large, and equal pieces must fit.
     least = c.batch_size * 5 // 4 + 1
     memory = tuple(rng.randint(least, least + 2) for _ in range(c.world_size))
+    is_small = rng.random() < 0.4
+    sizes, measures = None, True
+    if rng.random() < 0.4:  # sizes of the user, at first or for good
+        weights = [rng.randint(1, 5) for _ in range(c.world_size)]
+        sizes = split_like(c.batch_size * c.world_size, weights)
+        measures, is_small = rng.random() < 0.4, False
     return replace(
         schedule,
-        config=replace(c, balance=True, num_samples=factor * c.num_samples),
-        memory=memory if rng.random() < 0.4 else (),
+        config=replace(c, balance=measures, batch_sizes=sizes, num_samples=factor * c.num_samples),
+        memory=memory if is_small else (),
         stop_at_s=None if stop_s is None else factor * stop_s,
         saves_at_s=tuple(factor * at_s for at_s in schedule.saves_at_s),
         deaths=tuple(replace(d, at_s=factor * d.at_s) for d in schedule.deaths),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -96,7 +97,9 @@ def test_the_schedules_reach_every_setting():
     assert any(s.config.max_batch_diff == 0 for s in drawn)
     assert any(s.config.max_overshoot == 0 for s in drawn)
     assert any(s.config.partition_ratios for s in drawn)
-    assert any(s.config.balance for s in drawn)
+    assert {(s.config.balance, s.config.batch_sizes is None) for s in drawn} == set(
+        product((False, True), repeat=2)
+    )
     assert any(s.config.alternatives and s.fault_chance for s in drawn)
     assert any(s.config.alternatives and s.unconnected_chance for s in drawn)
     assert any(s.stop_at_s is not None for s in drawn)

@@ -79,6 +79,9 @@ WRONG = [
     ("batch_size", (True,), TypeError, "whole number"),
     ("batch_size", ("8",), TypeError, "whole number"),
     ("batch_size", (None,), TypeError, "whole number"),
+    ("batch_size", ([2, 0],), ValueError, "at least 1"),
+    ("batch_size", ([2, 2.5],), TypeError, "whole number"),
+    ("batch_size", ([],), ValueError, "one number for each device"),
     ("num_epochs", (0,), ValueError, "at least 1"),
     ("num_epochs", (1.5,), TypeError, "whole number"),
     ("seed", (-1,), ValueError, "between 0"),
@@ -312,6 +315,13 @@ def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
     [
         (lambda b: b.drop_last(True).batch_size(30), "smaller batch_size"),
         (lambda b: b.partition_ratios([1, 1, 1]), "3 entries for 2 devices"),
+        (lambda b: b.batch_size([2, 2, 2]), "3 entries for 2 devices"),
+        (lambda b: b.policy(CADENCE).batch_size([3, 1]), r'call policy\("sync"\)'),
+        (lambda b: b.policy(SYNC).batch_size([3, 2]), "5, which is no multiple of the 2 devices"),
+        (
+            lambda b: b.policy(SYNC).batch_size([3, 1]).partition_ratios([1, 2]),
+            "leave one of them out",
+        ),
         (lambda b: b.policy(SYNC).balance(True).partition_ratios([1, 2]), "leave one of them out"),
         (lambda b: b.policy(CADENCE).balance(True), "leave it out"),
         (lambda b: b.speed_hint(2, 2.0), "no rank 2 of 2"),
