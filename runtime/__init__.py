@@ -21,7 +21,13 @@ from runtime.core.weight import Weighted
 from runtime.device.base import device_summary
 from runtime.fsdp import FSDP, ShardingStrategy
 from runtime.handle import TrainerHandle
-from runtime.loggers import CombinedLogger, CsvLogger, TensorBoardLogger
+from runtime.loggers import (
+    CombinedLogger,
+    CsvLogger,
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from runtime.loop import DdpConfig, ReplicatedModule
 from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator, shard_samples
 from runtime.loop.ddp import Ddp
@@ -59,6 +65,7 @@ __all__ = [
     "IdleGap",
     "KeepBest",
     "Kind",
+    "MlflowLogger",
     "Monitor",
     "NonFiniteError",
     "RankMetrics",
@@ -81,6 +88,7 @@ __all__ = [
     "TrainerBuilder",
     "TrainerHandle",
     "UserFunctions",
+    "WandbLogger",
     "Weighted",
     "WorkerConfig",
     "WorkerFailed",
