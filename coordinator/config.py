@@ -36,6 +36,11 @@ class AverageBackend(Enum):
     NCCL = "nccl"
     """All-reduce by NCCL, one communicator for each thread."""
 
+    @property
+    def collective(self) -> str:
+        """The kind of collective in which ranks meet over it, where it is a resolved one."""
+        return "thread" if self is AverageBackend.CPU else self.value
+
 
 def choose_backend(
     requested: AverageBackend,

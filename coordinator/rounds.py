@@ -519,13 +519,8 @@ class CollectiveTransport(Transport):
         return undo
 
 
-TRANSPORTS: dict[AverageBackend, type[Transport]] = {
-    AverageBackend.CPU: SnapshotTransport,
-    AverageBackend.THREAD: CollectiveTransport,
-    AverageBackend.GLOO: CollectiveTransport,
-    AverageBackend.NCCL: CollectiveTransport,
-}
-"""What carries a round out over each backend."""
+TRANSPORTS: dict[AverageBackend, type[Transport]] = {AverageBackend.CPU: SnapshotTransport}
+"""What carries a round out where it is no collective."""
 
 OWN_SHARE, RATED_PER_S = 0.012, 1000.0
 """Part of a core that the coordinator's thread may take for averaging rounds where all ranks
@@ -550,7 +545,7 @@ class RoundKeeper:
         self.own_time = OwnTime(core)
         self.round = Round(backend=core.choice.chosen)
         self._transports = {
-            backend: TRANSPORTS[backend](core, saving, self.round)
+            backend: TRANSPORTS.get(backend, CollectiveTransport)(core, saving, self.round)
             for backend in core.config.backends
         }
         self.transport = self._transports[core.choice.chosen]

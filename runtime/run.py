@@ -71,12 +71,6 @@ def failed(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Faile
 
 
 WORKER_GRACE_S = 5.0
-_KINDS = {
-    AverageBackend.CPU: "thread",
-    AverageBackend.THREAD: "thread",
-    AverageBackend.GLOO: "gloo",
-    AverageBackend.NCCL: "nccl",
-}
 
 
 class Listener(Protocol):
@@ -264,7 +258,7 @@ class Run:
 
     def _make_group(self, ranks: Sequence[int], backend: AverageBackend) -> Sequence[Collective]:
         # The last rank that is left under lockstep meets itself.
-        kind = _KINDS[backend] if len(ranks) > 1 else "thread"
+        kind = backend.collective if len(ranks) > 1 else "thread"
         devices = [self.devices[rank] for rank in ranks]
         timeout_s = self.config.coordinator.collective_timeout_s
         return create_collectives(len(ranks), kind, devices, timeout_s)

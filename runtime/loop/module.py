@@ -504,17 +504,18 @@ def set_up(
         spaced = unequal_gpus(places)
     cadence = Cadence.of(len(places), config, spaced=spaced)
     backend, reason = resolve_backend(AverageBackend.AUTO, places)
-    kind = "nccl" if backend is AverageBackend.NCCL else "thread"
     alike = "unequal devices" if unequal_devices(places) else "equal devices"
     announce(
         logger,
         f"your own loop: {device_summary(places)}; {alike}; gradients go over {backend.name}: "
         f"{reason}",
     )
-    make_ends = partial(create_collectives, len(places), kind, places, COLLECTIVE_TIMEOUT_S)
+    make_ends = partial(
+        create_collectives, len(places), backend.collective, places, COLLECTIVE_TIMEOUT_S
+    )
     ends = Ends(make_ends)
 
-    journal.begin(places, kind, reason)
+    journal.begin(places, backend.collective, reason)
     try:
         runner = Runner(places, ends, journal)
     except BaseException as error:
