@@ -80,7 +80,9 @@ def check_choice(name: str, value: object, kind: type[E]) -> E:
         return words[value.lower()]
     wrong = ValueError if isinstance(value, str) else TypeError
     members = ", ".join(member.name for member in kind)
-    raise wrong(f"{name}({value!r}): pass a {kind.__name__} or its name, one of {members}")
+    raise wrong(
+        f"{name}({value!r}): pass a member of {kind.__name__} or its name, one of {members}"
+    )
 
 
 def check_devices(devices: object) -> tuple[torch.device, ...]:
