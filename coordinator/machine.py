@@ -351,15 +351,18 @@ class Coordinator:
             counts: Whether that is held against the run; not if a rank died in it.
         """
         rnd, broken = self._rounds.round, self._rounds.transport.waits
-        faults = 0 if rnd.fault is None or not counts else self._rounds.note_fault(now)
+        if counts and rnd.fault is not None:
+            self._rounds.note_fault(now)
         for rank in self._rounds.give_up():
             self._core.send(rank, m.Rollback(round=rnd.id))
         if not counts:
             rnd.num_failed -= 1
         if rnd.backend not in self._core.choice.usable:
             rnd.num_failed = 0  # it was left while the round was in flight
-        elif faults and self._too_many_failed():
-            why = f"{rnd.num_failed} rounds failed in a row: {rnd.fault}"
+        elif counts and self._core.choice.num_faults and self._too_many_failed():
+            # Also where the last one failed because of a death that is not known yet.
+            fault = rnd.fault or "a rank did not come to the last one"
+            why = f"{rnd.num_failed} rounds failed in a row: {fault}"
             if self._core.leave_transport(rnd.backend, why):
                 rnd.num_failed = 0
         if self._too_many_failed():

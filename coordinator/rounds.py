@@ -698,11 +698,11 @@ class RoundKeeper:
         # As with the computation, a core that it takes is one of theirs.
         return own_s * max(weight, 1 / len(self.round.ranks))
 
-    def note_fault(self, now: float) -> int:
-        """The round fails because its transport did; returns how many did so in a row."""
+    def note_fault(self, now: float) -> None:
+        """The round fails because its transport did."""
         rnd = self.round
         lost_s = (now - rnd.began_at) * len(rnd.ranks)
-        return self._core.choice.note_fault(rnd.backend, RoundCost(ranks_s=lost_s))
+        self._core.choice.note_fault(rnd.backend, RoundCost(ranks_s=lost_s))
 
     def give_up(self) -> list[int]:
         """The round failed: every rank keeps its own weights and what it trained waits.

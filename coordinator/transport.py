@@ -73,6 +73,7 @@ class TransportChoice:
         chosen: The transport in use.
         before: What was in use when something was decided last.
         reason: Why, in a sentence.
+        num_faults: Rounds that failed because their transport did, since the last good one.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class TransportChoice:
         self._trials: list[AverageBackend] = []
         self._measured: list[RoundCost] = []
         self._num_tried = 0
-        self._num_faults = 0
+        self.num_faults = 0
         self._rounds_since_look = 0
         self._trained_since_look_s = 0.0
         self._look_after = LOOK_ROUNDS
@@ -130,7 +131,7 @@ class TransportChoice:
         Returns:
             Whether anything was decided that is to be told.
         """
-        self._num_faults = 0
+        self.num_faults = 0
         if not self._measures or len(self.usable) < 2:
             return False
         self._rounds_since_look += 1
@@ -191,20 +192,16 @@ class TransportChoice:
         self.reason = "measured: " + ", ".join(f"{b.name} {told[b]}" for b in told)
         return not confirmed
 
-    def note_fault(self, backend: AverageBackend, cost: RoundCost) -> int:
+    def note_fault(self, backend: AverageBackend, cost: RoundCost) -> None:
         """A round has failed because its transport did.
 
         Args:
             backend: What carried it.
             cost: What it cost.
-
-        Returns:
-            How many have failed so in a row.
         """
         if self._trials and backend is self._trials[0]:
             self._measured.append(cost)
-        self._num_faults += 1
-        return self._num_faults
+        self.num_faults += 1
 
     def leave(self, backend: AverageBackend, why: str) -> bool:
         """A transport has failed: it is not used again among these ranks.
@@ -218,7 +215,7 @@ class TransportChoice:
         if not others:
             return False
         self._failed[backend] = why
-        self._trials, self._measured, self._num_tried, self._num_faults = [], [], 0, 0
+        self._trials, self._measured, self._num_tried, self.num_faults = [], [], 0, 0
         self.before = self.chosen
         if backend is self.chosen:
             self.chosen = others[0]
@@ -231,7 +228,7 @@ class TransportChoice:
             return
         self._failed.clear()
         self._costs.clear()
-        self._num_faults = 0
+        self.num_faults = 0
         self._look_after = LOOK_ROUNDS
         self._measured, self._num_tried = [], 0
         self._is_first = True

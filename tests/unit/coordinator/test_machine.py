@@ -466,6 +466,20 @@ def test_lockstep_ranks_that_turn_out_unequal_are_told_of_once(caplog, settings,
     assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in told)
 
 
+def test_a_transport_that_failed_is_left_though_the_last_round_failed_by_a_death():
+    """Its rank says that it did not take part; that it has died is heard of after that."""
+    settings = {"backend": NCCL, "alternatives": (CPU,), "max_failed_rounds": 3}
+    run = at_a_round(continue_on_failure=True, **settings)
+    for round_id in (1, 2, 3):
+        fault = "planted" if round_id < 3 else None
+        for rank in (0, 1):
+            run.tell(m.SyncAck(rank=rank, round=round_id, ok=False, fault=fault))
+    assert run.machine.outcome.failure is None
+    assert run.machine.core.choice.chosen is CPU
+    run.tell(m.Failed(rank=0, epoch=0, step=0, error=ValueError("planted")))
+    assert run.machine.core.alone
+
+
 # -- SYNC and one device -----------------------------------------------------------------------
 
 
