@@ -350,13 +350,27 @@ class Shares:
         costs: Mapping[int, Cost],
         best: dict[int, int],
     ) -> dict[int, int]:
-        """The best sizes, or better ones for those that have some now and one that has none.
+        """The best sizes, or better ones with one more rank, as long as there are any.
 
-        Where several have none, the best sizes may be held up by another one of them.
+        Where several have none, the best sizes may be held up by another one of them: those
+        that have some now may be better with one of the others, too.
         """
-        if ranks != self._ranks or sum(self._sizes) != total:
-            return best
-        some = {rank for rank, n in self.current.items() if n}
+        if ranks == self._ranks and sum(self._sizes) == total:
+            best = self._one_more(total, ranks, costs, best, self.current)
+        while (better := self._one_more(total, ranks, costs, best, best)) is not best:
+            best = better
+        return best
+
+    def _one_more(
+        self,
+        total: int,
+        ranks: tuple[int, ...],
+        costs: Mapping[int, Cost],
+        best: dict[int, int],
+        sizes: Mapping[int, int],
+    ) -> dict[int, int]:
+        """The best sizes, or better ones for the ranks of ``sizes`` and one that has none there."""
+        some = {rank for rank, n in sizes.items() if n}
         for rank in ranks:
             more = [r for r in ranks if r in some or r == rank]
             if rank not in some and self.fits(total, more):

@@ -253,6 +253,17 @@ def test_of_several_ranks_that_get_nothing_one_that_would_help_gets_some(monkeyp
     assert max(seconds(costs[r], n) for r, n in enumerate(then) if n) < 0.96 * before
 
 
+def test_as_many_ranks_as_help_join_those_that_have_some(monkeypatch):
+    seconds_each = (0.0356, 0.0525, 0.0707, 0.0555, 0.0054, 0.0426, 0.1785)
+    costs = [(0.015 if s < 0.01 else 0.0, s) for s in seconds_each]
+    monkeypatch.setattr(Shares, "cost", lambda self, rank: costs[rank])
+    shares, ranks = Shares(7), tuple(range(7))
+    shares._has_probed = True
+    shares._ranks, shares._sizes = ranks, (0, 0, 0, 0, 7, 0, 0)
+    sizes = shares.sizes(7, ranks)
+    assert [rank for rank in ranks if sizes[rank]] == [0, 4, 5]
+
+
 def test_the_only_rank_with_memory_enough_is_not_left_alone():
     ranks = Ranks([(0, 1e-3), (0.2, 1e-3)], 60)
     ranks.shares.limit(0, 60)
