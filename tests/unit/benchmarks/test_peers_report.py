@@ -238,6 +238,7 @@ Trainer.builder = _slow(Trainer.builder)
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_slower_checkout_loses_against_this_one(slow_checkout):
     root = Path(__file__).parents[3]
     wanted = [
