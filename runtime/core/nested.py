@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from enum import Enum
 from functools import cache
@@ -122,7 +123,8 @@ def flatten(value: Any, tensors: list[Tensor], *, strict: bool) -> Spec:
     children = []
     for name, part in zip(names, parts, strict=True):
         if strict and not _can_be_put_together(part):
-            _tell_of_loss(type(value).__name__, str(name), type(part).__name__)
+            with _TELLS:  # two ranks may come here at once, and the cache lets both in
+                _tell_of_loss(type(value).__name__, str(name), type(part).__name__)
             part = None
         children.append(flatten(part, tensors, strict=strict))
     return Spec(type(value), names, tuple(children), empty)
@@ -134,6 +136,9 @@ def _can_be_put_together(part: Any) -> bool:
     return isinstance(part, known) or (
         dataclasses.is_dataclass(part) and not isinstance(part, type)
     )
+
+
+_TELLS = threading.Lock()
 
 
 @cache

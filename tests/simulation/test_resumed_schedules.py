@@ -24,7 +24,13 @@ def at_world_size(schedule: Schedule, world: int) -> Schedule:
         return schedule
     return replace(
         schedule,
-        config=replace(c, devices=("cpu",) * world, partition_ratios=None, speed_hint=None),
+        config=replace(
+            c,
+            devices=("cpu",) * world,
+            partition_ratios=None,
+            batch_sizes=None,
+            speed_hint=None,
+        ),
         paces=tuple(schedule.paces[rank % len(schedule.paces)] for rank in range(world)),
         deaths=tuple(death for death in schedule.deaths if death.rank < world),
     )
