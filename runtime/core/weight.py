@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from numbers import Real
@@ -148,7 +149,8 @@ def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         inputs = (batch,) if isinstance(batch, Mapping) else ()
         weight = piece_weight(model, inputs, {}, result, None)
         if weight is None:
-            _tell_of_guess()
+            with _TELLS:  # two ranks may come here at once, and the cache lets both in
+                _tell_of_guess()
         return found, weight
     if not isinstance(result, tuple):
         return result, None
@@ -163,6 +165,9 @@ def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     elif isinstance(weight, bool) or not isinstance(weight, Real):
         raise TypeError(f"train_fn returned a weight of type {type(weight).__name__}: {REMEDY}")
     return loss, weight
+
+
+_TELLS = threading.Lock()
 
 
 @cache
