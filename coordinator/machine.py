@@ -25,6 +25,9 @@ from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statisti
 
 logger = logging.getLogger(__name__)
 
+STEPS_BACK = 2
+"""Optimizer steps that a death under lockstep can take back of those that were told, and one."""
+
 
 class Coordinator:
     """Decides who trains what, when replicas average and when the run ends.
@@ -95,6 +98,14 @@ class Coordinator:
                 self._advance(now)
             self._watch.look(event, now)
         return self._core.out
+
+    def first_needed(self) -> tuple[int, int]:
+        """The first batch that may be dealt yet, now or after a death, as ``(epoch, batch)``."""
+        epoch, batch = self._core.pool.first_unsettled()
+        if self._core.plan is not None:
+            # Those left may not have made the last step of a rank that told of it and died.
+            batch -= STEPS_BACK * self._core.config.accumulate * len(self._core.ranks)
+        return epoch, max(0, batch)
 
     def statistics(self) -> Statistics:
         """A snapshot of counters."""

@@ -309,6 +309,18 @@ class ChunkPool:
         """Whether anything of the epoch is left to deal."""
         return bool(epoch.open) and self._budget != 0
 
+    def first_unsettled(self) -> tuple[int, int]:
+        """The first batch whose effect is not in the result, as ``(epoch, batch)``: no batch
+        before it is dealt any more, but for those that :meth:`recount` takes back."""
+        epoch = self.oldest
+        if epoch is None:
+            return self._next_epoch, 0
+        starts = [span.start for span in epoch.open.spans[:1]]
+        for ledger in self.ledgers:
+            for held in (ledger.assigned, ledger.trained, ledger.in_round):
+                starts += [span.start for number, span in held if number == epoch.epoch]
+        return epoch.epoch, min(starts, default=epoch.num_batches)
+
     def pop_oldest(self) -> Epoch:
         """Close the oldest epoch."""
         return self.epochs.popleft()

@@ -69,6 +69,7 @@ class TrainConfig:
         anchor: ``None``: by default, within its limits.
         min_anchor: ``None``: the anchor that was asked for, or by default.
         progressive_dispatch: ``None``: as the policy needs it.
+        dataset_length: Items of a stream's epoch; ``None``: as the stream says.
         sampler: Gives each epoch's order; ``None``: a permutation.
         seed: ``None``: 0, and the process's generator is left alone.
     """
@@ -82,6 +83,7 @@ class TrainConfig:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     dataset: Any = None
+    dataset_length: int | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Any = None
     dataset_lock: bool = False
@@ -296,6 +298,32 @@ class TrainConfig:
             raise ValueError(
                 "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
                 "out beforehand; leave it out"
+            )
+
+    def check_stream(self) -> None:
+        """What a stream, which is read in its order by one reader, does not go with.
+
+        Raises:
+            ValueError: Such a setting.
+        """
+        c = self.coordinator
+        way = "the data set is a stream, "
+        if self.sampler is not None:
+            raise ValueError(f"{way}which has an order of its own: leave sampler() out")
+        if self.data.loader_workers:
+            raise ValueError(
+                f"{way}and each of loader_workers({self.data.loader_workers}) processes would read "
+                "all of it: leave loader_workers out, and let the stream use processes of its own"
+            )
+        if c.partition_ratios is not None and c.policy is ApplyPolicy.SYNC:
+            raise ValueError(
+                f"{way}and under SYNC partition_ratios deals parts of the whole epoch, which would "
+                "have to be held in memory: use balance(True) or batch_size([...])"
+            )
+        if self.progressive_dispatch is False and c.policy is not ApplyPolicy.SYNC:
+            raise ValueError(
+                f"{way}and progressive_dispatch(False) deals parts of the whole epoch, which would "
+                "have to be held in memory: leave it out"
             )
 
     def _check_batch_sizes(self, world: int) -> None:

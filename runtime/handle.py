@@ -21,7 +21,8 @@ from runtime.checkpoint.writer import save_once
 from runtime.config import TrainConfig
 from runtime.core.checks import check_float, check_path
 from runtime.core.signals import INTERRUPTS, Period
-from runtime.data.dataset import adapt_dataset
+from runtime.data.dataset import DatasetAdapter, adapt_dataset
+from runtime.data.stream import StreamAdapter, is_stream
 from runtime.monitor.feed import End
 from runtime.monitor.monitor import Monitor
 from runtime.results import TrainedState
@@ -301,12 +302,25 @@ class TrainerHandle:
             self._stop_and_wait(period)
 
 
+def _read_by(config: TrainConfig) -> DatasetAdapter:
+    """What reads the data set."""
+    if not is_stream(config.dataset):
+        return adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
+    config.check_stream()
+    return StreamAdapter(
+        config.dataset,
+        config.dataset_length,
+        batch_size=config.coordinator.batch_size,
+        collate_fn=config.collate_fn,
+        seed=config.worker.seed,
+    )
+
+
 def start_run(config: TrainConfig) -> TrainerHandle:
     """Check the settings, start every thread and return a handle."""
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
-    adapter = adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
-    run = Run(config.with_callbacks(), adapter)
+    run = Run(config.with_callbacks(), _read_by(config))
     handle = TrainerHandle(run)
     try:
         for callback in config.callbacks:

@@ -39,6 +39,7 @@ from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, resolve_vector_math
 from runtime.data.dataset import DatasetAdapter, EpochIndex
 from runtime.data.path import DataPath
+from runtime.data.stream import StreamAdapter, is_stream
 from runtime.device import memory as allocator
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
@@ -83,6 +84,10 @@ class Listener(Protocol):
         """The run is over."""
 
 
+def _no_state(epoch: int, batch: int) -> None:
+    """What is no stream has no state."""
+
+
 class Run:
     """The parts of one run: queues, coordinator, collectives, workers.
 
@@ -97,7 +102,14 @@ class Run:
     def __init__(self, config: TrainConfig, adapter: DatasetAdapter) -> None:
         self.devices = config.resolved_devices()
         c = config.worker
-        index = EpochIndex(adapter.num_samples, c.batch_size, c.seed, config.sampler)
+        stream = adapter if isinstance(adapter, StreamAdapter) else None
+        index = EpochIndex(
+            adapter.num_samples,
+            c.batch_size,
+            c.seed,
+            config.sampler,
+            of_stream=stream is not None,
+        )
         num_samples = index.num_samples
         config.check(num_samples, self.devices)
         self._recording = Recording(config.timeline)
@@ -128,8 +140,17 @@ class Run:
         self._resume = self._read_resume()
         if self._resume is not None:
             index.restore(self._resume.orders)
-        self._saves = Saves.of(config, self._compatible(), index.drawn)
+            if stream is not None:
+                stream.restore(self._resume.stream)
+        self._saves = Saves.of(
+            config,
+            self._compatible(),
+            index.drawn,
+            _no_state if stream is None else stream.state,
+        )
         self._machine, self._service = self._make_coordinator()
+        if stream is not None:
+            self._follow(stream)
         self.total_batches = config.total_batches(num_samples)
         self._metrics = MetricsThread(
             metrics_fn=config.metrics_fn,
@@ -142,6 +163,15 @@ class Run:
         self._listener: Listener | None = None
         self._holds_threads = False
         self._keeps_memory = False
+
+    def _follow(self, stream: StreamAdapter) -> None:
+        """Tell a stream what of it nobody asks for any more, from now on."""
+
+        def tell(*_: object) -> None:
+            stream.settled(*self._machine.first_needed())
+
+        tell()
+        self._service.observe(tell)
 
     def _make_coordinator(self) -> tuple[Coordinator, Service]:
         config = self.config.coordinator
@@ -168,6 +198,7 @@ class Run:
             "accumulate": c.accumulate,
             "sync": c.policy is ApplyPolicy.SYNC,
             "sampler": self.config.sampler is not None,
+            "stream": is_stream(self.config.dataset),
         }
 
     def _read_resume(self) -> ResumePoint | None:

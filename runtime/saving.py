@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
-from runtime.checkpoint.format import CheckpointData, named_weights
+from runtime.checkpoint.format import CheckpointData, named_weights, plain
 from runtime.checkpoint.store import entries
 from runtime.checkpoint.writer import CheckpointWriter
 from runtime.config import TrainConfig
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 Orders = Callable[[int], dict[int, Tensor]]
 """Gives the orders of an epoch and those after it that are not to be had again."""
+StreamState = Callable[[int, int], dict[str, Any] | None]
+"""Gives the state from which a stream comes to a batch of an epoch."""
 
 CLOSE_S = 600.0
 """How long the end of a run waits for a slow disk."""
@@ -138,14 +140,21 @@ class Saves:
         keep: How many stay there.
         compatible: The settings that must agree where one is continued.
         orders: See :meth:`EpochIndex.drawn <runtime.data.dataset.EpochIndex.drawn>`.
+        stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`.
     """
 
     def __init__(
-        self, directory: Path | None, keep: int, compatible: dict[str, Any], orders: Orders
+        self,
+        directory: Path | None,
+        keep: int,
+        compatible: dict[str, Any],
+        orders: Orders,
+        stream: StreamState,
     ) -> None:
         self._writer = None if directory is None else CheckpointWriter(directory, keep)
         self._compatible = compatible
         self._orders = orders
+        self._stream = stream
         self._layout: WeightLayout | None = None
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
@@ -157,18 +166,21 @@ class Saves:
         self._why: BaseException | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, compatible: dict[str, Any], orders: Orders) -> Saves:
+    def of(
+        cls, config: TrainConfig, compatible: dict[str, Any], orders: Orders, stream: StreamState
+    ) -> Saves:
         """What the settings say.
 
         Args:
             config: All of them.
             compatible: Those that must agree where a run goes on from one of its checkpoints.
             orders: See :class:`Saves`.
+            stream: Likewise.
         """
         directory, keep = config.checkpoint_dir, config.checkpoint_dir_keep
         if directory is not None:
             _tell_of_others(directory, config.resume)
-        return cls(directory, keep, compatible, orders)
+        return cls(directory, keep, compatible, orders, stream)
 
     def learn(self, model: nn.Module, state: FlatState) -> None:
         """Rank 0 is built: from here on weights have names."""
@@ -189,6 +201,7 @@ class Saves:
             epoch=command.epoch,
             global_step=command.global_step,
             orders=self._orders(command.epoch),
+            stream=self._stream_state(command.run),
             within=command.within,
         )
         if command.scheduled and self._writer is not None:
@@ -200,6 +213,20 @@ class Saves:
                     ticket.give(data)
             if command.final:
                 self._last = data
+
+    def _stream_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
+        """From where a stream comes to the first batch that is not trained."""
+        epoch, batch = run["next_epoch"], 0
+        if run["epochs"]:
+            oldest = run["epochs"][0]
+            epoch, spans = oldest["epoch"], oldest["consumed"]
+            batch = spans[0][1] if spans and spans[0][0] == 0 else 0
+        state = self._stream(epoch, batch)
+        try:
+            return None if state is None else dict(plain(state, "the state of the stream"))
+        except CheckpointError as error:
+            logger.warning("%s; a resumed run will read what was trained again", error)
+            return None
 
     def _fail(self, command: SaveFailed) -> None:
         error = command.error

@@ -29,6 +29,7 @@ from runtime.core.checks import (
     check_path,
 )
 from runtime.data.dataset import check_sampler, parts_of_loader
+from runtime.data.stream import is_stream
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.config import DdpConfig
 from runtime.loop.module import ReplicatedModule, set_up
@@ -71,17 +72,36 @@ class TrainerBuilder:
         self._set_here |= set(values)
         return self
 
-    def dataset(self, ds: Any) -> TrainerBuilder:
+    def dataset(self, ds: Any, *, length: int | None = None) -> TrainerBuilder:
         """What to train on: a map-style data set, a ``TensorDataset``, a tuple or dict of tensors
         or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
         threads and read from several of them; see :meth:`dataset_lock`.
+
+        Or a stream: an ``IterableDataset``, or another object that can be iterated anew in each
+        epoch and has no ``__getitem__``. Its items are trained once an epoch, in batches of the
+        order in which it gives them, whichever workers train them. One thread at a time reads
+        it, and an item is kept until no worker's death can call for it again.
+
+        Args:
+            ds: The data set.
+            length: Items in an epoch of a stream, of which no more are read (default:
+                ``len(ds)``; where it has none, ``run()`` reads it through once to count them,
+                for at most 10 s).
 
         A ``DataLoader`` stands for its data set, ``batch_size`` (that of one worker), sampler,
         ``collate_fn``, number of processes (for each worker) and ``drop_last``; what the
         builder's own methods set counts before that. Its other settings have no meaning here:
         batches are pinned and loaded ahead anyway."""
         self._brought = parts_of_loader(ds) if isinstance(ds, DataLoader) else {}
-        return self._set(dataset=self._brought.pop("dataset", ds))
+        dataset = self._brought.pop("dataset", ds)
+        if length is not None:
+            check_int("dataset(length=)", length, 1)
+            if not is_stream(dataset):
+                raise ValueError(
+                    f"dataset(length={length}) is for streams, and {type(dataset).__name__} can be "
+                    "read by index: leave length out, or use sampler()"
+                )
+        return self._set(dataset=dataset, dataset_length=length)
 
     def sampler(self, s: Any) -> TrainerBuilder:
         """Which samples make an epoch, and in which order (default: each one once, in an order

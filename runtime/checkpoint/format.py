@@ -37,6 +37,8 @@ class CheckpointData:
         global_step: Batches trained by all ranks together.
         within: Whether it was made in the middle of an epoch.
         orders: Of a sampler, by epoch: the samples of each that is under way, in order.
+        stream: Of a stream that can be set to a state: an item that is not yet trained, or one
+            before, its state there, and that of its generator.
     """
 
     weights: dict[str, Tensor]
@@ -47,6 +49,7 @@ class CheckpointData:
     global_step: int
     within: bool = False
     orders: dict[int, Tensor] = field(default_factory=dict)
+    stream: dict[str, Any] | None = None
 
 
 def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> Any:

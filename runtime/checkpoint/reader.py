@@ -149,6 +149,7 @@ def _read(path: Path) -> CheckpointData:
             epoch=manifest.epoch,
             global_step=manifest.global_step,
             orders=cast(dict[int, Tensor], _dict(state.get("orders", {}))),
+            stream=state.get("stream"),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path / STATE}: {error!r} in what it holds") from error

@@ -39,6 +39,7 @@ _WHAT = {
     "accumulate": "accumulate",
     "sync": "policy SYNC",
     "sampler": "a sampler:",
+    "stream": "a stream:",
 }
 
 
@@ -51,7 +52,7 @@ _COMPATIBLE = record(
         "accumulate": whole(1),
         "sync": of_type(bool),
     },
-    may={"sampler": of_type(bool)},
+    may={"sampler": of_type(bool), "stream": of_type(bool)},
 )
 _TENSORS = mapping(of_type(str), of_type(Tensor))
 _MAX = 1 << 53
@@ -156,6 +157,9 @@ def _anything(value: Any, where: str) -> None:
     return
 
 
+_STREAM = record({"item": whole(high=_MAX), "generator": _bytes, "stream": _anything})
+
+
 def check_content(data: CheckpointData) -> None:
     """Refuse a checkpoint that no run can have written, though every byte is as it was written.
 
@@ -175,6 +179,7 @@ def check_content(data: CheckpointData) -> None:
     for epoch, order in data.orders.items():
         if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
             raise ValueError(f"orders[{epoch}] is no list of {c['num_samples']} samples")
+    either(_STREAM)(data.stream, "stream")
     for rank, state in enumerate(data.ranks):
         where = f"rank {rank}"
         _RANK(state, where)
@@ -234,7 +239,7 @@ class ResumePoint:
 
     def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:
         """Raise ``CheckpointError`` unless the run goes with the checkpoint."""
-        saved = {"sampler": False, **self._data.compatible}
+        saved = {"sampler": False, "stream": False, **self._data.compatible}
         for name, value in compatible.items():
             if saved.get(name) != value:
                 raise CheckpointError(
@@ -257,6 +262,11 @@ class ResumePoint:
     def run(self) -> Mapping[str, Any]:
         """The coordinator's state."""
         return self._data.run
+
+    @property
+    def stream(self) -> Mapping[str, Any] | None:
+        """Where a stream stood, if it can go on from there."""
+        return self._data.stream
 
     @property
     def orders(self) -> Mapping[int, Tensor]:

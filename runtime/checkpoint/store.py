@@ -125,6 +125,7 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
         "epoch": data.epoch,
         "global_step": data.global_step,
         "orders": data.orders,
+        "stream": data.stream,
     }
     for name, content in (
         (STATE, state),

@@ -38,7 +38,7 @@ class Position(NamedTuple):
     piece: tuple[int, int] | None = None
 
 
-_LOADER_STREAM = 1  # keeps these draws apart from those of the permutation
+_LOADER_STREAM, _EPOCH_STREAM = 1, 2  # keep draws apart from each other and the permutation's
 
 
 def _has_samples(pair: tuple[int, tuple[int, int] | None]) -> bool:
@@ -89,7 +89,15 @@ def batch_generator(seed: int, epoch: int, batch: int) -> torch.Generator:
     Its seed is the upper 63 bits of the first word that NumPy's ``SeedSequence`` makes of
     ``(seed, epoch, batch)``.
     """
-    sequence = np.random.SeedSequence([seed, epoch, batch], spawn_key=(_LOADER_STREAM,))
+    return _generator(np.random.SeedSequence([seed, epoch, batch], spawn_key=(_LOADER_STREAM,)))
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """A CPU generator for what a stream draws in an epoch, seeded as :func:`batch_generator`."""
+    return _generator(np.random.SeedSequence([seed, epoch], spawn_key=(_EPOCH_STREAM,)))
+
+
+def _generator(sequence: np.random.SeedSequence) -> torch.Generator:
     word = int(sequence.generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(word >> 1)
 

@@ -156,8 +156,9 @@ def _address(array: Array) -> int:
 Collate = Callable[[list[Any]], Any]
 
 FORMS = (
-    "dataset() takes a map-style torch Dataset, a TensorDataset, a tuple or dict of tensors or "
-    "NumPy arrays, a DataLoader, or an object with __len__ and get_batch(indices)"
+    "dataset() takes a map-style torch Dataset, an IterableDataset, a TensorDataset, a tuple or "
+    "dict of tensors or NumPy arrays, a DataLoader, or an object with __len__ and "
+    "get_batch(indices)"
 )
 _KEPT_EPOCHS = 3  # ranks are at most two epochs apart
 
@@ -458,11 +459,6 @@ def _reject_unreadable(dataset: Any) -> None:
     if dataset is None or isinstance(dataset, int | float | str | bytes | type):
         what = dataset.__name__ + ", a class" if isinstance(dataset, type) else repr(dataset)
         raise TypeError(f"{what} is no data set: {FORMS}")
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{name} is an IterableDataset, which has no indices to share out among workers: "
-            "make it map-style, with __len__ and __getitem__"
-        )
     get_item = getattr(type(dataset), "__getitem__", None)
     if get_item in (None, Dataset.__getitem__) and not callable(
         getattr(dataset, "get_batch", None)
@@ -495,10 +491,11 @@ def parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     }
     if loader.collate_fn is not default_collate:
         found["collate_fn"] = loader.collate_fn
+    if isinstance(loader.dataset, IterableDataset):
+        del found["loader_workers"]  # one reader, in a thread, hands out each item once
+        return found
     sampler: Any = loader.sampler
     shuffles = type(sampler) is RandomSampler and not sampler.replacement
-    if isinstance(loader.dataset, IterableDataset):
-        _reject_unreadable(loader.dataset)
     if not shuffles or sampler.num_samples != len(sampler.data_source):
         found["sampler"] = check_sampler(sampler)
     return found
@@ -628,12 +625,23 @@ class EpochIndex:
         batch_size: Samples in a batch.
         seed: Seed of the run.
         sampler: Gives each epoch's order; ``None``: a permutation.
+        of_stream: The data set is a stream, which has an order of its own.
 
     Attributes:
         num_samples: Samples in an epoch.
+        of_stream: Whether sample ``epoch * num_samples + i`` is the ``i``-th of an epoch.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, sampler: Any = None) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+        sampler: Any = None,
+        *,
+        of_stream: bool = False,
+    ) -> None:
+        self.of_stream = of_stream
         self._sampled = None if sampler is None else SampledOrder(sampler, num_samples, seed)
         self.num_samples = num_samples if sampler is None else len(sampler)
         self.batch_size = batch_size

@@ -302,9 +302,12 @@ class Loader(ABC):
     def _indices(self, position: Position) -> tuple[torch.Tensor, int]:
         """The samples of a batch, and their number; asks for an epoch's order once."""
         epoch, batch, piece = position
+        start, stop = piece or self._index.bounds(batch)
+        if self._index.of_stream:
+            first = epoch * self._index.num_samples
+            return torch.arange(first + start, first + stop), stop - start
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._index.order(epoch)
-        start, stop = piece or self._index.bounds(batch)
         return self._order[start:stop], stop - start
 
     def _on_device(self, loaded: LoadedBatch) -> LoadedBatch:

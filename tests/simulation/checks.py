@@ -47,6 +47,7 @@ class Checks:
         self._failed_before = 0
         self._dismissed: set[int] = set()
         self._sizes: dict[int, int] = {}  # of the plan that is being dealt
+        self._needed = (0, 0)  # nothing before it may be dealt any more
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
         self.saves = SaveChecks(sim)
@@ -83,6 +84,10 @@ class Checks:
             raise Violation(f"a message to rank {rank} after its Shutdown: {message}")
         if isinstance(message, m.StartEpoch) and message.plan.pieces:
             self._on_pieces(rank, message.plan.pieces)
+        if isinstance(message, m.StartEpoch):
+            first = min((b for span in message.plan.batches for b in span), default=None)
+            if first is not None and (message.plan.epoch, first) < self._needed:
+                raise Violation(f"{message} after all before {self._needed} was let go")
         if isinstance(message, m.SyncNow | m.RequestParams | m.Update):
             self._asked_at[rank] = self._sim.now
         if isinstance(message, m.SyncNow | m.RequestParams):
@@ -142,6 +147,7 @@ class Checks:
 
     def on_event(self, event: m.Event) -> None:
         """The machine is about to hear of this."""
+        self._needed = max(self._needed, self._sim.machine.first_needed())
         if isinstance(event, m.SyncAck | m.ParamSnapshot):
             took_s = self._sim.now - self._asked_at[event.rank]
             self.longest_answer_s = max(self.longest_answer_s, took_s)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from coordinator import machine
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import Epochs
@@ -17,7 +18,7 @@ from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found
 from tests.simulation.harness import Simulation, SimulationFailed
-from tests.simulation.schedule import Death, Pace, Schedule
+from tests.simulation.schedule import Death, Pace, Schedule, draw_schedule
 from tests.simulation.sim_worker import SimWorker
 
 
@@ -243,3 +244,28 @@ def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
     monkeypatch.setattr(WorkerProtocol, "begin_plan", even_halted)
     with pytest.raises(SimulationFailed, match="Violation"):
         _run_all(200)
+
+
+def test_samples_that_are_let_go_while_a_step_may_be_taken_back_are_missed(monkeypatch):
+    monkeypatch.setattr(machine, "STEPS_BACK", 0)
+
+    def as_once(seed):
+        return draw_schedule(59591)
+
+    assert_is_found("was let go", as_once)
+
+
+def test_samples_that_are_let_go_once_they_are_trained_are_missed(monkeypatch):
+    first_unsettled = ChunkPool.first_unsettled
+
+    def forgetful(self):
+        trained = [led.trained for led in self.ledgers]
+        for led in self.ledgers:
+            led.trained = []
+        found = first_unsettled(self)
+        for led, spans in zip(self.ledgers, trained, strict=True):
+            led.trained = spans
+        return found
+
+    monkeypatch.setattr(ChunkPool, "first_unsettled", forgetful)
+    assert_is_found("was let go")

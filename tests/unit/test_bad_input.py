@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from runtime import (
     ApplyPolicy,
@@ -277,11 +277,6 @@ def test_run_names_what_is_not_set(missing):
         b.run()
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
 class Unsized(Dataset):
     def __getitem__(self, index):
         return index
@@ -296,7 +291,6 @@ class Unsized(Dataset):
         (TensorDataset(torch.zeros(0)), ValueError, "empty"),
         ((torch.zeros(4), torch.zeros(5)), ValueError, r"unequal lengths: \[4, 5\]"),
         ((torch.zeros(4), [1, 2, 3, 4]), TypeError, "make it a tensor"),
-        (Stream(), TypeError, "map-style"),
         (Unsized(), TypeError, "__len__"),
         ({"x": 3}, TypeError, "without a tensor"),
         ("data.csv", TypeError, "no data set"),

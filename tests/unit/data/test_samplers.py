@@ -266,13 +266,6 @@ def test_a_loaders_processes_load_the_same():
     assert seen.samples == list(range(N))
 
 
-class Stream(torch.utils.data.IterableDataset):
-    """Has no indices."""
-
-    def __iter__(self):
-        return iter(range(N))
-
-
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
@@ -284,7 +277,6 @@ class Stream(torch.utils.data.IterableDataset):
             ),
             "a batch_sampler of its own",
         ),
-        (lambda: DataLoader(Stream(), batch_size=2), "IterableDataset"),
     ],
 )
 def test_a_loader_that_cannot_be_shared_out_is_refused(make, remedy):

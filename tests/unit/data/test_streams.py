@@ -1,0 +1,467 @@
+"""Streams: each item once, in order, by one reader, through deaths and resumes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter as Count
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import runtime.data.stream
+from runtime import CheckpointError, WorkerFailed, current_worker
+from runtime.core.context import LoaderView, worker_context
+from runtime.data.stream import StreamAdapter
+from tests.support.resuming import Marks
+from tests.support.running import (
+    LOCAL_WAYS,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    Trace,
+    builder,
+    count_up,
+    numbers,
+    plain_sgd,
+)
+
+N, SIZE = 43, 4
+by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
+
+
+class Stream(IterableDataset):
+    """Gives 0, 1, 2, ... and notes how it is read."""
+
+    def __init__(self, n=N):
+        self.n = n
+        self.read = []
+        self.most_at_a_time = 0
+        self._busy = threading.Semaphore(1)
+
+    def __iter__(self):
+        for i in range(self.n):
+            assert self._busy.acquire(blocking=False), "two threads read it"
+            self.read.append(i)
+            self._busy.release()
+            yield self.item(i)
+
+    def item(self, i):
+        return torch.tensor(i)
+
+
+class Sized(Stream):
+    def __len__(self):
+        return self.n
+
+
+def batches_of(n=N):
+    return [tuple(range(start, min(start + SIZE, n))) for start in range(0, n, SIZE)]
+
+
+def trained(stream, *, length=None, train=count_up, run=WAIT_S, **settings):
+    trace = Trace(train)
+    b = builder(train=trace, batch_size=SIZE, **settings).dataset(stream, length=length)
+    return trace, b.run().join(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+def test_each_item_is_trained_once_an_epoch_in_batches_of_the_streams_order(way, ranks):
+    stream = Sized()
+    trace, state = trained(stream, epochs=3, ranks=ranks, way=way)
+    for epoch in range(3):
+        assert sorted(indices for _, indices in trace.of_epoch(epoch)) == batches_of()
+    assert stream.read == [*range(N)] * 3
+    assert [m.num_samples for m in state.metrics] == [N] * 3
+
+
+def test_under_sync_each_rank_trains_what_is_its_own_of_the_order():
+    trace, _ = trained(Sized(), ranks=2, way=(SYNC, THREAD))
+    assert [i for rank, i in trace.of_epoch(0) if rank == 0] == batches_of()[::2]
+
+
+def test_items_without_a_length_are_counted():
+    stream = Stream()
+    trace, _ = trained(stream, epochs=2)
+    assert Count(i for _, _, batch in trace.batches for i in batch) == dict.fromkeys(range(N), 2)
+    assert stream.read == [*range(N)] * 3
+
+
+def test_a_length_that_is_given_ends_each_epoch():
+    endless = Stream(10**12)
+    trace, state = trained(endless, length=10, epochs=2)
+    assert [m.num_samples for m in state.metrics] == [10, 10]
+    assert endless.read == [*range(10)] * 2
+    assert sorted(batch for _, batch in trace.of_epoch(1)) == batches_of(10)
+
+
+def test_drop_last_leaves_the_end_of_each_epoch_out():
+    trace, state = trained_without_the_last(Sized())
+    assert [m.num_samples for m in state.metrics] == [40, 40]
+    assert sorted(batch for _, batch in trace.of_epoch(1)) == batches_of()[:-1]
+
+
+def trained_without_the_last(stream):
+    trace = Trace()
+    b = builder(train=trace, batch_size=SIZE, epochs=2).dataset(stream).drop_last(True)
+    return trace, b.run().join(WAIT_S)
+
+
+def test_a_loader_of_a_stream_is_taken_over_but_for_its_processes():
+    def collate(items):
+        return (torch.stack(items) * 2,)
+
+    trace = Trace()
+    b = builder(train=trace, ranks=1)
+    b._set_here.discard("batch_size")  # as if it had not been called
+    b.dataset(DataLoader(Sized(10), batch_size=3, collate_fn=collate, num_workers=2))
+    b.run().join(WAIT_S)
+    assert [batch for _, _, batch in trace.batches] == [(0, 2, 4), (6, 8, 10), (12, 14, 16), (18,)]
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_what_a_dead_worker_had_goes_to_the_others_and_is_read_once(way, step):
+    stream = Sized()
+
+    def train(model, batch):
+        worker = current_worker()
+        if worker.rank == 1 and worker.local_step == step:
+            raise RuntimeError("planted")
+        return -model.w[worker.current_epoch, batch].sum()
+
+    b = builder(
+        model=lambda device: Marks(2, N).to(device),
+        train=train,
+        batch_size=SIZE,
+        epochs=2,
+        ranks=3,
+        way=way,
+    )
+    if way[0] is not SYNC:
+        b.partition_ratios([1, 1, 1]).anchor(2)  # each rank has its batches, fast or not
+    state = b.dataset(stream).on_worker_failure("continue").run().join(WAIT_S)
+    assert [f.rank for f in state.failures] == [1]
+    assert (state.params["w"] > 0).all()
+    assert [m.num_samples for m in state.metrics] == [N] * 2
+    assert stream.read == [*range(N)] * 2
+
+
+class Items(Sized):
+    """Knows how many of its items there are."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.alive = weakref.WeakSet()
+        self.most = 0
+
+    def item(self, i):
+        item = Item(i)
+        self.alive.add(item)
+        self.most = max(self.most, len(self.alive))
+        return item
+
+
+class Item:
+    def __init__(self, i):
+        self.i = i
+
+
+def number(items):
+    return torch.tensor([item.i for item in items])
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+def test_items_are_let_go_of_once_no_death_can_call_for_them(way):
+    stream = Items(300)
+    b = builder(batch_size=2, epochs=8, way=way).collate_fn(number).dataset(stream)
+    b.run().join(WAIT_S)
+    # At most two epochs are open, and more is never dealt under SYNC than can be taken back.
+    assert stream.most <= (320 if way[0] is SYNC else 900)
+
+
+def test_no_item_below_what_is_settled_is_kept():
+    stream = Items(300)
+    adapter = StreamAdapter(stream, None, batch_size=2, collate_fn=number, seed=0)
+    with reading():
+        adapter.load(torch.arange(200, 210))
+        assert len(stream.alive) == 210
+        adapter.settled(0, 90)
+        assert adapter.load(torch.arange(180, 182)).tolist() == [180, 181]
+        assert len(stream.alive) == 30
+        adapter.settled(1, 0)  # what drop_last leaves out is not read
+        assert adapter.load(torch.arange(300, 302)).tolist() == [0, 1]
+    assert stream.read == [*range(210), 0, 1]
+
+
+def reading():
+    return worker_context(LoaderView(0, torch.Generator()))
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+def test_the_streams_draws_are_the_same_whoever_reads(way):
+    class Drawing(Sized):
+        def item(self, i):
+            return torch.rand((), generator=current_worker().generator).double()
+
+    def drawn(ranks):
+        found = Count()
+        lock = threading.Lock()
+
+        def train(model, batch):
+            with lock:
+                found.update((current_worker().current_epoch, x) for x in batch.tolist())
+            return count_up(model, batch)
+
+        b = builder(train=train, batch_size=SIZE, epochs=2, ranks=ranks, way=way)
+        b.seed(5).dataset(Drawing()).run().join(WAIT_S)
+        return found
+
+    assert drawn(1) == drawn(3)
+    assert len(drawn(2)) == 2 * N
+
+
+# Going on from a checkpoint.
+
+
+class Stateful(Sized):
+    """Knows where it stands, as the streams of Hugging Face do."""
+
+    def __init__(self, n=N):
+        super().__init__(n)
+        self.at = 0
+
+    def __iter__(self):
+        self.at, start = 0, self.at
+        for i, item in enumerate(islice(super().__iter__(), None), 0):
+            if i >= start:
+                self.at = i + 1
+                yield item
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Quick(Stateful):
+    """Goes to where it stood without reading what lies before."""
+
+    def __iter__(self):
+        self.at, start = 0, self.at
+        for i in range(start, self.n):
+            self.read.append(i)
+            self.at = i + 1
+            yield torch.tensor(i)
+        self.at = 0
+
+
+class OfIterator(Sized):
+    """Its iterator knows, and not the stream."""
+
+    class Iterator:
+        def __init__(self, stream):
+            self.stream, self.at = stream, 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self.at == self.stream.n:
+                raise StopIteration
+            self.stream.read.append(self.at)
+            self.at += 1
+            return torch.tensor(self.at - 1)
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    def __iter__(self):
+        return OfIterator.Iterator(self)
+
+
+def interrupted(path, make, way, *, ranks=2, steps=5):
+    """Trains some steps of the first epoch, and the rest in a second run; gives both streams."""
+    streams, seen = (make(), make()), []
+
+    def run(stream, **more):
+        trace = Trace(lambda model, batch: -model.w[current_worker().current_epoch, batch].sum())
+        b = builder(
+            model=lambda device: Marks(2, N).to(device),
+            optim=plain_sgd,
+            train=trace,
+            batch_size=SIZE,
+            epochs=2,
+            ranks=ranks,
+            way=way,
+        ).dataset(stream)
+        for name, value in more.items():
+            getattr(b, name)(value)
+        state = b.run().join(WAIT_S)
+        seen.append(trace)
+        return state
+
+    run(streams[0], checkpoint_dir=path, max_steps=steps)
+    return streams, seen, run(streams[1], resume=path)
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+@pytest.mark.parametrize("make", [Sized, Stateful, Quick, OfIterator])
+def test_a_resumed_run_trains_what_was_left_of_the_stream(tmp_path, make, way):
+    _, _, state = interrupted(tmp_path, make, way)
+    assert (state.params["w"] > 0).all()
+    assert [m.num_samples for m in state.metrics] == [N] * 2
+
+
+@pytest.mark.parametrize("make", [Quick, OfIterator])
+def test_a_stream_that_knows_where_it_stands_is_not_read_from_its_beginning(
+    tmp_path, monkeypatch, make
+):
+    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)  # as often as it can be
+    (_, again), _, _ = interrupted(tmp_path, make, (SYNC, THREAD), steps=8)
+    first = again.read[0]
+    assert 0 < first <= 8 * SIZE
+    assert again.read[: N - first] == [*range(first, N)]
+
+
+def test_draws_go_on_where_the_stream_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)
+
+    class Drawing(Quick):
+        def __iter__(self):
+            for item in super().__iter__():
+                yield item, torch.rand((), generator=current_worker().generator)
+
+    def run(*, steps=None, **more):
+        drawn = {}
+
+        def train(model, batch):
+            drawn.update(zip(batch[0].tolist(), batch[1].tolist(), strict=True))
+            return count_up(model, batch)
+
+        b = builder(train=train, batch_size=SIZE, way=(SYNC, THREAD)).dataset(Drawing())
+        for name, value in more.items():
+            getattr(b, name)(value)
+        b.run().join(WAIT_S)
+        return drawn
+
+    whole = run()
+    before = run(checkpoint_dir=tmp_path, max_steps=7)
+    assert {**before, **run(resume=tmp_path)} == whole
+
+
+def test_a_state_that_leaves_items_out_is_told_of_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)
+
+    class Lossy(Quick):
+        def load_state_dict(self, state):
+            self.at = state["at"] + 2
+
+    with pytest.raises(WorkerFailed) as told:
+        interrupted(tmp_path, Lossy, (SYNC, THREAD))
+    assert "__iter__ alone" in str(told.value.__cause__)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_left_out_with_a_warning(tmp_path, caplog):
+    class Odd(Quick):
+        def state_dict(self):
+            return {"at": self.at, "odd": object}
+
+    _, _, state = interrupted(tmp_path, Odd, (SYNC, THREAD))
+    assert (state.params["w"] > 0).all()
+    assert "the state of the stream" in caplog.text
+
+
+def test_a_stream_and_a_map_style_data_set_are_not_taken_for_each_other(tmp_path):
+    b = builder(dataset=Sized(20), ranks=1).checkpoint_dir(tmp_path).max_steps(3)
+    b.run().join(WAIT_S)
+    with pytest.raises(CheckpointError, match="written with a stream: True, this run has False"):
+        builder(dataset=20, ranks=1).resume(tmp_path).run()
+
+
+# What cannot be.
+
+
+class Once:
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda b: b.sampler(range(N)), "leave sampler"),
+        (lambda b: b.loader_workers(2), "leave loader_workers out"),
+        (lambda b: b.policy("sync").partition_ratios([1, 2]), "balance"),
+        (lambda b: b.progressive_dispatch(False), "leave it out"),
+        (lambda b: b.resident(True), "resident"),
+        (lambda b: b.dataset(Stream(0)), "is empty"),
+    ],
+)
+def test_what_does_not_go_with_a_stream_is_refused(change, remedy):
+    b = builder().dataset(Sized())
+    with pytest.raises(ValueError, match=remedy):
+        change(b).run()
+
+
+def test_a_stream_that_can_be_read_only_once_is_refused():
+    with pytest.raises(TypeError, match="begins anew"):
+        builder(dataset=(torch.tensor(i) for i in range(9))).run()
+
+
+def test_any_object_that_can_be_iterated_anew_is_a_stream():
+    trace, _ = trained(Once(), ranks=1)
+    assert [batch for _, _, batch in trace.batches] == [(0, 1, 2)]
+
+
+def test_a_length_is_for_streams():
+    with pytest.raises(ValueError, match="read by index: leave length out"):
+        builder().dataset(numbers(3), length=2)
+    with pytest.raises(ValueError, match="length"):
+        builder().dataset(Stream(), length=0)
+
+
+def test_a_stream_without_an_end_needs_a_length(monkeypatch):
+    monkeypatch.setattr(runtime.data.stream, "COUNTING_S", 0.01)
+    with pytest.raises(ValueError, match=r"items were counted in 0\.01 s .* length=n"):
+        builder(dataset=Stream(10**12)).run()
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+def test_a_stream_that_ends_early_ends_the_run_and_says_so(way):
+    with pytest.raises(WorkerFailed) as told:
+        trained(Sized(10), length=11, ranks=2, way=way)
+    assert "ended after 10 items in epoch 0" in str(told.value.__cause__)
+    assert "length=n" in str(told.value.__cause__)
+
+
+def test_an_error_of_the_stream_comes_out_of_join():
+    class Broken(Sized):
+        def item(self, i):
+            if i == 17:
+                raise OSError("the disk is gone")
+            return torch.tensor(i)
+
+    with pytest.raises(WorkerFailed) as told:
+        trained(Broken(), ranks=2)
+    assert isinstance(told.value.__cause__, OSError)
+
+
+def test_an_error_of_the_stream_is_told_to_whoever_asks_after_it():
+    class Broken(Sized):
+        def item(self, i):
+            raise OSError("the disk is gone")
+
+    adapter = StreamAdapter(Broken(), 8, batch_size=2, collate_fn=None, seed=0)
+    with reading():
+        for _ in range(2):
+            with pytest.raises(OSError, match="disk"):
+                adapter.load(torch.arange(2))
