@@ -164,6 +164,7 @@ class CoordinatorConfig:
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         evaluate: Whether there is an evaluation function.
         checkpoint_every: Epochs between two calls of the checkpoint function.
+        scheduler_metric: What of each closed epoch ranks are told, to step a scheduler by.
         save_every: Epochs between two saves of the whole state, which is also saved at the
             end; ``None``: only when asked.
         save_every_s: Seconds between two saves within an epoch; ``None``: none by time.
@@ -203,6 +204,7 @@ class CoordinatorConfig:
     metrics_every: int | None = None
     evaluate: bool = False
     checkpoint_every: int | None = None
+    scheduler_metric: str | None = None
     save_every: int | None = None
     save_every_s: float | None = None
     save_every_steps: int | None = None

@@ -30,6 +30,7 @@ class Epochs:
         self._core = core
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
+        self._values: tuple[float | None, ...] = ()
         self.resumed_s = 0.0
 
     def begin(self, now: float) -> None:
@@ -112,6 +113,10 @@ class Epochs:
                 self._start(rank, m.EpochPlan(epoch=epoch.epoch))
 
     def _start(self, rank: Rank, plan: m.EpochPlan) -> None:
+        name, closed = self._core.config.scheduler_metric, self._core.outcome.metrics
+        if name is not None and closed:
+            self._values += tuple(e.value(name) for e in closed[len(self._values) :])
+            plan = replace(plan, metrics=self._values)
         rank.num_queued += 1
         self._core.send(rank.rank, m.StartEpoch(plan=plan))
 

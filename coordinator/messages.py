@@ -88,6 +88,8 @@ class EpochPlan:
             piece without samples is loaded by nobody: the others train the whole global batch.
         more: Whether more of the epoch follows for the same ranks, short of a death or an
             end, so that nothing is closed behind this plan.
+        metrics: Of each epoch that has closed, what a scheduler is stepped by; ``None``: the
+            epoch has no such metric. Empty where none is.
     """
 
     epoch: int
@@ -96,6 +98,7 @@ class EpochPlan:
     first_step: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
     more: bool = False
+    metrics: tuple[float | None, ...] = ()
 
     @property
     def num_batches(self) -> int:

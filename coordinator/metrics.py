@@ -246,6 +246,13 @@ class EpochMetrics:
     param_norm: float = math.nan
     learning_rate: float = math.nan
 
+    def value(self, name: str) -> float | None:
+        """A scalar, or else a field, of that name; ``None``: there is no such number."""
+        value = self.scalars.get(name, getattr(self, name, None))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        return None
+
 
 MEASURED = ("divergence", "param_norm", "learning_rate")
 """What of an epoch is NaN where nobody has measured it."""

@@ -192,6 +192,7 @@ class TrainConfig:
             evaluate=self.functions.eval_fn is not None,
             grace_s=grace_s,
         )
+        every = per_epoch if self.scheduler_interval == "epoch" else 1
         worker = replace(
             self.worker,
             balance=balance,
@@ -201,7 +202,7 @@ class TrainConfig:
             falls_back=bool(others),
             lr_scale=1.0 + (len(devices) - 1) * self.lr_scale_ratio,
             total_steps=c.num_epochs * per_epoch,
-            schedule_every=per_epoch if self.scheduler_interval == "epoch" else 1,
+            schedule_every=0 if c.scheduler_metric is not None else every,
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, LONGEST_REPORT_S),
         )
@@ -292,6 +293,11 @@ class TrainConfig:
             raise ValueError(
                 "balance(True) cuts the global batches of SYNC; the other policies follow the "
                 "ranks' speed anyway: leave it out"
+            )
+        metric = c.scheduler_metric or ""
+        if metric.startswith("eval/") and self.functions.eval_fn is None:
+            raise ValueError(
+                f"scheduler(metric={metric!r}) needs eval_fn(f), which gives {metric[5:]!r}"
             )
         self._check_batchnorm(devices)
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:

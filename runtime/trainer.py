@@ -333,14 +333,24 @@ class TrainerBuilder:
             raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
         return self._set(on_non_finite=mode)
 
-    def scheduler(self, f: SchedulerFactory, *, interval: str = "step") -> TrainerBuilder:
+    def scheduler(
+        self, f: SchedulerFactory, *, interval: str = "step", metric: str | None = None
+    ) -> TrainerBuilder:
         """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by any
         rank, or, with ``interval="epoch"``, once for each epoch of them. Under ``CADENCE`` and
-        ``ASYNC`` a rank comes to a new epoch when it counts as many batches."""
+        ``ASYNC`` a rank comes to a new epoch when it counts as many batches.
+
+        ``ReduceLROnPlateau`` is stepped by a metric of each epoch that has closed: ``metric`` is a
+        field of :class:`~runtime.EpochMetrics`, such as ``"avg_loss"``, or a name in its
+        ``scalars``, such as ``"eval/loss"``. Under ``SYNC`` that is before the next epoch's first
+        step; under the other policies, where ranks begin the next epoch before an epoch closes, at
+        the next work that a rank is given, a fraction of a second later."""
         check_callable("scheduler", f, "(optimizer) -> LRScheduler")
         if interval not in ("step", "epoch"):
             raise ValueError(f'scheduler(interval={interval!r:.40}): pass "step" or "epoch"')
-        return self._set(scheduler=f, scheduler_interval=interval)
+        if metric is not None and (not isinstance(metric, str) or not metric):
+            raise TypeError(f"scheduler(metric={metric!r:.40}): pass a name, such as 'eval/loss'")
+        return self._set(scheduler=f, scheduler_interval=interval, scheduler_metric=metric)
 
     def lr_scale_ratio(self, f: float) -> TrainerBuilder:
         """Multiply the learning rate by ``1 + (world_size - 1) * f`` (Goyal et al., 2017:

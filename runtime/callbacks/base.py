@@ -104,9 +104,9 @@ class Watched:
 
     def read(self, metrics: EpochMetrics) -> float | None:
         """The value of an epoch; ``None``, and once an error in the log: it has none."""
-        value = metrics.scalars.get(self._metric, getattr(metrics, self._metric, None))
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+        value = metrics.value(self._metric)
+        if value is not None:
+            return value
         if not self._has_told:
             self._has_told = True
             logger.error(

@@ -93,7 +93,7 @@ _RANK = record(
                 "base": items(_factor),
                 "scheduler": either(of_type(dict)),
             },
-            may={"every": whole(1, _MAX)},
+            may={"every": whole(high=_MAX)},
         ),
         "lr_scale": _positive,
         "generators": lambda value, where: _check_generators(value, where),

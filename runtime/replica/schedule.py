@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ class Schedule:
         optimizer: The worker's optimizer.
         factory: Makes the scheduler, or ``None``.
         total: Positions past this one count as this one.
-        every: Positions to a step of the scheduler.
+        every: Positions to a step of the scheduler; 0: it is stepped by :meth:`tell`, with the
+            metric of an epoch, which is then what a position is.
 
     Attributes:
         scheduler: Moves the rates from step to step; ``None``: nobody does.
@@ -54,10 +55,16 @@ class Schedule:
                 f"scheduler(f): f(optimizer) returned {type(scheduler).__name__}, "
                 "not a torch.optim.lr_scheduler.LRScheduler"
             )
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if by_metric and self._every:
             raise TypeError(
-                "scheduler(f): ReduceLROnPlateau needs a metric at each step, which a position in "
-                "the run does not give; use a scheduler that follows steps, such as OneCycleLR"
+                "scheduler(f): ReduceLROnPlateau is stepped by a metric of each epoch: name it, as "
+                "in scheduler(f, metric='eval/loss')"
+            )
+        if not by_metric and not self._every:
+            raise TypeError(
+                "scheduler(f, metric=...) is for ReduceLROnPlateau, and "
+                f"{type(scheduler).__name__} follows steps or epochs: leave metric out"
             )
         # A rank may have to catch up with the others before its own first step, which
         # torch would take for a mistake.
@@ -144,8 +151,8 @@ class Schedule:
         every = state.get("every", 1)
         if self.scheduler is not None and every != self._every:
             raise ValueError(
-                f"the scheduler was stepped every {every} batches, and is every {self._every} now: "
-                "pass scheduler(f, interval=...) as before"
+                f"the scheduler was stepped {_how(every)}, and is {_how(self._every)} now: pass "
+                "scheduler(f, interval=..., metric=...) as before"
             )
         self._position = int(state["position"])
         self._scale = float(state["scale"])
@@ -160,19 +167,46 @@ class Schedule:
 
     def advance(self, position: int) -> None:
         """Bring the rate to a position: batches trained by all ranks before this step."""
-        if self.scheduler is None:
+        if self.scheduler is None or not self._every:
             return
         if self._total is not None:
             position = min(position, self._total)
-        position //= self._every
-        if position <= self._position:
+        steps = position // self._every - self._position
+        if steps > 0:
+            self._step([()] * steps)
+
+    def tell(self, values: Sequence[float | None]) -> None:
+        """Step by the metrics of epochs, each of them once.
+
+        Args:
+            values: Of all epochs that have closed.
+
+        Raises:
+            ValueError: An epoch has none.
+        """
+        new = [(value,) for value in values[self._position :]]
+        if self.scheduler is None or self._every or not new:
             return
+        if (None,) in new:
+            epoch = self._position + new.index((None,))
+            raise ValueError(
+                f"epoch {epoch} has no metric of the name in scheduler(f, metric=...): record it "
+                "in train_fn by record_scalar(), or let eval_fn return it, under eval/<name>"
+            )
+        self._step(new)
+
+    def _step(self, arguments: Sequence[tuple[Any, ...]]) -> None:
+        assert self.scheduler is not None
         if self._scale != 1.0:
             self._write(self._base)
-        while self._position < position:
-            self.scheduler.step()
+        for given in arguments:
+            self.scheduler.step(*given)
             self._position += 1
         if self._scale != 1.0:
             # Chainable schedulers compute from the rate they find: never the scaled one.
             self._base = self._read()
             self._write([rate * self._scale for rate in self._base])
+
+
+def _how(every: int) -> str:
+    return f"every {every} batches" if every else "by a metric"

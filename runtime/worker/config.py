@@ -46,7 +46,7 @@ class WorkerConfig:
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         lr_scale: Multiplies the learning rate.
         total_steps: Positions of the schedule.
-        schedule_every: Positions to a step of the scheduler.
+        schedule_every: Positions to a step of the scheduler; 0: it is stepped by a metric.
         num_cpu_workers: CPU workers that share the cores.
         survives: Whether the worker goes on when another one dies.
         falls_back: Whether the run goes on over another transport where one fails.

@@ -336,6 +336,7 @@ class GpuWorker:
             self.protocol.plans.appendleft(plan)
             self.protocol.begin_plan()
         with worker_context(self):
+            self._schedule.tell(plan.metrics)
             self._begin_epoch(plan.epoch)
             self.steps.verify_graphs()
             self._submit(plan)

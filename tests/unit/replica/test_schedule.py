@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from coordinator import messages as m
 from coordinator import service as inbox
 from coordinator.messages import Send
 from coordinator.service import Service
-from runtime import current_worker
+from runtime import WorkerFailed, current_worker
 from runtime.replica.schedule import Schedule
 from tests.support.running import (
     ASYNC,
@@ -111,6 +111,60 @@ def test_what_is_no_scheduler_is_refused():
         Schedule(optimizer(), lambda o: 3)
 
 
+class TestByMetric:
+    def halving(self, o):
+        return ReduceLROnPlateau(o, factor=0.5, patience=0)
+
+    def test_each_value_counts_once_however_often_it_is_told(self):
+        o, alone = optimizer(), optimizer()
+        schedule, expected = Schedule(o, self.halving, every=0), self.halving(alone)
+        values = [1.0, 2.0, 0.5, 0.7, 0.9]
+        for n in (0, 1, 1, 3, 5):
+            schedule.tell(values[:n])
+        for value in values:
+            expected.step(value)
+        assert rates(o) == rates(alone) == [0.1 / 8, 0.2 / 8]
+
+    def test_positions_mean_nothing(self):
+        o = optimizer()
+        schedule = Schedule(o, self.halving, every=0)
+        schedule.advance(100)
+        schedule.tell([1.0, 2.0])
+        assert rates(o) == [0.05, 0.1]
+
+    def test_a_scale_lies_on_top(self):
+        o = optimizer()
+        schedule = Schedule(o, self.halving, every=0)
+        schedule.set_scale(3.0)
+        schedule.tell([1.0, 2.0, 3.0])
+        assert rates(o) == pytest.approx([0.075, 0.15])
+
+    def test_its_state_says_what_was_told(self):
+        o, other = optimizer(), optimizer()
+        schedule, again = (Schedule(x, self.halving, every=0) for x in (o, other))
+        schedule.tell([1.0, 2.0])
+        again.load_state_dict(schedule.state_dict())
+        other.load_state_dict(o.state_dict())
+        again.tell([1.0, 2.0, 3.0])
+        assert rates(other) == [0.025, 0.05]
+
+    def test_an_epoch_without_the_metric_is_an_error(self):
+        schedule = Schedule(optimizer(), self.halving, every=0)
+        with pytest.raises(ValueError, match=r"epoch 1 has no metric.*record_scalar"):
+            schedule.tell([1.0, None])
+
+    def test_it_is_for_plateaus_alone_and_they_need_it(self):
+        with pytest.raises(TypeError, match=r"is stepped by .* metric='eval/loss'"):
+            Schedule(optimizer(), self.halving)
+        with pytest.raises(TypeError, match="leave metric out"):
+            Schedule(optimizer(), FACTORIES["LambdaLR"], every=0)
+
+    def test_a_state_of_another_kind_is_refused(self):
+        state = Schedule(optimizer(), FACTORIES["LambdaLR"]).state_dict()
+        with pytest.raises(ValueError, match="every 1 batches, and is by a metric now"):
+            Schedule(optimizer(), self.halving, every=0).load_state_dict(state)
+
+
 # -- in a run ------------------------------------------------------------------
 
 
@@ -193,12 +247,6 @@ def test_a_scale_set_before_the_scheduler_holds_from_the_first_step():
     assert schedule.current == pytest.approx(0.2)
 
 
-def test_a_scheduler_that_needs_a_metric_is_refused():
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(TypeError, match="ReduceLROnPlateau"):
-        Schedule(torch.optim.SGD([parameter], 0.1), torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
 def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
     """Else every rate lags behind by what the ranks trained for the last round."""
     monkeypatch.setattr(inbox, "HELD_S", 10 * WAIT_S)
@@ -277,3 +325,75 @@ def test_a_resumed_run_goes_on_with_the_epochs_rate_and_refuses_another_interval
 def test_an_unknown_interval_is_refused():
     with pytest.raises(ValueError, match='pass "step" or "epoch"'):
         builder().scheduler(lambda o: StepLR(o, 1), interval="batch")
+
+
+class Evaluations:
+    """A metric that gets worse from the second epoch on."""
+
+    def __init__(self):
+        self.num = 0
+
+    def __call__(self, model, epoch):
+        self.num += 1
+        return {"loss": 1.0 + epoch}
+
+
+def halving(o):
+    return ReduceLROnPlateau(o, factor=0.5, patience=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_under_sync_each_epoch_begins_with_the_metric_of_the_one_before(ranks):
+    found = Rates()
+    b = builder(train=found, dataset=12, epochs=4, ranks=ranks, way=(SYNC, THREAD))
+    b.scheduler(halving, metric="eval/loss").eval_fn(Evaluations())
+    metrics = b.run().join(WAIT_S).metrics
+    for rank in range(ranks):
+        steps = len(found.of[rank]) // 4
+        assert found.of[rank] == [r for r in (1.0, 1.0, 0.5, 0.25) for _ in range(steps)]
+    assert [m.learning_rate for m in metrics] == [1.0, 1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC])
+def test_a_rank_hears_of_a_metric_with_its_next_work(policy):
+    b = builder(train=Rates(), dataset=40, epochs=30, ranks=2, way=(policy, OVER_CPU))
+    b.scheduler(halving, metric="avg_loss").progress(False)
+    metrics = b.run().join(WAIT_S).metrics
+    assert {m.learning_rate for m in metrics} == {1.0}  # the loss falls for ever
+    rates = Rates()
+    b = builder(train=rates, dataset=40, epochs=30, ranks=2, way=(policy, OVER_CPU))
+    b.scheduler(halving, metric="eval/loss").eval_fn(Evaluations())
+    b.run().join(WAIT_S)
+    for of in rates.of.values():
+        assert of == sorted(of, reverse=True)
+        assert of[-1] < 0.5**20
+
+
+def test_a_resumed_run_steps_by_what_comes_after(tmp_path):
+    def run(epochs, **more):
+        found = Rates()
+        b = builder(train=found, dataset=12, epochs=epochs, ranks=2, way=(SYNC, THREAD))
+        b.scheduler(halving, metric="eval/loss").eval_fn(Evaluations())
+        for name, value in more.items():
+            getattr(b, name)(value)
+        b.run().join(WAIT_S)
+        return found.of
+
+    whole = run(4)
+    first = run(3, checkpoint_dir=tmp_path, max_steps=16)
+    again = run(4, resume=tmp_path)
+    assert {rank: first[rank] + again[rank] for rank in whole} == whole
+
+
+def test_a_metric_that_no_epoch_has_ends_the_run_with_the_remedy():
+    b = builder(epochs=2, way=(SYNC, THREAD)).scheduler(halving, metric="accuracy")
+    with pytest.raises(WorkerFailed) as told:
+        b.run().join(WAIT_S)
+    assert "record_scalar" in str(told.value.__cause__)
+
+
+def test_what_a_metric_needs_is_asked_for_before_the_run():
+    with pytest.raises(ValueError, match=r"needs eval_fn\(f\), which gives 'loss'"):
+        builder().scheduler(halving, metric="eval/loss").run()
+    with pytest.raises(TypeError, match="pass a name"):
+        builder().scheduler(halving, metric=3)
