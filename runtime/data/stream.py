@@ -23,6 +23,8 @@ COUNTING_S = 10.0
 """A stream of unknown length is read through once before the run, for so long at the most."""
 STATES_SHARE = 0.02
 """Part of the time that may go into asking a stream for its state."""
+STATES_APART_S = 0.1
+"""Time between two states at the least, in seconds: they are kept as long as items are."""
 STATES_KEPT = 8
 """States that are kept of what nobody asks for again: a checkpoint may be that old."""
 
@@ -218,7 +220,8 @@ class StreamAdapter(DatasetAdapter):
     def _finish(self) -> None:
         """An epoch was read: let the iterator come to its own end, where that is here."""
         iterator, self._iterator = self._iterator, None
-        if self._to_the_end and next(iterator or iter(()), self) is not self and not self._warned:
+        assert iterator is not None
+        if self._to_the_end and next(iterator, self) is not self and not self._warned:
             self._warned = True
             logger.warning(
                 "%s has more items than its length, %d: the others are left out",
@@ -238,7 +241,7 @@ class StreamAdapter(DatasetAdapter):
             "stream": copy.deepcopy(owner.state_dict()),
         }
         took = time.monotonic() - now
-        self._states_from = now + took + took / STATES_SHARE
+        self._states_from = now + max(STATES_APART_S, took / STATES_SHARE)
         with self._keeping:
             self._states[self._next] = state
 

@@ -321,11 +321,16 @@ def test_a_resumed_run_trains_what_was_left_of_the_stream(tmp_path, make, way):
     assert [m.num_samples for m in state.metrics] == [N] * 2
 
 
+def note_every_state(monkeypatch):
+    monkeypatch.setattr(runtime.data.stream, "STATES_APART_S", 0.0)
+    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)
+
+
 @pytest.mark.parametrize("make", [Quick, OfIterator])
 def test_a_stream_that_knows_where_it_stands_is_not_read_from_its_beginning(
     tmp_path, monkeypatch, make
 ):
-    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)  # as often as it can be
+    note_every_state(monkeypatch)
     (_, again), _, _ = interrupted(tmp_path, make, (SYNC, THREAD), steps=8)
     first = again.read[0]
     assert 0 < first <= 8 * SIZE
@@ -333,7 +338,7 @@ def test_a_stream_that_knows_where_it_stands_is_not_read_from_its_beginning(
 
 
 def test_draws_go_on_where_the_stream_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)
+    note_every_state(monkeypatch)
 
     class Drawing(Quick):
         def __iter__(self):
@@ -359,7 +364,7 @@ def test_draws_go_on_where_the_stream_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_state_that_leaves_items_out_is_told_of_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)
+    note_every_state(monkeypatch)
 
     class Lossy(Quick):
         def load_state_dict(self, state):
@@ -465,3 +470,15 @@ def test_an_error_of_the_stream_is_told_to_whoever_asks_after_it():
         for _ in range(2):
             with pytest.raises(OSError, match="disk"):
                 adapter.load(torch.arange(2))
+
+
+def test_a_stream_with_more_than_it_says_is_told_of_once(caplog):
+    class Short(Sized):
+        def __len__(self):
+            return self.n - 1
+
+    _, state = trained(Short(), epochs=3)
+    assert [m.num_samples for m in state.metrics] == [N - 1] * 3
+    assert [r for r in caplog.messages if "has more items" in r] == [
+        f"Short has more items than its length, {N - 1}: the others are left out"
+    ]
