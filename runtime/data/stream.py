@@ -159,11 +159,12 @@ class StreamAdapter(DatasetAdapter):
 
     def _let_go(self) -> None:
         floor = self._floor
-        for index in range(self._first, min(floor, self._next)):
+        if self._iterator is None:  # an epoch that is begun is read to its end
+            self._next = max(self._next, floor)
+        settled = max(self._first, min(floor, self._next))
+        for index in range(self._first, settled):
             self._items.pop(index, None)
-        if self._next < floor:  # what an epoch leaves out, or what was trained before
-            self._next, self._iterator = floor, None
-        self._first = max(self._first, floor)
+        self._first = settled
         with self._keeping:
             past = [index for index in self._states if index <= floor]
             for index in past[:-STATES_KEPT]:

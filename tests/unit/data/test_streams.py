@@ -98,16 +98,15 @@ def test_a_length_that_is_given_ends_each_epoch():
     assert sorted(batch for _, batch in trace.of_epoch(1)) == batches_of(10)
 
 
-def test_drop_last_leaves_the_end_of_each_epoch_out():
-    trace, state = trained_without_the_last(Sized())
-    assert [m.num_samples for m in state.metrics] == [40, 40]
-    assert sorted(batch for _, batch in trace.of_epoch(1)) == batches_of()[:-1]
-
-
-def trained_without_the_last(stream):
-    trace = Trace()
-    b = builder(train=trace, batch_size=SIZE, epochs=2).dataset(stream).drop_last(True)
-    return trace, b.run().join(WAIT_S)
+@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+@pytest.mark.parametrize("kind", [0, 1])
+def test_drop_last_leaves_the_end_of_each_epoch_out(way, kind):
+    # One of them begins where its last iterator was left.
+    stream, trace = (Sized, Stateful)[kind](), Trace()
+    b = builder(train=trace, batch_size=SIZE, epochs=3, way=way).dataset(stream).drop_last(True)
+    assert [m.num_samples for m in b.run().join(WAIT_S).metrics] == [40] * 3
+    for epoch in range(3):
+        assert sorted(batch for _, batch in trace.of_epoch(epoch)) == batches_of()[:-1]
 
 
 def test_a_loader_of_a_stream_is_taken_over_but_for_its_processes():
@@ -192,9 +191,11 @@ def test_no_item_below_what_is_settled_is_kept():
         adapter.settled(0, 90)
         assert adapter.load(torch.arange(180, 182)).tolist() == [180, 181]
         assert len(stream.alive) == 30
-        adapter.settled(1, 0)  # what drop_last leaves out is not read
+        adapter.settled(1, 0)  # drop_last leaves the rest out, which is read before the next epoch
         assert adapter.load(torch.arange(300, 302)).tolist() == [0, 1]
-    assert stream.read == [*range(210), 0, 1]
+        adapter.load(torch.arange(302, 304))
+        assert len(stream.alive) == 4
+    assert stream.read == [*range(300), 0, 1, 2, 3]
 
 
 def reading():
