@@ -22,7 +22,7 @@ demo: $(VENV)/.stamp-examples
 
 # Some tests wait more than they compute.
 JOBS    ?= $(shell nproc)
-WORKERS ?= $(shell expr $(JOBS) + 1)
+WORKERS ?= $(shell expr $(JOBS) + 2)
 
 test: $(VENV)/.stamp-test browser
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal

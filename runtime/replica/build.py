@@ -80,8 +80,18 @@ class Template:
         return None if extra is None else f"it has a tensor {extra!r} that rank 0 has not"
 
 
+_PROCESS = threading.Lock()
+"""Held while a model is built: factories draw from the process's generators, which rank 0 of
+another run may have seeded for its own."""
+_LOOK_S = 0.1
+"""How long it may take until the end of a run is seen that waits for it."""
+_thread = threading.local()
+
+
 class BuildOrder:
     """Lets ranks build one at a time, rank 0 first, and hands its tensors to the others.
+
+    Ranks of other runs wait, too, but for those of a run that a model factory has started.
 
     Args:
         seed: Seeds the process generator around rank 0's factory; ``None``: leave it.
@@ -91,6 +101,7 @@ class BuildOrder:
     def __init__(self, seed: int | None = None, *, alone: bool = False) -> None:
         self._seed = seed
         self._alone = alone
+        self._is_nested = getattr(_thread, "builds", False)
         self._condition = threading.Condition()
         self._template: Template | None = None
         self._failed = False
@@ -101,15 +112,28 @@ class BuildOrder:
         """Hold the building lock; yields rank 0's template, ``None`` on rank 0.
 
         Raises:
-            CollectiveAborted: Rank 0 failed to build.
+            CollectiveAborted: Rank 0 failed to build, or the run is over.
         """
         if rank != 0 and not self._alone:
             with self._condition:
                 self._condition.wait_for(lambda: self._template is not None or self._failed)
                 if self._failed:
                     raise CollectiveAborted("rank 0 could not build its model")
-        with self._lock:
+        with self._lock, nullcontext() if self._is_nested else self._process():
             yield self._template
+
+    @contextmanager
+    def _process(self) -> Iterator[None]:
+        while not _PROCESS.acquire(timeout=_LOOK_S):
+            with self._condition:
+                if self._failed:
+                    raise CollectiveAborted("the run was over before the model was built")
+        _thread.builds = True
+        try:
+            yield
+        finally:
+            _thread.builds = False
+            _PROCESS.release()
 
     def seeded(self, rank: int, device: torch.device) -> Any:
         """The generators of CPU and device seeded for rank 0's model, restored after."""

@@ -14,9 +14,24 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, Trainer
+from runtime.core.errors import CollectiveAborted
+from runtime.replica import build
 from tests.support import programs
 from tests.support.pairs import SCALE
-from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    GLOO,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    builder,
+    count_up,
+    counter,
+    numbers,
+    plain_sgd,
+)
 
 WAYS = [(CADENCE, OVER_CPU), (SYNC, THREAD), (ASYNC, THREAD), (SYNC, GLOO), (CADENCE, GLOO)]
 NUM_RUNS, NUM_BEFORE = 100 * SCALE, 20
@@ -138,3 +153,65 @@ def test_runs_at_once_give_the_same_bits_as_runs_alone():
     at_once = [handle.join(WAIT_S) for handle in [start(1), start(2)]]
     for one, other in zip(alone, at_once, strict=True):
         assert all(torch.equal(p, other.params[name]) for name, p in one.params.items())
+
+
+def test_no_run_draws_while_another_ones_model_is_built(monkeypatch):
+    """The process's generators are seeded for one of them."""
+    lock, waits = threading.Lock(), threading.Event()
+
+    class Noted:
+        def acquire(self, timeout):
+            if not lock.acquire(blocking=False):
+                waits.set()
+                return lock.acquire(timeout=timeout)
+            return True
+
+        def release(self):
+            lock.release()
+
+    monkeypatch.setattr(build, "_PROCESS", Noted())
+    begun = threading.Event()
+
+    def factory(device):
+        model = nn.Linear(1, 4)
+        if not begun.is_set():
+            begun.set()
+            assert waits.wait(WAIT_S), "the other run did not wait"
+        return nn.Sequential(model, nn.Linear(4, 4))
+
+    def start(seed):
+        b = Trainer.builder(factory, lambda p: torch.optim.SGD(p, 0.0), lambda m, b: m(b[0]).mean())
+        return b.dataset((torch.ones(4, 1),)).batch_size(2).num_epochs(1).devices(2).seed(seed)
+
+    first = start(1).run()
+    assert begun.wait(WAIT_S)
+    second = start(2).run()
+    found = [handle.join(WAIT_S).params for handle in (first, second)]
+    for params, again in zip(
+        found, [start(s).run().join(WAIT_S).params for s in (1, 2)], strict=True
+    ):
+        assert all(torch.equal(p, again[name]) for name, p in params.items())
+
+
+def test_a_model_factory_may_run_another_run():
+    def factory(device):
+        inner = Trainer.builder(counter, plain_sgd, count_up).dataset(numbers(4)).batch_size(2)
+        inner.num_epochs(1).devices(2).run().join(WAIT_S)
+        return counter(device)
+
+    outer = Trainer.builder(factory, plain_sgd, count_up).dataset(numbers(4)).batch_size(2)
+    assert outer.num_epochs(1).devices(2).run().join(WAIT_S).metrics[0].num_samples == 4
+
+
+def test_a_run_that_is_over_does_not_wait_for_the_models_of_another():
+    order = build.BuildOrder()
+    with build.BuildOrder().turn(0):
+        waiting = threading.Thread(target=order.fail)
+        waiting.start()
+        with pytest.raises(CollectiveAborted, match="the run was over"), order.turn(0):
+            pass
+        waiting.join(WAIT_S)
+    with pytest.raises(CollectiveAborted, match="rank 0 could not"), order.turn(1):
+        pass
+    with build.BuildOrder().turn(0) as template:
+        assert template is None  # the lock is free
