@@ -26,7 +26,8 @@ from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statisti
 logger = logging.getLogger(__name__)
 
 STEPS_BACK = 2
-"""Optimizer steps that a death under lockstep can take back of those that were told, and one."""
+"""Optimizer steps under lockstep whose samples are kept though all ranks told of them. A death
+can take back one: the others may not have made it."""
 
 
 class Coordinator:
@@ -103,7 +104,6 @@ class Coordinator:
         """The first batch that may be dealt yet, now or after a death, as ``(epoch, batch)``."""
         epoch, batch = self._core.pool.first_unsettled()
         if self._core.plan is not None:
-            # Those left may not have made the last step of a rank that told of it and died.
             batch -= STEPS_BACK * self._core.config.accumulate * len(self._core.ranks)
         return epoch, max(0, batch)
 

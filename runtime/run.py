@@ -39,7 +39,7 @@ from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, resolve_vector_math
 from runtime.data.dataset import DatasetAdapter, EpochIndex
 from runtime.data.path import DataPath
-from runtime.data.stream import StreamAdapter, is_stream
+from runtime.data.stream import StreamAdapter
 from runtime.device import memory as allocator
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
@@ -84,10 +84,6 @@ class Listener(Protocol):
         """The run is over."""
 
 
-def _no_state(epoch: int, batch: int) -> None:
-    """What is no stream has no state."""
-
-
 class Run:
     """The parts of one run: queues, coordinator, collectives, workers.
 
@@ -102,7 +98,7 @@ class Run:
     def __init__(self, config: TrainConfig, adapter: DatasetAdapter) -> None:
         self.devices = config.resolved_devices()
         c = config.worker
-        stream = adapter if isinstance(adapter, StreamAdapter) else None
+        self._stream = stream = adapter if isinstance(adapter, StreamAdapter) else None
         index = EpochIndex(
             adapter.num_samples,
             c.batch_size,
@@ -142,12 +138,8 @@ class Run:
             index.restore(self._resume.orders)
             if stream is not None:
                 stream.restore(self._resume.stream)
-        self._saves = Saves.of(
-            config,
-            self._compatible(),
-            index.drawn,
-            _no_state if stream is None else stream.state,
-        )
+        state = None if stream is None else stream.state
+        self._saves = Saves.of(config, self._compatible(), index.drawn, state)
         self._machine, self._service = self._make_coordinator()
         if stream is not None:
             self._follow(stream)
@@ -198,7 +190,7 @@ class Run:
             "accumulate": c.accumulate,
             "sync": c.policy is ApplyPolicy.SYNC,
             "sampler": self.config.sampler is not None,
-            "stream": is_stream(self.config.dataset),
+            "stream": self._stream is not None,
         }
 
     def _read_resume(self) -> ResumePoint | None:

@@ -140,7 +140,8 @@ class Saves:
         keep: How many stay there.
         compatible: The settings that must agree where one is continued.
         orders: See :meth:`EpochIndex.drawn <runtime.data.dataset.EpochIndex.drawn>`.
-        stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`.
+        stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
+            ``None``: there is no stream.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Saves:
         keep: int,
         compatible: dict[str, Any],
         orders: Orders,
-        stream: StreamState,
+        stream: StreamState | None,
     ) -> None:
         self._writer = None if directory is None else CheckpointWriter(directory, keep)
         self._compatible = compatible
@@ -167,7 +168,11 @@ class Saves:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, compatible: dict[str, Any], orders: Orders, stream: StreamState
+        cls,
+        config: TrainConfig,
+        compatible: dict[str, Any],
+        orders: Orders,
+        stream: StreamState | None,
     ) -> Saves:
         """What the settings say.
 
@@ -216,6 +221,8 @@ class Saves:
 
     def _stream_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """From where a stream comes to the first batch that is not trained."""
+        if self._stream is None:
+            return None
         epoch, batch = run["next_epoch"], 0
         if run["epochs"]:
             oldest = run["epochs"][0]

@@ -157,7 +157,15 @@ def _anything(value: Any, where: str) -> None:
     return
 
 
-_STREAM = record({"item": whole(high=_MAX), "generator": _bytes, "stream": _anything})
+def _generator(value: Any, where: str) -> None:
+    _bytes(value, where)
+    try:
+        torch.Generator().set_state(value)
+    except RuntimeError as error:
+        raise ValueError(f"{where} is no state of a generator: {error}") from error
+
+
+_STREAM = record({"item": whole(high=_MAX), "generator": _generator, "stream": _anything})
 
 
 def check_content(data: CheckpointData) -> None:

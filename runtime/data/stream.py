@@ -35,7 +35,7 @@ def is_stream(dataset: Any) -> bool:
         return True
     kind = type(dataset)
     by_index = hasattr(kind, "__getitem__") or callable(getattr(dataset, "get_batch", None))
-    return hasattr(kind, "__iter__") and not by_index and not isinstance(dataset, Tensor | type)
+    return hasattr(kind, "__iter__") and not by_index and not isinstance(dataset, type)
 
 
 class StreamAdapter(DatasetAdapter):

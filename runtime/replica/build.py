@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.device import cuda_api
 from runtime.replica.flat import FlatState
 from runtime.replica.schedule import Schedule, SchedulerFactory
+
+logger = logging.getLogger(__name__)
 
 ModelFactory = Callable[[torch.device], nn.Module]
 OptimFactory = Callable[[Any], torch.optim.Optimizer]
@@ -83,6 +87,8 @@ class Template:
 _PROCESS = threading.Lock()
 """Held while a model is built: factories draw from the process's generators, which rank 0 of
 another run may have seeded for its own."""
+BUILT_ALONE_S = 30.0
+"""How long a run waits for it: a factory may itself wait for another run."""
 _LOOK_S = 0.1
 """How long it may take until the end of a run is seen that waits for it."""
 _thread = threading.local()
@@ -91,7 +97,8 @@ _thread = threading.local()
 class BuildOrder:
     """Lets ranks build one at a time, rank 0 first, and hands its tensors to the others.
 
-    Ranks of other runs wait, too, but for those of a run that a model factory has started.
+    Ranks of other runs wait, too, but no longer than ``BUILT_ALONE_S``, and not those of a run
+    that a model factory has started.
 
     Args:
         seed: Seeds the process generator around rank 0's factory; ``None``: leave it.
@@ -119,21 +126,35 @@ class BuildOrder:
                 self._condition.wait_for(lambda: self._template is not None or self._failed)
                 if self._failed:
                     raise CollectiveAborted("rank 0 could not build its model")
-        with self._lock, nullcontext() if self._is_nested else self._process():
+        with self._lock, self._alone_in_process():
             yield self._template
 
     @contextmanager
-    def _process(self) -> Iterator[None]:
+    def _alone_in_process(self) -> Iterator[None]:
+        holds = not self._is_nested and self._acquire()
+        before, _thread.builds = getattr(_thread, "builds", False), True
+        try:
+            yield
+        finally:
+            _thread.builds = before
+            if holds:
+                _PROCESS.release()
+
+    def _acquire(self) -> bool:
+        """Wait for the process's lock; whether it came in time."""
+        until = time.monotonic() + BUILT_ALONE_S
         while not _PROCESS.acquire(timeout=_LOOK_S):
             with self._condition:
                 if self._failed:
                     raise CollectiveAborted("the run was over before the model was built")
-        _thread.builds = True
-        try:
-            yield
-        finally:
-            _thread.builds = False
-            _PROCESS.release()
+            if time.monotonic() > until:
+                logger.warning(
+                    "another run has been building its model for %g s; this one is built beside "
+                    "it, and with a seed either may differ from what it gives alone",
+                    BUILT_ALONE_S,
+                )
+                return False
+        return True
 
     def seeded(self, rank: int, device: torch.device) -> Any:
         """The generators of CPU and device seeded for rank 0's model, restored after."""

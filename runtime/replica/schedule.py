@@ -58,8 +58,9 @@ class Schedule:
         by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if by_metric and self._every:
             raise TypeError(
-                "scheduler(f): ReduceLROnPlateau is stepped by a metric of each epoch: name it, as "
-                "in scheduler(f, metric='eval/loss')"
+                "ReduceLROnPlateau is stepped by a metric of each epoch: name it in the builder's "
+                "scheduler(f, metric='eval/loss'); elsewhere use a scheduler that follows steps, "
+                "such as OneCycleLR"
             )
         if not by_metric and not self._every:
             raise TypeError(

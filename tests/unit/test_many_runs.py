@@ -203,6 +203,30 @@ def test_a_model_factory_may_run_another_run():
     assert outer.num_epochs(1).devices(2).run().join(WAIT_S).metrics[0].num_samples == 4
 
 
+def test_a_model_factory_may_wait_for_a_run_that_has_not_built_its_models(caplog, monkeypatch):
+    """A lock would be held by one that waits for the other."""
+    monkeypatch.setattr(build, "BUILT_ALONE_S", 0.5)
+    begun, started = threading.Event(), threading.Event()
+
+    def student(device):
+        begun.set()
+        assert started.wait(WAIT_S)
+        if device.index is None and not teachers[0].state:
+            teachers[0].join(WAIT_S)
+        return counter(device)
+
+    def run(factory):
+        b = Trainer.builder(factory, plain_sgd, count_up).dataset(numbers(4)).batch_size(2)
+        return b.num_epochs(1).devices(2).run()
+
+    second = run(student)
+    assert begun.wait(WAIT_S)
+    teachers = [run(counter)]
+    started.set()
+    assert second.join(WAIT_S).metrics[0].num_samples == 4
+    assert [r for r in caplog.messages if "another run" in r]
+
+
 def test_a_run_that_is_over_does_not_wait_for_the_models_of_another():
     order = build.BuildOrder()
     with build.BuildOrder().turn(0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter as Count
-from itertools import islice
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import runtime.data.stream
 from runtime import CheckpointError, WorkerFailed, current_worker
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.resume import check_content
 from runtime.core.context import LoaderView, worker_context
 from runtime.data.stream import StreamAdapter
 from tests.support.resuming import Marks
@@ -178,7 +180,7 @@ def test_items_are_let_go_of_once_no_death_can_call_for_them(way):
     stream = Items(300)
     b = builder(batch_size=2, epochs=8, way=way).collate_fn(number).dataset(stream)
     b.run().join(WAIT_S)
-    # At most two epochs are open, and more is never dealt under SYNC than can be taken back.
+    # At most two epochs are open; under SYNC one, and what is read ahead.
     assert stream.most <= (320 if way[0] is SYNC else 900)
 
 
@@ -237,7 +239,7 @@ class Stateful(Sized):
 
     def __iter__(self):
         self.at, start = 0, self.at
-        for i, item in enumerate(islice(super().__iter__(), None), 0):
+        for i, item in enumerate(super().__iter__()):
             if i >= start:
                 self.at = i + 1
                 yield item
@@ -290,8 +292,9 @@ class OfIterator(Sized):
 
 
 def interrupted(path, make, way, *, ranks=2, steps=5):
-    """Trains some steps of the first epoch, and the rest in a second run; gives both streams."""
-    streams, seen = (make(), make()), []
+    """Trains some steps, and the rest in a second run; gives the second stream, how often each
+    item was trained in each epoch, and the state."""
+    streams, seen = (make(), make()), Count()
 
     def run(stream, **more):
         trace = Trace(lambda model, batch: -model.w[current_worker().current_epoch, batch].sum())
@@ -307,17 +310,19 @@ def interrupted(path, make, way, *, ranks=2, steps=5):
         for name, value in more.items():
             getattr(b, name)(value)
         state = b.run().join(WAIT_S)
-        seen.append(trace)
+        seen.update((epoch, i) for epoch, _, batch in trace.batches for i in batch)
         return state
 
     run(streams[0], checkpoint_dir=path, max_steps=steps)
-    return streams, seen, run(streams[1], resume=path)
+    state = run(streams[1], resume=path)
+    return streams[1], seen, state
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 @pytest.mark.parametrize("make", [Sized, Stateful, Quick, OfIterator])
 def test_a_resumed_run_trains_what_was_left_of_the_stream(tmp_path, make, way):
-    _, _, state = interrupted(tmp_path, make, way)
+    _, seen, state = interrupted(tmp_path, make, way)
+    assert seen == {(epoch, i): 1 for epoch in range(2) for i in range(N)}
     assert (state.params["w"] > 0).all()
     assert [m.num_samples for m in state.metrics] == [N] * 2
 
@@ -332,7 +337,7 @@ def test_a_stream_that_knows_where_it_stands_is_not_read_from_its_beginning(
     tmp_path, monkeypatch, make
 ):
     note_every_state(monkeypatch)
-    (_, again), _, _ = interrupted(tmp_path, make, (SYNC, THREAD), steps=8)
+    again, _, _ = interrupted(tmp_path, make, (SYNC, THREAD), steps=8)
     first = again.read[0]
     assert 0 < first <= 8 * SIZE
     assert again.read[: N - first] == [*range(first, N)]
@@ -384,6 +389,18 @@ def test_a_state_that_no_checkpoint_can_hold_is_left_out_with_a_warning(tmp_path
     _, _, state = interrupted(tmp_path, Odd, (SYNC, THREAD))
     assert (state.params["w"] > 0).all()
     assert "the state of the stream" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("item", -1), ("generator", torch.zeros(3, dtype=torch.uint8))]
+)
+def test_a_state_that_no_run_has_written_is_refused_by_name(tmp_path, monkeypatch, name, value):
+    note_every_state(monkeypatch)
+    interrupted(tmp_path, Quick, (SYNC, THREAD))
+    data = load_newest(tmp_path).data
+    check_content(data)
+    with pytest.raises(ValueError, match=f"stream.*{name}"):
+        check_content(replace(data, stream={**data.stream, name: value}))
 
 
 def test_a_stream_and_a_map_style_data_set_are_not_taken_for_each_other(tmp_path):

@@ -327,15 +327,9 @@ def test_an_unknown_interval_is_refused():
         builder().scheduler(lambda o: StepLR(o, 1), interval="batch")
 
 
-class Evaluations:
-    """A metric that gets worse from the second epoch on."""
-
-    def __init__(self):
-        self.num = 0
-
-    def __call__(self, model, epoch):
-        self.num += 1
-        return {"loss": 1.0 + epoch}
+def worse(model, epoch):
+    """A metric that gets worse from epoch to epoch."""
+    return {"loss": 1.0 + epoch}
 
 
 def halving(o):
@@ -346,7 +340,7 @@ def halving(o):
 def test_under_sync_each_epoch_begins_with_the_metric_of_the_one_before(ranks):
     found = Rates()
     b = builder(train=found, dataset=12, epochs=4, ranks=ranks, way=(SYNC, THREAD))
-    b.scheduler(halving, metric="eval/loss").eval_fn(Evaluations())
+    b.scheduler(halving, metric="eval/loss").eval_fn(worse)
     metrics = b.run().join(WAIT_S).metrics
     for rank in range(ranks):
         steps = len(found.of[rank]) // 4
@@ -362,7 +356,7 @@ def test_a_rank_hears_of_a_metric_with_its_next_work(policy):
     assert {m.learning_rate for m in metrics} == {1.0}  # the loss falls for ever
     rates = Rates()
     b = builder(train=rates, dataset=40, epochs=30, ranks=2, way=(policy, OVER_CPU))
-    b.scheduler(halving, metric="eval/loss").eval_fn(Evaluations())
+    b.scheduler(halving, metric="eval/loss").eval_fn(worse)
     b.run().join(WAIT_S)
     for of in rates.of.values():
         assert of == sorted(of, reverse=True)
@@ -373,7 +367,7 @@ def test_a_resumed_run_steps_by_what_comes_after(tmp_path):
     def run(epochs, **more):
         found = Rates()
         b = builder(train=found, dataset=12, epochs=epochs, ranks=2, way=(SYNC, THREAD))
-        b.scheduler(halving, metric="eval/loss").eval_fn(Evaluations())
+        b.scheduler(halving, metric="eval/loss").eval_fn(worse)
         for name, value in more.items():
             getattr(b, name)(value)
         b.run().join(WAIT_S)
