@@ -1,6 +1,7 @@
 """What the runtime adds to a step, what recording and being watched cost, what prefetch gives.
 
-Usage: ``python benchmarks/overhead.py step|prefetch|timeline|monitor|parts [--json FILE] ...``.
+Usage: ``python benchmarks/overhead.py SECTION [--json FILE] ...``, where a section is one of
+``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets`` and ``parts``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -53,7 +54,15 @@ from benchmarks.harness.models import (
     tiny,
     train_step,
 )
-from runtime import ApplyPolicy, Monitor, Timeline, TrainerBuilder, TrainerHandle, current_worker
+from runtime import (
+    ApplyPolicy,
+    AverageBackend,
+    Monitor,
+    Timeline,
+    TrainerBuilder,
+    TrainerHandle,
+    current_worker,
+)
 
 JOIN_S = 600.0
 
@@ -290,6 +299,7 @@ millisecond come to by themselves."""
 Rates = tuple[float, float]
 """Batches for each second by the clock, and for each second of the process's CPU time."""
 NUM_HALF_SENT, NUM_DESCRIPTORS = 1_100, 1_024
+SETTLE_S = 0.5
 SETTINGS = {
     "both": "monitor and timeline",
     "plain": "monitor",
@@ -434,25 +444,59 @@ def watched_rates(way: str, setting: str, width: int, num_batches: int, judged: 
 
     Args:
         way: Of :data:`WAYS`.
-        setting: Of :data:`SETTINGS`; whether the watched run has a timeline as well. With
-            ``half_sent`` both runs are watched.
+        setting: ``both`` or ``plain`` of :data:`SETTINGS`: with a timeline as well, or without.
         width: Of the model.
         num_batches: In an epoch.
-        judged: Whether it is watched, or half-sent requests come to the monitor.
+        judged: Whether it is watched.
     """
     builder = builder_of(way, width, num_batches)
-    if judged and setting == "both":
+    if not judged:
+        return timed(builder.run())
+    if setting == "both":
         builder.timeline(Timeline())
-    with ExitStack() as stack:
-        if not (judged or setting == "half_sent"):
-            return timed(builder.run())
-        monitor = stack.enter_context(Monitor())
-        stack.enter_context(viewer(monitor.url))
-        if judged and setting == "half_sent":
-            stack.enter_context(half_sent(monitor.port))
+    with Monitor() as monitor, viewer(monitor.url):
         handle = builder.run()
         handle.attach(monitor)
         return timed(handle)
+
+
+Measured = Callable[[bool], Rates]
+"""Gives the rates without and with what is judged."""
+
+
+@contextmanager
+def in_runs(rates: Callable[[int, int, bool], Rates], width: int, count: int) -> Iterator[Measured]:
+    """A run for each measurement, of so many batches in an epoch."""
+    yield partial(rates, width, count)
+
+
+@contextmanager
+def in_stretches(way: str, width: int, count: int) -> Iterator[Measured]:
+    """One watched run, with half-sent requests to its monitor in some stretches of it.
+
+    Runs of the same program differ by more than a tenth in how their memory lies; stretches of one
+    run do not. Each has the batches of two epochs.
+    """
+    stretch_s = 2 * count * STEP_S
+    builder = builder_of(way, width, count).num_epochs(10**6)
+    with Monitor() as monitor, viewer(monitor.url):
+        handle = builder.run()
+        handle.attach(monitor)
+        handle.next_metrics(JOIN_S)
+
+        def stretch(judged: bool) -> Rates:
+            with half_sent(monitor.port) if judged else nullcontext():
+                start, cpu_start = time.perf_counter(), time.process_time()
+                before = sum(rank.num_batches for rank in handle.statistics().ranks)
+                time.sleep(stretch_s)
+                trained = sum(rank.num_batches for rank in handle.statistics().ranks) - before
+                elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+            time.sleep(SETTLE_S)  # the monitor lets go of what is left
+            return trained / elapsed_s, trained / cpu_s
+
+        yield stretch
+        handle.stop()
+        handle.join(JOIN_S)
 
 
 def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]:
@@ -476,15 +520,15 @@ def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]
 
 def judge_pairs(
     args: argparse.Namespace,
-    cases: Mapping[tuple[str, ...], Callable[[int, int, bool], Rates]],
+    cases: Mapping[tuple[str, ...], Callable[[int, int], AbstractContextManager[Measured]]],
     targets: Mapping[tuple[str, ...], float],
 ) -> None:
     """Measure all cases and print a row for each, as it is there.
 
     Args:
         args: Has ``pairs``, ``seconds`` and ``json``.
-        cases: By their texts in the table, what gives the rates of a width and of so many
-            batches in an epoch, without and with what is judged.
+        cases: By their texts in the table, what measures a width and so many batches in an
+            epoch.
         targets: Bound of each median.
     """
     result = begin()
@@ -498,7 +542,8 @@ def judge_pairs(
     print(" | with over without | 95 % interval | target | by CPU time | 95 % interval |")
     print("| --- " * (len(texts) + 5) + "|")
     for names, measured in cases.items():
-        found = compare(partial(measured, width, num_batches), args.pairs)
+        with measured(width, num_batches) as rates:
+            found = compare(rates, args.pairs)
         result["ways"]["/".join(names)] = found
         (wall, low, high), (cpu, cpu_low, cpu_high) = found["wall"], found["cpu"]
         target = targets[names]
@@ -516,13 +561,13 @@ def judge_pairs(
 
 def timeline(args: argparse.Namespace) -> None:
     """What recording a timeline costs."""
-    cases = {(way,): partial(recorded_rates, way) for way in args.ways}
+    cases = {(way,): partial(in_runs, partial(recorded_rates, way)) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, TIMELINE_TARGET))
 
 
 def metrics(args: argparse.Namespace) -> None:
     """What metrics of every ten batches cost."""
-    cases = {(way,): partial(told_rates, way) for way in args.ways}
+    cases = {(way,): partial(in_runs, partial(told_rates, way)) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, METRICS_TARGET))
 
 
@@ -534,14 +579,57 @@ def monitor(args: argparse.Namespace) -> None:
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_DESCRIPTORS, hard), hard))
-    cases: dict[tuple[str, ...], Callable[[int, int, bool], Rates]] = {
-        (way, SETTINGS[setting]): partial(watched_rates, way, setting)
+    cases = {
+        (way, SETTINGS[setting]): partial(in_stretches, way)
+        if setting == "half_sent"
+        else partial(in_runs, partial(watched_rates, way, setting))
         for way in args.ways
         for setting in args.settings
     }
     half_sent_name = SETTINGS["half_sent"]
     targets = {n: HALF_SENT_TARGET if n[1] == half_sent_name else MONITOR_TARGET for n in cases}
     judge_pairs(args, cases, targets)
+
+
+# -- buckets: what an exchange beside the backward pass gains where it shares the cores -----
+
+BUCKETS_TARGET = 1.02
+"""Below it, buckets are not the default of a transport."""
+
+
+def bucketed_rates(workload: Workload, cap_mb: float, num_batches: int, judged: bool) -> Rates:
+    """In buckets, or all at once after the backward pass."""
+    builder = runtime_builder(
+        workload,
+        workload.make_data(num_batches * workload.batch_size),
+        [0, 0],
+        num_epochs=3,
+        policy=ApplyPolicy.SYNC,
+        backend=AverageBackend.GLOO,
+    )
+    return timed(builder.bucket_cap_mb(cap_mb if judged else None).run())
+
+
+def buckets(args: argparse.Namespace) -> None:
+    """What buckets gain or cost over Gloo, with two workers."""
+    result = begin() | {"models": {}}
+    print("| model | buckets of MiB | with over without | 95 % interval | target |")
+    print("| --- " * 5 + "|")
+    for model in args.models:
+        workload = WORKLOADS[model]
+        step_s = shortest_step(workload)
+        num_batches = 2 * max(25, int(args.seconds / 4 / step_s))
+        for cap_mb in args.mb:
+            found = compare(partial(bucketed_rates, workload, cap_mb, num_batches), args.pairs)
+            result["models"][f"{model}/{cap_mb:g}"] = found
+            wall, low, high = found["wall"]
+            verdict = Check(what="", measured=wall, wanted=BUCKETS_TARGET).verdict
+            print(
+                f"| {model}, {step_s * 1e3:.1f} ms | {cap_mb:g} | {wall:.3f} "
+                f"| {low:.3f} to {high:.3f} | {BUCKETS_TARGET} {verdict} |",
+                flush=True,
+            )
+            save(args.json, result)
 
 
 # -- parts: what a timeline adds to a step, to a message, and what a reading takes --------
@@ -669,6 +757,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "timeline": timeline,
     "metrics": metrics,
     "monitor": monitor,
+    "buckets": buckets,
     "parts": parts,
 }
 
@@ -700,6 +789,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=list(SETTINGS),
         help="with a timeline as well, or with the monitor alone",
     )
+    add = adds["buckets"]
+    add("--models", nargs="+", choices=WORKLOADS, default=["mlp", "lenet", "transformer"])
+    add("--mb", nargs="+", type=float, default=[0.25, 25.0], help="sizes of buckets")
+    add("--pairs", type=int, default=11, help="pairs of runs for each")
+    add("--seconds", type=float, default=4.0, help="length of one run, about")
     add = adds["parts"]
     add("--count", type=int, default=5_000, help="steps of a worker in a run")
     add("--readings", type=int, default=20)

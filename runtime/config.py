@@ -45,6 +45,10 @@ DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 5
 """The anchor at the start, and what it comes back to where averaging costs little."""
 
 
+DEFAULT_BUCKET_MB = 25.0
+"""Of gradients in a bucket, as in PyTorch's DDP."""
+
+
 REPORTS_PER_S = 20
 """Reports that all ranks together send at the most because time has passed; two ranks one
 each in every tenth of a second, and no rank more often than that."""
@@ -66,6 +70,8 @@ class TrainConfig:
         data: How the data set is read.
         requested_devices: ``None``: every visible CUDA device, else one CPU.
         requested_backend: The transport asked for.
+        requested_balance: ``None``: where devices differ.
+        requested_bucket_mb: ``None``: by default; 0: gradients travel after the backward pass.
         anchor: ``None``: by default, within its limits.
         min_anchor: ``None``: the anchor that was asked for, or by default.
         progressive_dispatch: ``None``: as the policy needs it.
@@ -90,6 +96,7 @@ class TrainConfig:
     requested_devices: tuple[torch.device, ...] | None = None
     requested_backend: AverageBackend = AverageBackend.AUTO
     requested_balance: bool | None = None
+    requested_bucket_mb: float | None = None
     seed: int | None = None
     anchor: int | None = None
     min_anchor: int | None = None
@@ -197,6 +204,7 @@ class TrainConfig:
             self.worker,
             balance=balance,
             batch_sizes=sizes,
+            bucket_bytes=self.resolved_bucket_bytes(backend),
             world_size=len(devices),
             num_samples=num_samples,
             falls_back=bool(others),
@@ -221,6 +229,15 @@ class TrainConfig:
         c = self.coordinator
         fits = c.policy is ApplyPolicy.SYNC and c.partition_ratios is None
         return fits and devices_differ(devices)
+
+    def resolved_bucket_bytes(self, backend: AverageBackend) -> int | None:
+        """About how much of the gradients travels at once under ``SYNC``; ``None``: all."""
+        asked_mb = self.requested_bucket_mb
+        if asked_mb is None:
+            fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
+            beside = self.worker.cuda_graphs or self.worker.sync_batchnorm
+            asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
+        return int(asked_mb * 2**20) or None
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The devices asked for, else every visible CUDA device, else one CPU."""
@@ -300,6 +317,7 @@ class TrainConfig:
                 f"scheduler(metric={metric!r}) needs eval_fn(f), which gives {metric[5:]!r}"
             )
         self._check_batchnorm(devices)
+        self._check_buckets()
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
             raise ValueError(
                 "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
@@ -361,6 +379,23 @@ class TrainConfig:
                 f"batch_size({sizes}): the sizes add up to {sum(sizes)}, which is no multiple of "
                 f"the {world} devices, as {least} and {least + world} are; change one of them"
             )
+
+    def _check_buckets(self) -> None:
+        if not self.requested_bucket_mb:
+            return
+        way = f"bucket_cap_mb({self.requested_bucket_mb:g})"
+        if self.coordinator.policy is not ApplyPolicy.SYNC:
+            raise ValueError(
+                f"{way} cuts the gradients that SYNC exchanges; under "
+                f"{self.coordinator.policy.name} none are: leave it out or call "
+                'policy("sync")'
+            )
+        for name in ("cuda_graphs", "sync_batchnorm"):
+            if getattr(self.worker, name):
+                raise ValueError(
+                    f"{way} does not go with {name}(True): gradients cannot be exchanged within "
+                    "its backward pass; leave one of them out"
+                )
 
     def _check_batchnorm(self, devices: Sequence[torch.device]) -> None:
         if not self.worker.sync_batchnorm or len(devices) == 1:

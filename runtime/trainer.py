@@ -286,6 +286,19 @@ class TrainerBuilder:
         smaller and the step is made again."""
         return self._set(requested_balance=check_flag("balance", flag))
 
+    def bucket_cap_mb(self, mb: float | None) -> TrainerBuilder:
+        """Under ``SYNC``, exchange gradients in buckets of about so many MiB while the backward
+        pass still computes others; the first bucket has 1 MiB at the most. ``None``: all at once
+        after it. The default is 25 over ``NCCL``, but for ``cuda_graphs`` and ``sync_batchnorm``,
+        which it does not go with, and ``None`` else: on the cores of a CPU the exchange would only
+        take time from the backward pass.
+
+        Over ``NCCL`` and ``GLOO`` buckets travel as they come, in the order in which the backward
+        pass of the first step computed them. Over ``THREAD`` they are reduced together at the
+        end, since nothing has to travel. Gradients are the same up to rounding."""
+        size = 0.0 if mb is None else check_float("bucket_cap_mb", mb, 0.0, above=True)
+        return self._set(requested_bucket_mb=size)
+
     def sync_batchnorm(self, flag: bool) -> TrainerBuilder:
         """Under ``SYNC``, have batch normalisation use the statistics of the global batch, forward
         and backward, however it is cut (default off: those of each rank's piece). Layers of

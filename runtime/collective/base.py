@@ -125,6 +125,43 @@ class Plan:
 
 Group = Rendezvous[Request, Plan]
 
+_MEANS = ("weighted_mean_", "mean_in_parts")
+
+
+class MeanInParts:
+    """A weighted mean over all ranks whose tensors are given one after the other.
+
+    Every rank gives the same parts in the same order, and ends. This one exchanges them all at
+    the end; where an exchange takes its time, each part travels as soon as it is given.
+
+    Args:
+        collective: This rank's end of the group.
+        weight: This rank's weight, finite and not negative.
+        tally: Any number; the sum over the ranks is in the collective's ``tally`` at the end.
+    """
+
+    def __init__(self, collective: Collective, weight: float, tally: float) -> None:
+        self._collective = collective
+        self._weight = weight
+        self._tally = tally
+        self._parts: list[Tensor] = []
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Give a part, to be replaced by the mean; nobody else uses it until the end.
+
+        May block until the other ranks have begun, too.
+        """
+        self._parts.extend(tensors)
+
+    def end(self) -> float:
+        """Wait until the parts hold the mean.
+
+        Returns:
+            The sum of the weights. If it is 0 all tensors stay exactly as they were.
+        """
+        parts, self._parts = self._parts, []
+        return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
+
 
 class Collective(ABC):
     """One rank's end of a group whose ranks are threads of one process.
@@ -183,6 +220,14 @@ class Collective(ABC):
             The sum of the weights. If it is 0 all tensors stay exactly as they were.
         """
         return self._run(Request("weighted_mean_", tensors, None, weight, tally))
+
+    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
+        """:meth:`weighted_mean_` of tensors that become ready one after the other.
+
+        The ranks use the group for nothing else until all have ended it. A rank that cannot end it
+        calls :meth:`abort`; the tensors given belong to nobody then, and their memory is given up.
+        """
+        return MeanInParts(self, weight, tally)
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
         """Copies rank ``src``'s tensor of any dtype to every rank, in place."""
@@ -277,7 +322,7 @@ class Collective(ABC):
         if first.name == "tell":
             return Plan(told=tuple(request.tally for request in requests))
         num_elements = max(sum(t.numel() for t in request.tensors) for request in requests)
-        if first.name != "weighted_mean_":
+        if first.name not in _MEANS:
             return Plan(done=num_elements == 0, is_long=num_elements >= LONG)
         weights = [request.weight for request in requests]
         total = float(sum(weights))

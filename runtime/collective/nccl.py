@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -227,30 +228,45 @@ class NcclCollective(ProcessGroupCollective):
 
     def _take_part(self, request: Request, plan: Plan) -> None:
         start = time.monotonic()
+        with self._named_faults(request.name):
+            self._exchange(request, plan)
+            self._await_end(request.name, start + self._timeout_s)
+        self.check()  # an aborted exchange completes, with garbage
+
+    @contextmanager
+    def _named_faults(self, name: str, start: float | None = None) -> Iterator[None]:
         try:
             with self._api.on_device(self._devices[self.rank]), torch.no_grad():
-                self._exchange(request, plan)
-                self._api.record(self._event)
-            self._await_end(request.name, start + self._timeout_s)
+                yield
         except (CollectiveAborted, CollectiveTimeout):
             raise
         except torch.OutOfMemoryError:
             self.abort()
             raise  # nobody else would tell of it
         except RuntimeError as error:
-            told = CollectiveAborted(f"rank {self.rank}: {request.name} failed: {error}")
+            told = CollectiveAborted(f"rank {self.rank}: {name} failed: {error}")
             if not self._group.barrier.aborted:
                 as_failed(told)
             self.abort()
             raise told from error
-        self.check()  # an aborted exchange completes, with garbage
+
+    def _send(self, flat: Tensor, factor: float) -> None:
+        """Give the weighted sum of a flat tensor to the current stream."""
+        self._weighted_sum_(flat, factor)
+
+    def _arrived(self, sent: Sequence[object]) -> None:
+        """Wait for what the current stream was given."""
+        self._await_end("mean_in_parts", time.monotonic() + self._timeout_s)
+        self.check()
 
     def _await_end(self, name: str, deadline: float) -> None:
-        """Wait until the device is through; past the deadline abort, and let it come to an end.
+        """Wait until the current stream is through; past the deadline abort, and let it come to
+        an end.
 
         Raises:
             CollectiveTimeout: The deadline was this rank's to notice.
         """
+        self._api.record(self._event)
         barrier, nap_s, late = self._group.barrier, _FIRST_NAP_S, False
         grace_end: float | None = None
         while not self._api.is_complete(self._event):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,16 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
+from runtime.collective.base import (
+    LOW_PRECISION,
+    Collective,
+    Group,
+    MeanInParts,
+    Meeting,
+    Plan,
+    ReduceOp,
+    Request,
+)
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 
 if TYPE_CHECKING:
@@ -23,6 +33,9 @@ if TYPE_CHECKING:
 _c10d: Any = torch.distributed
 
 EndT = TypeVar("EndT", bound=Collective)
+
+_LOOK_S = 0.05
+"""How often a rank that waits for parts looks whether the group was aborted."""
 
 FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """How many collectives PyTorch's flight recorder keeps, and the older name of it."""
@@ -60,6 +73,7 @@ class ProcessGroupCollective(Collective):
         super().__init__(rank, world_size, gate)
         _turn_off_flight_recorder()
         self._timeout_s = timeout_s
+        self._in_parts: _SentMean | None = None
         self._backend: Any = self._connect(_c10d.PrefixStore(prefix, store))
 
     def _connect(self, store: Store) -> Any:
@@ -75,32 +89,53 @@ class ProcessGroupCollective(Collective):
         work.wait()
 
     def _release(self) -> None:
-        self._backend = None  # its destructor closes sockets and joins its threads
+        held, self._backend = [self._backend], None
+        broken_off, self._in_parts = self._in_parts, None
+        if broken_off is None:
+            held.clear()  # the backend's destructor closes sockets and joins its threads
+            return
+        held += broken_off.take_sent()
+        # It waits for what has not arrived, which ends once the peers let go of theirs.
+        threading.Thread(target=held.clear, name="collective-close", daemon=True).start()
 
     def _placement_fault(self, tensor: Tensor) -> str | None:
         if tensor.device.type == "cpu":
             return None
         return f"passed a tensor on {tensor.device}; GLOO takes CPU tensors, pass tensor.cpu()"
 
+    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
+        """As :meth:`Collective.mean_in_parts`: parts travel as soon as they are given.
+
+        The first one waits until every rank has given its first.
+        """
+        self._in_parts = _SentMean(self, weight, tally)
+        return self._in_parts
+
     def _take_part(self, request: Request, plan: Plan) -> None:
-        start = time.monotonic()
+        with self._named_faults(request.name):
+            self._exchange(request, plan)
+
+    @contextmanager
+    def _named_faults(self, name: str, start: float | None = None) -> Iterator[None]:
+        """Around an exchange that began at ``start``: what the backend raises gets a name."""
+        start = time.monotonic() if start is None else start
         try:
             with torch.no_grad():
-                self._exchange(request, plan)
+                yield
         except RuntimeError as error:
             elapsed_s = time.monotonic() - start
             if self._group.barrier.aborted:
-                raise CollectiveAborted(f"rank {self.rank}: {request.name} failed") from error
+                raise CollectiveAborted(f"rank {self.rank}: {name} failed") from error
             if elapsed_s >= 0.95 * self._timeout_s:
                 raise as_failed(
                     CollectiveTimeout(
-                        f"rank {self.rank}: {request.name} did not end within "
+                        f"rank {self.rank}: {name} did not end within "
                         f"{self._timeout_s:g} s; the group is aborted"
                     )
                 ) from error
             self.abort()
             raise as_failed(
-                CollectiveAborted(f"rank {self.rank}: {request.name} failed: {error}")
+                CollectiveAborted(f"rank {self.rank}: {name} failed: {error}")
             ) from error
 
     def _exchange(self, request: Request, plan: Plan) -> None:
@@ -127,6 +162,33 @@ class ProcessGroupCollective(Collective):
                 options.rootRank = op
                 whole = [_as_bytes(request.tensors[0])]
                 self._wait(self._connected().broadcast(whole, options))
+
+    def _send(self, flat: Tensor, factor: float) -> Any:
+        """Begin the weighted sum of a flat tensor; what :meth:`_arrived` is told of it."""
+        wire = as_summed(flat)
+        _ = wire.mul_(factor) if factor else wire.zero_()
+        options = self._options(_c10d.AllreduceOptions)
+        options.reduceOp = _c10d.ReduceOp.SUM
+        return self._connected().allreduce([wire], options), wire, flat
+
+    def _arrived(self, sent: Sequence[Any]) -> None:
+        """Wait for what was begun."""
+        for work, wire, flat in sent:
+            self._await(work)
+            if wire is not flat:
+                flat.copy_(wire)
+
+    def _await(self, work: Any) -> None:
+        look = timedelta(seconds=_LOOK_S)
+        while True:
+            try:
+                work.wait(look)
+                return
+            except RuntimeError:
+                if work.is_completed():  # just now, or it has failed
+                    work.wait()
+                    return
+            self._group.go_on()
 
     def _connected(self) -> Any:
         backend = self._backend  # once: another thread may close this end
@@ -175,6 +237,69 @@ class ProcessGroupCollective(Collective):
         options = self._options(_c10d.distributed_c10d.AllgatherOptions)
         whole, part = _as_bytes(output), _as_bytes(input)
         self._wait(self._connected()._allgather_base(whole, part, options))
+
+
+class _SentMean(MeanInParts):
+    """Sends each part as it comes; all wait at the end.
+
+    The ranks meet once, before the first part, so that nothing is sent to a rank that does not
+    come; one that dies later holds the others up for at most the limit of an exchange.
+    """
+
+    def __init__(self, collective: ProcessGroupCollective, weight: float, tally: float) -> None:
+        super().__init__(collective, weight, tally)
+        self._end: ProcessGroupCollective = collective
+        self._sent: list[Any] = []
+        self._total: float | None = None
+        self._start = 0.0
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Send a part. The first one waits for the other ranks."""
+        end = self._end
+        if self._total is None:
+            request = Request("mean_in_parts", weight=self._weight, tally=self._tally)
+            self._total = end._run(request)
+            self._start = time.monotonic()
+        if self._total == 0:
+            return
+        factor = self._weight / self._total
+        with self._failing():
+            for tensor in tensors:
+                if tensor.numel():
+                    self._sent.append(end._send(tensor.view(-1), factor))
+
+    def end(self) -> float:
+        """Wait for all that was sent."""
+        end = self._end
+        if self._total is None:
+            self.add(())
+        assert self._total is not None
+        meeting = None if end.lane is None else Meeting(end.lane)
+        if meeting is not None:
+            meeting.met(is_long=True)
+        try:
+            with self._failing():
+                end._arrived(self._sent)
+        finally:
+            if meeting is not None:
+                meeting.over()
+        self._sent.clear()
+        end._in_parts = None
+        return self._total
+
+    def take_sent(self) -> list[Any]:
+        """What was sent, whose connections stay open as long as somebody holds it."""
+        sent, self._sent = self._sent, []
+        return sent
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            with self._end._named_faults("mean_in_parts", self._start):
+                yield
+        except BaseException as error:
+            self._end._group.fail(error)
+            raise
 
 
 def create_process_groups(world_size: int, timeout_s: float) -> list[ProcessGroupCollective]:

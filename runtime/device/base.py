@@ -114,8 +114,12 @@ class Device:
         with torch.autograd.set_multithreading_enabled(False):
             yield
 
-    def comm(self) -> AbstractContextManager[None]:
-        """Context for copies and collectives: after all compute, before any that follows."""
+    def comm(self, *, joined: bool = True) -> AbstractContextManager[None]:
+        """Context for copies and collectives: after all compute, before any that follows.
+
+        Args:
+            joined: Whether compute that follows waits; else it waits for a later one.
+        """
         return nullcontext()
 
     def follow_caller(self) -> None:

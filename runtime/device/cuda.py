@@ -220,14 +220,15 @@ class CudaDevice(Device):
         return self._streams[index]
 
     @contextmanager
-    def comm(self) -> Iterator[None]:
+    def comm(self, *, joined: bool = True) -> Iterator[None]:
         """The comm stream, behind all compute before it and in front of all that follows."""
         self._order(self.comm_stream, behind=self.compute)
         try:
             with self.api.stream(self.comm_stream):
                 yield
         finally:
-            self._order(self.compute, behind=self.comm_stream)
+            if joined:
+                self._order(self.compute, behind=self.comm_stream)
 
     def _order(self, stream: Stream, *, behind: Stream) -> None:
         event = self._events.record(behind)

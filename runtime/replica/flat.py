@@ -140,6 +140,51 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
+class Arrangement:
+    """Where tensors lie in flat tensors, one for each dtype.
+
+    Args:
+        tensors: Their shapes, dtypes and strides count; they are not kept.
+        order: In which they follow each other; ``None``: as they come. The flat tensors come in
+            the order of their dtypes among ``tensors`` in any case.
+
+    Attributes:
+        groups: For each flat tensor the places of its tensors in ``tensors``, one after the other.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
+        self.groups = _by_dtype(tensors)
+        if order is not None:
+            place = {i: rank for rank, i in enumerate(order)}
+            self.groups = [sorted(group, key=place.__getitem__) for group in self.groups]
+        self._layouts = [_Layout([tensors[i] for i in group]) for group in self.groups]
+
+    def empty(self, room: Sequence[int], device: torch.device) -> list[Tensor]:
+        """New flat tensors, zero.
+
+        Args:
+            room: For each how many elements more it has at its end.
+            device: Where they lie.
+        """
+        return [
+            torch.zeros(layout.numel + more, dtype=layout.dtype, device=device)
+            for layout, more in zip(self._layouts, room, strict=True)
+        ]
+
+    def views(self, flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """``flats`` as tensors of the shapes and, where dense, the strides of ``like``."""
+        out = list(like)
+        for group, layout, flat in zip(self.groups, self._layouts, flats, strict=True):
+            for i, view in zip(group, layout.views(flat, [like[i] for i in group]), strict=True):
+                out[i] = view
+        return out
+
+    def end(self, number: int, index: int) -> int:
+        """Where in flat tensor ``number`` its tensor ``index`` ends, and the next one begins."""
+        layout = self._layouts[number]
+        return [*layout.offsets[1:], layout.numel][index]
+
+
 class FlatParams:
     """The trainable parameters of a module, moved into flat tensors.
 
@@ -156,18 +201,15 @@ class FlatParams:
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [n for n, _ in named]
         self.params = [p for _, p in named]
-        self._groups = _by_dtype(self.params)
-        self._layouts = [_Layout([self.params[i] for i in g]) for g in self._groups]
-        self.flats: list[Tensor] = []
-        self._pointers: list[int] = [0] * len(self.params)
-        for group, layout in zip(self._groups, self._layouts, strict=True):
-            old = [self.params[i].data for i in group]
-            flat = torch.zeros(layout.numel, dtype=layout.dtype, device=old[0].device)
-            for i, view, source in zip(group, layout.views(flat, old), old, strict=True):
-                view.copy_(source)
-                self.params[i].data = view
-                self._pointers[i] = view.data_ptr()
-            self.flats.append(flat)
+        old = [p.data for p in self.params]
+        self._arrangement = Arrangement(old)
+        room = [0] * len(self._arrangement.groups)
+        self.flats = self._arrangement.empty(room, old[0].device) if old else []
+        views = self._arrangement.views(self.flats, old)
+        for p, view, source in zip(self.params, views, old, strict=True):
+            view.copy_(source)
+            p.data = view
+        self._pointers = [view.data_ptr() for view in views]
 
     def like(self) -> list[Tensor]:
         """New flat tensors of the same shapes, zero."""
@@ -175,8 +217,7 @@ class FlatParams:
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """``flats`` as one tensor for each parameter, in order."""
-        like = [p.data for p in self.params]
-        return _views(self._groups, self._layouts, flats, like)
+        return self._arrangement.views(flats, [p.data for p in self.params])
 
     def viewer(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """:meth:`views` as a function that keeps no parameter alive."""
@@ -184,8 +225,8 @@ class FlatParams:
             torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
             for p in self.params
         ]
-        groups, layouts = self._groups, self._layouts
-        return lambda flats: _views(groups, layouts, flats, like)
+        arrangement = self._arrangement
+        return lambda flats: arrangement.views(flats, like)
 
     def check(self) -> None:
         """Make sure that no parameter was moved out of its flat tensor.
@@ -199,19 +240,6 @@ class FlatParams:
                     f"parameter {name!r} was moved to other memory during training: assign to it "
                     "in place (p.copy_(...)), and call .to(device) in the model factory only"
                 )
-
-
-def _views(
-    groups: Sequence[Sequence[int]],
-    layouts: Sequence[_Layout],
-    flats: Sequence[Tensor],
-    like: Sequence[Tensor],
-) -> list[Tensor]:
-    out = list(like)
-    for group, layout, flat in zip(groups, layouts, flats, strict=True):
-        for i, view in zip(group, layout.views(flat, [like[i] for i in group]), strict=True):
-            out[i] = view
-    return out
 
 
 class FlatBuffers:

@@ -24,7 +24,8 @@ from runtime.core.weight import Weight, WindowWeight
 from runtime.data.batches import map_batch, parts_of
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.values import ValueLog
-from runtime.replica.step import MADE, Packed, StepEnd, Stepper, TrainFn
+from runtime.replica.reducer import Packed
+from runtime.replica.step import MADE, StepEnd, Stepper, TrainFn
 
 logger = logging.getLogger(__name__)
 

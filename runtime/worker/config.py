@@ -53,6 +53,8 @@ class WorkerConfig:
         balance: Whether pieces follow measured speed under ``SYNC``, and shrink where a device
             has no memory for them.
         sync_batchnorm: Whether batch normalisation uses the statistics of the global batch.
+        bucket_bytes: Under ``SYNC``, about how much of the gradients travels at once, while the
+            backward pass computes others; ``None``: all, after it.
         cuda_graphs: Whether steps are captured and replayed.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         report_interval_s: Trained batches are told at the latest after this long.
@@ -78,6 +80,7 @@ class WorkerConfig:
     falls_back: bool = False
     balance: bool = False
     sync_batchnorm: bool = False
+    bucket_bytes: int | None = None
     cuda_graphs: bool = False
     metrics_every: int | None = None
     report_interval_s: float = 0.05

@@ -21,7 +21,8 @@ from runtime.replica.batch_norm import BatchStatistics, synchronise
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.graphs import CapturableOptimizer
 from runtime.replica.non_finite import ReplicaJudge, StepJudge
-from runtime.replica.step import GradientReducer, Stepper
+from runtime.replica.reducer import GradientReducer
+from runtime.replica.step import Stepper
 from runtime.worker.config import UserFunctions, WorkerConfig
 from runtime.worker.group import Groups, Lockstep
 from runtime.worker.recording import Recorder
@@ -199,7 +200,14 @@ class WorkerReplica:
         """Makes steps, under lockstep with the other ranks."""
         judge = self._step_judge(config, meter)
         if collective is not None and self.lockstep:
-            self._reducer = GradientReducer(self.state.params, collective, judge, self.context.comm)
+            self._reducer = GradientReducer(
+                self.state.params,
+                collective,
+                judge,
+                self.context.comm,
+                bucket_bytes=config.bucket_bytes,
+                timer=timer,
+            )
         stepper = Stepper(
             self.model,
             self.state.params,
@@ -267,7 +275,7 @@ class WorkerReplica:
         self._recorder.joins(collective)
         before, self.averager.collective = self.averager.collective, collective
         if self._reducer is not None:
-            self._reducer.collective = collective
+            self._reducer.join(collective)
         if self.stepper.statistics is not None:
             self.stepper.statistics.join(collective)
         if before is not None:

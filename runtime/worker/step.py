@@ -112,6 +112,7 @@ class WorkerSteps:
         self._lane = lane
         self._keeps_buffers = config.redoes
         self._shrinks = config.balance and self._lockstep
+        self._buckets = config.bucket_bytes is not None
         self._late_weight: Tensor | None = None  # of steps since it was last told
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
@@ -281,6 +282,8 @@ class WorkerSteps:
                     continue
                 self._make_held(window, train_fn, total)
                 window = None
+            if self._buckets and i + 1 == len(sizes):
+                self._stepper.expect_last(total)
             self._train_piece(train_fn, batch, size, size / total)
             batch = None  # the loader may use its memory again
         if window is None:

@@ -132,22 +132,32 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulate", "optim", "clip", "backend"),
+    ("ranks", "accumulate", "optim", "clip", "backend", "bucket_mb"),
     [
-        (1, 1, sgd, None, THREAD),
-        (2, 1, sgd, None, THREAD),
-        (2, 3, adamw, 0.1, THREAD),
-        (3, 1, adamw, None, AverageBackend.GLOO),
-        (3, 2, sgd, 0.1, THREAD),
-        (4, 1, sgd, 0.1, THREAD),
-        (4, 2, adamw, None, THREAD),
+        (1, 1, sgd, None, THREAD, None),
+        (2, 1, sgd, None, THREAD, None),
+        (2, 3, adamw, 0.1, THREAD, 1e-4),
+        (3, 1, adamw, None, AverageBackend.GLOO, None),
+        (3, 1, adamw, None, AverageBackend.GLOO, 1e-4),
+        (3, 2, sgd, 0.1, AverageBackend.GLOO, 1e-4),
+        (3, 2, sgd, 0.1, THREAD, None),
+        (4, 1, sgd, 0.1, THREAD, None),
+        (4, 2, adamw, None, THREAD, None),
     ],
 )
 def test_any_shares_equal_one_device_on_the_global_batch(
-    random_shares, ranks, accumulate, optim, clip, backend
+    random_shares, ranks, accumulate, optim, clip, backend, bucket_mb
 ):
     trace = Trace()
-    handle = run(trace, optim, ranks=ranks, accumulate=accumulate, clip=clip, way=(SYNC, backend))
+    handle = run(
+        trace,
+        optim,
+        ranks=ranks,
+        accumulate=accumulate,
+        clip=clip,
+        way=(SYNC, backend),
+        bucket_cap_mb=bucket_mb,
+    )
     state = handle.join(WAIT_S)
     steps = list(global_steps(ranks, accumulate))
     assert_same(state.state_dict(), one_device(steps, optim, clip))

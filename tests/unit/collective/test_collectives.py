@@ -259,6 +259,84 @@ def test_with_all_weights_0_nothing_changes(kind, world_size):
 
 
 @each_kind
+@each_world_size
+def test_a_mean_in_parts_equals_the_reference(kind, world_size):
+    """Parts of any dtype, empty ones, and a rank with weight 0 whose values are not used."""
+    weights = [3, 0.5, 0, 1][:world_size]
+    values = [[v[:2_000], v[2_000:5_000], v[:0], v[5_000:]] for v in values_of(world_size, LARGE)]
+    low = values_of(world_size, 33, torch.bfloat16)
+    if world_size > 2:
+        values[2][1] = torch.full_like(values[2][1], float("nan"))
+    tensors = [[t.clone() for t in own] + [low[r].clone()] for r, own in enumerate(values)]
+
+    def work(end):
+        totals = []
+        for _ in range(2):  # the second time what was reduced, which stays as it is
+            mean = end.mean_in_parts(weights[end.rank], tally=end.rank + 1)
+            for part in tensors[end.rank]:
+                mean.add([part])
+            totals.append(mean.end())
+            assert end.tally == world_size * (world_size + 1) / 2
+        return totals
+
+    with group_of(world_size, kind) as ends:
+        assert on_ranks(ends, work) == [[sum(weights)] * 2] * world_size
+    factors = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    for index in range(5):
+        inputs = [*zip(*values, strict=True), low][index]
+        stacked = torch.stack(list(inputs)).double().nan_to_num()
+        expected = stacked.mul(factors[:, None]).sum(0).to(inputs[0].dtype)
+        assert_close(tensors[0][index], expected)
+        assert_same_bits([own[index] for own in tensors])
+
+
+@each_kind
+def test_a_mean_in_parts_with_all_weights_0_changes_nothing(kind):
+    values = values_of(2, 33)
+    tensors = [value.clone() for value in values]
+
+    def work(end):
+        mean = end.mean_in_parts(0)
+        mean.add([tensors[end.rank]])
+        return mean.end()
+
+    with group_of(2, kind) as ends:
+        assert on_ranks(ends, work) == [0.0, 0.0]
+    for value, tensor in zip(values, tensors, strict=True):
+        assert_same_bits([value, tensor])
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(kind, given) for kind in KINDS for given in (0, 1) if (kind, given) != ("nccl", 1)],
+)
+def test_a_mean_in_parts_that_a_rank_breaks_off_wakes_the_others(kind, given):
+    """What poses as NCCL carries each part out at once."""
+    with group_of(2, kind, timeout_s=10 * WAKE_S) as ends:
+        ready = threading.Event()
+
+        def work(end):
+            mean = end.mean_in_parts(1)
+            for k in range(given if end.rank else 3):
+                mean.add([torch.ones(7) * k])
+            if end.rank:
+                ready.wait(TIMEOUT_S)
+                end.abort()
+                return
+            ready.set()
+            mean.end()
+
+        if not given:  # the first part waits for the other rank
+            ready.set()
+        begin = time.monotonic()
+        errors = errors_of(ends, work)
+        assert time.monotonic() - begin < WAKE_S
+        assert isinstance(errors[0], CollectiveAborted)
+        assert not errors[0].failed
+        assert errors[1] is None
+
+
+@each_kind
 def test_infinite_and_huge_values_keep_their_place_in_a_mean(kind):
     mask = torch.tensor([-float("inf"), torch.finfo(torch.float32).min, 1.0])
     tensors = [mask.clone() for _ in range(2)]

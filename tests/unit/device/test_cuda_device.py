@@ -12,7 +12,7 @@ from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.flat import FlatState
-from runtime.replica.step import GradientReducer
+from runtime.replica.reducer import GradientReducer
 from tests.support.fake_cuda import GPU, FakeCuda
 from tests.support.fake_streams import DelayedCopies
 
@@ -115,6 +115,60 @@ def test_gradients_are_reduced_between_backward_and_the_optimizer(fake, device, 
     fake.mark("optimizer")
     run_in(fake, order)
     assert fake.done == ["backward", "reduce", "optimizer"]
+
+
+@any_order
+def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, device, order):
+    class Mean:
+        def __init__(self, *_, **__):
+            self.parts = 0
+
+        def add(self, tensors):
+            assert fake.current is device.comm_stream
+            for _ in tensors:
+                fake.mark(f"bucket {self.parts}")
+                self.parts += 1
+
+        def end(self):
+            return 2.0
+
+    class Marking:
+        world_size = 1
+        tally = 0.0
+        mean_in_parts = Mean
+
+        def all_gather_into(self, output, input):
+            output.copy_(input)
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.late = torch.nn.Parameter(torch.zeros(3))
+            self.early = torch.nn.Parameter(torch.zeros(3))
+
+    model = Two()
+    state = FlatState(model)
+    reducer = GradientReducer(state.params, Marking(), None, device.comm, bucket_bytes=1)
+    for step in range(2):
+        for p in (model.late, model.early):
+            p.grad = None
+        reducer.forget()
+        fake.run_all()
+        fake.done.clear()
+        reducer.arm(2, None)
+        (model.early.sum() + 0 * model.early.sum()).backward()
+        fake.mark("rest of the backward pass")
+        model.late.sum().backward()
+        if step:  # nothing that comes later waits for the first bucket
+            fake.run(device.compute)
+            assert fake.done == ["rest of the backward pass"]
+        reducer.disarm()
+        reducer.pack(2)
+        reducer.exchange(2)
+        reducer.unpack()
+        fake.mark("optimizer")
+    run_in(fake, order)
+    assert fake.done == ["rest of the backward pass", "bucket 0", "bucket 1", "optimizer"]
 
 
 # -- snapshots and updates -------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 
 from runtime.collective import create_collectives
 from runtime.replica.flat import FlatParams
-from runtime.replica.step import GradientReducer
+from runtime.replica.reducer import GradientReducer
 
 
 class TwoNumbers(nn.Module):
