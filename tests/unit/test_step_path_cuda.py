@@ -42,8 +42,9 @@ ALLOWED = {
     ("runtime/replica/flat.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
     ("runtime/replica/step.py", "_weigh", "item"): "a weight of the CPU",
     ("runtime/core/weight.py", "check_weight", "item"): "a weight of the CPU",
+    ("runtime/replica/reducer.py", "_agree", "tolist"): "a tensor of the CPU",
     (
-        "runtime/replica/step.py",
+        "runtime/replica/reducer.py",
         "unpack",
         "tolist",
     ): "flags of parameters that this rank has not used",
