@@ -237,7 +237,7 @@ class TrainConfig:
             fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
             beside = self.worker.cuda_graphs or self.worker.sync_batchnorm
             asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
-        return int(asked_mb * 2**20) or None
+        return max(1, int(asked_mb * 2**20)) if asked_mb else None
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The devices asked for, else every visible CUDA device, else one CPU."""

@@ -128,6 +128,7 @@ class GradientReducer:
         self._agreed = bucket_bytes is None
         self._overlaps = False
         self._noted: list[int] | None = None  # the order of the backward pass in progress
+        self._seen: list[int] = []  # by this rank, while no order is agreed on
         self._order: list[int] | None = None
         self._mean: MeanInParts | None = None
         self._armed: tuple[int, WindowWeight | None] | None = None
@@ -198,7 +199,7 @@ class GradientReducer:
         self.collective = collective
         self._agreed = self._bucket_bytes is None
         self._overlaps = False
-        self._order = None
+        self._seen, self._order = [], None
         self._broken_off = []
 
     def forget(self) -> None:
@@ -236,7 +237,7 @@ class GradientReducer:
         """
         if self._noted is not None:
             noted, self._noted = self._noted, None
-            self._order = noted if len(set(noted)) == len(noted) else [_TWICE]
+            self._seen = noted if len(set(noted)) == len(noted) else [_TWICE]
         self._armed = None
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -353,9 +354,8 @@ class GradientReducer:
     def _agree(self) -> None:
         """Put the gradients into the order that the lowest rank has seen, on every rank alike."""
         num = len(self._params)
-        seen = self._order or []
         mine = torch.full((num + 1,), _NO_ORDER, dtype=torch.int64)
-        mine[: len(seen)] = torch.tensor(seen, dtype=torch.int64)
+        mine[: len(self._seen)] = torch.tensor(self._seen, dtype=torch.int64)
         told = mine.new_empty(self.collective.world_size * (num + 1))
         self._timer.pause()
         self.collective.all_gather_into(told, mine)
@@ -366,9 +366,7 @@ class GradientReducer:
             return
         self._agreed = True
         self._overlaps = all(row[0] != _TWICE for row in found)
-        if not self._overlaps:
-            self._order = None
-        else:
+        if self._overlaps:
             first = [i for i in found[0] if i >= 0]
             self._order = first + sorted(set(range(num)) - set(first))
         self._arrange(self._order)

@@ -382,6 +382,33 @@ def test_the_others_go_on_after_a_death_in_the_middle_of_a_step(way, where):
     assert {rank for epoch, rank in trained if epoch == 2} == {0, 2}
 
 
+class NoMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("planted")
+
+
+@pytest.mark.parametrize("way", [(SYNC, GLOO), (SYNC, THREAD)])
+def test_a_step_without_memory_in_its_backward_pass_is_made_again(way):
+    failed = []
+
+    def train(model, batch):
+        worker = current_worker()
+        x = model.first(batch[0])
+        if worker.rank == 1 and worker.local_step >= 3 and len(x) > 1 and not failed:
+            failed.append(worker.local_step)
+            x = NoMemory.apply(x)
+        return nn.functional.mse_loss(model.last(torch.tanh(model.middle(x))), batch[1])
+
+    state = run_of(way, TINY / 2**20, balance=True, train=train).join(WAIT_S)
+    assert failed
+    assert [metrics.num_samples for metrics in state.metrics] == [96] * 3
+
+
 @pytest.mark.parametrize("way", [(SYNC, GLOO), (SYNC, THREAD)])
 def test_a_loss_that_is_not_finite_ends_the_run_by_name(way):
     def train(model, batch):
