@@ -165,11 +165,8 @@ class ProcessGroupCollective(Collective):
 
     def _send(self, flat: Tensor, factor: float) -> Any:
         """Begin the weighted sum of a flat tensor; what :meth:`_arrived` is told of it."""
-        wire = as_summed(flat)
-        _ = wire.mul_(factor) if factor else wire.zero_()
-        options = self._options(_c10d.AllreduceOptions)
-        options.reduceOp = _c10d.ReduceOp.SUM
-        return self._connected().allreduce([wire], options), wire, flat
+        wire = _scaled(flat, factor)
+        return self._begin_sum(wire), wire, flat
 
     def _arrived(self, sent: Sequence[Any]) -> None:
         """Wait for what was begun."""
@@ -200,9 +197,7 @@ class ProcessGroupCollective(Collective):
         """Scales locally and sums: the divisor is in the factor, the same everywhere."""
         if flat.numel() == 0:
             return
-        wire = as_summed(flat)
-        # A factor of 0 must not turn NaN and infinity into NaN.
-        _ = wire.mul_(factor) if factor else wire.zero_()
+        wire = _scaled(flat, factor)
         self._sum_(wire)
         if wire is not flat:
             flat.copy_(wire)
@@ -229,9 +224,12 @@ class ProcessGroupCollective(Collective):
         output.copy_(whole.view(self.world_size, -1)[self.rank])
 
     def _sum_(self, flat: Tensor) -> None:
+        self._wait(self._begin_sum(flat))
+
+    def _begin_sum(self, flat: Tensor) -> Any:
         options = self._options(_c10d.AllreduceOptions)
         options.reduceOp = _c10d.ReduceOp.SUM
-        self._wait(self._connected().allreduce([flat], options))
+        return self._connected().allreduce([flat], options)
 
     def _all_gather(self, output: Tensor, input: Tensor) -> None:
         options = self._options(_c10d.distributed_c10d.AllgatherOptions)
@@ -399,6 +397,13 @@ def as_summed(tensor: Tensor) -> Tensor:
     if tensor.dtype in LOW_PRECISION:
         return tensor.float()
     return tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor  # no backend has it
+
+
+def _scaled(flat: Tensor, factor: float) -> Tensor:
+    """What is summed of a rank's part in a weighted mean."""
+    wire = as_summed(flat)
+    # A factor of 0 must not turn NaN and infinity into NaN.
+    return wire.mul_(factor) if factor else wire.zero_()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

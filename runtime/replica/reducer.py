@@ -278,7 +278,7 @@ class GradientReducer:
             assert self._armed is not None
             num_samples, weight = self._armed
             with torch.no_grad():
-                self._write(waiting.params, num_samples, weight)
+                self._write(waiting, num_samples, weight)
                 self._send(waiting, num_samples, weighed=weight is not None)
 
     def _send(self, bucket: _Bucket, num_samples: int, *, weighed: bool) -> None:
@@ -296,15 +296,10 @@ class GradientReducer:
             if is_first:
                 self._timer.resume()
 
-    def _write(self, params: Sequence[int], num_samples: int, weight: WindowWeight | None) -> None:
-        """Copy gradients into the flat tensors."""
-        views = [self._views[i] for i in params]
-        grads = [self._params[i].grad for i in params]
-        if not any(grad is None for grad in grads):
-            torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
-        else:
-            for view, grad in zip(views, grads, strict=True):
-                view.zero_() if grad is None else view.copy_(grad)
+    def _write(self, bucket: _Bucket, num_samples: int, weight: WindowWeight | None) -> None:
+        """Copy the gradients of a bucket into its flat tensor."""
+        views = [self._views[i] for i in bucket.params]
+        _copy(views, [self._params[i].grad for i in bucket.params])
         if weight is not None:
             torch._foreach_mul_(views, weight.unit / num_samples)
 
@@ -327,8 +322,13 @@ class GradientReducer:
         grads = [p.grad for p in self._params]
         complete = num_samples > 0 and not any(g is None for g in grads)
         if num_samples > 0:
-            waiting = [i for bucket in self._waiting() for i in bucket.params]
-            self._write(waiting, num_samples, weight)
+            if self._mean is None:
+                _copy(self._views, grads)
+                if weight is not None:
+                    torch._foreach_mul_(self._grads, weight.unit / num_samples)
+            else:
+                for bucket in self._waiting():
+                    self._write(bucket, num_samples, weight)
             if complete:
                 # Each time: a peer that lacks a parameter halves its flag, which would end at 0.
                 self._flags.fill_(1)
@@ -435,6 +435,14 @@ class GradientReducer:
         for i, (p, view) in enumerate(zip(self._params, self._views, strict=True)):
             p.grad = view if used is None or used[i] else None
         self.packed = Packed([], complete=self.packed.complete)  # the memory of the others
+
+
+def _copy(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    if not any(grad is None for grad in grads):
+        torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
+        return
+    for view, grad in zip(views, grads, strict=True):
+        view.zero_() if grad is None else view.copy_(grad)
 
 
 def _watch(reducer: GradientReducer, params: Sequence[nn.Parameter]) -> None:
