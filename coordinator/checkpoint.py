@@ -34,7 +34,7 @@ class Note:
     Attributes:
         sums: Its partial sums of each open epoch.
         totals: Its totals of the run.
-        told: Under ``SYNC``, the batches of the plan that it had told.
+        told: Under ``SYNC``, the micro-batches of the plan that it had told.
     """
 
     sums: dict[int, dict[str, Any]]
@@ -93,6 +93,7 @@ def capture_run(
         epochs.append(state)
     return {
         "world_size": len(core.ranks),
+        "per_global": core.per_global,
         "saved_ranks": sorted(notes),
         "global_step": core.global_step - num_late,
         "num_windows": core.num_windows if step is None else step,
@@ -114,18 +115,19 @@ def _told_later(core: Core, notes: Mapping[int, Note]) -> dict[int, list[int]]:
     plan = core.plan
     if plan is None:
         return {}
-    return {
-        rank: _order(spans)[notes[rank].told : plan.told.get(rank, 0)]
-        for rank, spans in plan.parts.items()
-        if rank in notes
-    }
+    late = {}
+    for rank, spans in plan.parts.items():
+        if rank in notes:
+            first = plan.batches_behind(rank, notes[rank].told)
+            late[rank] = _order(spans)[first : plan.num_told(rank)]
+    return late
 
 
 def _parts_left(core: Core, notes: Mapping[int, Note]) -> dict[int, list[list[int]]] | None:
     """What each rank has yet to train of the present plan, in order."""
     plan = core.plan
-    if plan is None or set(plan.parts) != set(notes):
-        return None
+    if plan is None or plan.pieces or set(plan.parts) != set(notes):
+        return None  # global batches that are cut belong to nobody
     left = {rank: _order(spans)[notes[rank].told :] for rank, spans in plan.parts.items()}
     if not any(left.values()):
         return None
@@ -370,6 +372,7 @@ def check_run(
             "epochs": items(_epoch_check(world, num_samples, num_batches)),
         },
         may={
+            "per_global": whole(1),
             "saved_ranks": items(whole(high=world - 1), num_rank_states),
             "transport": _TRANSPORT,
         },
@@ -460,7 +463,7 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     """Make a new machine go on from what :func:`capture_run` gave.
 
     At the same world size every rank keeps its share of an epoch; at another one what is
-    open is dealt anew.
+    open is dealt anew, under ``SYNC`` in global batches of the same size.
 
     Args:
         core: A machine's state, in which nothing has happened yet.
@@ -470,6 +473,7 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     core.global_step = int(state["global_step"])
     if core.steps is not None:
         core.steps.step = core.global_step
+    core.per_global = int(state.get("per_global", state["world_size"]))
     core.num_windows = int(state["num_windows"])
     core.num_averagings = int(state["num_averagings"])
     core.num_failed_rounds = int(state["num_failed_rounds"])

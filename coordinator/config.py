@@ -157,6 +157,7 @@ class CoordinatorConfig:
         divergence_threshold: ``None``: no guard.
         partition_ratios: Fixed share of each rank.
         balance: Under ``SYNC``, cut each global batch by measured speed.
+        sync_batchnorm: Under ``SYNC``, each rank trains its part of a global batch at once.
         advise_balance: Under ``SYNC`` with equal batches, say once what that would gain where
             ranks turn out unequal.
         progressive: Chunks on demand rather than one partition an epoch.
@@ -198,6 +199,7 @@ class CoordinatorConfig:
     divergence_threshold: float | None = 0.05
     partition_ratios: tuple[float, ...] | None = None
     balance: bool = False
+    sync_batchnorm: bool = False
     advise_balance: bool = False
     progressive: bool = True
     max_steps: int | None = None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator import messages as m
 from coordinator.messages import PublishEpoch
 from coordinator.pool import Epoch, LockstepPlan
+from coordinator.shares import Shares
 from coordinator.state import Core, Rank
 
 PLAN_STEPS = 5
 """Optimizer steps in a plan where shares are measured. While ranks train one the next lies
 with them, so that a new speed is followed in the fourth plan at the latest."""
+FIXED_PLAN_STEPS = 50
+"""Optimizer steps in a plan of pieces that follow nothing, and so need fewer messages."""
 
 
 @dataclass(slots=True)
@@ -123,65 +127,107 @@ class Epochs:
     def deal_lockstep(self, now: float) -> None:
         """Deal the next epoch to all ranks once they are through with the last.
 
-        With shares by measured speed, the next steps of it, once all are through with the
-        plan before the last: their sizes are the same on all ranks, because they come with
+        Where global batches are cut into pieces, the next steps of it, once all are through with
+        the plan before the last: their sizes are the same on all ranks, because they come with
         the plan, and what the steps took decides those of the plan after the next.
         """
         while self._deal_next(now):
             pass
 
+    @property
+    def _cuts(self) -> bool:
+        """Whether global batches are cut into pieces, and not one batch for each rank."""
+        core = self._core
+        if core.config.partition_ratios is not None:
+            return False
+        return core.shares is not None or len(core.live) != core.per_global
+
     def _deal_next(self, now: float) -> bool:
-        live = self._core.live
-        balances = self._core.shares is not None and len(live) > 1
+        core, cuts = self._core, self._cuts
+        live, accumulate = core.live, core.config.accumulate
         most_queued = max((r.num_queued for r in live), default=0)
-        if most_queued > int(balances) or not self.all_published:
+        if most_queued > int(cuts) or not self.all_published:
             # Peers of a lead that evaluates wait here, where no timeout runs.
             return False
-        most = PLAN_STEPS * self._core.config.accumulate * len(live) if balances else None
-        dealt = self._core.pool.deal_epoch(
-            now, [r.rank for r in live], self._core.elche.shares, most
+        before = core.plan if most_queued else None
+        if before is not None and not before.has_whole_steps(accumulate):
+            return False
+        steps = PLAN_STEPS if core.config.balance else FIXED_PLAN_STEPS
+        dealt = core.pool.deal_epoch(
+            now,
+            [r.rank for r in live],
+            core.elche.shares,
+            steps * accumulate * core.per_global if cuts else None,
         )
         if dealt is None:
             return False
-        number, parts = dealt
-        pieces = self._cut_pieces(parts) if balances else {}
-        more = balances and self._core.pool.has_more(self._core.pool.epochs[0])
-        shares = [0] * len(self._core.ranks)
-        for rank, spans in parts.items():
-            shares[rank] = sum(len(span) for span in spans)
-        epoch = self._core.pool.find(number)
-        steps = -(-max(shares) // self._core.config.accumulate)
-        if epoch is not None and not self._core.alone:
-            epoch.num_averagings += steps
-            self._core.num_averagings += steps
-        plan = self._core.plan
-        first_step = self._core.global_step
-        if most_queued and plan is not None:
-            assert plan.epoch == number, "an epoch begins when the one before is trained"
-            first_step = plan.first_step + plan.num_batches
-            plan.extend(parts, pieces, steps)
-            plan.forget_told(self._core.config.accumulate)
+        plan = self._plan(*dealt, cuts=cuts)
+        epoch = core.pool.find(plan.epoch)
+        if epoch is not None and not core.alone:
+            epoch.num_averagings += plan.num_windows
+            core.num_averagings += plan.num_windows
+        if before is not None:
+            assert plan.epoch == before.epoch, "an epoch begins when the one before is trained"
+            plan.first_step = before.first_step + before.num_batches
+        core.num_windows += plan.num_windows
+        for own in self._own_plans(plan):
+            self._start(*own)
+        if before is not None:
+            before.extend(plan)
+            before.forget_told(accumulate)
         else:
-            self._core.plan = LockstepPlan(
-                epoch=number,
-                parts=parts,
-                first_window=self._core.num_windows,
-                num_windows=steps,
-                first_step=first_step,
-                pieces=pieces,
-            )
-        self._core.num_windows += steps
-        for info in live:
-            own = m.EpochPlan(
-                epoch=number,
-                batches=parts[info.rank],
-                shares=tuple(shares),
-                first_step=first_step,
-                pieces=tuple(pieces.get(info.rank, ())),
-                more=more,
-            )
-            self._start(info, own)
+            core.plan = plan
         return True
+
+    def _plan(
+        self, number: int, parts: dict[int, tuple[range, ...]], *, cuts: bool
+    ) -> LockstepPlan:
+        """What the ranks were dealt, with the pieces of global batches that are cut."""
+        core = self._core
+        plan = LockstepPlan(
+            epoch=number,
+            parts=parts,
+            first_window=core.num_windows,
+            num_windows=0,
+            first_step=core.global_step,
+        )
+        if cuts:
+            ranks = list(parts)
+            plan.num_slices = core.num_slices(ranks)
+            (span,) = parts[ranks[0]]
+            pieces, plan.counts = core.pool.cut_pieces(
+                span, core.per_global, plan.num_slices, self._sizes(ranks), self._shares.short
+            )
+            plan.give(pieces)
+        longest = max(plan.num_loads(rank) for rank in parts)
+        plan.num_windows = -(-longest // (core.config.accumulate * plan.num_slices))
+        return plan
+
+    def _own_plans(self, plan: LockstepPlan) -> Iterator[tuple[Rank, m.EpochPlan]]:
+        """A plan as each rank is told of it."""
+        core, live = self._core, self._core.live
+        shares = [0] * len(core.ranks)
+        for rank in plan.parts:
+            shares[rank] = plan.num_loads(rank)
+        batches: Mapping[int, tuple[range, ...]] = plan.parts
+        if plan.pieces:
+            (span,) = plan.parts[live[0].rank]
+            keys = core.pool.draw_keys(span, core.per_global, plan.num_slices, len(live))
+            batches = {info.rank: own for info, own in zip(live, keys, strict=True)}
+        for info in live:
+            yield (
+                info,
+                m.EpochPlan(
+                    epoch=plan.epoch,
+                    batches=batches[info.rank],
+                    shares=tuple(shares),
+                    first_step=plan.first_step,
+                    pieces=tuple(plan.pieces.get(info.rank, ())),
+                    per_global=core.per_global if plan.pieces else 0,
+                    num_slices=plan.num_slices,
+                    more=bool(plan.pieces) and core.pool.has_more(core.pool.epochs[0]),
+                ),
+            )
 
     def measure(self, rank: int) -> None:
         """A rank is through with a plan: what it took says how large its pieces shall be."""
@@ -192,13 +238,21 @@ class Epochs:
         if times is not None:
             shares.observe(rank, *times)
 
-    def _cut_pieces(self, parts: dict[int, tuple[range, ...]]) -> dict[int, list[tuple[int, int]]]:
-        """The pieces of each rank, of sizes that follow what was measured."""
-        shares = self._core.shares
-        assert shares is not None, "pieces are cut where shares are measured"
-        ranks = list(parts)
-        sizes = shares.sizes(self._core.global_batch(len(ranks)), ranks)
-        return self._core.pool.cut_pieces(parts, sizes, shares.short)
+    @property
+    def _shares(self) -> Shares:
+        """How large the pieces of global batches are; equal ones where nobody says it."""
+        core = self._core
+        if core.shares is None:
+            core.shares = Shares(len(core.ranks), fixed=True)
+        return core.shares
+
+    def _sizes(self, ranks: Sequence[int]) -> dict[int, int]:
+        """The piece of each rank in a slice of a global batch, by what was measured."""
+        total = self._core.slice_samples(ranks)
+        some = ranks[:total]
+        return dict.fromkeys(ranks, 0) | dict(
+            zip(some, self._shares.sizes(total, some), strict=True)
+        )
 
     def has_work(self, epoch: int) -> bool:
         """Whether the average that closes the epoch is evaluated or handed over."""

@@ -371,9 +371,9 @@ class Survival:
         )
 
     def _num_made(self, plan: LockstepPlan, rank: int, made: int) -> int:
-        """Batches of a rank that are in the steps made."""
-        share = sum(len(span) for span in plan.parts[rank])
-        return min((made - plan.first_window) * self._core.config.accumulate, share)
+        """Micro-batches of a rank that are in the steps made."""
+        per_step = self._core.config.accumulate * plan.num_slices
+        return min((made - plan.first_window) * per_step, plan.num_loads(rank))
 
     def recount(self, made: int) -> None:
         """Settle the batches of the plan that are in the steps made, and no others."""
@@ -387,19 +387,26 @@ class Survival:
         for rank, spans in plan.parts.items():
             count = self._num_made(plan, rank, made)
             told = plan.told.get(rank, 0)
-            samples = core.pool.recount(rank, plan.epoch, spans, told=told, made=count)
-            core.global_step += count
+            counted = plan.batches_behind(rank, count)
+            untold, undone = core.pool.recount(
+                rank, plan.epoch, spans, told=plan.num_told(rank), made=counted
+            )
+            core.global_step += counted
             if plan.pieces:
-                samples = plan.count_samples(rank, told, count)
-            if epoch is not None and count > told:
+                untold = plan.count_samples(rank, told, count)
+                undone = plan.count_samples(rank, count, told)
+            if epoch is None:
+                continue
+            epoch.num_retrained += undone
+            if count > told:
                 # A rank that could not say so had its part in these steps.
-                rest = Tally(num_batches=count - told, num_samples=samples)
+                rest = Tally(num_batches=count - told, num_samples=untold)
                 epoch.tally.add(rank, rest)
                 core.ranks[rank].note(rest)
-        undone = 0 if core.alone else plan.num_windows - windows
-        core.num_averagings -= undone
+        num_undone = 0 if core.alone else plan.num_windows - windows
+        core.num_averagings -= num_undone
         if epoch is not None:
-            epoch.num_averagings -= undone
+            epoch.num_averagings -= num_undone
 
 
 class Ending:

@@ -104,7 +104,7 @@ class Coordinator:
         """The first batch that may be dealt yet, now or after a death, as ``(epoch, batch)``."""
         epoch, batch = self._core.pool.first_unsettled()
         if self._core.plan is not None:
-            batch -= STEPS_BACK * self._core.config.accumulate * len(self._core.ranks)
+            batch -= STEPS_BACK * self._core.config.accumulate * self._core.per_global
         return epoch, max(0, batch)
 
     def statistics(self) -> Statistics:
@@ -212,15 +212,17 @@ class Coordinator:
         if self._core.steps is not None:
             told = self._core.steps.add(event.rank, event.epoch, tally, self._core.now)
             self._core.publish_steps(told)
-        self._core.pool.trained(event.rank, tally.num_batches)
-        plan = self._core.plan
+        plan, num_batches = self._core.plan, tally.num_batches
         if plan is not None:
-            plan.note(event.rank, tally.num_batches, timed, tally.compute_s)
+            before = plan.num_told(event.rank)
+            plan.note(event.rank, num_batches, timed, tally.compute_s)
+            num_batches = plan.num_told(event.rank) - before
+        self._core.pool.trained(event.rank, num_batches)
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
             self._core.pool.freeze(event.rank)
             self._core.pool.settle(event.rank)
-            self._core.global_step += tally.num_batches
+            self._core.global_step += num_batches
         if self._core.lockstep and self._core.config.advise_balance:
             self._advise_balance()
 
@@ -346,7 +348,7 @@ class Coordinator:
         shares, ranks = self._core.shares, [r.rank for r in self._core.live]
         assert shares is not None, "only measured shares are made smaller"
         is_news = shares.limit(event.rank, event.too_large)
-        return is_news and shares.fits(self._core.global_batch(len(ranks)), ranks)
+        return is_news and shares.fits(self._core.slice_samples(ranks), ranks)
 
     def _on_stop(self) -> None:
         if self._core.phase in (Phase.STARTING, Phase.RUNNING):

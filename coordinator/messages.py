@@ -77,15 +77,18 @@ class EpochPlan:
         epoch: Epoch, counted from 0.
         batches: Positions of the batches within the epoch's permutation, in the
             order of training. Batch ``b`` holds the samples
-            ``permutation[b * batch_size : (b + 1) * batch_size]``.
-        shares: Under ``SYNC``, how many batches each rank of the world trains in
+            ``permutation[b * batch_size : (b + 1) * batch_size]``. With ``pieces``, a number of
+            each piece, which keys what a data set draws for it.
+        shares: Under ``SYNC``, how many micro-batches each rank of the world trains in
             this plan: from it every rank knows when the others run out and how far
             the learning-rate schedule has moved. Empty under the other policies.
         first_step: Under ``SYNC``, the position of the schedule (batches trained by
             all ranks) before the plan.
-        pieces: Under ``SYNC`` with shares by measured speed, the samples of each batch, as
+        pieces: Under ``SYNC`` where global batches are cut, the samples of each micro-batch, as
             positions ``[start, stop)`` in the epoch's permutation; empty: the batch's own. A
             piece without samples is loaded by nobody: the others train the whole global batch.
+        per_global: With pieces, the batches in a global batch.
+        num_slices: With pieces, the micro-batches of each rank in a global batch.
         more: Whether more of the epoch follows for the same ranks, short of a death or an
             end, so that nothing is closed behind this plan.
         metrics: Of each epoch that has closed, what a scheduler is stepped by; ``None``: the
@@ -97,6 +100,8 @@ class EpochPlan:
     shares: tuple[int, ...] = ()
     first_step: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
+    per_global: int = 0
+    num_slices: int = 1
     more: bool = False
     metrics: tuple[float | None, ...] = ()
 

@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 from coordinator.dispatch import (
     BatchSet,
@@ -97,17 +96,20 @@ class Ledger:
 class LockstepPlan:
     """What all ranks were dealt together under ``SYNC``, and what is known of it.
 
-    Where shares are measured it is dealt little by little: ranks hold its next steps before
-    they are through with those before.
+    Where global batches are cut into pieces it is dealt little by little: ranks hold its next
+    steps before they are through with those before. Its batches then belong to no rank: those
+    of a global batch count once the first rank has reported its last piece of it.
 
     Attributes:
         epoch: Its epoch.
-        parts: The batches of each rank, in order.
+        parts: The batches of each rank, in order; with pieces the first rank has all of them.
         first_window: Optimizer steps that every rank had made before it.
         num_windows: Optimizer steps in it.
         first_step: Batches that all ranks had trained before it.
-        pieces: The samples of each batch of each rank, where shares are measured.
-        told: Batches of it that each rank has reported.
+        pieces: The samples of each micro-batch of each rank; empty: each is a batch of its own.
+        counts: With pieces, the batches of each global batch.
+        num_slices: With pieces, the micro-batches of each rank in a global batch.
+        told: Micro-batches of it that each rank has reported.
     """
 
     epoch: int
@@ -116,43 +118,70 @@ class LockstepPlan:
     num_windows: int
     first_step: int
     pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=list)
+    num_slices: int = 1
     told: dict[int, int] = field(default_factory=dict)
     _untimed: dict[int, deque[int]] = field(default_factory=dict)  # pieces, by their samples
     _timed: dict[int, tuple[int, int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for rank, pieces in self.pieces.items():
-            self._untimed[rank] = deque(_sizes(pieces))
+        self.give(self.pieces)
+
+    def give(self, pieces: dict[int, list[tuple[int, int]]]) -> None:
+        """Its global batches are cut into these pieces."""
+        self.pieces = pieces
+        self._untimed = {rank: deque(_sizes(own)) for rank, own in pieces.items()}
 
     @property
     def num_batches(self) -> int:
         """Batches in it, of all ranks."""
         return sum(len(span) for spans in self.parts.values() for span in spans)
 
-    def extend(
-        self,
-        parts: Mapping[int, tuple[range, ...]],
-        pieces: Mapping[int, Sequence[tuple[int, int]]],
-        num_windows: int,
-    ) -> None:
+    def num_loads(self, rank: int) -> int:
+        """Micro-batches of a rank."""
+        if self.pieces:
+            return len(self.pieces[rank])
+        return sum(len(span) for span in self.parts[rank])
+
+    def batches_behind(self, rank: int, num_loads: int) -> int:
+        """Batches that count once a rank has trained so many of its micro-batches."""
+        if not self.pieces:
+            return num_loads
+        if rank != next(iter(self.parts)):
+            return 0
+        return sum(self.counts[: num_loads // self.num_slices])
+
+    def num_told(self, rank: int) -> int:
+        """Batches that count by what a rank has reported."""
+        return self.batches_behind(rank, self.told.get(rank, 0))
+
+    def has_whole_steps(self, accumulate: int) -> bool:
+        """Whether more can follow: an optimizer step that was cut short is the last one."""
+        return len(self.counts) % accumulate == 0
+
+    def extend(self, more: LockstepPlan) -> None:
         """The same ranks were dealt more of the epoch."""
-        self.num_windows += num_windows
-        for rank, spans in parts.items():
+        self.num_windows += more.num_windows
+        self.counts += more.counts
+        for rank, spans in more.parts.items():
             self.parts[rank] += spans
-            self.pieces[rank].extend(pieces[rank])
-            self._untimed[rank].extend(_sizes(pieces[rank]))
+            self.pieces[rank] += more.pieces[rank]
+            self._untimed[rank] += more._untimed[rank]
 
     def forget_told(self, accumulate: int) -> None:
         """Leave out the steps that every rank has told: no death can take them back."""
-        windows = min(self.told.get(rank, 0) for rank in self.parts) // accumulate
-        num = windows * accumulate
+        per_step = accumulate * self.num_slices
+        windows = min(self.told.get(rank, 0) for rank in self.parts) // per_step
+        num = windows * per_step
         self.first_window += windows
         self.num_windows -= windows
         for rank, spans in self.parts.items():
-            self.first_step += num
-            self.parts[rank] = _without_first(spans, num)
+            counted = self.batches_behind(rank, num)
+            self.first_step += counted
+            self.parts[rank] = _without_first(spans, counted)
             del self.pieces[rank][:num]
             self.told[rank] = self.told.get(rank, 0) - num
+        del self.counts[: windows * accumulate]
 
     def note(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
         """A rank has reported batches, and the time of batches, which may come later."""
@@ -432,7 +461,8 @@ class ChunkPool:
             now: The time.
             ranks: Who takes part.
             shares: Each rank's part of the work.
-            most: Deal no more batches than this; ``None``: all of them.
+            most: For global batches that are cut into pieces: deal one range of no more than so
+                many batches, all to the first rank; ``None``: all of them.
 
         Returns:
             The epoch and the ranges of each rank, or ``None`` at the end of the run.
@@ -444,10 +474,12 @@ class ChunkPool:
         if left == 0:
             return None
         if most is not None:
-            left = min(left, most)
-        spans = epoch.open.take(left)
-        # As they were dealt before the run was interrupted, if it was.
-        dealt = epoch.take_parts(ranks, spans) or cut(spans, ranks, self._ratios)
+            spans = epoch.open.take(min(left, most, len(epoch.open.spans[0])))
+            dealt = {rank: spans if rank == ranks[0] else () for rank in ranks}
+        else:
+            spans = epoch.open.take(left)
+            # As they were dealt before the run was interrupted, if it was.
+            dealt = epoch.take_parts(ranks, spans) or cut(spans, ranks, self._ratios)
         for rank, part in dealt.items():
             self._note(epoch, rank, part)
         return epoch.epoch, dealt
@@ -501,39 +533,63 @@ class ChunkPool:
 
     def cut_pieces(
         self,
-        parts: Mapping[int, tuple[range, ...]],
-        sizes: Sequence[int],
+        span: range,
+        per_global: int,
+        num_slices: int,
+        sizes: Mapping[int, int],
         short: Callable[[int, Mapping[int, int]], Sequence[int]],
-    ) -> dict[int, list[tuple[int, int]]]:
-        """The samples of each rank's batches, where ranks share global batches by speed.
+    ) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
+        """The samples of each rank's micro-batches, where ranks share global batches out.
 
-        The n-th batches of all ranks are a global batch. Its samples are cut anew into
-        contiguous pieces, in the order of ranks, so that it holds what it would hold without.
+        A global batch is trained in slices, one after the other, each cut into contiguous
+        pieces in the order of ranks: it holds the same samples whoever trains them.
 
         Args:
-            parts: The batches of each rank, in order.
-            sizes: Pieces of a whole global batch, one for each rank of ``parts``; 0: none.
+            span: Batches, from the beginning of a global batch on.
+            per_global: Batches in a global batch; the last one may have fewer.
+            num_slices: Slices of each.
+            sizes: The piece of each rank in a whole slice; 0: none.
             short: Cuts so many samples of a smaller one like these sizes of its ranks.
 
         Returns:
-            For each batch its positions ``[start, stop)`` in the epoch's permutation.
+            For each rank and micro-batch the positions ``[start, stop)`` in the epoch's
+            permutation; and the batches of each global batch.
         """
-        orders = {rank: [b for span in spans for b in span] for rank, spans in parts.items()}
-        pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in parts}
-        size_of = dict(zip(parts, sizes, strict=True))
-        for index in range(max(map(len, orders.values()))):
-            ranks = [rank for rank, order in orders.items() if index < len(order)]
-            batches = [orders[rank][index] for rank in ranks]
-            bounds = [batch_bounds(b, self._num_samples, self._batch_size) for b in batches]
-            if batches == list(range(batches[0], batches[0] + len(batches))):
-                start, stop = bounds[0][0], bounds[-1][1]
-                whole = len(ranks) == len(sizes) and stop - start == sum(sizes)
-                cut_at = sizes if whole else short(stop - start, {r: size_of[r] for r in ranks})
-                ends = [*accumulate(cut_at, initial=start)]
-                bounds = [*pairwise(ends)]
-            for rank, piece in zip(ranks, bounds, strict=True):
-                pieces[rank].append(piece)
-        return pieces
+        pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in sizes}
+        counts = []
+        for first in range(span.start, span.stop, per_global):
+            count = min(per_global, span.stop - first)
+            counts.append(count)
+            start, _ = batch_bounds(first, self._num_samples, self._batch_size)
+            _, stop = batch_bounds(first + count - 1, self._num_samples, self._batch_size)
+            most_ranks = -(-count * len(sizes) // per_global)
+            for total in split_by_ratio(stop - start, [1] * num_slices):
+                if total == sum(sizes.values()):
+                    parts = sizes
+                else:
+                    some = dict(list(sizes.items())[: min(most_ranks, total)])
+                    parts = dict(zip(some, short(total, some) if some else (), strict=True))
+                for rank, own in pieces.items():
+                    end = start + parts.get(rank, 0)
+                    own.append((start, end))
+                    start = end
+        return pieces, counts
+
+    def draw_keys(
+        self, span: range, per_global: int, num_slices: int, num_ranks: int
+    ) -> list[tuple[range, ...]]:
+        """Numbers for the micro-batches of each rank, by which data sets draw: no two alike.
+
+        One for each rank in a global batch of as many batches are the numbers of these.
+        """
+        beyond = self.batches_per_epoch + per_global
+        keys: list[list[range]] = [[] for _ in range(num_ranks)]
+        for first in range(span.start, span.stop, per_global):
+            for i in range(num_slices * num_ranks):
+                turn, place = divmod(i, per_global)
+                key = first + place + turn * beyond
+                keys[i % num_ranks].append(range(key, key + 1))
+        return [tuple(own) for own in keys]
 
     def count_samples(self, batches: Iterable[int]) -> int:
         """Samples in these batches."""
@@ -588,7 +644,7 @@ class ChunkPool:
 
     def recount(
         self, rank: int, number: int, spans: Sequence[range], *, told: int, made: int
-    ) -> int:
+    ) -> tuple[int, int]:
         """Under lockstep, after a death: only the first ``made`` batches of a plan count.
 
         Args:
@@ -599,19 +655,19 @@ class ChunkPool:
             made: Batches whose effect the ranks that are left have.
 
         Returns:
-            Samples in the batches that count and were not told.
+            Samples in the batches that count and were not told, and in those that were told and
+            do not count.
         """
         self.ledgers[rank] = Ledger()
         order = [batch for span in spans for batch in span]
         if told == made == len(order):
-            return 0
+            return 0, 0
         epoch = self._known(number)
         untold, undone = (self.count_samples(p) for p in (order[told:made], order[made:told]))
         epoch.num_settled += made - told
         epoch.num_samples += untold - undone
-        epoch.num_retrained += undone
         self._reopen(epoch, [range(b, b + 1) for b in order[made:]])
-        return untold
+        return untold, undone
 
     def stop_looking_ahead(self) -> None:
         """From here on an epoch begins only when the one before has closed."""

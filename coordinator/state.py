@@ -369,8 +369,10 @@ class Core:
         generation: Counts the groups of ranks that meet in collectives.
         plan: Under lockstep, what the ranks were dealt last.
         num_windows: Under lockstep, the optimizer steps dealt so far.
+        per_global: Under lockstep, the batches in a global batch: as many as there were ranks
+            when training began, whoever died or how many go on from a checkpoint.
         steps: Makes metrics of steps, if they are wanted.
-        shares: Under lockstep with shares by measured speed, whose pieces are how large.
+        shares: Under lockstep, whose pieces are how large, where global batches are cut.
         now: Time of the event being handled.
         spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
             where nobody measures it.
@@ -421,6 +423,7 @@ class Core:
         self.generation = 0
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
+        self.per_global = world
         self.shares: Shares | None = None
         if self.lockstep and (config.balance or config.batch_sizes is not None):
             self.shares = Shares(world, config.batch_sizes, fixed=not config.balance)
@@ -432,6 +435,8 @@ class Core:
     @property
     def num_trained(self) -> int:
         """Batches trained so far, those that no round has taken and repeats included."""
+        if self.lockstep:
+            return self.global_step  # a rank's micro-batch may be a part of one
         return sum(rank.num_batches for rank in self.ranks)
 
     @property
@@ -439,9 +444,20 @@ class Core:
         """Ranks that take part."""
         return [r for r in self.ranks if r.state is RankState.LIVE]
 
-    def global_batch(self, num_ranks: int) -> int:
-        """Samples of a global batch of so many ranks under lockstep."""
-        return num_ranks * self.config.batch_size
+    def num_slices(self, ranks: Sequence[int]) -> int:
+        """In how many parts these ranks train a global batch under lockstep, one after the other.
+
+        So many that no part is more than their own batches together: a rank that has memory
+        for its batch has it for its piece, however many others have died.
+        """
+        if self.config.sync_batchnorm:
+            return 1  # the statistics are those of the global batch
+        own = self.config.batch_sizes or (self.config.batch_size,) * len(self.ranks)
+        return -(-self.per_global * self.config.batch_size // sum(own[rank] for rank in ranks))
+
+    def slice_samples(self, ranks: Sequence[int]) -> int:
+        """Samples in the largest of these parts."""
+        return -(-self.per_global * self.config.batch_size // self.num_slices(ranks))
 
     def is_live(self, rank: int) -> bool:
         """Whether this rank takes part; -1 is nobody."""

@@ -23,7 +23,8 @@ class Windows:
 
     def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
         self._plan = plan
-        self._accumulate = accumulate = config.accumulate
+        self._num_global = config.accumulate
+        self._accumulate = accumulate = config.accumulate * plan.num_slices
         num_batches = plan.num_batches
         self.num_empty: dict[int, int] = {}
         # A plan may have millions of steps: the whole ones share one list.
@@ -56,6 +57,8 @@ class Windows:
 
     def position(self, index: int) -> int:
         """Batches that all ranks together have trained before a lockstep step."""
+        if self._plan.pieces:
+            return self._plan.first_step + index * self._num_global * self._plan.per_global
         done = index * self._accumulate
         return self._plan.first_step + sum(min(done, share) for share in self._plan.shares)
 

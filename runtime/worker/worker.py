@@ -347,7 +347,7 @@ class GpuWorker:
                 if not self._may_step():
                     self._abandon(plan)
                     return self.protocol.leaving
-                position = windows.position(index) if self._lockstep else None
+                position = windows.position(index) if plan.shares else None
                 if not self.steps.run(sizes, position, train_fn):
                     self._abandon(plan)
                     return True

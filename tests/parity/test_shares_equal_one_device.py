@@ -202,7 +202,9 @@ class StopsAt(Trace):
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("at", "ranks_then"), [(2, 3), (9, 3), (10, 3), (12, 3), (6, 2)])
+@pytest.mark.parametrize(
+    ("at", "ranks_then"), [(2, 3), (9, 3), (10, 3), (12, 3), (6, 1), (6, 2), (6, 5)]
+)
 def test_a_run_with_shares_that_is_resumed_trains_the_same_steps(
     tmp_path, request, measured, accumulate, at, ranks_then
 ):
@@ -217,14 +219,10 @@ def test_a_run_with_shares_that_is_resumed_trains_the_same_steps(
     again = Trace()
     state = run(again, sgd, ranks=ranks_then, **more, resume=tmp_path).join(WAIT_S)
     assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
-    parts = [t.pieces.get((0, r), []) for t in (trace, again) for r in range(ranks)]
+    parts = [t.pieces.get((0, r), []) for t in (trace, again) for r in range(5)]
     assert sorted(i for pieces in parts for piece in pieces for i in piece) == list(range(N))
-    made = sum(len(piece) for pieces in parts[:ranks] for piece in pieces)
-    order, others = [torch.from_numpy(permutation(N, e, SEED)) for e in range(EPOCHS)]
-    then = SIZE * ranks_then * accumulate
-    steps = [*order[:made].split(SIZE * ranks * accumulate), *order[made:].split(then)]
-    assert 0 < made < N
-    assert_same(state.state_dict(), one_device([*steps, *others.split(then)], sgd, None))
+    assert 0 < sum(len(piece) for pieces in parts[:ranks] for piece in pieces) < N
+    assert_same(state.state_dict(), one_device(global_steps(ranks, accumulate), sgd, None))
 
 
 @pytest.mark.parametrize("balance", [True, False])
@@ -287,15 +285,13 @@ def test_the_first_pieces_of_measured_shares_are_those_of_the_user():
     assert_same(state.state_dict(), one_device(global_steps(2, 1), sgd, None))
 
 
-def test_after_a_death_the_others_keep_to_the_sizes_of_the_user():
+def test_after_a_death_the_others_cut_the_same_global_batch_like_the_sizes_of_the_user():
     trace = Trace(fails_at=(1, 0, 6))
     state = sized(trace, (6, 4, 2), on_worker_failure="continue").join(WAIT_S)
-    order, others = [torch.from_numpy(permutation(N, e, SEED)) for e in range(EPOCHS)]
-    made, left = 6 * SIZE * 3, SIZE * 2
-    steps = [*order[:made].split(SIZE * 3), *order[made:].split(left), *others.split(left)]
-    assert_same(state.state_dict(), one_device(steps, sgd, None))
+    assert_same(state.state_dict(), one_device(global_steps(3, 1), sgd, None))
     assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
-    assert [len(trace.pieces[1, rank][0]) for rank in (0, 2)] == [6, 2]
+    # Two slices of 6, so that no piece is larger than before.
+    assert [[len(p) for p in trace.pieces[1, rank][:2]] for rank in (0, 2)] == [[4, 4], [2, 2]]
 
 
 @pytest.mark.parametrize("at", [0, 5, 6, 13])
@@ -304,15 +300,60 @@ def test_after_a_death_each_sample_still_counts_once(random_shares, at, accumula
     ranks, trace = 3, Trace(fails_at=(1, 0, at))
     handle = run(trace, sgd, ranks=ranks, accumulate=accumulate, on_worker_failure="continue")
     state = handle.join(WAIT_S)
-    order, others = [torch.from_numpy(permutation(N, e, SEED)) for e in range(EPOCHS)]
-    made = at // accumulate * accumulate * ranks * SIZE
-    left = SIZE * (ranks - 1) * accumulate
     counted = trace.pieces.get((0, 1), [])[: at // accumulate * accumulate]
     assert state.metrics[0].per_rank[1].num_samples == sum(map(len, counted))
-    steps = [*order[:made].split(SIZE * ranks * accumulate), *order[made:].split(left)]
-    steps = [step for step in steps if len(step)] + list(others.split(left))
-    assert_same(state.state_dict(), one_device(steps, sgd, None))
+    assert_same(state.state_dict(), one_device(global_steps(ranks, accumulate), sgd, None))
     assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
+
+
+class Dies(Trace):
+    """A ``train_fn`` in which ranks fail at their n-th micro-batch of the run."""
+
+    def __init__(self, **at):
+        super().__init__()
+        self.at = {int(rank[1:]): num for rank, num in at.items()}
+        self.counts = dict.fromkeys(self.at, 0)
+
+    def __call__(self, model, batch):
+        rank = current_worker().rank
+        if rank in self.at:
+            self.counts[rank] += 1
+            if self.counts[rank] == self.at[rank]:
+                raise RuntimeError("planted")
+        return super().__call__(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "deaths", "optim", "more"),
+    [
+        (2, {"r0": 1}, sgd, {}),
+        (2, {"r1": 5}, adamw, {"clip": 0.1, "accumulate": 2}),
+        (3, {"r1": 6}, sgd, {"way": (SYNC, AverageBackend.GLOO)}),
+        (4, {"r0": 4, "r2": 9}, adamw, {"accumulate": 3}),
+        (5, {"r4": 3, "r1": 3, "r2": 8}, sgd, {"clip": 0.1}),
+        (3, {"r2": 7}, adamw, {"drop_last": True}),
+        (3, {"r0": 10}, sgd, {"max_steps": 71}),
+    ],
+)
+def test_with_equal_batches_a_death_changes_no_step(ranks, deaths, optim, more):
+    trace = Dies(**deaths)
+    state = run(
+        trace, optim, ranks=ranks, balance=False, on_worker_failure="continue", **more
+    ).join(WAIT_S)
+    assert len(state.failures) == len(deaths)
+    accumulate = more.get("accumulate", 1)
+    steps = list(global_steps(ranks, accumulate))
+    if "drop_last" in more:
+        steps = [step[: len(step) // SIZE * SIZE] for step in steps]
+    if "max_steps" in more:  # batches of the ranks that there were at the start
+        kept, rest = [], more["max_steps"]
+        for step in steps:
+            count = min(rest, -(-len(step) // SIZE))
+            kept.append(step[: count * SIZE])
+            rest -= count
+        steps = [step for step in kept if len(step)]
+    assert_same(state.state_dict(), one_device(steps, optim, more.get("clip")))
+    assert max(len(piece) for own in trace.pieces.values() for piece in own) <= SIZE
 
 
 @pytest.mark.parametrize(

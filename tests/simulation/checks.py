@@ -51,11 +51,16 @@ class Checks:
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
         self.saves = SaveChecks(sim)
+        self._is_cut_anyhow = c.max_steps is not None
         self._resumed: frozenset[Batch] = frozenset()
         if sim.origin is not None:
             self._resumed = sim.origin.held
             self._trained = dict.fromkeys(self._resumed, BEFORE)
             self._closed = list(range(sim.origin.num_closed))
+            # With ratios each rank had a part of the epoch for itself.
+            consumed = [span for e in sim.origin.run["epochs"] for span in e["consumed"]]
+            num = c.accumulate * sim.per_global
+            self._is_cut_anyhow |= any(start or stop % num for start, stop in consumed)
 
     # -- the coordinator ---------------------------------------------------------------
 
@@ -106,9 +111,14 @@ class Checks:
             self._sizes = {}
         start, stop = pieces[0]
         self._sizes[rank] = stop - start
-        if rank == live[-1]:
+        if rank == live[-1] and sum(self._sizes.values()) == self._slice_samples(live):
             for idle in [r for r, n in self._sizes.items() if n == 0]:
                 self._must_rest(idle)
+
+    def _slice_samples(self, live: Sequence[int]) -> int | None:
+        """Samples in the first slice of a whole global batch, if there is one for each rank."""
+        total = self._sim.machine.core.slice_samples(live)
+        return total if total >= len(live) else None
 
     def _must_rest(self, rank: int) -> None:
         """The rank gets nothing of global batches, which 1 sample for it would have to delay."""
@@ -194,27 +204,56 @@ class Checks:
     def _bounds(self, batch: Batch) -> tuple[int, int]:
         return batch_bounds(batch[1], self._config.num_samples, self._config.batch_size)
 
-    def on_reduced(self, trained: Mapping[int, Sequence[Batch]], weights: Sequence[float]) -> None:
+    def on_reduced(
+        self, loads: Mapping[int, Sequence[Batch]], weights: Sequence[float]
+    ) -> tuple[Batch, ...]:
         """The ranks of ``SYNC`` have made a step together.
 
-        Whatever pieces they had, the samples are those of the batches, each of them once.
+        Whatever pieces they had, these are the samples of whole batches, each of them once, and
+        of whole global batches, whoever died.
+
+        Returns:
+            The batches.
         """
         self._failed_before = self._sim.machine.core.generation
-        wanted = Counter((b[0], i) for own in trained.values() for b in own for i in self._all(b))
-        found: Counter[tuple[int, int]] = Counter()
-        for (rank, own), weight in zip(trained.items(), weights, strict=True):
+        trained: Counter[tuple[int, int]] = Counter()
+        found: dict[tuple[int, int], int] = {}
+        for (rank, own), weight in zip(loads.items(), weights, strict=True):
             pieces = [(b[0], range(*self._pieces[rank][b])) for b in own]
             if (size := sum(len(piece) for _, piece in pieces)) != weight:
                 raise Violation(f"rank {rank} weighs {weight} with {size} samples")
-            found.update((epoch, i) for epoch, piece in pieces for i in piece)
-        if found != wanted:
-            raise Violation(f"a step of {sum(wanted.values())} samples trained others: {trained}")
+            trained.update((epoch, i) for epoch, piece in pieces for i in piece)
+            found.update({(epoch, i): rank for epoch, piece in pieces for i in piece})
+            self._num_trained[rank] += size
+        batches = sorted({(epoch, i // self._config.batch_size) for epoch, i in found})
+        wanted = Counter((b[0], i) for b in batches for i in range(*self._bounds(b)))
+        if trained != wanted:
+            raise Violation(f"a step of {sum(wanted.values())} samples trained others: {loads}")
+        if self._config.partition_ratios is None:
+            self._must_be_global(batches)
+        for batch in batches:
+            first = (batch[0], self._bounds(batch)[0])
+            self._note_trained(found[first], batch, self._sim.samples_of(batch))
+        return tuple(batches)
 
-    def _all(self, batch: Batch) -> range:
-        return range(*self._bounds(batch))
+    def _must_be_global(self, batches: Sequence[Batch]) -> None:
+        """A step is as many global batches as are accumulated; only the last one has fewer."""
+        c, (epoch, first) = self._config, batches[0]
+        num = c.accumulate * self._sim.per_global
+        wanted = [(epoch, b) for b in range(first, min(first + num, self._per_epoch))]
+        if self._is_cut_anyhow:  # what is left of the run, or between what was trained before
+            wanted = wanted[: len(batches)]
+        elif first % num:
+            raise Violation(f"a step of {num} batches begins in the middle of one: {batches}")
+        if list(batches) != wanted:
+            raise Violation(f"a step of {num} batches trained {batches}")
 
     def on_trained(self, rank: int, batch: Batch, size: int) -> None:
         """The rank trained a batch."""
+        self._num_trained[rank] += size
+        self._note_trained(rank, batch, size)
+
+    def _note_trained(self, rank: int, batch: Batch, size: int) -> None:
         before = self._trained.get(batch)
         # Under lockstep the effect of a batch may die with a rank that did not train it.
         lost = self._sim.dead if self.needs_rounds else self._sim.dead and {before}
@@ -223,7 +262,6 @@ class Checks:
         if not 0 <= batch[1] < self._per_epoch or size != self._sim.samples_of(batch):
             raise Violation(f"rank {rank} trains {batch} with {size} samples")
         self._trained[batch] = rank
-        self._num_trained[rank] += size
 
     def on_per_epoch(self, rank: int, what: str, epoch: int, held: frozenset[Batch]) -> None:
         """The rank evaluates or hands over what must be the average that closes an epoch."""

@@ -17,6 +17,19 @@ MAX_SCHEDULES = 5000
 STUCK = "nothing can happen any more"
 
 
+def drawn(wanted: Callable[[Schedule], object]) -> Callable[[int], Schedule]:
+    """Draws schedules until one is as wanted, each seed others."""
+
+    def draw(seed: int) -> Schedule:
+        schedule = draw_schedule(seed)
+        while not wanted(schedule):
+            seed += 10**6
+            schedule = draw_schedule(seed)
+        return schedule
+
+    return draw
+
+
 def assert_is_found(
     expected: str, draw: Callable[[int], Schedule] = draw_schedule, *, tensors: bool = False
 ) -> None:

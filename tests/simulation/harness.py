@@ -102,6 +102,7 @@ class Simulation:
         machine: The real coordinator.
         workers: One for each rank.
         dead: Ranks that died.
+        per_global: Batches in a global batch of ``SYNC``.
         result: The last average.
         average_pending: Whether an average is being computed.
         origin: The checkpoint that the run goes on from, if any.
@@ -135,6 +136,7 @@ class Simulation:
         self.weight_of = WeightOf(self.samples_of, schedule.seed % 2 == 1 and not lockstep)
         self.agreement = StopAgreement()
         self.machine = Coordinator(c, None if origin is None else origin.run)
+        self.per_global = c.world_size if origin is None else origin.run["per_global"]
         self.result: Traced = replica(frozenset() if origin is None else origin.held, ())
         self.dead: set[int] = set()
         self.average_pending = False
@@ -487,21 +489,19 @@ class Simulation:
             self._fail(generation, joined)
             return
         if name != "regroup":
+            states = [j.state for _, j in joined]
             weights = [j.weight if name != "buffers" else 0 for _, j in joined]
             if name == "step":
-                trained = {rank: tuple(j.state.local) for rank, j in joined}
-                self.checks.on_reduced(trained, weights)
-                if self.machine.core.shares is not None:  # what is averaged is looked at by batches
-                    weights = [sum(map(self.weight_of, own)) for own in trained.values()]
-            state = average([j.state for _, j in joined], weights, self.weight_of)
+                loads = {rank: j.loads for rank, j in joined}
+                batches = self.checks.on_reduced(loads, weights)
+                # What is averaged is looked at by batches, whoever had which piece of them.
+                states[0] = replica(states[0].base, batches)
+                weights = [sum(map(self.weight_of, batches)), *[0] * (len(joined) - 1)]
+            state = average(states, weights, self.weight_of)
             if joined[0][1].brought is not None:
                 brought = tuple(j.brought for _, j in joined)
                 held = self._effects([j.state for _, j in joined], weights)
                 state = replace(state, brought=brought, held=held)
-        if name == "step":
-            for rank, join in joined:
-                for batch in join.state.local:
-                    self.checks.on_trained(rank, batch, self.samples_of(batch))
         time = self.now + self.draw(self.schedule.sync_s)
         for rank, _ in joined:
             # The ranks leave one after the other, in any order.

@@ -99,6 +99,8 @@ class SaveChecks:
             steps = {rank["step"] for rank in command.ranks} | {run["num_windows"]}
             if len(steps) != 1:
                 raise Violation(f"the ranks of a checkpoint have made {steps} steps")
+            if run["per_global"] != self._sim.per_global:
+                raise Violation(f"a checkpoint says {run['per_global']} batches a global batch")
         if [r["rank"] for r in command.ranks] != sorted({r["rank"] for r in command.ranks}):
             raise Violation(f"the ranks of a checkpoint are {command.ranks}")
         again = set(command.tickets) & set(self._answered)

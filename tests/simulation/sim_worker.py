@@ -44,6 +44,7 @@ class Join:
         state: The replica.
         weight: Samples behind it.
         generation: The group of ranks that it is entered with.
+        loads: Under ``SYNC``, the micro-batches behind the gradients.
         brought: The tensors of the replica, where it has any.
     """
 
@@ -51,6 +52,7 @@ class Join:
     state: Traced
     weight: float
     generation: int
+    loads: tuple[Batch, ...] = ()
     brought: Brought | None = None
 
 
@@ -72,7 +74,7 @@ class SimWorker:
     Attributes:
         protocol: The real protocol.
         base: The average that the replica holds.
-        local: Batches trained since.
+        local: Batches trained since; none in lockstep, where each step is averaged.
         ready_at: When its last batch is loaded, or was.
     """
 
@@ -87,7 +89,8 @@ class SimWorker:
         self.ready_at = 0.0
         self.was_built = False
         self._sim = sim
-        self._lockstep = c.world_size > 1 and c.policy is ApplyPolicy.SYNC
+        self._in_steps = c.policy is ApplyPolicy.SYNC
+        self._lockstep = c.world_size > 1 and self._in_steps
         self._config = WorkerConfig(
             rank=rank,
             world_size=c.world_size,
@@ -142,7 +145,6 @@ class SimWorker:
                 yield from self._train_plans()
                 break
             except PieceTooLarge as error:
-                self.local.clear()
                 self._halt(too_large=error.num_samples)
                 if self.protocol.leaving:
                     break
@@ -155,7 +157,6 @@ class SimWorker:
                 fault = None
                 if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
                     raise
-            self.local.clear()  # what no reduction has taken
             if self.protocol.leaving:
                 self._reporter.report_rest()
                 break
@@ -260,8 +261,9 @@ class SimWorker:
         if plan.epoch > self._begun_epoch:
             self._begun_epoch = plan.epoch
             self._sim.checks.on_begin_epoch(self.rank, plan.epoch)
-        if self._lockstep:
-            self._sim.checks.on_lockstep_plan(self.rank, plan, len(self.base))
+        if self._in_steps:
+            num_held = len(self.base) + len(self.local)
+            self._sim.checks.on_lockstep_plan(self.rank, plan, num_held)
         windows = Windows(plan, self._config)
         batches = deque((plan.epoch, b) for span in plan.batches for b in span)
         for index, sizes in enumerate(windows.steps):
@@ -319,17 +321,20 @@ class SimWorker:
                 raise PieceTooLarge(size)
             elapsed += step_s
             batch = batches.popleft()
-            if not self._lockstep:  # there it counts once the gradients are averaged
-                self._sim.checks.on_trained(self.rank, batch, size)
-            self.local.append(batch)
             trained.append(batch)
+            if self._in_steps:  # it counts once the gradients are averaged
+                continue
+            self._sim.checks.on_trained(self.rank, batch, size)
+            self.local.append(batch)
             if self.replica is not None:
                 self.replica.train(batch)
-        # Batches whose samples the peers train.
-        self.local += [batches.popleft() for _ in range(num_empty)]
+        # Pieces whose samples the peers train.
+        trained += [batches.popleft() for _ in range(num_empty)]
         if self._lockstep:
-            self.base = (yield self._join("step", self._together.step, sum(sizes))).base
-            self.local.clear()
+            join = self._join("step", self._together.step, sum(sizes))
+            self.base = (yield replace(join, loads=tuple(trained))).base
+        elif self._in_steps:
+            self.local += self._sim.checks.on_reduced({self.rank: trained}, [sum(sizes)])
         self._together.stepped(sum(sizes))
         self.num_steps += 1
         self._reporter.meter.add(len(sizes), sum(sizes), elapsed)

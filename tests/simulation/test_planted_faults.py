@@ -15,22 +15,9 @@ from coordinator.shares import Shares
 from coordinator.state import Gate
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.windows import Windows
-from tests.simulation.finding import STUCK, assert_is_found, simulate_all_quietly
+from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly
 from tests.simulation.harness import Simulation, simulate
-from tests.simulation.schedule import draw_schedule, stopped_late
-
-
-def drawn(wanted):
-    """Draws schedules until one is as wanted, each seed others."""
-
-    def draw(seed):
-        schedule = draw_schedule(seed)
-        while not wanted(schedule):
-            seed += 10**6
-            schedule = draw_schedule(seed)
-        return schedule
-
-    return draw
+from tests.simulation.schedule import stopped_late
 
 
 def test_a_dropped_resume_is_found(monkeypatch):
@@ -254,17 +241,37 @@ def test_a_stale_share_is_found(monkeypatch):
     cut_pieces = ChunkPool.cut_pieces
     before = {}
 
-    def stale(self, parts, sizes, short):
+    def stale(self, span, per_global, num_slices, sizes, short):
         last = before.get(self, sizes)
         before[self] = sizes
-        found = cut_pieces(self, parts, sizes, short)
-        if len(last) == len(sizes):
-            rank = max(parts)
-            found[rank] = cut_pieces(self, parts, last, short)[rank]
-        return found
+        pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
+        if last.keys() == sizes.keys():
+            rank = max(sizes)
+            pieces[rank] = cut_pieces(self, span, per_global, num_slices, last, short)[0][rank]
+        return pieces, counts
 
     monkeypatch.setattr(ChunkPool, "cut_pieces", stale)
     assert_is_found("trained others", drawn(shares))
+
+
+def sized(schedule):
+    c = schedule.config
+    return c.policy is ApplyPolicy.SYNC and c.batch_sizes is not None
+
+
+def test_the_size_of_one_rank_used_for_another_is_found(monkeypatch):
+    cut_pieces = ChunkPool.cut_pieces
+
+    def mistaken(self, span, per_global, num_slices, sizes, short):
+        pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
+        *_, other, rank = [-1, *sizes]
+        swapped = {**sizes, rank: sizes.get(other, 1), other: sizes[rank]}
+        swapped.pop(-1, None)
+        pieces[rank] = cut_pieces(self, span, per_global, num_slices, swapped, short)[0][rank]
+        return pieces, counts
+
+    monkeypatch.setattr(ChunkPool, "cut_pieces", mistaken)
+    assert_is_found("trained others", drawn(sized))
 
 
 def test_a_weight_that_is_not_that_of_the_share_is_found(monkeypatch):

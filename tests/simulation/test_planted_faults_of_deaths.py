@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -12,11 +13,12 @@ from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import Epochs
 from coordinator.failures import Survival
 from coordinator.machine import Coordinator
-from coordinator.pool import ChunkPool, Ledger
+from coordinator.pool import ChunkPool, Ledger, LockstepPlan
 from coordinator.rounds import RoundKeeper
 from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
-from tests.simulation.finding import STUCK, assert_is_found
+from runtime.worker.windows import Windows
+from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Simulation, SimulationFailed
 from tests.simulation.schedule import Death, Pace, Schedule, draw_schedule
 from tests.simulation.sim_worker import SimWorker
@@ -266,3 +268,47 @@ def test_samples_that_are_let_go_once_they_are_trained_are_missed(monkeypatch):
 
     monkeypatch.setattr(ChunkPool, "first_unsettled", forgetful)
     assert_is_found("was let go")
+
+
+def lockstep(schedule):
+    c = schedule.config
+    return c.policy is ApplyPolicy.SYNC and c.world_size > 1 and c.partition_ratios is None
+
+
+def test_a_global_batch_that_shrinks_with_a_death_is_found(monkeypatch):
+    become = Survival._go_on
+
+    def shrinking(self):
+        become(self)
+        self._core.per_global = len(self.survivors)
+
+    monkeypatch.setattr(Survival, "_go_on", shrinking)
+    assert_is_found("a step of", drawn(lockstep))
+
+
+def test_a_piece_that_counts_as_a_batch_is_found(monkeypatch):
+    """After a death each rank's piece is a part of the global batch, and not a batch of it."""
+    monkeypatch.setattr(LockstepPlan, "batches_behind", lambda self, rank, num_loads: num_loads)
+    assert_is_found("", drawn(lambda s: lockstep(s) and not s.config.balance and bool(s.deaths)))
+
+
+def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
+    cut_pieces = ChunkPool.cut_pieces
+
+    def whole(self, span, per_global, num_slices, sizes, short):
+        pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
+        return pieces, [per_global] * len(counts)
+
+    monkeypatch.setattr(ChunkPool, "cut_pieces", whole)
+    assert_is_found("", drawn(lockstep))
+
+
+def test_slices_that_are_counted_as_global_batches_are_found(monkeypatch):
+    """Where few ranks train a global batch in several slices, each step has all of them."""
+    init = Windows.__init__
+
+    def of_slices(self, plan, config):
+        init(self, dataclasses.replace(plan, num_slices=1), config)
+
+    monkeypatch.setattr(Windows, "__init__", of_slices)
+    assert_is_found("", drawn(lockstep))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.config import ApplyPolicy
+from coordinator.dispatch import split_like
 from tests.simulation.finding import NUM_SCHEDULES
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.saves import Origin
@@ -22,13 +23,16 @@ def at_world_size(schedule: Schedule, world: int) -> Schedule:
     c = schedule.config
     if world == c.world_size:
         return schedule
+    sizes = c.batch_sizes
+    if sizes is not None:
+        sizes = split_like(c.batch_size * world, [sizes[r % len(sizes)] for r in range(world)])
     return replace(
         schedule,
         config=replace(
             c,
             devices=("cpu",) * world,
             partition_ratios=None,
-            batch_sizes=None,
+            batch_sizes=sizes,
             speed_hint=None,
         ),
         paces=tuple(schedule.paces[rank % len(schedule.paces)] for rank in range(world)),
