@@ -210,7 +210,9 @@ class Coordinator:
         if epoch is not None:
             epoch.tally.add(event.rank, tally)
         if self._core.steps is not None:
-            told = self._core.steps.add(event.rank, event.epoch, tally, self._core.now)
+            plan = self._core.plan
+            part = 1 if plan is None else plan.part(self._core.per_global)
+            told = self._core.steps.add(event.rank, event.epoch, tally, self._core.now, part)
             self._core.publish_steps(told)
         plan, num_batches = self._core.plan, tally.num_batches
         if plan is not None:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 SILENT_S = 1.0
@@ -446,6 +447,10 @@ class EpochTally:
             self._ranks[rank % len(self._ranks)].add_state(saved)
 
 
+_Loss = tuple[float, float, Fraction | int]
+"""The loss of a micro-batch, its weight, and what it counts as, in batches."""
+
+
 class StepTally:
     """Makes metrics of every so many batches from what the ranks report.
 
@@ -464,8 +469,10 @@ class StepTally:
     def __init__(self, every: int, world_size: int, *, equal: bool) -> None:
         self._every = every
         self._equal = equal
-        self._waiting: list[deque[tuple[float, float]]] = [deque() for _ in range(world_size)]
-        self._told = [0] * world_size
+        self._waiting: list[deque[_Loss]] = [deque() for _ in range(world_size)]
+        self._told: list[Fraction | int] = [0] * world_size
+        self._held: list[Fraction | int] = [0] * world_size  # batches that wait
+        self._ahead: Fraction | int = 0  # batches taken beyond the last metrics
         self._last = [-math.inf] * world_size
         self._sums = _RankSums()
         self._throughput = math.nan
@@ -478,13 +485,24 @@ class StepTally:
         self._since = self._now = now
         self._last = [now] * len(self._last)
 
-    def add(self, rank: int, epoch: int, tally: Tally, now: float) -> list[StepMetrics]:
-        """Take a report; gives what is complete by it."""
+    def add(
+        self, rank: int, epoch: int, tally: Tally, now: float, part: Fraction | int = 1
+    ) -> list[StepMetrics]:
+        """Take a report; gives what is complete by it.
+
+        Args:
+            rank: Whose it is.
+            epoch: Its epoch.
+            tally: What was trained.
+            now: The time.
+            part: What each of its micro-batches counts as, in batches.
+        """
         self._now, self._epoch = now, max(epoch, self._epoch)
         self._last[rank] = now
         self._sums.add(tally)
-        self._waiting[rank].extend(tally.losses)
-        self._told[rank] += len(tally.losses)
+        self._waiting[rank].extend((loss, weight, part) for loss, weight in tally.losses)
+        self._told[rank] += part * len(tally.losses)
+        self._held[rank] += part * len(tally.losses)
         return self._complete(SILENT_S)
 
     def drop(self, rank: int) -> None:
@@ -508,15 +526,15 @@ class StepTally:
         if elapsed_s > 0 and sums.num_samples:
             self._throughput = sums.num_samples / elapsed_s
         means, found = sums.means(), []
-        for losses in windows:
-            self.step += self._every
-            total = math.fsum(x * n for x, n in losses if n)
+        for losses, num_batches in windows:
+            self.step += num_batches
+            total = math.fsum(x * n for x, n, _ in losses if n)
             found.append(
                 StepMetrics(
                     step=self.step,
                     epoch=self._epoch,
-                    num_batches=self._every,
-                    avg_loss=_mean(total, math.fsum(n for _, n in losses)),
+                    num_batches=num_batches,
+                    avg_loss=_mean(total, math.fsum(n for _, n, _ in losses)),
                     scalars=means.copy(),
                     learning_rate=_or_nan(sums.learning_rate),
                     throughput=self._throughput,
@@ -524,22 +542,36 @@ class StepTally:
             )
         return found
 
-    def _take(self, patience_s: float) -> list[tuple[float, float]]:
-        """The next batches, of each rank as many as are its part, or where one has been silent
-        for so long, of the others; none: they have to wait."""
-        if sum(map(len, self._waiting)) < self._every:
-            return []
+    def _take(self, patience_s: float) -> tuple[list[_Loss], int] | None:
+        """The next batches and their number, of each rank as many as are its part, or where one
+        has been silent for so long, of the others; ``None``: they have to wait."""
+        missing = self._every - self._ahead
+        if sum(self._held) < missing:
+            return None
         parts = [1 if self._equal else told for told in self._told]
         wanted = [self._every * part // sum(parts) for part in parts]
-        for waiting, num, last in zip(self._waiting, wanted, self._last, strict=True):
-            if len(waiting) < max(num, 1) and self._now - last <= patience_s:
-                return []
-        taken = []
-        for waiting, num in zip(self._waiting, wanted, strict=True):
-            taken += [waiting.popleft() for _ in range(min(num, len(waiting)))]
-        while len(taken) < self._every:
-            taken.append(max(self._waiting, key=len).popleft())
-        return taken
+        for waiting, held, num, last in zip(
+            self._waiting, self._held, wanted, self._last, strict=True
+        ):
+            if (not waiting or held < num) and self._now - last <= patience_s:
+                return None
+        taken: list[_Loss] = []
+        for rank, num in enumerate(wanted):
+            until = self._held[rank] - num
+            while self._waiting[rank] and self._held[rank] > until and missing > 0:
+                missing -= self._pop(rank, taken)
+        while missing > 0:
+            longest = max(range(len(self._held)), key=lambda rank: self._held[rank])
+            missing -= self._pop(longest, taken)
+        # Several times as many where one micro-batch counts as that many.
+        times, self._ahead = divmod(-missing, self._every)
+        return taken, self._every * (1 + int(times))
+
+    def _pop(self, rank: int, taken: list[_Loss]) -> Fraction | int:
+        loss = self._waiting[rank].popleft()
+        self._held[rank] -= loss[2]
+        taken.append(loss)
+        return loss[2]
 
 
 def _or_nan(value: float | None) -> float:

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from coordinator.dispatch import (
     BatchSet,
@@ -154,6 +155,11 @@ class LockstepPlan:
     def num_told(self, rank: int) -> int:
         """Batches that count by what a rank has reported."""
         return self.batches_behind(rank, self.told.get(rank, 0))
+
+    def part(self, per_global: int) -> Fraction | int:
+        """What a micro-batch counts as, in batches."""
+        num = self.num_slices * len(self.parts)
+        return Fraction(per_global, num) if self.pieces and num != per_global else 1
 
     def has_whole_steps(self, accumulate: int) -> bool:
         """Whether more can follow: an optimizer step that was cut short is the last one."""
@@ -552,7 +558,7 @@ class ChunkPool:
             short: Cuts so many samples of a smaller one like these sizes of its ranks.
 
         Returns:
-            For each rank and micro-batch the positions ``[start, stop)`` in the epoch's
+            For each rank and micro-batch its positions ``[start, stop)`` in the epoch's
             permutation; and the batches of each global batch.
         """
         pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in sizes}

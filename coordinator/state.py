@@ -153,6 +153,7 @@ class Statistics:
     Attributes:
         epoch: The oldest epoch that is open.
         global_step: Batches trained by all ranks together.
+        num_trained: The same, with those that no round has taken yet and repeats.
         num_averagings: Averaging rounds done; under ``SYNC`` the global steps.
         num_failed_rounds: Rounds given up, in all.
         anchor: Batches of the slowest rank between two rounds.
@@ -167,6 +168,7 @@ class Statistics:
 
     epoch: int
     global_step: int
+    num_trained: int
     num_averagings: int
     num_failed_rounds: int
     anchor: int
@@ -515,6 +517,7 @@ class Core:
         return Statistics(
             epoch=oldest.epoch if oldest else len(self.outcome.metrics),
             global_step=self.global_step,
+            num_trained=self.num_trained,
             num_averagings=self.num_averagings,
             num_failed_rounds=self.num_failed_rounds,
             anchor=self.elche.anchor,

@@ -149,7 +149,7 @@ class Run:
             on_stop=self.stop,
             progress=config.progress,
             total_batches=self.total_batches,
-            trained=lambda: sum(r.num_batches for r in self.statistics().ranks),
+            trained=lambda: self.statistics().num_trained,
         )
         self._built: list[int] = []
         self._listener: Listener | None = None

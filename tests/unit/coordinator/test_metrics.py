@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -261,3 +262,26 @@ def test_the_learning_rate_of_an_epoch_is_that_of_the_lowest_rank_and_survives_a
     restored = EpochTally(2)
     restored.load_state_dict(json.loads(json.dumps(tally.state_dict())))
     assert close(restored).learning_rate in (0.3, 0.4)
+
+
+def test_after_a_death_as_many_steps_are_behind_metrics_as_before():
+    """Two ranks train what three did, in two slices: 3 batches for each step, as before."""
+    tally = StepTally(6, 3, equal=True)
+    tally.begin(0.0)
+    tally.drop(2)
+    found = []
+    for step in range(8):
+        for rank in (0, 1):
+            losses = ((float(step), 1.0),) * 2
+            report = Tally(num_batches=2, num_samples=2, losses=losses)
+            found += tally.add(rank, 0, report, float(step), Fraction(3, 4))
+    assert [(f.step, f.num_batches) for f in found] == [(6, 6), (12, 6), (18, 6), (24, 6)]
+    assert [f.avg_loss for f in found] == [0.5, 2.5, 4.5, 6.5]
+
+
+def test_a_piece_that_counts_as_several_batches_is_told_of_once():
+    tally = StepTally(1, 1, equal=True)
+    tally.begin(0.0)
+    report = Tally(num_batches=1, num_samples=8, losses=((2.0, 8.0),))
+    (found,) = tally.add(0, 0, report, 1.0, 4)
+    assert (found.step, found.num_batches, found.avg_loss) == (4, 4, 2.0)
