@@ -193,6 +193,7 @@ def refuse(where: str, value: object, wanted: str) -> None:
 
 
 _MOST = 2**62
+_MOST_RANKS = 2**16
 
 
 def whole(low: int = 0, high: int | None = None) -> Check:
@@ -372,7 +373,7 @@ def check_run(
             "epochs": items(_epoch_check(world, num_samples, num_batches)),
         },
         may={
-            "per_global": whole(1),
+            "per_global": whole(1, _MOST_RANKS),
             "saved_ranks": items(whole(high=world - 1), num_rank_states),
             "transport": _TRANSPORT,
         },

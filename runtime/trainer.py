@@ -120,7 +120,8 @@ class TrainerBuilder:
         trains what it would train with ``batch_size(32)``, and two runs give the same bits.
         The numbers add up to a multiple of the number of devices. With :meth:`balance`, which
         is on for devices of different kinds, they are the first sizes, and measured speed
-        decides from there; ``balance(False)`` keeps them."""
+        decides from there; ``balance(False)`` keeps them. A death leaves the global batch as it
+        is: the others cut it in proportion to their sizes."""
         if isinstance(n, Sequence) and not isinstance(n, (str, bytes)):
             sizes = tuple(check_int("batch_size", size, 1) for size in n)
             if not sizes:
@@ -474,7 +475,8 @@ class TrainerBuilder:
 
         Model, ``batch_size``, length of the data set, ``seed``, ``drop_last``, ``accumulate``
         and whether the policy is ``SYNC`` must be those of the run that wrote it; devices and
-        their number may be others, and ``num_epochs`` may be raised. The numbers of the
+        their number may be others, and ``num_epochs`` may be raised. Under ``SYNC`` the global
+        batch stays that of the devices that the run began with. The numbers of the
         optimizer and of the scheduler, learning rate and length included, are those of the
         checkpoint. With ``missing_ok`` a
         directory without a checkpoint starts the run afresh."""

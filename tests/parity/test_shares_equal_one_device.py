@@ -332,6 +332,7 @@ class Dies(Trace):
         (4, {"r0": 4, "r2": 9}, adamw, {"accumulate": 3}),
         (5, {"r4": 3, "r1": 3, "r2": 8}, sgd, {"clip": 0.1}),
         (3, {"r2": 7}, adamw, {"drop_last": True}),
+        (3, {"r1": 6}, adamw, {"loader_workers": 1}),
         (3, {"r0": 10}, sgd, {"max_steps": 71}),
     ],
 )
@@ -354,6 +355,30 @@ def test_with_equal_batches_a_death_changes_no_step(ranks, deaths, optim, more):
         steps = [step for step in kept if len(step)]
     assert_same(state.state_dict(), one_device(steps, optim, more.get("clip")))
     assert max(len(piece) for own in trace.pieces.values() for piece in own) <= SIZE
+
+
+def test_a_death_does_not_move_the_schedule():
+    def rates(deaths, **more):
+        trace, seen = Dies(**deaths), {}
+
+        def train(model, batch):
+            worker = current_worker()
+            if worker.rank == 0:
+                seen.setdefault(worker._together.step, worker.current_lr)
+            return trace(model, batch)
+
+        def halving(optimizer):
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+
+        more = {"balance": False, "scheduler": halving, "on_worker_failure": "continue", **more}
+        state = run(train, sgd, ranks=3, **more).join(WAIT_S)
+        assert len(state.failures) == len(deaths)
+        return seen
+
+    whole = rates({})
+    assert len(set(whole.values())) == len(whole) == EPOCHS * -(-N // (3 * SIZE))
+    assert rates({"r1": 6}) == pytest.approx(whole)
+    assert rates({"r1": 6, "r2": 9}) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator import messages as m
-from coordinator.checkpoint import _order, _spans
-from coordinator.config import AverageBackend
+from coordinator.checkpoint import _order, _spans, capture_run, restore_run
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.messages import SaveCheckpoint
+from coordinator.state import Core
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
 
@@ -42,3 +43,31 @@ def test_batches_left_of_a_plan_are_kept_in_their_order(batches):
 
 def test_batches_at_equal_distances_are_one_range():
     assert _spans([1, 4, 7, 20]) == [range(1, 8, 3), range(20, 21)]
+
+
+def resumed(state, world):
+    core = Core(
+        CoordinatorConfig(
+            devices=("cpu",) * world,
+            num_samples=80,
+            batch_size=4,
+            num_epochs=2,
+            policy=ApplyPolicy.SYNC,
+        )
+    )
+    if state is not None:
+        restore_run(core, state)
+    return core, capture_run(core, (), 0.0, {}, None)
+
+
+def test_the_global_batch_is_that_of_the_run_that_began_however_often_it_is_resumed():
+    _, state = resumed(None, 4)
+    for world, num_slices in ((2, 2), (3, 2), (8, 1), (1, 4)):
+        core, state = resumed(state, world)
+        assert (core.per_global, core.num_slices(range(world))) == (4, num_slices)
+
+
+def test_a_checkpoint_that_does_not_say_its_global_batch_has_one_batch_for_each_rank():
+    _, state = resumed(None, 4)
+    del state["per_global"]
+    assert resumed(state, 2)[0].per_global == 4
