@@ -111,6 +111,9 @@ cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time 
 Python with a share each are slower, for every operation waits for the interpreter's lock."""
 _SERIAL = 32_768
 """Elements that PyTorch's own operations, other than products, never split between threads."""
+SERIAL_BYTES = 1 << 22
+"""States of all ranks together up to which a team of threads costs more than it brings where the
+workers use the same cores: its threads wait for each other at the end of each operation."""
 _CANCELLED = 0.01
 """A squared norm that is less than this part of those it is the difference of is measured: what
 is wrong with their last digits would show."""
@@ -355,13 +358,11 @@ class Averager:
     Not thread-safe: one call at a time, from any thread. CPU only; blocks until done,
     with the intra-op threads of the calling thread.
 
-    Args:
-        serial: Mix without intra-op threads, whatever the settings: for small states, of
-            which a team of threads would cost more than it brings.
+    States of all ranks together of at most ``SERIAL_BYTES`` are mixed without intra-op
+    threads, whatever the settings.
     """
 
-    def __init__(self, *, serial: bool = False) -> None:
-        self._serial = serial
+    def __init__(self) -> None:
         self._results: list[Payload] = []
         self._turn = 0
 
@@ -408,7 +409,8 @@ class Averager:
                 return AverageResult(
                     average=result, num_samples=0, divergences=(0.0,) * len(payloads)
                 )
-            mix = Mix(weights, 0 if self._serial else torch.get_num_threads())
+            is_small = sum(payload.num_bytes for payload in payloads) <= SERIAL_BYTES
+            mix = Mix(weights, 0 if is_small else torch.get_num_threads())
             known = _of_each_tensor(squares, len(result.params))
             params = zip(result.params, *(p.params for p in payloads), strict=True)
             for (out, *sources), square in zip(params, known, strict=True):
