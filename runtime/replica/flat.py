@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator import averaging as host_memory
-from coordinator.averaging import PART_BYTES, block_length, blocks, dot_square, sum_squares
+from coordinator.averaging import block_length, blocks, dot_square, sum_squares
 from coordinator.messages import Payload
 
 
@@ -29,7 +29,7 @@ def copy_measured(out: Tensor, source: Tensor) -> float:
     square = 0.0
     square_of = _square_of_narrow if source.dtype.itemsize < 4 else dot_square
     # Blocks stay in the caches for the second reading, and a sum of few numbers keeps its digits.
-    length = block_length(source.dtype, torch.get_num_threads(), PART_BYTES)
+    length = block_length(source.dtype, torch.get_num_threads())
     for target, block in blocks([out, source], length):
         square += sum_squares(block, square_of)
         target.copy_(block)

@@ -27,8 +27,7 @@ weight_lists = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
-    monkeypatch.setattr(mixing, "_BLOCK_BYTES", 64)
-    monkeypatch.setattr(mixing, "PART_BYTES", 64)
+    monkeypatch.setattr(mixing, "BLOCK_BYTES", 64)
 
 
 def params(*tensors):
@@ -73,7 +72,7 @@ def test_average_and_divergences_are_those_of_the_definition(dtype, weights, num
 
 
 def test_a_tensor_of_several_blocks_is_averaged_to_its_end():
-    numel = 2 * mixing._BLOCK_BYTES // 4 + 17
+    numel = 2 * mixing.BLOCK_BYTES // 4 + 17
     tensors = [torch.randn(numel) for _ in range(3)]
     result = Averager().average([params(t) for t in tensors], [1, 2, 3])
     (average,) = result.average.params
