@@ -84,7 +84,7 @@ def naive(out: Tensor, sources: Sequence[Tensor], weights: Sequence[int]) -> dic
 
 
 def of_one_rank(out: Tensor, sources: Sequence[Tensor]) -> dict[str, Work]:
-    """What a rank does in a round, and the same by operations on the whole; ``sources[3]`` changes.
+    """What a rank does in a round, a snapshot in two passes as well; ``sources[3]`` changes.
 
     A snapshot reads one and writes one, an update reads three and writes one.
     """
@@ -94,15 +94,10 @@ def of_one_rank(out: Tensor, sources: Sequence[Tensor]) -> dict[str, Work]:
         all_finite(sources[:1])
         out.copy_(sources[0])
 
-    def update() -> None:
-        torch.sub(out, base, out=base)
-        torch.add(sources[0], base, out=out)
-
     return {
         SNAPSHOT: lambda: copy_measured(out, sources[0]),
         "snapshot: finite?, then copy": snapshot,
         UPDATE: lambda: add_progress(out, sources[0], base),
-        "update: sub, then add": update,
     }
 
 

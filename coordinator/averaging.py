@@ -49,26 +49,29 @@ def _advise(address: int, num_bytes: int, advice: int) -> None:
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
 
 
-PART_BYTES = 1 << 21
-"""Size of an intra-op thread's part of a block. Smaller ones would stay in a cache nearer to the
-core, but every operation on a block starts anew, and all threads meet in it: the mean of two ranks
-takes as long in blocks of 1,024 to 2,048 KiB, a twentieth more in those of 512 and a fifth more in
-those of 256; measured with 1 MiB of cache for each core and 32 MiB for all."""
+# A block stays in the processor's caches from the first reading to the last norm: of each
+# source one reading and of the result one writing reach the memory.
+
+BLOCK_BYTES = 1 << 19
+"""Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
+every operation on a block starts anew, and all threads meet in it: on a processor with 1 MiB of
+cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time than 256, and a
+tenth to a quarter less than 2,048. Threads of Python with a share each are slower, for every
+operation waits for the interpreter's lock."""
 _MOST_BYTES = 8 << 20
 """Size of a block however many threads share it: three or four are to stay in the caches."""
 _GROUP = 64
 """Blocks of which the views are made at once, which holds the interpreter's lock."""
 
 
-def block_length(dtype: torch.dtype, num_threads: int, part_bytes: int) -> int:
+def block_length(dtype: torch.dtype, num_threads: int) -> int:
     """Elements of a block.
 
     Args:
         dtype: What the elements are.
         num_threads: Intra-op threads that share it.
-        part_bytes: Size of the part of each.
     """
-    return min(num_threads * part_bytes, _MOST_BYTES) // dtype.itemsize
+    return min(num_threads * BLOCK_BYTES, _MOST_BYTES) // dtype.itemsize
 
 
 def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:
@@ -101,16 +104,11 @@ def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = dot_square
     return square
 
 
-# A block stays in the processor's caches from the first reading to the last norm: of each
-# source one reading and of the result one writing reach the memory.
-
-_BLOCK_BYTES = 1 << 19
-"""Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
-every operation on a block starts anew, and all threads meet in it: on a processor with 1 MiB of
-cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time than 256. Threads of
-Python with a share each are slower, for every operation waits for the interpreter's lock."""
 _SERIAL = 32_768
 """Elements that PyTorch's own operations, other than products, never split between threads."""
+SERIAL_BYTES = 1 << 22
+"""States of all ranks together up to which a team of threads costs more than it brings where the
+workers use the same cores: its threads wait for each other at the end of each operation."""
 _CANCELLED = 0.01
 """A squared norm that is less than this part of those it is the difference of is measured: what
 is wrong with their last digits would show."""
@@ -182,7 +180,7 @@ class Mix:
         if len(sources) == len(self._live) == 2 and not reduced:
             self._mix_pair(out.view(-1), [s.view(-1) for s in sources], measure, squares)
             return
-        length = max(1, min(self._length(_BLOCK_BYTES, wide), out.numel()))
+        length = max(1, min(self._length(wide), out.numel()))
         spare = torch.empty(length, dtype=wide)
         copies = torch.empty(len(sources) + 1 if reduced else 0, length, dtype=wide)
         for target, *parts in blocks([out.view(-1), *(s.view(-1) for s in sources)], length):
@@ -215,7 +213,7 @@ class Mix:
         share = shares[light]
         distance = norm = 0.0
         needs_norm = measure and squares is None
-        length = max(1, self._length(PART_BYTES, out.dtype))
+        length = max(1, self._length(out.dtype))
         # Of a large state the differences use the same memory, which stays in the cache.
         is_large = self._threads > 0 and out.numel() > length
         spare = torch.empty(length if is_large else 0, dtype=out.dtype)
@@ -245,7 +243,7 @@ class Mix:
         norm = whole - spread
         if norm > _CANCELLED * whole:  # not so for what is NaN, or nearly all cancelled
             return norm
-        length = max(1, self._length(_BLOCK_BYTES, mean.dtype))
+        length = max(1, self._length(mean.dtype))
         return sum(sum_squares(block, self._square) for (block,) in blocks([mean], length))
 
     def _mix_reduced(
@@ -311,9 +309,9 @@ class Mix:
     def _sum_squares(self, block: Tensor) -> float:
         return sum_squares(block, self._square)
 
-    def _length(self, part_bytes: int, dtype: torch.dtype) -> int:
-        """Elements of a block, given the bytes of a thread's part."""
-        return block_length(dtype, self._threads, part_bytes) if self._threads else _SERIAL
+    def _length(self, dtype: torch.dtype) -> int:
+        """Elements of a block."""
+        return block_length(dtype, self._threads) if self._threads else _SERIAL
 
 
 def _squared_norm(block: Tensor) -> float:
@@ -355,13 +353,11 @@ class Averager:
     Not thread-safe: one call at a time, from any thread. CPU only; blocks until done,
     with the intra-op threads of the calling thread.
 
-    Args:
-        serial: Mix without intra-op threads, whatever the settings: for small states, of
-            which a team of threads would cost more than it brings.
+    States of all ranks together of at most ``SERIAL_BYTES`` are mixed without intra-op
+    threads, whatever the settings.
     """
 
-    def __init__(self, *, serial: bool = False) -> None:
-        self._serial = serial
+    def __init__(self) -> None:
         self._results: list[Payload] = []
         self._turn = 0
 
@@ -408,7 +404,8 @@ class Averager:
                 return AverageResult(
                     average=result, num_samples=0, divergences=(0.0,) * len(payloads)
                 )
-            mix = Mix(weights, 0 if self._serial else torch.get_num_threads())
+            is_small = sum(payload.num_bytes for payload in payloads) <= SERIAL_BYTES
+            mix = Mix(weights, 0 if is_small else torch.get_num_threads())
             known = _of_each_tensor(squares, len(result.params))
             params = zip(result.params, *(p.params for p in payloads), strict=True)
             for (out, *sources), square in zip(params, known, strict=True):

@@ -223,10 +223,6 @@ def _without_first(spans: tuple[range, ...], count: int) -> tuple[range, ...]:
 
 CHUNK_S = 0.2
 """Time a chunk shall take on its rank, where the epoch has that much left."""
-MIN_CHUNK_S = 0.01
-"""Chunks of less time cost more in messages than they gain in balance."""
-SERVED = 2
-"""With more ranks chunks take longer in proportion: all of them report to one thread."""
 MAX_UNMEASURED_CHUNK = 1
 """Batches in a chunk for a rank whose speed is not known yet."""
 
@@ -271,8 +267,6 @@ class ChunkPool:
         self._budget = max_batches
         self._look_ahead = look_ahead
         self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
-        stretch = max(1.0, world_size / SERVED)
-        self._chunk_s, self._min_chunk_s = stretch * CHUNK_S, stretch * MIN_CHUNK_S
         self.ledgers = [Ledger() for _ in range(world_size)]
         self.epochs: deque[Epoch] = deque()
         self._next_epoch = first_epoch
@@ -371,12 +365,12 @@ class ChunkPool:
     ) -> tuple[int, tuple[range, ...]] | None:
         """Next chunk for a rank as ``(epoch, ranges)``, or ``None``: nothing for it now.
 
-        Chunks take about ``CHUNK_S``, longer with more than ``SERVED`` ranks, and shrink
-        towards the end of an epoch to half of what is due to the rank, so that ranks of any
-        speed finish it together (factoring, Hummel, Schonberg and Flynn 1992). Near the end a
-        rank gets nothing if the others would be done with the rest before it had trained
-        one more batch; it then starts on the next epoch. With ``max_chunk``, for ranks that
-        are held together, chunks are no longer than that and no rank is refused.
+        Chunks take about ``CHUNK_S``, and shrink towards the end of an epoch to half of what is
+        due to the rank, so that ranks of any speed finish it together (factoring, Hummel,
+        Schonberg and Flynn 1992). Near the end a rank gets nothing if the others would be done
+        with the rest before it had trained one more batch; it then starts on the next epoch.
+        With ``max_chunk``, for ranks that are held together, chunks are no longer than that and
+        no rank is refused.
         """
         if self._budget == 0:
             return None
@@ -427,9 +421,7 @@ class ChunkPool:
             if epoch.quotas is None and self._others_are_faster(left, rank, seconds, shares):
                 return 0
             part = left * shares[rank] if epoch.quotas is None else float(left)
-            # To end together, but worth a message; never more than is due to the rank.
-            guided = min(max(part / 2, self._min_chunk_s / seconds[rank]), part)
-            count = int(min(self._chunk_s / seconds[rank], guided)) or 1
+            count = int(min(CHUNK_S / seconds[rank], part / 2)) or 1
         step = self._granularity
         return min(left, -(-count // step) * step)
 

@@ -376,8 +376,6 @@ class Core:
         steps: Makes metrics of steps, if they are wanted.
         shares: Under lockstep, whose pieces are how large, where global batches are cut.
         now: Time of the event being handled.
-        spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
-            where nobody measures it.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -432,7 +430,6 @@ class Core:
         every = config.metrics_every
         self.steps = StepTally(every, world, equal=self.lockstep) if every else None
         self.now = 0.0
-        self.spent_s = 0.0
 
     @property
     def num_trained(self) -> int:

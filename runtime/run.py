@@ -20,7 +20,7 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics, StepMetrics
-from coordinator.service import Inbox, Service
+from coordinator.service import Service
 from coordinator.state import Statistics
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
@@ -123,7 +123,7 @@ class Run:
         # Fails here, before any thread, for a device that cannot be trained on.
         self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
         self._data_path = DataPath(config.data, adapter, index, self._contexts)
-        self._inbox = Inbox()
+        self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._workers: list[GpuWorker | None] = [None] * len(names)
         self._threads: list[threading.Thread] = []

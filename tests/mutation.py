@@ -49,8 +49,8 @@ SCHEDULES = (
     f"{SIMULATION}schedules.py::test_every_schedule_ends_with_every_sample_in_the_result_once[0]"
 )
 EVENTS = (
-    *unit("rounds", "pool", "gate", "metrics", "machine", "policy", "dispatch", "inbox"),
-    *unit("progress_watch", "run_state", "cadence", "convergence", "exact_sum", "round_keeper"),
+    *unit("rounds", "pool", "gate", "metrics", "machine", "policy", "dispatch"),
+    *unit("progress_watch", "run_state", "cadence", "convergence", "exact_sum"),
     *unit("limits", "coordinator/shares", "coordinator/transport"),
     SCHEDULES,
 )
@@ -77,7 +77,7 @@ GROUPS = (
 TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/": EVENTS,
     "coordinator/averaging.py": ARITHMETIC,
-    "coordinator/service.py": unit("service", "service_averages", "stall", "resume_runs"),
+    "coordinator/service.py": unit("service", "stall", "resume_runs"),
     "coordinator/failures.py": (
         *TRANSPORTS,
         *unit("stall"),

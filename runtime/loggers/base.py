@@ -7,10 +7,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
+from runtime.core.closing import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def rank_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
 _RUNS = threading.Lock()  # of the counts of all loggers, for a moment each
 
 
-class RunLogger:
+class RunLogger(Closing):
     """What a run closes when it is over, if it was given it as ``metrics_fn``.
 
     A logger that several runs share is closed with the last of them. Any thread may call it.
@@ -83,17 +83,6 @@ class RunLogger:
 
     def close(self) -> None:
         """Let go of what is open. Idempotent; a later call opens it anew."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Names:

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from coordinator.cadence import ElChe
+from coordinator.dispatch import split_by_ratio
 from runtime.loop.config import DEFAULT_ANCHOR, DEFAULT_MAX_ANCHOR, DdpConfig
 
 BatchT = TypeVar("BatchT")
@@ -347,16 +348,8 @@ def share_out(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
     world_size = len(ratios)
     if num_items < world_size:
         return tuple(1 if rank < num_items else 0 for rank in range(world_size))
-    wanted = [num_items * ratio for ratio in ratios]
-    sizes = [max(1, math.floor(want)) for want in wanted]
-    while (missing := num_items - sum(sizes)) != 0:
-        if missing > 0:  # by largest remainder, the lowest rank on ties
-            rank = max(range(world_size), key=lambda r: (wanted[r] - sizes[r], -r))
-            sizes[rank] += 1
-        else:  # those lifted to 1 took it from the one furthest above what it wants
-            rank = max(
-                (r for r in range(world_size) if sizes[r] > 1),
-                key=lambda r: (sizes[r] - wanted[r], -r),
-            )
-            sizes[rank] -= 1
+    sizes = list(split_by_ratio(num_items, ratios))
+    while 0 in sizes:  # who gets one takes it from the one with the most
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] = 1
     return tuple(sizes)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from numbers import Real
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
+from runtime.core.closing import Closing
 from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
 from runtime.core.weight import Weighted, check_weight
 from runtime.data.batches import move_batch, parts_of
@@ -352,7 +352,7 @@ class BatchResult:
     grad_norm: float
 
 
-class DataParallelCoordinator:
+class DataParallelCoordinator(Closing):
     """Trains one model on several devices, a mini-batch at a time, in the user's own loop.
 
     Each replica runs in a thread of its own, ``data-parallel-<rank>``, which lives until
@@ -713,18 +713,6 @@ class DataParallelCoordinator:
             RuntimeError: A thread does not come back from user code.
         """
         self._runner.close()
-
-    def __enter__(self) -> DataParallelCoordinator:
-        """Close when the block is left."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 _GROUPS = (AverageBackend.NCCL, AverageBackend.GLOO)

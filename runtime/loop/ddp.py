@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
 from runtime.core.checks import check_devices
+from runtime.core.closing import Closing
 from runtime.core.errors import ReplicaMismatch
 from runtime.core.weight import Weight, check_weight, parts_of, scale_
 from runtime.device import cuda_api
@@ -246,7 +246,7 @@ def _overlaps(tensor: Tensor) -> bool:
     )
 
 
-class Ddp:
+class Ddp(Closing):
     """Keeps replicas of one model together in a loop that the user writes, for GANs and the like.
 
     One thread, which runs every replica, calls every method; each does the work of all
@@ -417,18 +417,6 @@ class Ddp:
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
             reduction.close()
-
-    def __enter__(self) -> Ddp:
-        """Close when the block is left."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def make_reduction(backend: AverageBackend, devices: Sequence[torch.device]) -> Reduction:

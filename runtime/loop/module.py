@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +16,7 @@ from runtime.checkpoint.format import plain_key
 from runtime.collective import create_collectives
 from runtime.core.announce import announce
 from runtime.core.checks import check_callable, check_devices, check_float
+from runtime.core.closing import Closing
 from runtime.core.errors import ReplicaMismatch
 from runtime.core.weight import LossWeightFn, check_weight
 from runtime.device.base import Device, device_summary
@@ -33,7 +33,7 @@ from runtime.replica.schedule import SchedulerFactory
 logger = logging.getLogger(__name__)
 
 
-class ReplicatedModule(nn.Module):
+class ReplicatedModule(Closing, nn.Module):
     """A model on one device or many, trained by a loop that is the same for both.
 
     Made by :meth:`Trainer.setup <runtime.Trainer.setup>`::
@@ -446,17 +446,6 @@ class ReplicatedModule(nn.Module):
             GpuWorkerError: A thread is stuck in the model; it is named.
         """
         self._engine.close()
-
-    def __enter__(self) -> ReplicatedModule:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 COLLECTIVE_TIMEOUT_S = 600.0

@@ -7,9 +7,9 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 
 from runtime.core.checks import check_float, check_int, need
+from runtime.core.closing import Closing
 from runtime.monitor import page
 from runtime.monitor.feed import Feed, WatchedRun
 from runtime.monitor.server import allowed_names, is_loopback, listen, url_of
@@ -21,7 +21,7 @@ MIN_POLL_S = 0.05
 MAX_POLL_S = 3600.0
 
 
-class Monitor:
+class Monitor(Closing):
     """A page that shows a run while it goes on: attach it with ``handle.attach(monitor)``.
 
     The page has the state, epoch, progress and time left, the curves of loss and scalars, a
@@ -138,14 +138,3 @@ class Monitor:
         Blocks until its thread has ended: for a second at most where a page reads slowly.
         """
         self._close()
-
-    def __enter__(self) -> Monitor:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

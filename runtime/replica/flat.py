@@ -13,15 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from coordinator import averaging as host_memory
-from coordinator.averaging import PART_BYTES, block_length, blocks, dot_square, sum_squares
+from coordinator.averaging import block_length, blocks, dot_square, sum_squares
 from coordinator.messages import Payload
-
-# What makes two operations of one pass over the memory works in blocks that stay in the caches,
-# and is for CPUs.
-
-_LARGE_BYTES = 1 << 25
-"""Tensors of this size and more take less time in blocks, measured with 32 MiB of cache in all;
-smaller ones take more, for every operation on a block starts anew."""
 
 
 def copy_measured(out: Tensor, source: Tensor) -> float:
@@ -33,16 +26,13 @@ def copy_measured(out: Tensor, source: Tensor) -> float:
     """
     if source.is_complex():
         out, source = torch.view_as_real(out).view(-1), torch.view_as_real(source).view(-1)
-    at_once = source.nbytes < _LARGE_BYTES
-    if at_once:
-        out.copy_(source)
     square = 0.0
     square_of = _square_of_narrow if source.dtype.itemsize < 4 else dot_square
-    # In blocks in any case, for the sake of the sum.
-    for target, block in blocks([out, source], _length(source)):
+    # Blocks stay in the caches for the second reading, and a sum of few numbers keeps its digits.
+    length = block_length(source.dtype, torch.get_num_threads())
+    for target, block in blocks([out, source], length):
         square += sum_squares(block, square_of)
-        if not at_once:
-            target.copy_(block)
+        target.copy_(block)
     return square
 
 
@@ -54,13 +44,8 @@ def add_progress(live: Tensor, average: Tensor, base: Tensor) -> None:
         average: As ``live``.
         base: As ``live``; holds nothing of use afterwards.
     """
-    length = _length(live) if live.nbytes >= _LARGE_BYTES else live.numel()
-    spare = base if live.numel() <= length else base[:length]  # the first block to be used up
-    for now, mean, before in blocks([live, average, base], length):
-        size = now.numel()
-        progress = spare if size == spare.numel() else spare[:size]
-        torch.sub(now, before, out=progress)
-        torch.add(mean, progress, out=now)
+    torch.sub(live, base, out=base)
+    torch.add(average, base, out=live)
 
 
 def add(mean: Tensor, delta: Tensor, out: Tensor) -> None:
@@ -84,10 +69,6 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
     parts = [torch.linalg.vector_norm(t) for t in tensors]
     total: Tensor = torch.linalg.vector_norm(torch.stack([p.double() for p in parts]))
     return total
-
-
-def _length(flat: Tensor) -> int:
-    return block_length(flat.dtype, torch.get_num_threads(), PART_BYTES)
 
 
 def _square_of_narrow(block: Tensor) -> float:

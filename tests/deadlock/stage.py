@@ -14,7 +14,7 @@ import torch
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
-from coordinator.service import Inbox, Service
+from coordinator.service import Service
 from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import InlineLoader
@@ -79,7 +79,7 @@ class Stage:
         self.machine = Coordinator(config)
         self.collectives = create_collectives(2, "thread", None, BOUND_S)
         self._train = train
-        self._inbox = Inbox()
+        self._inbox = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(2)]
         self._unread: list[Any] = []
         self._ended = threading.Event()

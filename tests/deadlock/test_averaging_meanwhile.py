@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from coordinator import messages as m
-from coordinator import service
 from coordinator.averaging import Averager
 from runtime import current_worker
 from runtime.replica.flat import FlatState
@@ -56,7 +55,6 @@ class HeldAverage:
             return average(averager, payloads, weights, squares)
 
         monkeypatch.setattr(Averager, "average", held)
-        monkeypatch.setattr(service, "INLINE_BYTES", -1)  # as for a state that is not small
 
     def await_start(self):
         assert self.computing.wait(BOUND_S), "no average was ever computed"

@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from coordinator import messages as m
-from coordinator import service
 from coordinator.averaging import Averager
 from coordinator.machine import Coordinator
 from runtime import CollectiveAborted, WorkerFailed, current_worker
@@ -294,7 +293,6 @@ def test_no_averaging_thread_outlives_the_run(tap, monkeypatch):
         return count_up(model, batch)
 
     monkeypatch.setattr(Averager, "average", slow)
-    monkeypatch.setattr(service, "INLINE_BYTES", -1)  # as for a state that is not small
     b = builder(train=die_meanwhile, dataset=8000, batch_size=1, way=(CADENCE, OVER_CPU))
     handle = b.anchor(1).run()
     assert computing.wait(BOUND_S)

@@ -31,7 +31,6 @@ from coordinator.messages import (
     SaveCheckpoint,
     Send,
 )
-from coordinator.service import HELD_S, Inbox
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.worker.config import WAKE
 from runtime.worker.group import StopAgreement
@@ -141,10 +140,8 @@ class Simulation:
         self.dead: set[int] = set()
         self.average_pending = False
         self.checks = Checks(self)
-        self.inbox = Inbox()
+        self.inbox: deque[m.Event] = deque()
         self._comes = False
-        self._num_handled = 0
-        self._looks_at: int | None = None
         self.trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_LINES)
         self.num_events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -262,10 +259,10 @@ class Simulation:
     # -- the coordinator ----------------------------------------------------------------
 
     def _put(self, event: m.Event) -> None:
-        """An event arrives in the coordinator's inbox, which may hold it back."""
+        """An event arrives in the coordinator's inbox."""
         self.trace.append((self.now, "inbox <-", event))
         self.checks.on_event(event)
-        self.inbox.put(event)
+        self.inbox.append(event)
         if not self.schedule.busy_s:
             self._serve()
         elif not self._comes:
@@ -275,35 +272,12 @@ class Simulation:
     def _serve(self) -> None:
         """The coordinator's thread takes what the inbox gives it, and waits again."""
         self._comes = False
-        while not self.inbox.empty():
-            self._handle(self.inbox.get_nowait())
-        if self._looks_at is None and self.inbox.waits:
-            self._looks_at = self._num_handled
-            self._at(self.now + HELD_S, self._look)
-
-    def _look(self) -> None:
-        """Nothing is held back for long, and nothing that everybody waits for."""
-        idle, self._looks_at = self._looks_at == self._num_handled, None
-        if idle and self.inbox.let_go() and not self.average_pending and self._all_wait:
-            raise Violation(f"everybody waits, and {self.inbox.get_nowait()} was held back")
-        self._serve()
-
-    @property
-    def _all_wait(self) -> bool:
-        """Whether no rank goes on by itself, as one does whose batch is being loaded, and
-        nothing is on its way to the coordinator."""
-        if any(self._channel_ends.get(("up", w.rank), 0.0) >= self.now for w in self.workers):
-            return False
-        joined = {rank for ranks in self._joined.values() for rank in ranks}
-        still = self._waiting | joined | self._ended
-        return all(w.rank in still and w.ready_at <= self.now for w in self.workers)
+        while self.inbox:
+            self._handle(self.inbox.popleft())
 
     def _handle(self, event: m.Event) -> None:
-        self._num_handled += 1
         self.trace.append((self.now, "coordinator <-", event))
         commands = self.machine.handle(event, self.now)
-        acks_wait = bool(commands) and self.machine.rounds.acks_may_wait
-        self.inbox.handled(event, commands, acks_wait=acks_wait)
         for command in commands:
             self.trace.append((self.now, "coordinator ->", command))
             self.checks.on_command(command)

@@ -12,27 +12,20 @@ import torch
 from torch.utils.data import Dataset
 
 from coordinator import messages as m
+from coordinator.messages import Send
+from runtime import Timeline
 from runtime.data.loader import LoadedBatch
-from tests.support.running import CADENCE, OVER_CPU, THREAD, WAIT_S, builder
+from tests.support.running import CADENCE, OVER_CPU, THREAD, WAIT_S, builder, count_up
 
 ROOT = Path(__file__).parents[2]
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 
 
-class Read(Dataset):
-    """Read by code of its own, so that a thread loads it ahead."""
-
-    def __len__(self):
-        return 40
-
-    def get_batch(self, indices):
-        return torch.as_tensor(indices)
-
-
 class Files:
-    """Files of the project that had one of some kinds of objects in a frame's variables.
+    """Files of the project that had one of some kinds of objects: in a variable, or to pass on.
 
-    Used as a profile function of every thread that starts meanwhile.
+    Used as a profile function of every thread that starts meanwhile. What is in a command, in a
+    message or in a list counts as well.
     """
 
     def __init__(self, *kinds: type) -> None:
@@ -40,16 +33,36 @@ class Files:
         self.found: set[str] = set()
 
     def __call__(self, frame, event, _):
-        if event != "return":
+        if event not in ("call", "return"):
             return
+        if any(self._is_in(value) for value in dict(frame.f_locals).values()):
+            self.note(frame)
+            if event == "call":
+                self.note(frame.f_back)
+
+    def _is_in(self, value) -> bool:
+        if isinstance(value, list | tuple):
+            return any(isinstance(item, self._kinds) for item in value)
+        inner = {Send: "message", m.StartEpoch: "plan"}.get(type(value))
+        if inner is not None:
+            value = getattr(value, inner, None)  # which it has not yet while it is made
+        return isinstance(value, self._kinds)
+
+    def note(self, frame) -> None:
+        """This frame is one of those."""
         path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in (
-            "runtime",
-            "coordinator",
-        ):
-            return
-        if any(isinstance(value, self._kinds) for value in dict(frame.f_locals).values()):
-            self.found.add(str(path.relative_to(ROOT)))
+        if path.is_relative_to(ROOT):
+            path = path.relative_to(ROOT)
+            # Where messages are defined they are on no way.
+            if path.parts[0] in ("runtime", "coordinator") and path.name != "messages.py":
+                self.found.add(str(path))
+
+    def note_callers(self) -> None:
+        """All that called the caller, up to what runs its thread."""
+        frame = sys._getframe(1)
+        while frame is not None and Path(frame.f_code.co_filename) != ROOT / "runtime" / "run.py":
+            self.note(frame)
+            frame = frame.f_back
 
     def of_run(self, b) -> set[str]:
         """Run to the end; the files."""
@@ -63,6 +76,21 @@ class Files:
         return self.found
 
 
+class Read(Dataset):
+    """Read by code of its own, so that a thread loads it ahead."""
+
+    def __init__(self, files=None):
+        self._files = files
+
+    def __len__(self):
+        return 40
+
+    def get_batch(self, indices):
+        if self._files is not None:
+            self._files.note_callers()
+        return torch.as_tensor(indices)
+
+
 def named(heading: str) -> set[str]:
     """The files in the table under a heading."""
     section = DESIGN.partition(f"## {heading}\n")[2].partition("\n## ")[0]
@@ -71,11 +99,19 @@ def named(heading: str) -> set[str]:
 
 
 def test_a_batch_passes_twelve_files_at_most_on_its_way_to_the_report():
-    files = Files(LoadedBatch, m.Tally, m.BatchReport)
-    found = files.of_run(builder(dataset=Read(), way=(CADENCE, OVER_CPU)))
+    """As an index of a plan, as samples, as the argument of a step, and as a number in a report."""
+    files = Files(m.EpochPlan, LoadedBatch, m.Tally, m.BatchReport, m.EpochReport)
+
+    def train(model, indices):
+        files.note_callers()
+        return count_up(model, indices)
+
+    found = files.of_run(
+        builder(dataset=Read(files), train=train, way=(CADENCE, OVER_CPU)).anchor(2)
+    )
     of_the_worker = {path for path in found if path.startswith("runtime/")}
-    assert of_the_worker
-    assert of_the_worker <= named("The path of a batch")
+    # A report travels with an answer only where there is something to tell then.
+    assert of_the_worker | {"runtime/worker/rounds.py"} == named("The path of a batch")
     assert len(named("The path of a batch")) <= 12
 
 
@@ -85,19 +121,18 @@ def test_a_batch_passes_twelve_files_at_most_on_its_way_to_the_report():
     ids=["collective", "snapshots"],
 )
 def test_a_message_of_a_round_passes_eight_files_at_most_over_both_transports(way, kind):
-    files = Files(*getattr(kind, "__args__", (kind,)))
-    found = files.of_run(builder(dataset=Read(), way=way).anchor(2))
-    assert found
-    assert found <= named("The path of an averaging round")
-    assert len(named("The path of an averaging round")) <= 8
+    kinds = getattr(kind, "__args__", (kind,))
+    found = Files(*kinds).of_run(builder(dataset=Read(), way=way).anchor(2))
+    assert found == named("The path of an averaging round")
+    assert len(found) <= 8
+    watched = Files(*kinds).of_run(builder(dataset=Read(), way=way).anchor(2).timeline(Timeline()))
+    assert watched == found | {"runtime/timeline/recorder.py"}, "who looks on is told of all"
 
 
 @pytest.mark.parametrize("way", [(CADENCE, THREAD), (CADENCE, OVER_CPU)])
 def test_an_answer_passes_the_same_files_over_both_transports(way):
     found = Files(m.SyncAck, m.ParamSnapshot).of_run(builder(dataset=Read(), way=way).anchor(2))
-    found -= {"coordinator/messages.py"}  # where they are defined
     coordinators = {
         f"coordinator/{name}.py" for name in ("service", "failures", "machine", "rounds")
     }
-    workers = {f"runtime/worker/{name}.py" for name in ("rounds", "reporter")}
-    assert coordinators | {"runtime/worker/reporter.py"} <= found <= coordinators | workers
+    assert found == coordinators | {"runtime/worker/rounds.py", "runtime/worker/reporter.py"}

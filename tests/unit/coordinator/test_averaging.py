@@ -27,8 +27,7 @@ weight_lists = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
-    monkeypatch.setattr(mixing, "_BLOCK_BYTES", 64)
-    monkeypatch.setattr(mixing, "PART_BYTES", 64)
+    monkeypatch.setattr(mixing, "BLOCK_BYTES", 64)
 
 
 def params(*tensors):
@@ -73,7 +72,7 @@ def test_average_and_divergences_are_those_of_the_definition(dtype, weights, num
 
 
 def test_a_tensor_of_several_blocks_is_averaged_to_its_end():
-    numel = 2 * mixing._BLOCK_BYTES // 4 + 17
+    numel = 2 * mixing.BLOCK_BYTES // 4 + 17
     tensors = [torch.randn(numel) for _ in range(3)]
     result = Averager().average([params(t) for t in tensors], [1, 2, 3])
     (average,) = result.average.params
@@ -281,15 +280,34 @@ def test_the_norm_of_a_rank_that_counts_for_nothing_is_not_used():
     assert result.divergences[:2] == pytest.approx((0.5, 0.5))
 
 
-@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("serial_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
-def test_replicas_that_point_apart_have_no_average_to_be_measured_against(dtype, serial):
+def test_replicas_that_point_apart_have_no_average_to_be_measured_against(
+    dtype, serial_bytes, monkeypatch
+):
     """As long as nearly all cancels, the digits of norms that are told are not enough."""
     one = torch.full((3_000_000,), 1e-3, dtype=dtype)
     told = [squares_of(one.abs())] * 2
     told[0] = (told[0][0] * 1.001,)  # as a long sum in float32 may be
-    averager = Averager(serial=serial)
+    monkeypatch.setattr(mixing, "SERIAL_BYTES", serial_bytes)
+    averager = Averager()
     assert averager.average([params(one), params(-one)], [1, 1], told).divergences == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("num_bytes", "is_serial"), [(1 << 22, True), ((1 << 22) + 8, False)])
+def test_only_a_small_state_is_averaged_without_a_team_of_threads(
+    num_bytes, is_serial, monkeypatch
+):
+    found = []
+
+    class Noted(mixing.Mix):
+        def __init__(self, weights, num_threads):
+            found.append(num_threads)
+            super().__init__(weights, num_threads)
+
+    monkeypatch.setattr(mixing, "Mix", Noted)
+    Averager().average([params(torch.ones(num_bytes // 8))] * 2, [1, 1])  # bytes of both together
+    assert found == [0 if is_serial else torch.get_num_threads()]
 
 
 # -- weights -----------------------------------------------------------------

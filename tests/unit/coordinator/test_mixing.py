@@ -17,8 +17,7 @@ from tests.unit.coordinator.test_averaging import DTYPES, bits
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
-    monkeypatch.setattr(mixing, "_BLOCK_BYTES", 256)
-    monkeypatch.setattr(mixing, "PART_BYTES", 256)
+    monkeypatch.setattr(mixing, "BLOCK_BYTES", 256)
     monkeypatch.setattr(blocks, "_GROUP", 3)
     monkeypatch.setattr(mixing, "_SERIAL", 50)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.pool import CHUNK_S, MIN_CHUNK_S, ChunkPool, Ledger
+from coordinator.pool import CHUNK_S, ChunkPool, Ledger
 
 
 def pool_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
@@ -52,11 +52,6 @@ def test_a_chunk_takes_about_a_fifth_of_a_second():
         assert count * seconds == pytest.approx(CHUNK_S)
 
 
-def test_with_more_ranks_chunks_are_longer():
-    pool = ChunkPool(num_samples=10_000, batch_size=1, num_epochs=1, world_size=8)
-    assert size(deal(pool, 0, (0.01,) * 8, (1 / 8,) * 8)) * 0.01 == pytest.approx(4 * CHUNK_S)
-
-
 def test_chunks_shrink_towards_the_end_of_an_epoch():
     pool = pool_of(64)
     sizes = [size(deal(pool, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
@@ -64,12 +59,6 @@ def test_chunks_shrink_towards_the_end_of_an_epoch():
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[:4] == [16, 12, 9, 6]
     assert sizes[-1] == 1
-
-
-def test_a_chunk_of_short_steps_is_worth_its_message_but_never_more_than_the_ranks_part():
-    pool = pool_of(32)
-    assert size(deal(pool, 0, (1e-3, 1e-3), (0.5, 0.5))) == int(MIN_CHUNK_S / 1e-3)
-    assert size(deal(pool_of(8), 0, (1e-3, 1e-3), (0.5, 0.5))) == 4
 
 
 def test_a_slow_rank_gets_none_of_a_tail_that_the_others_finish_before_it():

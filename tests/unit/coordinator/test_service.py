@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.messages import AbortCollective, Average, PublishEpoch, Send
 from coordinator.metrics import EpochTally
-from coordinator.rounds import RoundKeeper
-from coordinator.service import Inbox, Service
+from coordinator.service import Service
 
 WAIT_S = 60.0
 """Bound of every wait: reached only by a test that fails."""
@@ -53,7 +51,7 @@ class Bench:
 
     def __init__(self, machine, world=2):
         self.machine = machine
-        self.inbox = Inbox()
+        self.inbox = queue.SimpleQueue()
         self.outboxes = [queue.SimpleQueue() for _ in range(world)]
         self.log = []
         self.ended = threading.Event()
@@ -116,74 +114,6 @@ def test_events_are_handled_in_order():
     assert bench.machine.events == events
 
 
-def test_an_observers_time_is_none_of_the_machines():
-    """It would make averaging look costly, and so change the cadence."""
-
-    def observe(event, commands, now):
-        end = time.thread_time() + 0.1
-        while time.thread_time() < end:
-            pass
-
-    spent = []
-
-    def script(machine, event):
-        spent.append(machine.core.spent_s)
-        machine.ended = event == m.Ready(rank=1)
-        return []
-
-    bench = Bench(Scripted(script))
-    bench.service.observe(observe)
-    bench.run(m.Ready(rank=0), m.Ready(rank=1))
-    assert 0 <= spent[1] - spent[0] < 0.05
-
-
-def test_an_average_is_none_of_the_coordinators_own_time(monkeypatch):
-    spent = []
-
-    class Busy(Averager):
-        def average(self, payloads, weights, squares=()):
-            end = time.thread_time() + 0.1
-            while time.thread_time() < end:
-                pass
-            return super().average(payloads, weights, squares)
-
-    monkeypatch.setattr(service_module, "Averager", Busy)
-
-    def script(machine, event):
-        spent.append(machine.core.spent_s)
-        machine.ended = isinstance(event, m.Averaged)
-        payloads = (m.Payload(params=(torch.ones(1),)),) * 2
-        return [Average(round=1, ranks=(0, 1), payloads=payloads, weights=(1, 1))][: len(spent) < 2]
-
-    bench = Bench(Scripted(script)).run(m.Ready(rank=0))
-    assert 0 <= spent[1] - spent[0] < 0.05
-    assert bench.service.cpu_s < 0.05
-
-
-def test_acknowledgements_that_bring_nothing_come_with_the_next_report(monkeypatch):
-    ready, ack, told = (
-        m.Ready(rank=0),
-        m.SyncAck(rank=0, round=1),
-        m.BatchReport(rank=0, epoch=0, tally=m.Tally()),
-    )
-    update = m.Update(round=1, average=m.Payload(params=()), num_samples=1, allowance=m.Allowance())
-    monkeypatch.setattr(RoundKeeper, "acks_may_wait", True)
-
-    def script(machine, event):
-        machine.ended = event is told
-        return [Send(rank=0, message=update)] if event is ready else []
-
-    bench = Bench(Scripted(script))
-    bench.service.start()
-    bench.inbox.put(ready)
-    assert bench.outboxes[0].get(timeout=WAIT_S) is update
-    bench.inbox.put(ack)
-    assert bench.inbox._held == [ack]
-    bench.inbox.put(told)
-    assert bench.service.join(WAIT_S)
-    assert bench.machine.events == [ready, ack, told]
-
-
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
 def test_a_coordinator_that_dies_wakes_everyone_and_keeps_its_error(error, caplog):
     """D35: Python's queues never disconnect."""
@@ -221,19 +151,6 @@ def test_a_deadline_that_passes_is_a_tick():
     assert bench.machine.events == [m.Tick()]
 
 
-@pytest.fixture
-def aside(monkeypatch):
-    """Every average is computed by the averaging thread, however small."""
-    monkeypatch.setattr(service_module, "INLINE_BYTES", -1)
-
-
-@pytest.fixture(params=["inline", "aside"])
-def either_way(request):
-    if request.param == "aside":
-        request.getfixturevalue("aside")
-
-
-@pytest.mark.usefixtures("either_way")
 def test_an_average_comes_back_as_an_event():
     seen = []
 
@@ -256,7 +173,6 @@ def test_an_average_comes_back_as_an_event():
     assert threads() == set()
 
 
-@pytest.mark.usefixtures("either_way")
 def test_an_average_that_fails_is_told_with_its_error(caplog):
     seen = []
 
@@ -274,7 +190,6 @@ def test_an_average_that_fails_is_told_with_its_error(caplog):
     assert "averaging round 1 failed" in caplog.text
 
 
-@pytest.mark.usefixtures("aside")
 def test_events_are_handled_while_an_average_is_computed(monkeypatch):
     """D19: averaging does not stop dispatch."""
     started, release = threading.Event(), threading.Event()
@@ -308,7 +223,6 @@ def test_events_are_handled_while_an_average_is_computed(monkeypatch):
     assert bench.service.join(WAIT_S)
 
 
-@pytest.mark.usefixtures("aside")
 def test_an_average_in_progress_is_waited_for_when_the_run_ends(monkeypatch):
     """D20: no averaging thread outlives the coordinator."""
     started, release = threading.Event(), threading.Event()
@@ -353,35 +267,3 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch):
     assert not bench.service.started
     bench.service._averager.join(WAIT_S)
     assert threads() == set()
-
-
-class Answering(queue.SimpleQueue):
-    """An outbox whose rank answers a request before the next command is carried out."""
-
-    def __init__(self, inbox, rank):
-        self.inbox, self.rank = inbox, rank
-
-    def put(self, message):
-        payload = m.Payload(params=())
-        self.inbox.put(
-            m.ParamSnapshot(
-                round=message.round, rank=self.rank, payload=payload, num_samples=1, num_batches=1
-            )
-        )
-
-
-def test_ranks_are_awaited_before_they_are_asked():
-    """An answer that nobody waits for yet would not be counted, and the last one be held."""
-    request = m.RequestParams(round=1)
-
-    def script(machine, event):
-        if isinstance(event, m.Ready):
-            return [Send(rank=rank, message=request) for rank in (0, 1)]
-        machine.ended = event.rank == 1
-        return []
-
-    bench = Bench(Scripted(script))
-    bench.outboxes[:] = [Answering(bench.inbox, rank) for rank in (0, 1)]
-    bench.run(m.Ready(rank=0))
-    assert [type(event) for event in bench.machine.events[1:]] == [m.ParamSnapshot] * 2
-    assert not bench.inbox._missing

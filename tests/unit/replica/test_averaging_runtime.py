@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator import service
 from coordinator.averaging import Averager
 from runtime import CollectiveAborted, create_collectives, current_worker
 from runtime.device.base import Device
@@ -59,7 +58,6 @@ class WatchedAverager:
             return result
 
         monkeypatch.setattr(Averager, "average", average)
-        monkeypatch.setattr(service, "INLINE_BYTES", -1)  # as for a state that is not small
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)

@@ -14,7 +14,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 def blocks(request, monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
     if request.param == "in blocks":
-        monkeypatch.setattr(flat_math, "_LARGE_BYTES", 0)
         monkeypatch.setattr(flat_math, "block_length", lambda *_: 16)
 
 
