@@ -154,7 +154,8 @@ class TrainerBuilder:
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> TrainerBuilder:
-        """Let one thread at a time read the data set (default off)."""
+        """Let one thread at a time read the data set (default off). What that draws from Python's
+        ``random`` and NumPy's global generators is then keyed by batch, like PyTorch's draws."""
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 
     def prefetch(self, depth: int) -> TrainerBuilder:

@@ -22,6 +22,7 @@ from coordinator.errors import GpuWorkerError
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.context import worker_context
+from runtime.core.draws import allow_own_draws, draws_from
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.core.threads import resolve_vector_math
 from runtime.data.loader import Loader
@@ -113,6 +114,7 @@ class GpuWorker:
         recorder: Recorder | None = None,
     ) -> None:
         resolve_vector_math()  # where no run did it
+        allow_own_draws()
         self.config = config
         self.rank = config.rank
         self.world_size = config.world_size
@@ -188,6 +190,11 @@ class GpuWorker:
         )
 
     @property
+    def _cpu_generator(self) -> torch.Generator | None:
+        """What a worker on the CPU draws from, dropout included."""
+        return self.generator if self.device.type == "cpu" else None
+
+    @property
     def local_step(self) -> int:
         """Batches trained by this worker."""
         return self._progress.local_step
@@ -253,7 +260,7 @@ class GpuWorker:
         Returns:
             Device-side handles; nothing is synchronised.
         """
-        with worker_context(self):
+        with worker_context(self), draws_from(self._cpu_generator):
             return self.steps.train_step(batch, train_fn or self._functions.train_fn)
 
     def capture_state(self) -> m.Extra:
@@ -335,7 +342,7 @@ class GpuWorker:
         if self.protocol.plan is not plan:
             self.protocol.plans.appendleft(plan)
             self.protocol.begin_plan()
-        with worker_context(self):
+        with worker_context(self), draws_from(self._cpu_generator):
             self._schedule.tell(plan.metrics)
             self._begin_epoch(plan.epoch)
             self.steps.verify_graphs()
