@@ -32,8 +32,8 @@ from runtime.device.values import StepMeter
 from runtime.replica.build import BuildOrder
 from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import Fallbacks
-from runtime.replica.schedule import SchedulerFactory
-from runtime.replica.step import TrainFn
+from runtime.replica.schedule import SchedulerFactories
+from runtime.replica.step import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
 from runtime.worker.config import (
     WAKE,
@@ -234,7 +234,7 @@ class GpuWorker:
         """
         self._schedule.set_scale(scale)
 
-    def set_scheduler(self, factory: SchedulerFactory) -> None:
+    def set_scheduler(self, factory: SchedulerFactories) -> None:
         """Drive the learning rate by ``factory(optimizer)``, one step for each batch."""
         self._schedule.attach(factory)
 
@@ -250,7 +250,7 @@ class GpuWorker:
         """
         self.steps.forget_graphs()
 
-    def train_step(self, batch: Any, train_fn: TrainFn | None = None) -> StepResult:
+    def train_step(self, batch: Any, train_fn: TrainFns | None = None) -> StepResult:
         """One optimizer step on one batch, eagerly, in the calling thread.
 
         Args:
@@ -325,7 +325,7 @@ class GpuWorker:
                     return None
                 self._receive(self._next_message())
 
-    def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFn | None = None) -> bool:
+    def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFns | None = None) -> bool:
         """Train a plan to its end, answering messages between steps.
 
         Args:
@@ -338,7 +338,7 @@ class GpuWorker:
         with self._recorder.plan(plan):
             return self._run_plan(plan, train_fn or self._functions.train_fn)
 
-    def _run_plan(self, plan: m.EpochPlan, train_fn: TrainFn) -> bool:
+    def _run_plan(self, plan: m.EpochPlan, train_fn: TrainFns) -> bool:
         if self.protocol.plan is not plan:
             self.protocol.plans.appendleft(plan)
             self.protocol.begin_plan()
