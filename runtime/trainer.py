@@ -541,8 +541,8 @@ class TrainerBuilder:
         return self._set(tune_allocator=check_flag("tune_allocator", flag))
 
     def progress(self, flag: bool) -> TrainerBuilder:
-        """A progress bar, or one line an epoch off a terminal (default: a bar on a
-        terminal, else nothing)."""
+        """A progress bar on a terminal or in a notebook, elsewhere one line an epoch (default: a
+        bar there, else nothing)."""
         return self._set(progress=check_flag("progress", flag))
 
     def timeline(self, tl: Timeline) -> TrainerBuilder:
