@@ -1,4 +1,4 @@
-"""Train a small GAN on points around a circle, in a loop of its own, with replicas in step."""
+"""Train a small GAN on points around a circle, with an optimizer for each of its two networks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import Ddp
+from runtime import Trainer
 
 NUM_MODES, SPREAD, NOISE = 8, 0.05, 8
 
 
 def mlp(num_in, num_out, width=64):
-    return nn.Sequential(
-        *(nn.Linear(num_in, width), nn.LeakyReLU(0.2)),
-        *(nn.Linear(width, width), nn.LeakyReLU(0.2)),
-        nn.Linear(width, num_out),
-    )
+    layers = [nn.Linear(num_in, width), nn.LeakyReLU(0.2), nn.Linear(width, width)]
+    return nn.Sequential(*layers, nn.LeakyReLU(0.2), nn.Linear(width, num_out))
 
 
 def centres():
@@ -27,9 +24,9 @@ def centres():
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def real_points(count, generator):
-    modes = torch.randint(NUM_MODES, (count,), generator=generator)
-    return centres()[modes] + SPREAD * torch.randn(count, 2, generator=generator)
+def real_points(count):
+    modes = torch.randint(NUM_MODES, (count,))
+    return centres()[modes] + SPREAD * torch.randn(count, 2)
 
 
 def near_a_mode(points):
@@ -39,19 +36,18 @@ def near_a_mode(points):
     return near.float().mean().item(), len(modes[near].unique())
 
 
-def train_step(models, optimizers, group, losses):
-    """One step of one of the two networks, on every replica alike."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    total = 0.0
-    for rank in range(len(models)):
-        loss = losses(rank)
-        loss.backward()
-        total += loss.item() / len(models)
-    group.all_reduce_gradients()
-    for optimizer in optimizers:
-        optimizer.step()
-    return total
+def fake(model, count):
+    return model["maker"](torch.randn(count, NOISE))
+
+
+def judge_loss(model, batch):
+    (real,) = batch
+    made = model["judge"](fake(model, len(real)))
+    return F.softplus(-model["judge"](real)).mean() + F.softplus(made).mean()
+
+
+def maker_loss(model, batch):
+    return F.softplus(-model["judge"](fake(model, len(batch[0])))).mean()
 
 
 def main():
@@ -61,36 +57,35 @@ def main():
     parser.add_argument("--batch-size", type=int, default=128, help="for each replica")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # the operations are too small to be shared out
+
     torch.manual_seed(args.seed)
-    random = torch.Generator().manual_seed(args.seed)
+    model = nn.ModuleDict({"maker": mlp(NOISE, 2), "judge": mlp(2, 1)})
+    num_epochs = min(5, args.steps)
+    num_points = args.steps // num_epochs * args.workers * args.batch_size  # in an epoch
+    handle = (
+        Trainer.builder(
+            model,
+            {
+                "judge": lambda params: torch.optim.Adam(params, 1e-3, betas=(0.5, 0.9)),
+                "maker": lambda params: torch.optim.Adam(params, 5e-4, betas=(0.5, 0.9)),
+            },
+            {"judge": judge_loss, "maker": maker_loss},
+        )
+        .dataset((real_points(num_points),))
+        .batch_size(args.batch_size)
+        .num_epochs(num_epochs)
+        .devices(["cpu"] * args.workers)
+        .policy("sync")
+        .seed(args.seed)
+        .run()
+    )
+    for metrics in handle.metrics():
+        judged, made = metrics.scalars["loss/judge"], metrics.scalars["loss/maker"]
+        print(f"epoch {metrics.epoch}  judge {judged:.3f}  maker {made:.3f}", flush=True)
 
-    devices = ["cpu"] * args.workers
-    makers = [mlp(NOISE, 2) for _ in devices]
-    judges = [mlp(2, 1) for _ in devices]
-    maker_steps = [torch.optim.Adam(m.parameters(), 5e-4, betas=(0.5, 0.9)) for m in makers]
-    judge_steps = [torch.optim.Adam(m.parameters(), 1e-3, betas=(0.5, 0.9)) for m in judges]
-
-    def fake(rank):
-        return makers[rank](torch.randn(args.batch_size, NOISE, generator=random))
-
-    def judge_loss(rank):
-        real = judges[rank](real_points(args.batch_size, random))
-        return F.softplus(-real).mean() + F.softplus(judges[rank](fake(rank).detach())).mean()
-
-    def maker_loss(rank):
-        return F.softplus(-judges[rank](fake(rank))).mean()
-
-    with Ddp.wrap(makers, devices) as maker_group, Ddp.wrap(judges, devices) as judge_group:
-        maker_group.sync_params()
-        judge_group.sync_params()
-        for step in range(1, args.steps + 1):
-            judged = train_step(judges, judge_steps, judge_group, judge_loss)
-            made = train_step(makers, maker_steps, maker_group, maker_loss)
-            if step % max(1, args.steps // 5) == 0:
-                print(f"step {step:5}  judge {judged:.3f}  maker {made:.3f}", flush=True)
+    model.load_state_dict(handle.join().state_dict())
     with torch.no_grad():
-        share, modes = near_a_mode(makers[-1](torch.randn(2000, NOISE, generator=random)))
+        share, modes = near_a_mode(fake(model, 2000))
     print(f"{share:.0%} of the points lie near one of {modes} of {NUM_MODES} modes")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -318,6 +318,7 @@ class TrainConfig:
             )
         self._check_batchnorm(devices)
         self._check_buckets()
+        self._check_optimizers()
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
             raise ValueError(
                 "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
@@ -379,6 +380,24 @@ class TrainConfig:
                 f"batch_size({sizes}): the sizes add up to {sum(sizes)}, which is no multiple of "
                 f"the {world} devices, as {least} and {least + world} are; change one of them"
             )
+
+    def _check_optimizers(self) -> None:
+        if not isinstance(self.functions.optim_factory, Mapping):
+            if isinstance(self.functions.scheduler, Mapping):
+                raise ValueError("scheduler({...}) is for several optimizers: pass one function")
+            return
+        obstacles = {
+            f"accumulate({self.worker.accumulate})": self.worker.accumulate > 1,
+            "cuda_graphs(True)": self.worker.cuda_graphs,
+            "sync_batchnorm(True)": self.worker.sync_batchnorm,
+            "param_groups(f)": self.functions.param_groups is not None,
+        }
+        for name, is_set in obstacles.items():
+            if is_set:
+                raise ValueError(
+                    f"{name} does not go with several optimizers, which each make a step on every "
+                    "batch: leave it out"
+                )
 
     def _check_buckets(self) -> None:
         if not self.requested_bucket_mb:

@@ -6,6 +6,7 @@ up nobody.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import queue
 import sys
@@ -29,6 +30,21 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0  # no monitor thread
 
 
+def _bar_kind() -> type[Any] | None:
+    """The bar for a terminal or a notebook; ``None`` where neither is there."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        return _Bar
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    if importlib.util.find_spec("ipywidgets") is None:
+        return _Bar  # as text, below the cell
+    from tqdm.notebook import tqdm_notebook
+
+    return type("_NotebookBar", (tqdm_notebook,), {"monitor_interval": 0})
+
+
 class MetricsThread:
     """Hands the metrics of closed epochs and of steps to the user.
 
@@ -36,8 +52,8 @@ class MetricsThread:
         metrics_fn: ``f(EpochMetrics)``, and ``f(StepMetrics)``; ``False`` asks for a stop. A
             logger is closed after the last epoch, on this thread, unless another run has it too.
         on_stop: Called when it returned ``False``.
-        progress: ``True``: a bar on a terminal, else a log line an epoch; ``None``: a bar
-            on a terminal, else nothing.
+        progress: ``True``: a bar on a terminal or in a notebook, else a log line an epoch;
+            ``None``: a bar there, else nothing.
         total_batches: Batches in the whole run.
         trained: Gives the batches trained so far, from any thread.
     """
@@ -53,9 +69,10 @@ class MetricsThread:
     ) -> None:
         self._metrics_fn = metrics_fn
         self._on_stop = on_stop
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._with_bar = terminal and progress is not False
-        self._with_lines = progress is True and not terminal
+        kind = _bar_kind()
+        self._bar_kind = None if progress is False else kind
+        self._with_lines = progress is True and kind is None
+        self._bar: Any = None
         self._total = total_batches
         self._trained = trained
         self._queue: queue.SimpleQueue[EpochMetrics | StepMetrics | None] = queue.SimpleQueue()
@@ -64,11 +81,14 @@ class MetricsThread:
 
     def start(self) -> None:
         """Start the thread, if there is anything for it to do."""
-        if self._metrics_fn is not None or self._with_bar or self._with_lines:
+        if self._metrics_fn is not None or self._bar_kind is not None or self._with_lines:
             thread = threading.Thread(target=self._run, name="metrics", daemon=True)
             if isinstance(self._metrics_fn, RunLogger):
                 self._metrics_fn.begin_run()
             try:
+                if self._bar_kind is not None:
+                    # Here: a notebook shows it below the cell of the thread that makes it.
+                    self._bar = self._bar_kind(total=self._total, unit="batch", leave=True)
                 thread.start()
             except BaseException:
                 self._end_logger()
@@ -121,7 +141,7 @@ class MetricsThread:
                 logger.exception("%r could not be closed", self._metrics_fn)
 
     def _hand_out(self) -> None:
-        bar: Any = _Bar(total=self._total, unit="batch", leave=True) if self._with_bar else None
+        bar = self._bar
         try:
             while True:
                 try:

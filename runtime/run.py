@@ -27,6 +27,7 @@ from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.core.announce import announce
+from runtime.core.draws import allow_own_draws
 from runtime.core.errors import (
     CheckpointError,
     CollectiveAborted,
@@ -204,6 +205,7 @@ class Run:
     def start(self, listener: Listener) -> None:
         """Start everything; on failure, end what was started and raise."""
         resolve_vector_math()
+        allow_own_draws()
         self._listener = listener
         c = self.config
         batch_size = c.coordinator.batch_size

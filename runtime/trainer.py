@@ -33,10 +33,16 @@ from runtime.data.stream import is_stream
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.config import DdpConfig
 from runtime.loop.module import ReplicatedModule, set_up
-from runtime.replica.build import Copies, ModelFactory, OptimFactory, ParamGroups
+from runtime.replica.build import (
+    Copies,
+    ModelFactory,
+    OptimFactories,
+    OptimFactory,
+    ParamGroups,
+)
 from runtime.replica.non_finite import ON_NON_FINITE
-from runtime.replica.schedule import SchedulerFactory
-from runtime.replica.step import TrainFn
+from runtime.replica.schedule import SchedulerFactories
+from runtime.replica.step import TrainFns
 from runtime.results import TrainedState
 from runtime.timeline import Timeline
 from runtime.worker.config import EvalFn, UserFunctions
@@ -51,14 +57,17 @@ class TrainerBuilder:
     def __init__(
         self,
         model_factory: ModelFactory | nn.Module,
-        optim_factory: OptimFactory,
-        train_fn: TrainFn,
+        optim_factory: OptimFactories,
+        train_fn: TrainFns,
     ) -> None:
         if isinstance(model_factory, nn.Module):
             model_factory = Copies(model_factory)
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
-        check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
-        check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
+        if isinstance(optim_factory, Mapping) or isinstance(train_fn, Mapping):
+            check_several(optim_factory, train_fn)
+        else:
+            check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
+            check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
         self._set_here: set[str] = set()
         self._brought: dict[str, Any] = {}
         self._config = TrainConfig(
@@ -155,7 +164,8 @@ class TrainerBuilder:
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> TrainerBuilder:
-        """Let one thread at a time read the data set (default off)."""
+        """Let one thread at a time read the data set (default off). What that draws from Python's
+        ``random`` and NumPy's global generators is then keyed by batch, like PyTorch's draws."""
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 
     def prefetch(self, depth: int) -> TrainerBuilder:
@@ -348,7 +358,7 @@ class TrainerBuilder:
         return self._set(on_non_finite=mode)
 
     def scheduler(
-        self, f: SchedulerFactory, *, interval: str = "step", metric: str | None = None
+        self, f: SchedulerFactories, *, interval: str = "step", metric: str | None = None
     ) -> TrainerBuilder:
         """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by any
         rank, or, with ``interval="epoch"``, once for each epoch of them. Under ``CADENCE`` and
@@ -358,8 +368,11 @@ class TrainerBuilder:
         field of :class:`~runtime.EpochMetrics`, such as ``"avg_loss"``, or a name in its
         ``scalars``, such as ``"eval/loss"``. Under ``SYNC`` that is before the next epoch's first
         step; under the other policies, where ranks begin the next epoch before an epoch closes, at
-        the next work that a rank is given, a fraction of a second later."""
-        check_callable("scheduler", f, "(optimizer) -> LRScheduler")
+        the next work that a rank is given, a fraction of a second later.
+
+        Each of several optimizers gets a scheduler of its own; a dict names those that do."""
+        for each in f.values() if isinstance(f, Mapping) else (f,):
+            check_callable("scheduler", each, "(optimizer) -> LRScheduler")
         if interval not in ("step", "epoch"):
             raise ValueError(f'scheduler(interval={interval!r:.40}): pass "step" or "epoch"')
         if metric is not None and (not isinstance(metric, str) or not metric):
@@ -530,8 +543,8 @@ class TrainerBuilder:
         return self._set(tune_allocator=check_flag("tune_allocator", flag))
 
     def progress(self, flag: bool) -> TrainerBuilder:
-        """A progress bar, or one line an epoch off a terminal (default: a bar on a
-        terminal, else nothing)."""
+        """A progress bar on a terminal or in a notebook, elsewhere one line an epoch (default: a
+        bar there, else nothing)."""
         return self._set(progress=check_flag("progress", flag))
 
     def timeline(self, tl: Timeline) -> TrainerBuilder:
@@ -556,7 +569,7 @@ class Trainer:
 
     @staticmethod
     def builder(
-        model_factory: ModelFactory | nn.Module, optim_factory: OptimFactory, train_fn: TrainFn
+        model_factory: ModelFactory | nn.Module, optim_factory: OptimFactories, train_fn: TrainFns
     ) -> TrainerBuilder:
         """Start describing a run whose loop the runtime owns.
 
@@ -586,8 +599,19 @@ class Trainer:
         the batch that are not -100, without the first of each sequence for a causal language
         model. Where neither is there, a warning says so.
 
+        Several optimizers, as in a GAN, are dicts: ``{"judge": f, "maker": g}`` in place of
+        ``optim_factory``, where each gets the trainable parameters of the submodule of that name,
+        and functions under the same names in place of ``train_fn``. Each batch is a step of each
+        optimizer, in the order of the functions: forward, backward, reduction under ``SYNC``,
+        clipping and step, then the next one's. Only the parameters of the optimizer whose step it
+        is get gradients. ``avg_loss`` is the sum of the losses; each is a scalar
+        ``loss/<name>``. Losses are means over samples, without weights.
+        ``on_non_finite("skip")`` drops the step of the optimizer whose loss or gradients are not
+        finite, and counts the batch as skipped.
+
         Raises:
             TypeError: One of them cannot be called.
+            ValueError: The dicts have other names.
         """
         return TrainerBuilder(model_factory, optim_factory, train_fn)
 
@@ -696,6 +720,28 @@ def fit(
     finally:
         if handle.state is not None:
             model.load_state_dict(handle.state.state_dict())
+
+
+def check_several(optim_factory: Any, train_fn: Any) -> None:
+    """Refuse what are no optimizers and their functions by name.
+
+    Raises:
+        TypeError: One of them is no dict, or holds what cannot be called.
+        ValueError: They have other names.
+    """
+    if not (isinstance(optim_factory, Mapping) and isinstance(train_fn, Mapping)):
+        raise TypeError(
+            "several optimizers are two dicts under the same names, one of optimizer factories "
+            "and one of training functions: pass both, or a function for each"
+        )
+    if not optim_factory or set(optim_factory) != set(train_fn):
+        raise ValueError(
+            f"the optimizers are named {list(optim_factory)}, the training functions "
+            f"{list(train_fn)}: give each optimizer a function under its name"
+        )
+    for name, factory in optim_factory.items():
+        check_callable(f"optim_factory[{name!r}]", factory, "(params) -> Optimizer")
+        check_callable(f"train_fn[{name!r}]", train_fn[name], "(model, batch) -> loss")
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -101,8 +101,9 @@ class LoaderView:
 def current_worker() -> CurrentWorker:
     """The worker whose thread, loader thread or loader process is running.
 
-    Use ``current_worker().generator`` for random draws in ``train_fn`` and data sets:
-    the process-wide generators are shared by all threads.
+    PyTorch's draws on the CPU come from ``current_worker().generator`` in data sets and, for
+    workers on the CPU, in ``train_fn``. Seed other generators from it: those of Python and NumPy
+    are shared by all threads. On a GPU pass it as ``generator=``.
 
     Raises:
         RuntimeError: The calling thread belongs to no worker.

@@ -1,7 +1,7 @@
 """What every loader needs of a batch: its position, its random draws, its device.
 
-The random draws of a data set use ``current_worker().generator``, seeded afresh for each
-batch from ``(seed, epoch, batch position)`` alone. So a batch is the same in the worker's
+The random draws of a data set on the CPU come from ``current_worker().generator``, seeded afresh
+for each batch from ``(seed, epoch, batch position)`` alone. So a batch is the same in the worker's
 thread, a loader thread or a loader process, on any rank and however far it is read ahead.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
+from runtime.core.draws import draws_from, seeded_globals
 from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
 from runtime.device.capture_gate import GATE
@@ -110,14 +112,19 @@ def read_batch(
     rank: int,
     position: Position,
     worker: object = None,
+    alone: bool = False,
 ) -> Any:
     """Load one batch with ``current_worker()`` and its generator in place.
+
+    Where nobody else in the process draws, ``alone``, Python's and NumPy's generators are seeded
+    for the batch, too.
 
     Never beside the capture of a graph, which a data set that uses a GPU could break.
     """
     generator = batch_generator(seed, position.epoch, position.batch)
     view = LoaderView(rank, generator, worker)
-    with worker_context(view), GATE.reading():
+    others = seeded_globals() if alone else nullcontext()
+    with worker_context(view), draws_from(generator), others, GATE.reading():
         return adapter.load(indices)
 
 

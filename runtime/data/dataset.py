@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from torch.utils.data import (
 )
 
 from coordinator.dispatch import batch_bounds, permutation
+from runtime.core.draws import draws_from, seeded_globals
 
 Array = npt.NDArray[Any]
 
@@ -295,11 +295,21 @@ class _ReadingAdapter(DatasetAdapter):
     def __init__(self, dataset: Any, lock: bool) -> None:
         self._dataset = dataset
         self.num_samples = len(dataset)
-        self._lock: AbstractContextManager[Any] = threading.Lock() if lock else nullcontext()
+        self._lock = threading.Lock() if lock else None
 
     def __getstate__(self) -> dict[str, Any]:
         # Each loader process reads a copy of the data set, in one thread: no lock is needed.
-        return {**self.__dict__, "_lock": nullcontext()}
+        return {**self.__dict__, "_lock": None}
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Alone, if that is asked for: what the data set draws from Python's and NumPy's
+        generators is then the batch's own, too."""
+        if self._lock is None:
+            yield
+            return
+        with self._lock, seeded_globals():
+            yield
 
 
 class MapAdapter(_ReadingAdapter):
@@ -314,7 +324,7 @@ class MapAdapter(_ReadingAdapter):
     def load(self, indices: Tensor) -> Any:
         """Read the samples ``indices`` and collate them."""
         dataset, positions = self._dataset, indices.tolist()
-        with self._lock:
+        with self._reading():
             if self._get_items:
                 samples = dataset.__getitems__(positions)
             else:
@@ -330,7 +340,7 @@ class BatchAdapter(_ReadingAdapter):
 
     def load(self, indices: Tensor) -> Any:
         """Hand a copy of ``indices``, which the data set may change, to ``get_batch``."""
-        with self._lock:
+        with self._reading():
             batch = self._dataset.get_batch(indices.clone())
         return check_batch(batch, len(indices))
 
@@ -594,16 +604,8 @@ class SampledOrder:
             finally:
                 self._sampler.generator = None
             return
-        states = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            try:
-                yield
-            finally:
-                random.setstate(states[0])
-                np.random.set_state(states[1])
+        with draws_from(torch.Generator().manual_seed(seed)), seeded_globals():
+            yield
 
 
 class _Order:

@@ -42,6 +42,7 @@ class _Source(Dataset[Any]):
             seed=self._seed,
             rank=self._rank,
             position=Position(epoch, batch),
+            alone=True,
         )
         return epoch, batch, len(samples), data
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from runtime.core.context import LoaderView, current_worker, worker_context
+from runtime.core.draws import draws_from
 from runtime.data.batches import epoch_generator
 from runtime.data.dataset import Collate, DatasetAdapter, check_batch
 
@@ -107,7 +108,7 @@ class StreamAdapter(DatasetAdapter):
         logger.info("%s has no length: it is read through once to count its items", self._name)
         count, until = 0, time.monotonic() + COUNTING_S
         view = LoaderView(0, epoch_generator(self._seed, 0))
-        with worker_context(view):
+        with worker_context(view), draws_from(view.generator):
             for _ in self._begin(0):
                 count += 1
                 if time.monotonic() > until:
@@ -180,7 +181,8 @@ class StreamAdapter(DatasetAdapter):
         if begins:
             self._generator = epoch_generator(self._seed, epoch)
         try:
-            with worker_context(LoaderView(worker.rank, self._generator, worker)):
+            view = LoaderView(worker.rank, self._generator, worker)
+            with worker_context(view), draws_from(self._generator):
                 if begins:
                     for skipped in range(self._go_to(epoch, position), position):
                         self._take(epoch, skipped)

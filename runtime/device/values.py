@@ -119,6 +119,11 @@ class ValueLog:
         """Keep a scalar of a batch."""
         self._scalars.append((name, value, weight))
 
+    def take_scalars(self) -> list[tuple[str, float | torch.Tensor]]:
+        """The scalars kept, which are forgotten here."""
+        found, self._scalars = self._scalars, []
+        return [(name, value) for name, value, _ in found]
+
     @property
     def num_scalars(self) -> int:
         """Scalars kept."""

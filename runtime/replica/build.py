@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.device import cuda_api
 from runtime.replica.flat import FlatState
-from runtime.replica.schedule import Schedule, SchedulerFactory
+from runtime.replica.optimizers import Optimizers
+from runtime.replica.schedule import Schedule, SchedulerFactories
 
 logger = logging.getLogger(__name__)
 
 ModelFactory = Callable[[torch.device], nn.Module]
 OptimFactory = Callable[[Any], torch.optim.Optimizer]
+OptimFactories = OptimFactory | Mapping[str, OptimFactory]
+"""One, or several by the names of the submodules whose parameters they get."""
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
@@ -280,6 +283,38 @@ def build_optimizer(
     return optimizer
 
 
+def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) -> Optimizers:
+    """Call the factory of each submodule's optimizer, and check what they give.
+
+    Raises:
+        TypeError: Not an optimizer.
+        ValueError: There is no such submodule, two share a parameter, or see
+            :func:`build_optimizer`.
+    """
+    members: dict[str, torch.optim.Optimizer] = {}
+    owners: dict[int, str] = {}
+    for name, factory in factories.items():
+        try:
+            module = model.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(
+                f"the model has no submodule {name!r} for the optimizer of that name: name the "
+                "optimizers after the submodules that they train"
+            ) from error
+        params = [p for p in module.parameters() if p.requires_grad]
+        if not params:
+            raise ValueError(f"the submodule {name!r} has no parameter that requires a gradient")
+        for p in params:
+            owner = owners.setdefault(id(p), name)
+            if owner != name:
+                raise ValueError(
+                    f"the optimizers {owner!r} and {name!r} share a parameter: each parameter "
+                    "belongs to one optimizer"
+                )
+        members[name] = build_optimizer(factory, model, params, None)
+    return Optimizers(members)
+
+
 @dataclass(frozen=True, slots=True)
 class Replica:
     """A model ready to be trained, in train mode, with everything that hangs on it."""
@@ -295,10 +330,10 @@ def build_replica(
     rank: int,
     device: torch.device,
     model_factory: ModelFactory,
-    optim_factory: OptimFactory,
+    optim_factory: OptimFactories,
     *,
     param_groups: ParamGroups | None = None,
-    scheduler: SchedulerFactory | None = None,
+    scheduler: SchedulerFactories | None = None,
     total_steps: int | None = None,
     schedule_every: int = 1,
     finish: Callable[[], None] = lambda: None,
@@ -321,7 +356,11 @@ def build_replica(
                 load(model)
             model.train()
             state = FlatState(model)
-            optimizer = build_optimizer(optim_factory, model, state.params.params, param_groups)
+            if isinstance(optim_factory, Mapping):
+                optimizer: torch.optim.Optimizer = build_optimizers(optim_factory, model)
+            else:
+                params = state.params.params
+                optimizer = build_optimizer(optim_factory, model, params, param_groups)
             schedule = Schedule(optimizer, scheduler, total_steps, schedule_every)
             finish()
         if rank == 0:

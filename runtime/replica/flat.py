@@ -8,6 +8,8 @@ stay tied; views keep each parameter's strides, so ``channels_last`` stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +166,26 @@ class Arrangement:
         """Where in flat tensor ``number`` its tensor ``index`` ends, and the next one begins."""
         layout = self._layouts[number]
         return [*layout.offsets[1:], layout.numel][index]
+
+
+class NamedParams(Protocol):
+    """Parameters with their names.
+
+    Attributes:
+        params: Parameters.
+        names: The name of each.
+    """
+
+    params: list[nn.Parameter]
+    names: list[str]
+
+
+@dataclass(slots=True)
+class ParamSubset:
+    """See :class:`NamedParams`."""
+
+    params: list[nn.Parameter]
+    names: list[str]
 
 
 class FlatParams:

@@ -20,7 +20,8 @@ from coordinator import messages as m
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted, NonFiniteError
 from runtime.device.values import StepMeter, ValueLog
-from runtime.replica.flat import FlatParams, FlatState
+from runtime.replica.flat import FlatBuffers, FlatParams, NamedParams
+from runtime.replica.optimizers import members_of
 
 ON_NON_FINITE = ("raise", "skip", "ignore")
 
@@ -162,7 +163,8 @@ class ReplicaJudge:
         self.poisoned = False
         self._num_counted = 0
         self._meter.num_skipped += num_samples
-        self._optimizer.state.clear()
+        for optimizer in members_of(self._optimizer):
+            optimizer.state.clear()
 
     def final_fault(self, epoch: int) -> m.Failed | None:
         """Judge the replica's last state; what to send with it if it must not be used.
@@ -188,7 +190,8 @@ class StepJudge:
     Args:
         mode: ``"raise"`` or ``"skip"``.
         rank: The worker's rank.
-        state: The replica's parameters and buffers.
+        params: What is stepped.
+        buffers: The replica's buffers.
         log: Holds the losses of the step.
         device: Where the worker trains.
         losses_only: Leave the gradients to a gradient scaler.
@@ -201,15 +204,16 @@ class StepJudge:
         self,
         mode: str,
         rank: int,
-        state: FlatState,
+        params: NamedParams,
+        buffers: FlatBuffers,
         log: ValueLog,
         device: torch.device,
         *,
         losses_only: bool,
     ) -> None:
         self._rank = rank
-        self._params = state.params
-        self._buffers = state.buffers
+        self._params = params
+        self._buffers = buffers
         self._log = log
         self.skips = mode == "skip"
         self._at_once = self.skips or device.type == "cpu"

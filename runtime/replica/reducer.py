@@ -22,7 +22,7 @@ from runtime.collective import Collective
 from runtime.collective.base import LOW_PRECISION, MeanInParts
 from runtime.core.weight import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
-from runtime.replica.flat import Arrangement, FlatParams
+from runtime.replica.flat import Arrangement, NamedParams
 from runtime.replica.non_finite import StepJudge
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -111,7 +111,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        params: FlatParams,
+        params: NamedParams,
         collective: Collective,
         judge: StepJudge | None = None,
         comm: Comm = _here,

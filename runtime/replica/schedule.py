@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from runtime.checkpoint.format import plain
+from runtime.replica.optimizers import Schedulers, make_scheduler, members_of
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+SchedulerFactories = SchedulerFactory | Mapping[str, SchedulerFactory]
+"""One for each optimizer, or those of some of several, by name."""
 
 
 class Schedule:
@@ -30,7 +33,7 @@ class Schedule:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        factory: SchedulerFactory | None = None,
+        factory: SchedulerFactories | None = None,
         total: int | None = None,
         every: int = 1,
     ) -> None:
@@ -40,22 +43,25 @@ class Schedule:
         self._position = 0
         self._scale = 1.0
         self._told: float | None = None
-        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | Schedulers | None = None
         self._base: list[float] = []
         if isinstance(rate := optimizer.param_groups[0].get("lr"), torch.Tensor):
             self._told = float(rate)
         if factory is not None:
             self.attach(factory)
 
-    def attach(self, factory: SchedulerFactory) -> None:
+    def attach(self, factory: SchedulerFactories) -> None:
         """Drive the learning rate by ``factory(optimizer)`` from here on."""
-        scheduler = factory(self._optimizer)
+        scheduler = make_scheduler(self._optimizer, factory)
         if not hasattr(scheduler, "step"):
             raise TypeError(
                 f"scheduler(f): f(optimizer) returned {type(scheduler).__name__}, "
                 "not a torch.optim.lr_scheduler.LRScheduler"
             )
-        by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if isinstance(scheduler, Schedulers):
+            by_metric = scheduler.by_metric
+        else:
+            by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if by_metric and self._every:
             raise TypeError(
                 "ReduceLROnPlateau is stepped by a metric of each epoch: name it in the builder's "
@@ -69,7 +75,8 @@ class Schedule:
             )
         # A rank may have to catch up with the others before its own first step, which
         # torch would take for a mistake.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        for optimizer in members_of(self._optimizer):
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         self.scheduler = scheduler
         self._position = 0
         self._base = self._read()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from runtime.core.weight import Mask, Weight, WindowWeight, check_read_weight, split_loss
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_norm import BatchStatistics
-from runtime.replica.flat import FlatParams
+from runtime.replica.flat import NamedParams
 from runtime.replica.non_finite import StepJudge
+from runtime.replica.optimizers import kind_of, members_of
 from runtime.replica.reducer import GradientReducer, Packed
 
 _OWN = ("capturable", "fused", "foreach")
@@ -61,7 +63,7 @@ def _alike(own: Any, given: Any) -> bool:
 def _check_states(optimizer: torch.optim.Optimizer) -> None:
     """Refuse states without what a step of this optimizer looks for, as far as that is known:
     an optimizer of torch says it by a step of its own with a number in place of the parameter."""
-    kind = type(optimizer)
+    kind: type[Any] = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
         return
     known: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -135,14 +137,36 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             step = optimizer.state.get(p, {}).get("step")
             if isinstance(step, Tensor):
                 optimizer.state[p]["step"] = step.to(p.device if on_device else "cpu")
-    _check_states(optimizer)
+    for each in members_of(optimizer):
+        _check_states(each)
 
 
 TrainFn = Callable[[nn.Module, Any], Any]
 """Gives a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
 units, such as the tokens that are not ignored, or the sum of the samples' class weights; or what
 a model returns, with a field ``loss``."""
+TrainFns = TrainFn | Mapping[str, TrainFn]
+"""One, or one for each of several optimizers, by their names, in the order of their steps."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """One optimizer, and what makes its steps.
+
+    Attributes:
+        name: Of the submodule that it trains.
+        params: The submodule's trainable parameters.
+        optimizer: Their optimizer.
+        reducer: Averages their gradients over the ranks.
+        judge: Judges their steps.
+    """
+
+    name: str
+    params: NamedParams
+    optimizer: torch.optim.Optimizer
+    reducer: GradientReducer | None
+    judge: StepJudge | None
 
 
 class StepEnd(NamedTuple):
@@ -174,8 +198,10 @@ class Stepper:
         timer: Times the steps; what the reduction takes is left out.
         rates: Context around the optimizer's step, which puts its learning rates in place.
         is_prompt: Whether values of the device can be read at no cost.
+        parts: The optimizers, if there are several: :meth:`enter` says whose step is next.
 
     Attributes:
+        parts: See above.
         weight: Of the last micro-batch, as it is logged; ``None``: its samples.
         window: Weight of the step in progress; ``None``: its samples.
         statistics: Where batch normalisation meets the other ranks; ``None``: it does not.
@@ -184,7 +210,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        params: FlatParams,
+        params: NamedParams,
         optimizer: torch.optim.Optimizer,
         *,
         device: torch.device,
@@ -195,6 +221,7 @@ class Stepper:
         timer: StepTimer | None = None,
         rates: Callable[[], AbstractContextManager[None]] | None = None,
         is_prompt: bool = True,
+        parts: Sequence[OptimizerPart] = (),
     ) -> None:
         self.weight: Weight | None = None
         self.window: WindowWeight | None = None
@@ -208,7 +235,11 @@ class Stepper:
         self._model = model
         self._params = params.params
         self._names = params.names
-        self._optimizer = optimizer
+        self._whole = self._optimizer = optimizer
+        self.parts = parts
+        self._known_parts: set[str] = set()  # whose gradients have been looked at
+        self._kept: list[tuple[list[Tensor], dict[str, Any]]] = []
+        self._kept_scale: dict[str, Any] | None = None
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(precision)
         self._max_grad_norm = max_grad_norm
@@ -229,15 +260,15 @@ class Stepper:
     def copy_from(self, other: Stepper) -> None:
         """Take over the optimizer's state and the scaler of another rank's replica."""
         # load_state_dict keeps tensors of the right dtype and device, which are the other's.
-        load_optimizer_state(self._optimizer, copy.deepcopy(other._optimizer.state_dict()))
+        load_optimizer_state(self._whole, copy.deepcopy(other._whole.state_dict()))
         if self._scaler is not None and other._scaler is not None:
             self._scaler.load_state_dict(other._scaler.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer and, if there is one, of the scaler; no copies."""
         scaler = None if self._scaler is None else self._scaler.state_dict()
-        kind = type(self._optimizer).__name__
-        return {"optimizer": self._optimizer.state_dict(), "kind": kind, "scaler": scaler}
+        kind = kind_of(self._whole)
+        return {"optimizer": self._whole.state_dict(), "kind": kind, "scaler": scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave.
@@ -247,13 +278,53 @@ class Stepper:
         Raises:
             ValueError: It is of another optimizer.
         """
-        kind = type(self._optimizer).__name__
+        kind = kind_of(self._whole)
         if state["kind"] != kind:  # torch would load it, and fail in the first step
             raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
         # A copy: ranks may share it, and torch keeps its containers.
-        load_optimizer_state(self._optimizer, copy.deepcopy(state["optimizer"]))
+        load_optimizer_state(self._whole, copy.deepcopy(state["optimizer"]))
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
+
+    def enter(self, part: OptimizerPart) -> None:
+        """The step that follows is that of one of several optimizers: no other parameter gets a
+        gradient."""
+        self._params, self._names = part.params.params, part.params.names
+        self._optimizer, self._reducer, self._judge = part.optimizer, part.reducer, part.judge
+        for each in self.parts:
+            for p in each.params.params:
+                p.requires_grad_(each is part)
+        self._checked = part.name in self._known_parts
+        self._known_parts.add(part.name)
+
+    def leave(self) -> None:
+        """The steps of all optimizers are over, made or not."""
+        for each in self.parts:
+            for p in each.params.params:
+                p.requires_grad_(True)
+
+    def keep(self) -> None:
+        """Remember what all optimizers but the last are about to change."""
+        self._kept = [
+            (
+                [p.detach().clone() for p in part.params.params],
+                copy.deepcopy(part.optimizer.state_dict()),
+            )
+            for part in self.parts[:-1]
+        ]
+        if self._scaler is not None:
+            self._kept_scale = self._scaler.state_dict()
+
+    def take_back(self) -> None:
+        """Undo the steps made since :meth:`keep`: a later optimizer's was broken off."""
+        kept, self._kept = self._kept, []
+        with torch.no_grad():
+            for part, (values, state) in zip(self.parts[:-1], kept, strict=True):
+                for p, value in zip(part.params.params, values, strict=True):
+                    p.copy_(value)
+                load_optimizer_state(part.optimizer, state)
+        if self._scaler is not None and self._kept_scale:
+            self._scaler.load_state_dict(self._kept_scale)
 
     def begin(self) -> None:
         """A step begins: what follows can be taken back, and has no gradients yet."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from coordinator.config import ApplyPolicy
 from runtime.device.timing import StepTime
-from runtime.replica.build import ModelFactory, OptimFactory, ParamGroups
-from runtime.replica.schedule import SchedulerFactory
-from runtime.replica.step import TrainFn
+from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
+from runtime.replica.schedule import SchedulerFactories
+from runtime.replica.step import TrainFns
 
 EvalFn = Callable[[nn.Module, int], dict[str, float]]
 
@@ -101,10 +101,10 @@ class UserFunctions:
     """What the user brings; see ``TrainerBuilder`` for each."""
 
     model_factory: ModelFactory
-    optim_factory: OptimFactory
-    train_fn: TrainFn
+    optim_factory: OptimFactories
+    train_fn: TrainFns
     param_groups: ParamGroups | None = None
-    scheduler: SchedulerFactory | None = None
+    scheduler: SchedulerFactories | None = None
     eval_fn: EvalFn | None = None
     epoch_fn: Callable[[int, Any], object] | None = None
     checkpoint_fn: Callable[[int, nn.Module], object] | None = None

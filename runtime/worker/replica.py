@@ -15,14 +15,16 @@ from runtime.collective import Collective
 from runtime.core.errors import CheckpointError, CollectiveAborted, without_frames
 from runtime.device.base import Device
 from runtime.device.timing import StepTimer
-from runtime.device.values import StepMeter
+from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.averaging import ReplicaAverager
 from runtime.replica.batch_norm import BatchStatistics, synchronise
 from runtime.replica.build import BuildOrder, build_replica
+from runtime.replica.flat import NamedParams, ParamSubset
 from runtime.replica.graphs import CapturableOptimizer
 from runtime.replica.non_finite import ReplicaJudge, StepJudge
+from runtime.replica.optimizers import Optimizers
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.step import Stepper
+from runtime.replica.step import OptimizerPart, Stepper
 from runtime.worker.config import UserFunctions, WorkerConfig
 from runtime.worker.group import Groups, Lockstep
 from runtime.worker.recording import Recorder
@@ -95,6 +97,7 @@ class WorkerReplica:
         own: This rank's own part of a checkpoint.
         lockstep: Whether the ranks make their steps together.
         alone: Whether there is no other rank.
+        part_log: Holds the values of one of several optimizers' steps while it is made.
         context, generator, progress, together: See above.
 
     Raises:
@@ -150,7 +153,8 @@ class WorkerReplica:
         self.capturable: CapturableOptimizer | None = None
         if config.cuda_graphs and context.has_graphs:
             self.capturable = CapturableOptimizer(self.optimizer, config.device)
-        self._reducer: GradientReducer | None = None
+        self._reducers: list[GradientReducer] = []
+        self.part_log = ValueLog()
         self.stepper = self._make_stepper(config, collective, timer, meter)
         self.judge = ReplicaJudge(
             config.on_non_finite,
@@ -198,16 +202,17 @@ class WorkerReplica:
         meter: StepMeter,
     ) -> Stepper:
         """Makes steps, under lockstep with the other ranks."""
-        judge = self._step_judge(config, meter)
-        if collective is not None and self.lockstep:
-            self._reducer = GradientReducer(
-                self.state.params,
-                collective,
-                judge,
-                self.context.comm,
-                bucket_bytes=config.bucket_bytes,
-                timer=timer,
-            )
+        parts: list[OptimizerPart] = []
+        judge: StepJudge | None = None
+        if isinstance(self.optimizer, Optimizers):
+            for name, optimizer in self.optimizer.members.items():
+                named = self._params_of(name)
+                own = self._step_judge(config, named, self.part_log)
+                reducer = self._make_reducer(config, named, collective, own, timer)
+                parts.append(OptimizerPart(name, named, optimizer, reducer, own))
+        else:
+            judge = self._step_judge(config, self.state.params, meter.log)
+            self._make_reducer(config, self.state.params, collective, judge, timer)
         stepper = Stepper(
             self.model,
             self.state.params,
@@ -215,18 +220,49 @@ class WorkerReplica:
             device=config.device,
             precision=config.precision,
             max_grad_norm=config.max_grad_norm,
-            reducer=self._reducer,
+            reducer=None if parts or not self._reducers else self._reducers[0],
             judge=judge,
             timer=timer,
             rates=None if self.capturable is None else self.capturable.rates,
             is_prompt=self.context.is_prompt,
+            parts=parts,
         )
         if config.sync_batchnorm and collective is not None:
             stepper.statistics = BatchStatistics(collective, self.context.comm)
             synchronise(self.model, stepper.statistics)
         return stepper
 
-    def _step_judge(self, config: WorkerConfig, meter: StepMeter) -> StepJudge | None:
+    def _params_of(self, name: str) -> ParamSubset:
+        """The trainable parameters of a submodule."""
+        own = {id(p) for p in self.model.get_submodule(name).parameters()}
+        both = zip(self.state.params.params, self.state.params.names, strict=True)
+        found = [(p, named) for p, named in both if id(p) in own]
+        return ParamSubset([p for p, _ in found], [named for _, named in found])
+
+    def _make_reducer(
+        self,
+        config: WorkerConfig,
+        params: NamedParams,
+        collective: Collective | None,
+        judge: StepJudge | None,
+        timer: StepTimer,
+    ) -> GradientReducer | None:
+        if collective is None or not self.lockstep:
+            return None
+        reducer = GradientReducer(
+            params,
+            collective,
+            judge,
+            self.context.comm,
+            bucket_bytes=config.bucket_bytes,
+            timer=timer,
+        )
+        self._reducers.append(reducer)
+        return reducer
+
+    def _step_judge(
+        self, config: WorkerConfig, params: NamedParams, log: ValueLog
+    ) -> StepJudge | None:
         """Who judges each step, where that is done before it is made."""
         mode = config.on_non_finite
         if mode == "ignore" or (mode == "raise" and not self.lockstep):
@@ -234,8 +270,9 @@ class WorkerReplica:
         return StepJudge(
             mode,
             config.rank,
-            self.state,
-            meter.log,
+            params,
+            self.state.buffers,
+            log,
             config.device,
             losses_only=config.precision == "fp16",
         )
@@ -274,8 +311,8 @@ class WorkerReplica:
         """Meet the other ranks there from now on, and leave the collective of before."""
         self._recorder.joins(collective)
         before, self.averager.collective = self.averager.collective, collective
-        if self._reducer is not None:
-            self._reducer.join(collective)
+        for reducer in self._reducers:
+            reducer.join(collective)
         if self.stepper.statistics is not None:
             self.stepper.statistics.join(collective)
         if before is not None:

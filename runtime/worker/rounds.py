@@ -12,6 +12,7 @@ from torch import nn
 
 from coordinator import messages as m
 from runtime.core.context import worker_context
+from runtime.core.draws import draws_from
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device.base import Arrival
 from runtime.replica.averaging import ReducedState
@@ -263,7 +264,8 @@ class Answers:
         if evaluate is None and checkpoint is None:
             return
         f = self._functions
-        with worker_context(self._worker):
+        # What they draw must not change what the worker draws after.
+        with worker_context(self._worker), draws_from(None):
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
                 self._reporter.put(m.EvalReport(rank=self._rank, epoch=evaluate, values=values))

@@ -223,7 +223,7 @@ def _generators(generator: torch.Generator, context: Device) -> State:
     assert isinstance(numbers, dict)
     state: State = {
         "worker": generator.get_state(),
-        "torch": torch.get_rng_state(),
+        "torch": torch.default_generator.get_state(),
         "python": random.getstate(),
         "numpy": packed_arrays(numbers),
     }
@@ -234,7 +234,7 @@ def _generators(generator: torch.Generator, context: Device) -> State:
 
 
 def _restore_process(saved: Mapping[str, Any], context: Device) -> None:
-    torch.set_rng_state(saved["torch"])
+    torch.default_generator.set_state(saved["torch"])
     if "device" in saved:
         context.set_generator_state(saved["device"])
     random.setstate(saved["python"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from runtime.core.errors import (
@@ -18,7 +19,7 @@ from runtime.device.memory import is_out_of_memory
 from runtime.device.timing import StepTimer
 from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
-from runtime.replica.step import StepEnd, TrainFn
+from runtime.replica.step import DROPPED, MADE, StepEnd, TrainFn, TrainFns
 from runtime.timeline.events import COMPUTE, CONTROL
 from runtime.timeline.recorder import Lane
 from runtime.worker.config import StepResult, WorkerConfig
@@ -111,6 +112,7 @@ class WorkerSteps:
         self._await_batch = await_batch
         self._lane = lane
         self._keeps_buffers = config.redoes
+        self._makes_again = self._lockstep and (config.redoes or config.falls_back)
         self._shrinks = config.balance and self._lockstep
         self._buckets = config.bucket_bytes is not None
         self._late_weight: Tensor | None = None  # of steps since it was last told
@@ -156,7 +158,7 @@ class WorkerSteps:
         if self._stepper.statistics is not None:
             self._stepper.statistics.close()
 
-    def train_step(self, batch: Any, train_fn: TrainFn) -> StepResult:
+    def train_step(self, batch: Any, train_fn: TrainFns) -> StepResult:
         """One optimizer step on one batch, eagerly.
 
         Args:
@@ -169,16 +171,20 @@ class WorkerSteps:
         samples = count_samples(batch)
         self._advance_schedule()
         self._timer.start()
-        self._meet_statistics(1)
-        self._stepper.begin()
-        loss = self._micro_step(train_fn, batch, samples, 1.0)
-        end = self._stepper.finish(samples)
+        if self._stepper.parts:
+            loss, end = self._make_parts(train_fn, batch, samples)
+        else:
+            train_fn = _one(train_fn)
+            self._meet_statistics(1)
+            self._stepper.begin()
+            loss = self._micro_step(train_fn, batch, samples, 1.0)
+            end = self._stepper.finish(samples)
         time = self._timer.stop(1)
         self._count(1, samples, dropped=end.dropped)
         weight = self._stepper.weight
         return StepResult(loss, time, samples if weight is None else weight)
 
-    def run(self, sizes: Sequence[int], position: int | None, train_fn: TrainFn) -> bool:
+    def run(self, sizes: Sequence[int], position: int | None, train_fn: TrainFns) -> bool:
         """One optimizer step.
 
         Args:
@@ -208,7 +214,7 @@ class WorkerSteps:
         lane.end_step(CONTROL, start, sizes)
         return True
 
-    def train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFn) -> None:
+    def train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFns) -> None:
         """The work of a step, its first batch being there.
 
         Args:
@@ -227,7 +233,7 @@ class WorkerSteps:
         self._count(len(sizes), total, dropped=end.dropped)
 
     def _make_undoable_step(
-        self, sizes: Sequence[int], first: Any, train_fn: TrainFn, total: int
+        self, sizes: Sequence[int], first: Any, train_fn: TrainFns, total: int
     ) -> StepEnd:
         """A step that is trained again, as if it had not been, where the reduction fails."""
         log = self._values.log
@@ -264,8 +270,11 @@ class WorkerSteps:
         return kept
 
     def _make_step(
-        self, sizes: Sequence[int], batch: Any, train_fn: TrainFn, total: int
+        self, sizes: Sequence[int], batch: Any, train_fn: TrainFns, total: int
     ) -> StepEnd:
+        if self._stepper.parts:
+            return self._make_parts(train_fn, batch, total)[1]
+        train_fn = _one(train_fn)
         window = self._graphs.window(sizes) if self._graphs is not None else None
         if window is None:
             self._stepper.begin()
@@ -290,6 +299,67 @@ class WorkerSteps:
             return self._stepper.finish(total)
         assert self._graphs is not None
         return self._graphs.step(window, train_fn)
+
+    def _make_parts(self, train_fns: Any, batch: Any, num_samples: int) -> tuple[Tensor, StepEnd]:
+        """A step of each optimizer on one batch, one after the other.
+
+        Args:
+            train_fns: One for each, by name.
+            batch: The batch.
+            num_samples: Its samples; 0: this rank only receives.
+
+        Returns:
+            The sum of the losses, and whether any of the steps was dropped.
+        """
+        if not isinstance(train_fns, Mapping):
+            raise TypeError("several optimizers need a dict of functions, one for each")
+        log, parts = self._values.log, {part.name: part for part in self._stepper.parts}
+        own = self.replica.part_log
+        own.start_at(log.mark().step)
+        begun = own.mark()
+        scalars: list[tuple[str, Any]] = []
+        losses: list[Tensor] = []
+        end = MADE
+        if self._makes_again:
+            self._stepper.keep()
+        try:
+            with self._values.redirected(own):
+                for name, train_fn in train_fns.items():
+                    self._stepper.enter(parts[name])
+                    self._stepper.begin()
+                    if num_samples:
+                        if self._buckets:
+                            self._stepper.expect_last(num_samples)
+                        self._train_piece(train_fn, batch, num_samples, 1.0)
+                        if self._stepper.weight is not None:
+                            raise ValueError(
+                                f"the function of the optimizer {name!r} returned a loss with a "
+                                "weight: with several optimizers return the mean over samples alone"
+                            )
+                    if self._stepper.finish(num_samples).dropped:
+                        end = DROPPED
+                    for loss, _, _ in own.since(begun):
+                        losses.append(loss)
+                        scalars.append((f"loss/{name}", loss))
+                    scalars += own.take_scalars()
+                    own.retract(begun)
+        except (CollectiveAborted, CollectiveTimeout, PieceTooLarge):
+            if self._makes_again:
+                self._stepper.take_back()
+            own.take_scalars()
+            own.retract(begun)
+            raise
+        finally:
+            self._stepper.leave()
+        total = torch.stack(losses).sum() if losses else torch.zeros(())
+        if num_samples:
+            mark = log.mark()
+            log.push_loss(total, num_samples)
+            if end.dropped:
+                log.rewind(mark)
+            for name, value in scalars:
+                log.push_scalar(name, value, num_samples)
+        return total, end
 
     def _train_piece(self, train_fn: TrainFn, batch: Any, size: int, fraction: float) -> None:
         """A micro-batch; where there is no memory for it, all ranks make the step again.
@@ -361,3 +431,9 @@ class WorkerSteps:
         self._schedule.advance(position)
         if self._capturable is not None:
             self._capturable.refresh()
+
+
+def _one(train_fn: TrainFns) -> TrainFn:
+    if isinstance(train_fn, Mapping):
+        raise TypeError("a dict of functions needs a dict of optimizers, one for each")
+    return train_fn

@@ -22,6 +22,7 @@ from coordinator.errors import GpuWorkerError
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.context import worker_context
+from runtime.core.draws import allow_own_draws, draws_from
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.core.threads import resolve_vector_math
 from runtime.data.loader import Loader
@@ -31,8 +32,8 @@ from runtime.device.values import StepMeter
 from runtime.replica.build import BuildOrder
 from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import Fallbacks
-from runtime.replica.schedule import SchedulerFactory
-from runtime.replica.step import TrainFn
+from runtime.replica.schedule import SchedulerFactories
+from runtime.replica.step import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
 from runtime.worker.config import (
     WAKE,
@@ -113,6 +114,7 @@ class GpuWorker:
         recorder: Recorder | None = None,
     ) -> None:
         resolve_vector_math()  # where no run did it
+        allow_own_draws()
         self.config = config
         self.rank = config.rank
         self.world_size = config.world_size
@@ -188,6 +190,11 @@ class GpuWorker:
         )
 
     @property
+    def _cpu_generator(self) -> torch.Generator | None:
+        """What a worker on the CPU draws from, dropout included."""
+        return self.generator if self.device.type == "cpu" else None
+
+    @property
     def local_step(self) -> int:
         """Batches trained by this worker."""
         return self._progress.local_step
@@ -227,7 +234,7 @@ class GpuWorker:
         """
         self._schedule.set_scale(scale)
 
-    def set_scheduler(self, factory: SchedulerFactory) -> None:
+    def set_scheduler(self, factory: SchedulerFactories) -> None:
         """Drive the learning rate by ``factory(optimizer)``, one step for each batch."""
         self._schedule.attach(factory)
 
@@ -243,7 +250,7 @@ class GpuWorker:
         """
         self.steps.forget_graphs()
 
-    def train_step(self, batch: Any, train_fn: TrainFn | None = None) -> StepResult:
+    def train_step(self, batch: Any, train_fn: TrainFns | None = None) -> StepResult:
         """One optimizer step on one batch, eagerly, in the calling thread.
 
         Args:
@@ -253,7 +260,7 @@ class GpuWorker:
         Returns:
             Device-side handles; nothing is synchronised.
         """
-        with worker_context(self):
+        with worker_context(self), draws_from(self._cpu_generator):
             return self.steps.train_step(batch, train_fn or self._functions.train_fn)
 
     def capture_state(self) -> m.Extra:
@@ -318,7 +325,7 @@ class GpuWorker:
                     return None
                 self._receive(self._next_message())
 
-    def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFn | None = None) -> bool:
+    def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFns | None = None) -> bool:
         """Train a plan to its end, answering messages between steps.
 
         Args:
@@ -331,11 +338,11 @@ class GpuWorker:
         with self._recorder.plan(plan):
             return self._run_plan(plan, train_fn or self._functions.train_fn)
 
-    def _run_plan(self, plan: m.EpochPlan, train_fn: TrainFn) -> bool:
+    def _run_plan(self, plan: m.EpochPlan, train_fn: TrainFns) -> bool:
         if self.protocol.plan is not plan:
             self.protocol.plans.appendleft(plan)
             self.protocol.begin_plan()
-        with worker_context(self):
+        with worker_context(self), draws_from(self._cpu_generator):
             self._schedule.tell(plan.metrics)
             self._begin_epoch(plan.epoch)
             self.steps.verify_graphs()

@@ -168,7 +168,7 @@ def test_char_lm_names_a_text_that_is_too_short(run_example, tmp_path):
 
 def test_gan_draws_points_near_the_modes(output_of):
     output = output_of("gan.py", "--workers", 3, "--steps", 500)
-    assert len(re.findall(r"^step +\d+  judge [\d.]+  maker [\d.]+$", output, re.MULTILINE)) == 5
+    assert len(re.findall(r"^epoch \d  judge [\d.]+  maker [\d.]+$", output, re.MULTILINE)) == 5
     share, modes = re.search(r"(\d+)% of the points lie near one of (\d) of 8", output).groups()
     # Points of an untrained maker lie near none.
     assert int(share) >= 8

@@ -1,0 +1,153 @@
+"""The same seed gives the same bits under ``SYNC``, with dropout and random transforms."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+from runtime import current_worker
+from tests.support.running import GLOO, LOCAL_WAYS, SYNC, THREAD, WAIT_S, builder
+
+N, EPOCHS = 24, 2
+
+
+class Noisy(Dataset):
+    """Samples with random transforms: PyTorch's draws, and Python's and NumPy's if asked for."""
+
+    def __init__(self, *, others=False):
+        self.x = torch.linspace(-1, 1, N * 6).view(N, 6)
+        self.others = others
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        x = self.x[index] + 0.1 * torch.randn(6)
+        if torch.rand(()) < 0.5:
+            x = x.flip(0)
+        if self.others:
+            x = x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
+        return x[torch.randperm(6)], x.sum()
+
+
+class Turns:
+    """Lets the ranks of each step go on one after the other, in an order that is given."""
+
+    def __init__(self, order):
+        self._order = order
+        self._changed = threading.Condition()
+        self._done = {}
+
+    def wait(self, worker):
+        step = worker.local_step
+        with self._changed:
+            done = self._done.setdefault(step, [])
+            assert self._changed.wait_for(
+                lambda: len(done) == self._order.index(worker.rank), WAIT_S
+            )
+
+    def over(self, worker):
+        with self._changed:
+            self._done[worker.local_step].append(worker.rank)
+            self._changed.notify_all()
+
+
+class Net(nn.Module):
+    def __init__(self, *, recomputed=False):
+        super().__init__()
+        self.recomputed = recomputed
+        self.first = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3))
+        self.rest = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.2), nn.RReLU(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        x = checkpoint(self.first, x, use_reentrant=False) if self.recomputed else self.first(x)
+        return self.rest(x)
+
+
+def train(
+    ranks,
+    *,
+    order=None,
+    backend=THREAD,
+    dataset=None,
+    recomputed=False,
+    configure=lambda b: b,
+):
+    turns = Turns(order or list(range(ranks)))
+
+    def fit(model, batch):
+        x, y = batch
+        worker = current_worker()
+        turns.wait(worker)
+        loss = (model(x + 0.1 * torch.randn(x.shape)).squeeze(1) - y).square().mean()
+        turns.over(worker)
+        return loss
+
+    made = builder(
+        model=lambda device: Net(recomputed=recomputed),
+        optim=lambda params: torch.optim.AdamW(params, 0.01),
+        train=fit,
+        dataset=dataset or Noisy(),
+        batch_size=2,
+        epochs=EPOCHS,
+        ranks=ranks,
+        way=(SYNC, backend),
+    ).seed(5)
+    return configure(made).run().join(WAIT_S).params
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_whichever_rank_comes_first(ranks):
+    order = list(range(ranks))
+    wanted = train(ranks, order=order)
+    torch.rand(7)  # where the process's generator stands does not matter
+    assert same(wanted, train(ranks, order=order[::-1]))
+    assert not same(wanted, train(ranks, order=order, configure=lambda b: b.seed(6)))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_whatever_loads_the_batches(ranks):
+    wanted = train(ranks, configure=lambda b: b.prefetch(0))
+    assert same(wanted, train(ranks, configure=lambda b: b.prefetch(3)))
+
+
+def test_the_thread_that_loads_and_processes_that_load_give_the_same():
+    data = Noisy(others=True)
+    wanted = train(2, dataset=data, configure=lambda b: b.dataset_lock(True))
+    random.random(), np.random.rand()
+    again = train(2, dataset=data, order=[1, 0], configure=lambda b: b.dataset_lock(True))
+    assert same(wanted, again)
+    assert same(wanted, train(2, dataset=data, configure=lambda b: b.loader_workers(1)))
+
+
+def test_over_gloo():
+    assert same(train(2, order=[0, 1], backend=GLOO), train(2, order=[1, 0], backend=GLOO))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recomputed_layers_change_nothing(ranks):
+    wanted = train(ranks)
+    assert same(wanted, train(ranks, order=list(range(ranks))[::-1], recomputed=True))
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS)
+def test_an_evaluation_takes_none_of_the_workers_draws(way):
+    def draws_elsewhere(model, epoch):
+        return {
+            "elsewhere": torch.equal(torch.get_rng_state(), torch.default_generator.get_state())
+        }
+
+    b = builder(dataset=40, epochs=4, way=way).eval_fn(draws_elsewhere)
+    state = b.run().join(WAIT_S)
+    assert [m.scalars["eval/elsewhere"] for m in state.metrics] == [1.0] * 4
