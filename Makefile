@@ -3,6 +3,7 @@
 # make test-long  many more schedules: SEED=0 COUNT=200000 says which, SCALE=5 how many in the tests
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make lint   ruff and mypy
+# make compat  models and recipes of others through each way in, into docs/compatibility.md
 # make docs   build docs/ with the API reference into site/
 # make mutation  changes that no test sees, 100 of them drawn; much too slow for every commit
 # make clean  remove the virtual environment and all caches
@@ -14,7 +15,7 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-gpu browser lint format docs clean
+.PHONY: demo test test-long test-gpu compat browser lint format docs clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
@@ -38,6 +39,9 @@ test-long: $(VENV)/.stamp-test
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) tests/gpu/run.py
+
+compat: $(VENV)/.stamp-compat
+	$(PY) -W ignore -m tests.compat --write
 
 # For the tests of pages, which are skipped where there is none.
 browser:
@@ -80,6 +84,11 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing the package, its tests and its examples into $(VENV)"
 	$(INSTALL) -e '.[test,examples]'
 	@touch $(VENV)/.stamp-examples $@
+
+$(VENV)/.stamp-compat: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing the package and those of others that it is tried with into $(VENV)"
+	$(INSTALL) -e '.[compat]'
+	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing the package and the documentation generator into $(VENV)"

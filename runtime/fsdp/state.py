@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.checkpoint.format import plain_key
 from runtime.collective import Collective
 from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters
 
@@ -20,6 +21,8 @@ def gather_state(
     module: nn.Module, parameters: Parameters, world: Collective, *, wanted: bool
 ) -> dict[str, Any]:
     """The bare module's state dict in memory of the CPU; a collective call.
+
+    Parts that are compiled have the keys that they have without.
 
     Args:
         module: The bare module.
@@ -41,7 +44,7 @@ def gather_state(
     if not wanted:
         return {}
     return {
-        name: values[id(entry)] if isinstance(entry, Tensor) else entry
+        plain_key(name): values[id(entry)] if isinstance(entry, Tensor) else entry
         for name, entry in entries.items()
     }
 
@@ -54,7 +57,7 @@ def load_state(
     Args:
         module: The bare module.
         parameters: Its parameters.
-        state: Keys of the bare module, tensors of its shapes on any device.
+        state: Keys of the bare module, compiled or not, tensors of its shapes on any device.
         strict: Whether the keys must be exactly those of the module.
 
     Raises:
@@ -62,6 +65,8 @@ def load_state(
     """
     was_changed = parameters.is_changed
     entries = _entries(module, parameters)
+    own = {plain_key(name): name for name in entries}
+    state = {own.get(plain_key(key), key): value for key, value in state.items()}
     if strict:
         _check_keys(entries, state)
     places = {id(shard): index for index, shard in enumerate(parameters.shards)}

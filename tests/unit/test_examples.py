@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.compat.matrix import reason_to_skip
 from tests.support import programs
 from tests.support.trace_format import load_trace
 
@@ -189,6 +190,44 @@ def test_lora_trains_less_than_a_tenth_and_learns(output_of):
     assert before < 65
     assert after > 75
     assert len(re.findall(r"^epoch \d ", output, re.MULTILINE)) == 3
+
+
+def needs(group):
+    """Skips, with the reason, where a group's packages are not installed."""
+    if reason := reason_to_skip(group):
+        pytest.skip(reason)
+
+
+theirs = pytest.mark.filterwarnings("ignore")  # warnings of libraries of others
+
+
+@theirs
+def test_finetune_learns_and_saves_what_transformers_loads(output_of, tmp_path):
+    needs("Transformers")
+    from transformers import AutoModelForCausalLM
+
+    output = output_of("finetune.py", "--epochs", 2, "--out", tmp_path)
+    first, last = (float(loss) for loss in re.findall(r"^epoch \d  loss ([\d.]+)", output, re.M))
+    assert last < first
+    assert "the quick" in output.splitlines()[-1]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.n_layer == 2
+
+
+@theirs
+def test_timm_digits_learns(output_of):
+    needs("timm")
+    output = output_of("timm_digits.py", "--epochs", 3)
+    assert accuracy_in(output) >= 0.3  # of the average of three epochs; 0.1 by chance
+    assert len(re.findall(r"^epoch \d ", output, re.MULTILINE)) == 3
+
+
+@theirs
+def test_lora_of_peft_learns_and_saves_its_adapters(output_of, tmp_path):
+    needs("Transformers")
+    output = output_of("lora_peft.py", "--steps", 60, "--out", tmp_path)
+    assert float(re.search(r"bytes, ([\d.]+)%$", output, re.MULTILINE)[1]) < 10
+    assert accuracy_in(output) >= 0.7
+    assert (tmp_path / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.fsdp_ranks import SHARDED, STRATEGIES, Net, batch, loss_of, on_ranks, share, wrap
+from runtime import FSDP
+from tests.support.fsdp_ranks import (
+    SHARDED,
+    STRATEGIES,
+    Net,
+    batch,
+    loss_of,
+    node_size,
+    on_ranks,
+    share,
+    wrap,
+)
 
 FULL, GRAD_OP, NONE, HYBRID = STRATEGIES
 
@@ -269,3 +280,19 @@ def test_updating_shards_writes_what_the_next_forward_uses(strategy):
             p.mul_(2)
         for logits in on_ranks(3, work):
             assert logits.equal(net(batch(4)[0]))
+
+
+@each_strategy
+def test_compiled_parts_have_plain_keys_out_and_in(strategy):
+    def work(end):
+        net = Net(seed=1)
+        name, part = next((n, m) for n, m in net.named_children() if list(m.parameters()))
+        setattr(net, name, torch.compile(part, backend="eager"))
+        fsdp = FSDP(net, end, strategy, node_size(strategy, end.world_size))
+        fsdp.load_full_state_dict(state_of(5))
+        state = fsdp.full_state_dict()
+        fsdp.load_full_state_dict(fsdp.module.state_dict() if strategy is NONE else state)
+        return state
+
+    for state in on_ranks(2, work):
+        assert_same(state, state_of(5))
