@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import queue
 import socket
@@ -24,8 +23,8 @@ from runtime.cluster.engine import (
     host_and_port,
 )
 from runtime.cluster.group import Group
+from runtime.cluster.lighthouse import joined, load_torchft
 from runtime.cluster.transport import StateServer, fetch_state
-from runtime.core.checks import need
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +44,7 @@ class TorchftEngine(Engine):
     """
 
     def __init__(self, options: EngineOptions, offer: Callable[[], State]) -> None:
-        need("cluster()", ("torchft",), "cluster")
-        torchft: Any = importlib.import_module("torchft.coordination")
+        torchft = load_torchft("cluster()")
         self.machine = options.machine
         self._options = options
         self._offer = offer
@@ -57,20 +55,20 @@ class TorchftEngine(Engine):
         self._group: Group | None = None
         self._calls = _Calls(f"cluster-{self.machine}")
         self._store, store_port = own_store(self._host, options.timeout_s)
+        self._store_address = joined(self._host, store_port)
         self._states = StateServer(self._host, options.token, options.timeout_s)
         lighthouse, port = host_and_port("address", options.address)
         self._manager: Any = torchft.ManagerServer(
             replica_id=self.machine,
-            lighthouse_addr=f"http://{_bracketed(lighthouse)}:{port}",
-            hostname=_bracketed(self._host),
-            bind=f"{_bracketed(self._host)}:0",
-            store_addr=f"{_bracketed(self._host)}:{store_port}",
+            lighthouse_addr=f"http://{joined(lighthouse, port)}",
+            hostname=f"[{self._host}]" if ":" in self._host else self._host,
+            bind=joined(self._host, 0),
+            store_addr=self._store_address,
             world_size=1,
             heartbeat_interval=timedelta(seconds=options.heartbeat_s),
             connect_timeout=timedelta(seconds=options.quorum_timeout_s),
             quorum_retries=options.quorum_retries,
         )
-        self._store_address = f"{_bracketed(self._host)}:{store_port}"
         self._client_of: Any = torchft.ManagerClient
         self._client: Any = torchft.ManagerClient(
             self._manager.address(), connect_timeout=timedelta(seconds=options.timeout_s)
@@ -277,7 +275,3 @@ def address_towards(address: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise EngineError(f"the lighthouse's address {address!r} leads nowhere: {error}") from error
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
