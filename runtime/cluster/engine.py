@@ -17,6 +17,7 @@ from runtime.core.errors import GpuWorkerError
 
 MAX_FACTS_BYTES = 16 << 20
 """Limit of what one machine may pass to :meth:`Engine.gather`."""
+MAX_MACHINE_BYTES = 256
 COMPRESSIONS = (None, "bf16", "int8")
 
 
@@ -70,12 +71,15 @@ class Quorum:
         rank: This machine's place in ``members``.
         members: Ids of the machines, sorted, the same on all of them.
         healed: The state received, if this machine was behind; its step is now the others'.
+        refused: Machines that want to take part and may not, for they have another token, or
+            sent what no machine sends.
     """
 
     generation: int
     rank: int
     members: tuple[str, ...]
     healed: State | None
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +98,12 @@ class EngineOptions:
         machine: Id of this machine, unique to this start of the process.
         compression: What travels in :meth:`Engine.all_reduce`: ``None`` as it is, ``"bf16"``,
             or ``"int8"`` with error feedback.
-        quorum_timeout_s: Limit of one request to the lighthouse, in seconds.
-        quorum_retries: How often a request is repeated while the lighthouse does not answer.
+        connect_timeout_s: Longest wait for the machines of a quorum to connect, in seconds, if
+            that is less than ``timeout_s``.
+        heal_timeout_s: Longest wait for machines that receive the state, in seconds.
+        lighthouse_timeout_s: How long a lighthouse that is away may take to come back.
         heartbeat_s: How often this machine tells the lighthouse that it lives, in seconds.
+        max_state_bytes: Limit of the state that heals this machine.
     """
 
     address: str
@@ -106,17 +113,23 @@ class EngineOptions:
     host: str = ""
     machine: str = field(default_factory=lambda: new_machine_id())
     compression: str | None = None
-    quorum_timeout_s: float = 15.0
-    quorum_retries: int = 30
+    connect_timeout_s: float = 10.0
+    heal_timeout_s: float = 600.0
+    lighthouse_timeout_s: float = 600.0
     heartbeat_s: float = 0.1
+    max_state_bytes: int = 1 << 36
 
     def __post_init__(self) -> None:
         host_and_port("address", self.address)
         check_int("min_machines", self.min_machines, 1)
-        check_float("timeout_s", self.timeout_s, 0.0, above=True)
-        check_float("quorum_timeout_s", self.quorum_timeout_s, 0.0, above=True)
-        check_int("quorum_retries", self.quorum_retries, 0)
-        check_float("heartbeat_s", self.heartbeat_s, 0.0, above=True)
+        for name in ("timeout_s", "connect_timeout_s", "heal_timeout_s", "heartbeat_s"):
+            check_float(name, getattr(self, name), 0.0, above=True)
+        check_float("lighthouse_timeout_s", self.lighthouse_timeout_s, 0.0)
+        check_int("max_state_bytes", self.max_state_bytes, 0)
+        if not self.machine or len(self.machine.encode()) > MAX_MACHINE_BYTES:
+            raise ValueError(
+                f"machine({self.machine!r}): pass an id of 1 to {MAX_MACHINE_BYTES} bytes"
+            )
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression({self.compression!r}): pass None, 'bf16' or 'int8'")
         if self.token is not None and not self.token:
@@ -185,6 +198,11 @@ def host_and_port(name: str, address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+def joined(host: str, port: int) -> str:
+    """``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Engine(ABC):
     """One machine's connection to the others.
 
@@ -213,8 +231,9 @@ class Engine(ABC):
         ahead; at step 0 all but one do.
 
         Raises:
-            EngineError: A peer died, or the lighthouse does not answer; try again.
-            PeerRefused: No machine is left that has this one's token.
+            EngineError: A peer died, or the lighthouse is away for too long; try again.
+            PeerRefused: This machine may not take part: the others have another token, or
+                refuse what it sent; or the state that one of them sent is refused.
             EngineClosed: The engine was closed.
         """
 
@@ -235,11 +254,15 @@ class Engine(ABC):
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the machines, in place; the same bits on all of them.
 
+        With compression, float64 tensors and small ones travel as they are all the same. What
+        rounding loses is added to the tensor at the same place of the next committed round.
+
         Args:
             tensors: Contiguous CPU tensors of float32, float64 or bfloat16, of the same shapes
                 on every machine.
 
         Raises:
+            ValueError: They are of another kind.
             EngineError: A peer is gone, or took too long; the tensors hold garbage.
             EngineClosed: The engine was closed.
         """

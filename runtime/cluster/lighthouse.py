@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Any
 
+from runtime.cluster.engine import joined
 from runtime.core.checks import check_float, check_int, need
 
 DEFAULT_PORT = 29510
@@ -93,8 +94,3 @@ class Lighthouse:
     def close(self) -> None:
         """Take no more connections; those that exist end with the process."""
         self._server.shutdown()
-
-
-def joined(host: str, port: int) -> str:
-    """``host:port``, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,11 +1,25 @@
-"""The engine on torchft: its lighthouse, its manager, and Gloo."""
+"""The engine on torchft: its lighthouse and its manager say who takes part, Gloo connects them.
+
+torchft's ``Manager`` in Python is left out, as are its ``LocalSGD`` and ``DiLoCo``: it tells
+neither who the members are nor whether healing failed, synchronizes a CUDA device in each
+call, and its transport unpickles what it receives. Its server and client, on which it builds,
+are used as they are.
+
+What torchft itself leaves open: the lighthouse and each manager's port take requests from
+whoever reaches them, among them one that ends the process; so does the store, which the
+machines exchange addresses through; and what Gloo sends is neither signed nor encrypted. All
+of them listen only on the address that the user named, or on that by which this machine
+reaches the lighthouse. The remedy is a private network or a tunnel.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,17 +27,20 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch import Tensor
 
+from runtime.cluster.compression import CODECS, ErrorFeedback
 from runtime.cluster.engine import (
     Engine,
     EngineClosed,
     EngineError,
     EngineOptions,
+    PeerRefused,
     Quorum,
     State,
     host_and_port,
+    joined,
 )
 from runtime.cluster.group import Group
-from runtime.cluster.lighthouse import joined, load_torchft
+from runtime.cluster.lighthouse import load_torchft
 from runtime.cluster.transport import StateServer, fetch_state
 
 logger = logging.getLogger(__name__)
@@ -33,14 +50,29 @@ _c10d: Any = torch.distributed
 
 T = TypeVar("T")
 
+REQUEST_S = 15.0
+"""Limit of one request for a quorum, after which it is made again."""
+RETRIES = 30
+"""How often torchft's manager connects to the lighthouse anew within a request."""
+RECONNECT_S = 2.0
+"""How long each of these may take."""
+PAUSE_S = 0.2
+"""Between two quorums where too few machines are there."""
+CLOSE_S = 1.0
+"""How long :meth:`TorchftEngine.close` waits for a call that is under way."""
+
 
 class TorchftEngine(Engine):
-    """Machines joined by torchft.
+    """Machines joined by torchft. See the module for what it leaves open.
 
     Args:
         options: Where the lighthouse is, and limits.
-        offer: The state that heals a peer; called in :meth:`quorum`, from the caller's thread.
-            Nobody may write to its tensors until the round is over.
+        offer: The state that heals a peer; called in :meth:`quorum`, by the same thread. It is
+            copied in the call.
+
+    Raises:
+        ImportError: torchft is not installed; says how to install it.
+        EngineError: The lighthouse's name leads nowhere, or this machine has no such host.
     """
 
     def __init__(self, options: EngineOptions, offer: Callable[[], State]) -> None:
@@ -48,85 +80,108 @@ class TorchftEngine(Engine):
         self.machine = options.machine
         self._options = options
         self._offer = offer
-        self._host = options.host or address_towards(options.address)
         self._step = 0
         self._failures = 0
-        self._broken = True
+        self._refused: dict[str, str] = {}
+        self._banned: set[str] = set()
+        self._behind: tuple[str, ...] = ()
         self._group: Group | None = None
+        self._feedback = ErrorFeedback(CODECS[options.compression]) if options.compression else None
+        self._timeout = timedelta(seconds=options.timeout_s)
+        lighthouse = joined(*host_and_port("address", options.address))
+        self._host = options.host.strip("[]") or address_towards(options.address)
+        try:
+            self._store, port = own_store(self._host, self._timeout)
+            self._store_address = joined(self._host, port)
+            self._states = StateServer(self._host, options.token, options.timeout_s)
+            self._manager: Any = torchft.ManagerServer(
+                replica_id=self.machine,
+                lighthouse_addr=f"http://{lighthouse}",
+                hostname=f"[{self._host}]" if ":" in self._host else self._host,
+                bind=joined(self._host, 0),
+                store_addr=self._store_address,
+                world_size=1,
+                heartbeat_interval=timedelta(seconds=options.heartbeat_s),
+                connect_timeout=timedelta(seconds=RECONNECT_S),
+                quorum_retries=RETRIES,
+            )
+            self._client: Any = torchft.ManagerClient(
+                self._manager.address(), connect_timeout=self._timeout
+            )
+        except (OSError, RuntimeError, TimeoutError) as error:
+            raise EngineError(
+                f"cluster(): cannot listen on {self._host!r} or reach the lighthouse at "
+                f"{lighthouse}: {error}"
+            ) from error
         self._calls = _Calls(f"cluster-{self.machine}")
-        self._store, store_port = own_store(self._host, options.timeout_s)
-        self._store_address = joined(self._host, store_port)
-        self._states = StateServer(self._host, options.token, options.timeout_s)
-        lighthouse, port = host_and_port("address", options.address)
-        self._manager: Any = torchft.ManagerServer(
-            replica_id=self.machine,
-            lighthouse_addr=f"http://{joined(lighthouse, port)}",
-            hostname=f"[{self._host}]" if ":" in self._host else self._host,
-            bind=joined(self._host, 0),
-            store_addr=self._store_address,
-            world_size=1,
-            heartbeat_interval=timedelta(seconds=options.heartbeat_s),
-            connect_timeout=timedelta(seconds=options.quorum_timeout_s),
-            quorum_retries=options.quorum_retries,
-        )
-        self._client_of: Any = torchft.ManagerClient
-        self._client: Any = torchft.ManagerClient(
-            self._manager.address(), connect_timeout=timedelta(seconds=options.timeout_s)
-        )
 
     @property
     def step(self) -> int:
-        """Rounds committed, as this machine knows."""
+        """See :attr:`Engine.step`."""
         return self._step
 
     def quorum(self) -> Quorum:
         """See :meth:`Engine.quorum`."""
         self._states.withdraw()
-        found = self._calls.run(self._ask_for_quorum)
-        if self._group is None or self._broken or found.quorum_id != self._group.generation:
-            self._broken = True
-            self._group = None
-            self._group = self._calls.run(lambda: self._connect(found))
-        self._broken = False
-        healed = None
+        if self._feedback is not None:
+            self._feedback.drop()
         try:
-            if found.recover_dst_replica_ranks:
-                self._states.offer(found.max_step, self._offer())
-            if found.heal:
-                healed = self._calls.run(lambda: self._heal(found))
-                self._step = found.max_step
-        except BaseException:
-            self._fail()
+            while True:
+                found = self._ask_until_answered()
+                group = self._connected(found)
+                if len(group.members) >= self._options.min_machines:
+                    break
+                self._calls.pause(PAUSE_S)
+            healed = self._heal(group, found)
+        except EngineError:
+            self._failed()
             raise
-        group = self._group
         return Quorum(
-            generation=group.generation, rank=group.rank, members=group.members, healed=healed
+            generation=group.generation,
+            rank=group.rank,
+            members=group.members,
+            healed=healed,
+            refused=tuple(sorted(group.refused)),
         )
 
     def gather(self, facts: bytes) -> tuple[bytes, ...]:
         """See :meth:`Engine.gather`."""
-        return self._in_round(lambda group: group.gather(facts))
+        patience = self._options.heal_timeout_s if self._behind else None
+        self._behind = ()
+        return self._in_round(lambda group: group.gather(facts, patience))
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """See :meth:`Engine.all_reduce`."""
-        self._in_round(lambda group: group.all_reduce(tensors))
+        self._in_round(lambda group: group.all_reduce(tensors, self._feedback))
 
     def commit(self, ok: bool) -> bool:
         """See :meth:`Engine.commit`."""
         self._states.withdraw()
-        ok = ok and not self._broken
-        timeout = timedelta(seconds=self._options.timeout_s)
-        done = self._calls.run(lambda: bool(self._client.should_commit(0, self._step, ok, timeout)))
-        if done:
-            self._step += 1
-            self._failures = 0
-        else:
-            self._fail()
-        return done
+        vote = ok and self._group is not None
+        try:
+            done = self._calls.run(
+                lambda: bool(self._client.should_commit(0, self._step, vote, self._timeout))
+            )
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, EngineClosed):
+                raise
+            late = EngineError(f"this machine's own manager does not answer: {error}")
+            self._failed()
+            raise late from error
+        if not done:
+            self._failed()
+            return False
+        self._step += 1
+        self._failures = 0
+        if self._feedback is not None:
+            self._feedback.keep()
+        return True
 
     def reset(self) -> None:
         """See :meth:`Engine.reset`."""
         self._step = 0
+        if self._feedback is not None:
+            self._feedback.forget()
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""
@@ -135,66 +190,170 @@ class TorchftEngine(Engine):
         self._manager.shutdown()
         self._group = None
 
-    def _fail(self) -> None:
-        self._broken = True
+    def _failed(self) -> None:
+        """The next quorum has to connect anew; letting go of the connections tells the peers."""
+        self._group = None
         self._failures += 1
 
     def _in_round(self, call: Callable[[Group], T]) -> T:
         group = self._group
-        if group is None or self._broken:
-            raise EngineError("the round has failed: form a quorum first")
+        if group is None:
+            raise EngineError("the round has failed, or has no quorum yet: form one first")
         try:
             return self._calls.run(lambda: call(group))
-        except BaseException:
-            self._fail()
+        except EngineError as error:
+            del group
+            if isinstance(error, PeerRefused):
+                self._banned.update(error.machines)
+            self._failed()
             raise
 
-    def _ask_for_quorum(self) -> Any:
-        try:
-            return self._client._quorum(
-                group_rank=0,
-                step=self._step,
-                checkpoint_metadata=self._states.address,
-                shrink_only=False,
-                timeout=timedelta(seconds=self._options.quorum_timeout_s),
-                init_sync=True,
-                commit_failures=self._failures,
+    def _ask_until_answered(self) -> Any:
+        """torchft's quorum. Blocks while the others are not ready.
+
+        Raises:
+            EngineError: The lighthouse has not answered for as long as the options say.
+        """
+        silent_since: float | None = None
+        while True:
+            try:
+                return self._calls.run(self._ask)
+            except (RuntimeError, TimeoutError) as error:
+                if isinstance(error, EngineClosed):
+                    raise
+                if self._calls.run(lambda: answers(self._options.address)):
+                    silent_since = None  # it waits for machines
+                    self._calls.pause(PAUSE_S if isinstance(error, RuntimeError) else 0.0)
+                    continue
+                now = time.monotonic()
+                if silent_since is None:
+                    silent_since = now
+                    logger.warning("the lighthouse at %s is away", self._options.address)
+                if now - silent_since >= self._options.lighthouse_timeout_s:
+                    raise EngineError(
+                        f"the lighthouse at {self._options.address} has been away for "
+                        f"{now - silent_since:.0f} s: start one there with 'python -m runtime "
+                        "lighthouse'"
+                    ) from error
+                self._calls.pause(PAUSE_S)
+
+    def _ask(self) -> Any:
+        return self._client._quorum(
+            group_rank=0,
+            step=self._step,
+            checkpoint_metadata="",
+            shrink_only=False,
+            timeout=timedelta(seconds=REQUEST_S),
+            init_sync=True,
+            commit_failures=self._failures,
+        )
+
+    def _connected(self, found: Any) -> Group:
+        """The group of a quorum: that of the last one, if nothing has changed."""
+        if self._group is not None and self._group.generation == found.quorum_id:
+            return self._group
+        self._group = None
+        group = self._calls.run(lambda: self._connect(found))
+        self._group = group
+        for machine, why in group.refused.items():
+            if machine not in self._refused:
+                logger.warning("machine %s is refused: %s", machine, why)
+        self._refused = group.refused
+        if group.members == (self.machine,) and group.refused and self._step == 0:
+            raise PeerRefused(
+                tuple(group.refused), "they have another token than this machine, or none"
             )
-        except (TimeoutError, RuntimeError) as error:
-            raise EngineError(f"no quorum: {error}") from error
+        return group
 
     def _connect(self, found: Any) -> Group:
-        timeout = timedelta(seconds=self._options.timeout_s)
+        connect_s = min(self._options.connect_timeout_s, self._options.timeout_s)
         is_owner = found.store_address == self._store_address
-        try:
-            store: Any = self._store
-            if not is_owner:
-                host, port = host_and_port("store", found.store_address)
+        store: Any = self._store
+        if not is_owner:
+            host, port = host_and_port("store", found.store_address)
+            try:
                 store = _c10d.TCPStore(
-                    host, port, is_master=False, wait_for_workers=False, timeout=timeout
+                    host,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=connect_s),
                 )
-            return Group(
-                store=store,
-                is_owner=is_owner,
-                generation=found.quorum_id,
-                rank=found.replica_rank,
-                members=found.replica_ids,
-                host=self._host,
-                token=self._options.token,
-                timeout_s=self._options.timeout_s,
-            )
-        except RuntimeError as error:
-            self._failures += 1
-            raise EngineError(f"the machines could not connect: {error}") from error
+            except RuntimeError as error:
+                raise EngineError(f"the store of a quorum is gone: {error}") from error
+        return Group(
+            store=store,
+            is_owner=is_owner,
+            generation=found.quorum_id,
+            rank=found.replica_rank,
+            candidates=found.replica_ids,
+            host=self._host,
+            token=self._options.token,
+            banned=sorted(self._banned),
+            connect_timeout_s=connect_s,
+            timeout_s=self._options.timeout_s,
+        )
 
-    def _heal(self, found: Any) -> State:
-        timeout = timedelta(seconds=self._options.timeout_s)
+    def _heal(self, group: Group, found: Any) -> State | None:
+        """Bring all members to the same step; the state received, if this one was behind.
+
+        torchft says whether steps differ. Who heals whom follows from what the members, whose
+        word is signed, tell of themselves.
+        """
+        self._behind = ()
+        if found.max_world_size == found.replica_world_size and found.max_step > 0:
+            return None
+        own = json.dumps([self._step, self._states.address]).encode()
         try:
-            source = self._client_of(found.recover_src_manager_address, connect_timeout=timeout)
-            address = source._checkpoint_metadata(0, timeout=timeout)
-        except (TimeoutError, RuntimeError) as error:
-            raise EngineError(f"the machine that heals this one is gone: {error}") from error
-        return fetch_state(address, found.max_step, self._options.token, self._options.timeout_s)
+            told = self._calls.run(lambda: group.gather(own))
+            steps, addresses = _steps_and_addresses(group.members, told)
+        except PeerRefused as error:
+            self._banned.update(error.machines)
+            raise
+        top = max(steps.values())
+        ahead = [name for name in group.members if steps[name] == top]
+        if top == 0:
+            ahead = ahead[:1]
+        behind = [name for name in group.members if name not in ahead]
+        self._behind = tuple(behind)
+        # A source that fails is another one in the next generation.
+        source = {name: ahead[(i + group.generation) % len(ahead)] for i, name in enumerate(behind)}
+        if self.machine in source.values():
+            self._states.offer(top, self._offer())
+        if self.machine not in source:
+            return None
+        machine = source[self.machine]
+        state = self._calls.run(
+            lambda: fetch_state(
+                machine,
+                addresses[machine],
+                top,
+                self._options.token,
+                self._options.timeout_s,
+                self._options.max_state_bytes,
+            )
+        )
+        self._step = top
+        if self._feedback is not None:
+            self._feedback.forget()
+        return state
+
+
+def _steps_and_addresses(
+    members: Sequence[str], told: Sequence[bytes]
+) -> tuple[dict[str, int], dict[str, str]]:
+    steps: dict[str, int] = {}
+    addresses: dict[str, str] = {}
+    for name, content in zip(members, told, strict=True):
+        try:
+            step, address = json.loads(content)
+            host_and_port("address", address)
+            if type(step) is not int or step < 0:
+                raise ValueError(f"step {step!r:.80}")
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise PeerRefused((name,), f"it told no step and address: {error}") from error
+        steps[name], addresses[name] = step, address
+    return steps, addresses
 
 
 class _Calls:
@@ -211,67 +370,90 @@ class _Calls:
         """What a call returns or raises.
 
         Raises:
-            EngineClosed: Closed before or meanwhile; the call ends by its own timeout.
+            EngineClosed: Closed before or meanwhile; a call under way ends by its own timeout.
         """
-        done: list[tuple[T | None, BaseException | None]] = []
+        results: list[T] = []
+        errors: list[BaseException] = []
 
         def work() -> None:
             try:
-                entry: tuple[T | None, BaseException | None] = (call(), None)
+                results.append(call())
             except BaseException as error:
-                entry = (None, error)
+                errors.append(error)
             with self._changed:
-                done.append(entry)
                 self._changed.notify_all()
 
         with self._changed:
             if not self._closed:
                 self._todo.put(work)
-            self._changed.wait_for(lambda: done or self._closed)
-            if not done:
+            self._changed.wait_for(lambda: results or errors or self._closed)
+            if not results and not errors:
                 raise EngineClosed("the engine is closed")
-        [(result, error)] = done
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        if errors:
+            raise errors.pop()
+        return results.pop()
+
+    def pause(self, seconds: float) -> None:
+        """Wait.
+
+        Raises:
+            EngineClosed: Closed before or meanwhile.
+        """
+        with self._changed:
+            if self._changed.wait_for(lambda: self._closed, seconds):
+                raise EngineClosed("the engine is closed")
 
     def close(self) -> None:
+        """Wake who waits; wait a little for the call that is under way. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._todo.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(0.5)
+            self._thread.join(CLOSE_S)
 
     def _work(self) -> None:
         while (call := self._todo.get()) is not None:
             call()
+            del call  # it holds connections
 
 
-def own_store(host: str, timeout_s: float) -> tuple[Any, int]:
-    """A store that listens on this address alone, and its port."""
+def own_store(host: str, timeout: timedelta) -> tuple[Any, int]:
+    """A store that listens on this address and no other, and its port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
     port = listener.getsockname()[1]
     store = _c10d.TCPStore(
         host,
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         master_listen_fd=listener.detach(),
     )
     return store, port
 
 
 def address_towards(address: str) -> str:
-    """This machine's own address on the way to another; nothing is sent."""
+    """This machine's own address on the way to another; nothing is sent.
+
+    Raises:
+        EngineError: The name is not known, or there is no way.
+    """
     host, port = host_and_port("address", address)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, proto, _, target = found[0]
+        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EngineError(f"the lighthouse's address {address!r} leads nowhere: {error}") from error
+        raise EngineError(f"cluster({address!r}): no way to this host: {error}") from error
+
+
+def answers(address: str) -> bool:
+    """Whether something takes connections there."""
+    try:
+        socket.create_connection(host_and_port("address", address), RECONNECT_S).close()
+    except OSError:
+        return False
+    return True
