@@ -133,7 +133,7 @@ class TorchftEngine(Engine):
                     break
                 self._calls.pause(PAUSE_S)
             healed = self._heal(group, found)
-        except EngineError:
+        except BaseException:
             self._failed()
             raise
         return Quorum(
@@ -201,7 +201,7 @@ class TorchftEngine(Engine):
             raise EngineError("the round has failed, or has no quorum yet: form one first")
         try:
             return self._calls.run(lambda: call(group))
-        except EngineError as error:
+        except BaseException as error:
             del group
             if isinstance(error, PeerRefused):
                 self._banned.update(error.machines)

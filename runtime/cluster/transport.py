@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -176,10 +176,12 @@ def _ask(
     bearer = signature(token, "ask", path.encode(), number.encode()).hex()
     host, port = host_and_port("address", address)
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    opened = ExitStack()
+    opened.callback(connection.close)
     try:
         headers = {"Authorization": f"Bearer {bearer}", "X-Number": number}
         connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
+        answer = opened.enter_context(connection.getresponse())
         if answer.status == http.client.NOT_FOUND:
             return None
         if answer.status == http.client.UNAUTHORIZED:
@@ -204,7 +206,7 @@ def _ask(
     except (OSError, MemoryError) as error:
         raise EngineError(f"no state from {machine} at {address}: {error!r}") from error
     finally:
-        connection.close()
+        opened.close()
 
 
 def _request(connection: socket.socket) -> tuple[bytes, dict[bytes, bytes]]:
