@@ -86,6 +86,7 @@ class TorchftEngine(Engine):
         self._banned: set[str] = set()
         self._behind: tuple[str, ...] = ()
         self._group: Group | None = None
+        self._parting: Group | None = None  # peers may still be reading in it what is refused
         self._feedback = ErrorFeedback(CODECS[options.compression]) if options.compression else None
         self._timeout = timedelta(seconds=options.timeout_s)
         lighthouse = joined(*host_and_port("address", options.address))
@@ -188,12 +189,17 @@ class TorchftEngine(Engine):
         self._calls.close()
         self._states.close()
         self._manager.shutdown()
-        self._group = None
+        self._group = self._parting = None
 
     def _failed(self) -> None:
         """The next quorum has to connect anew; letting go of the connections tells the peers."""
         self._group = None
         self._failures += 1
+
+    def _refuse(self, group: Group, error: PeerRefused) -> None:
+        """All have gathered the same, and each is to see for itself whom to refuse."""
+        self._banned.update(error.machines)
+        self._parting = group
 
     def _in_round(self, call: Callable[[Group], T]) -> T:
         group = self._group
@@ -202,9 +208,9 @@ class TorchftEngine(Engine):
         try:
             return self._calls.run(lambda: call(group))
         except BaseException as error:
-            del group
             if isinstance(error, PeerRefused):
-                self._banned.update(error.machines)
+                self._refuse(group, error)
+            del group
             self._failed()
             raise
 
@@ -254,7 +260,7 @@ class TorchftEngine(Engine):
             return self._group
         self._group = None
         group = self._calls.run(lambda: self._connect(found))
-        self._group = group
+        self._group, self._parting = group, None
         for machine, why in group.refused.items():
             if machine not in self._refused:
                 logger.warning("machine %s is refused: %s", machine, why)
@@ -308,7 +314,7 @@ class TorchftEngine(Engine):
             told = self._calls.run(lambda: group.gather(own))
             steps, addresses = _steps_and_addresses(group.members, told)
         except PeerRefused as error:
-            self._banned.update(error.machines)
+            self._refuse(group, error)
             raise
         top = max(steps.values())
         ahead = [name for name in group.members if steps[name] == top]
