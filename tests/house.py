@@ -25,6 +25,7 @@ FLOORS = (
         "runtime/worker",
         "runtime/fsdp",
         "runtime/loop",
+        "runtime/cluster",
         "runtime/monitor",
         "runtime/loggers",
         "runtime/callbacks",

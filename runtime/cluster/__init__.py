@@ -1,0 +1,1 @@
+"""Training beyond one machine: membership, averaging and healing between processes."""

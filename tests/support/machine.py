@@ -1,0 +1,167 @@
+"""One machine of a cluster as a program: makes the calls that it is told on stdin.
+
+``python -m tests.support.machine OPTIONS`` takes and gives a line of JSON for each call; see
+:class:`tests.support.machines.Machine` for the other end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import pickle
+import sys
+import threading
+import time
+
+import torch
+
+from runtime.cluster import group as groups
+from runtime.cluster.engine import EngineOptions, State
+from runtime.cluster.lighthouse import load_torchft
+from runtime.cluster.torchft_engine import TorchftEngine
+
+if importlib.util.find_spec("torchft"):
+    load_torchft("tests")  # once for all programs that are forked
+
+NUMEL = 5000
+
+
+def digest(tensors):
+    """Tells apart what differs in one bit."""
+    return hashlib.sha256(
+        b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors)
+    ).hexdigest()
+
+
+def contribution(seed):
+    """Tensors of every dtype that is summed."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(NUMEL, generator=draw)
+    return [x, x[:999].double(), x[:2000].bfloat16(), x[:0]]
+
+
+class Program:
+    """The calls, by name."""
+
+    def __init__(self, value=0.0, **options):
+        self._value = value
+        self._engine = TorchftEngine(EngineOptions(**options), self._offer)
+
+    def _offer(self):
+        weights = torch.full((NUMEL,), self._value)
+        return State(tensors={"w": weights}, meta={"value": self._value})
+
+    def quorum(self):
+        """Forms a quorum; takes over the state that it receives."""
+        found = self._engine.quorum()
+        healed = found.healed
+        if healed is not None:
+            self._value = healed.meta["value"]
+            assert torch.equal(healed.tensors["w"], self._offer().tensors["w"])
+        return {
+            "generation": found.generation,
+            "rank": found.rank,
+            "members": found.members,
+            "refused": found.refused,
+            "healed": None if healed is None else healed.meta["value"],
+            "step": self._engine.step,
+        }
+
+    def gather(self, facts="", size=0):
+        """Gathers a text, made longer on demand."""
+        return [
+            part.rstrip(b".").decode() for part in self._engine.gather(facts.encode() + b"." * size)
+        ]
+
+    def all_reduce(self, seed=0, numel=None):
+        """Sums; gives the digest of the sums and some numbers of each."""
+        tensors = contribution(seed) if numel is None else [torch.ones(numel)]
+        self._engine.all_reduce(tensors)
+        return {"digest": digest(tensors), "first": [t[:2].tolist() for t in tensors]}
+
+    def commit(self, ok=True, value=None):
+        """Decides; a commit changes the state."""
+        done = self._engine.commit(ok)
+        if done and value is not None:
+            self._value = value
+        return {"done": done, "step": self._engine.step}
+
+    def reset(self):
+        """Forgets the step."""
+        self._engine.reset()
+
+    def close(self):
+        """Leaves."""
+        self._engine.close()
+
+    def close_soon(self, seconds):
+        """Leaves from another thread, in a while."""
+        threading.Timer(seconds, self._engine.close).start()
+
+    # -- faults ---------------------------------------------------------------------
+
+    def freeze_at(self, point):
+        """The next call of this name says where it is, and stops there for ever."""
+        kind = groups.Group
+        inner = {"gather": "_all_gather", "all_reduce": "_compare_layouts"}[point]
+        first = getattr(kind, inner)
+
+        def frozen(group, *args):
+            first(group, *args)
+            say({"frozen": point})
+            threading.Event().wait()
+
+        setattr(kind, inner, frozen)
+
+    def send(self, what):
+        """Puts something else in place of an envelope."""
+        envelopes = {
+            "a pickle": lambda *_: pickle.dumps({"facts": list(range(100))}),
+            "a wrong token": lambda token, *rest: SEALED("wrong", *rest),
+            "an old message": lambda token, purpose, number, *rest: SEALED(
+                token, purpose, number - 1, *rest
+            ),
+            "too much": lambda *_: b"x" * (17 << 20),
+            "half a message": lambda *args: SEALED(*args)[:20],
+        }
+        hello = groups._exchange_hellos
+
+        def honest_hello(*args):
+            groups.sealed = SEALED
+            try:
+                return hello(*args)
+            finally:
+                groups.sealed = envelopes[what]
+
+        groups._exchange_hellos = honest_hello
+        groups.sealed = envelopes[what]
+
+
+SEALED = groups.sealed
+
+
+def say(answer):
+    """A line to the other end."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main():
+    """Answer until stdin ends."""
+    program = Program(**json.loads(sys.argv[1]))
+    say({"ready": True})
+    for line in sys.stdin:
+        call = json.loads(line)
+        start = time.monotonic()
+        try:
+            result = getattr(program, call.pop("call"))(**call)
+            answer = {"result": result}
+        except Exception as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+            answer["machines"] = getattr(error, "machines", ())
+        say({**answer, "took_s": time.monotonic() - start, "at_s": time.monotonic()})
+
+
+if __name__ == "__main__":
+    main()

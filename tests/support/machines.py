@@ -1,0 +1,217 @@
+"""A lighthouse and machines in processes of their own, driven call by call."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from tests.support import programs
+
+HEARTBEAT_TIMEOUT_S = 1.0
+ANSWER_S = 40.0
+
+needs_torchft = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None,
+    reason="torchft is not installed: pip install 'gpuworker[cluster]'",
+)
+
+
+class CallFailed(Exception):
+    """A call raised in the other process.
+
+    Attributes:
+        kind: Name of the exception's class.
+        machines: Whom it names.
+    """
+
+    def __init__(self, answer):
+        super().__init__(f"{answer['error']}: {answer['text']}")
+        self.kind = answer["error"]
+        self.machines = tuple(answer["machines"])
+        self.took_s = answer["took_s"]
+
+
+class _Process:
+    def __init__(self, args, **kwargs):
+        programs.preload("tests.support.machine")
+        self._process = programs.Popen(
+            [sys.executable, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            **kwargs,
+        )
+        self._rest = b""
+
+    def _line(self, timeout_s=ANSWER_S):
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._process.stdout], [], [], left_s)
+            assert ready, f"no answer within {timeout_s:g} s"
+            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert piece, f"the process has ended: {self._process.poll()}"
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def signal(self, number):
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def kill(self):
+        """SIGKILL, and wait."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(10.0)
+
+    def ended(self):
+        """Its exit status, once it has ended."""
+        return self._process.wait(10.0)
+
+    def close(self):
+        """Kill it if it is alive."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.communicate(timeout=10.0)
+
+
+class LighthouseProcess(_Process):
+    """``python -m runtime lighthouse``.
+
+    Attributes:
+        address: What it prints.
+        line: All that it prints.
+    """
+
+    def __init__(self, *, port=0, min_machines=1, join_timeout_s=10.0):
+        super().__init__(
+            [
+                *("-m", "runtime", "lighthouse", "--port", str(port)),
+                *("--min-machines", str(min_machines)),
+                *("--join-timeout", str(join_timeout_s)),
+                *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
+            ],
+            cwd=programs.ROOT,
+        )
+        self.line = self._line()
+        self.address = self.line.split()[2].rstrip(";")
+
+    def wait_for(self, what, count):
+        """Wait until its page says that so many ``"heartbeating"`` machines live, or want a
+        round, which is what ``"participants"`` do."""
+        pattern = {
+            "heartbeating": r"\[(\d+) heartbeating",
+            "participants": r"\[(\d+)/\d+ participants healthy",
+        }[what]
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"http://{self.address}/status", timeout=5.0) as page:
+                found = re.search(pattern, page.read().decode())
+            if found and int(found[1]) >= count:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"not {count} {what}")
+
+    @property
+    def port(self):
+        """Where it listens."""
+        return int(self.address.rpartition(":")[2])
+
+
+class Machine(_Process):
+    """A machine that makes the calls it is told."""
+
+    def __init__(self, address, name, **options):
+        given = {"address": address, "machine": name, "timeout_s": 10.0, **options}
+        super().__init__(["-m", "tests.support.machine", json.dumps(given)], cwd=programs.ROOT)
+        self.name = name
+        assert json.loads(self._line()) == {"ready": True}
+
+    def tell(self, call, **args):
+        """Have it make a call; the answer is for later."""
+        self._process.stdin.write(json.dumps({"call": call, **args}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self, timeout_s=ANSWER_S):
+        """What the call gave. Raises :class:`CallFailed` if it raised."""
+        found = json.loads(self._line(timeout_s))
+        if "error" in found:
+            raise CallFailed(found)
+        return found.get("result", found)
+
+    def make(self, call, **args):
+        """Make a call, and wait for what it gives."""
+        self.tell(call, **args)
+        return self.answer()
+
+
+def together(machines, call, *args, **kwargs):
+    """All make a call at once; what each gave, :class:`CallFailed` in place of what failed."""
+    for machine in machines:
+        machine.tell(call, *args, **kwargs)
+    found = []
+    for machine in machines:
+        try:
+            found.append(machine.answer())
+        except CallFailed as error:
+            found.append(error)
+    return found
+
+
+def make_round(machines, facts="", seed=0, value=None):
+    """A whole round, which must succeed. Gives the quorums."""
+    quorums = together(machines, "quorum")
+    for found in (
+        quorums,
+        together(machines, "gather", facts=facts),
+        together(machines, "all_reduce", seed=seed),
+        together(machines, "commit", value=value),
+    ):
+        assert not any(isinstance(each, CallFailed) for each in found), found
+    return quorums
+
+
+@pytest.fixture
+def cluster():
+    """Starts lighthouses and machines that end with the test."""
+    started = []
+
+    class Cluster:
+        lighthouse = None
+
+        def light(self, **options):
+            """A lighthouse, the one of the machines to come."""
+            self.lighthouse = LighthouseProcess(**options)
+            started.append(self.lighthouse)
+            return self.lighthouse
+
+        def machine(self, name, **options):
+            """A machine."""
+            if self.lighthouse is None:
+                self.light()
+            found = Machine(self.lighthouse.address, name, **options)
+            started.append(found)
+            return found
+
+        def machines(self, names, **options):
+            """Machines that live, and whose states differ."""
+            found = [self.machine(n, value=float(i), **options) for i, n in enumerate(names)]
+            self.lighthouse.wait_for("heartbeating", len(found))
+            return found
+
+        def join(self, machine):
+            """A machine wants a round, before those that make the next one."""
+            machine.tell("quorum")
+            self.lighthouse.wait_for("participants", 1)
+
+    yield Cluster()
+    for process in started:
+        process.close()

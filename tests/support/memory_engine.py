@@ -1,0 +1,300 @@
+"""Machines of a cluster as threads of one process: the engine without a network.
+
+A quorum forms as soon as every machine that lives wants one. Whatever is to fail is said
+beforehand, and counted::
+
+    cluster = MemoryCluster(min_machines=2)
+    cluster.faults.fail_at("a", 3, "gather").die_at("b", 5, "commit")
+    engine = cluster.engine("a", offer)
+    ...
+    assert cluster.faults.pending == ()
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runtime.cluster.engine import Engine, EngineClosed, EngineError, Quorum, State
+
+POINTS = ("quorum", "gather", "all_reduce", "commit")
+
+
+class Died(BaseException):
+    """What a machine that dies raises in the thread that called it: no code of it goes on."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a machine as it makes a call."""
+
+    machine: str
+    step: int
+    point: str
+    kind: str
+
+
+class Faults:
+    """Faults to come, each of which happens once."""
+
+    def __init__(self) -> None:
+        self.pending: tuple[Fault, ...] = ()
+        self.fired: tuple[Fault, ...] = ()
+
+    def fail_at(self, machine: str, step: int, point: str) -> Faults:
+        """The call raises ``EngineError`` there, and fails for the others too."""
+        return self._add(machine, step, point, "fail")
+
+    def die_at(self, machine: str, step: int, point: str) -> Faults:
+        """The machine is gone; its thread gets :class:`Died`."""
+        return self._add(machine, step, point, "die")
+
+    def hang_at(self, machine: str, step: int, point: str) -> Faults:
+        """The call does not return until the engine is closed; the others time out."""
+        return self._add(machine, step, point, "hang")
+
+    def deny_at(self, machine: str, step: int) -> Faults:
+        """``commit`` decides ``False`` on this machine alone."""
+        return self._add(machine, step, "commit", "deny")
+
+    def take(self, machine: str, step: int, point: str) -> str | None:
+        """The kind of the fault that happens now."""
+        for fault in self.pending:
+            if (fault.machine, fault.step, fault.point) == (machine, step, point):
+                self.pending = tuple(other for other in self.pending if other is not fault)
+                self.fired += (fault,)
+                return fault.kind
+        return None
+
+    def _add(self, machine: str, step: int, point: str, kind: str) -> Faults:
+        assert point in POINTS, point
+        self.pending += (Fault(machine, step, point, kind),)
+        return self
+
+
+@dataclass
+class _Generation:
+    number: int
+    members: tuple[str, ...]
+    posts: dict[tuple[int, str], dict[str, object]] = field(default_factory=dict)
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class _Formed:
+    generation: _Generation
+    top: int
+    source: str
+    behind: tuple[str, ...]
+
+
+class MemoryCluster:
+    """What the machines share.
+
+    Args:
+        min_machines: Fewest machines that make a quorum.
+        timeout_s: Longest wait for a peer, in seconds.
+        join_timeout_s: How long a quorum waits for machines that live and do not want one.
+    """
+
+    def __init__(
+        self, min_machines: int = 1, timeout_s: float = 5.0, join_timeout_s: float = 60.0
+    ) -> None:
+        self.faults = Faults()
+        self.changed = threading.Condition()
+        self.timeout_s = timeout_s
+        self._min_machines = min_machines
+        self._join_timeout_s = join_timeout_s
+        self._alive: dict[str, MemoryEngine] = {}
+        self._waiting: dict[str, MemoryEngine] = {}
+        self._since = 0.0
+        self._generation = _Generation(0, ())
+
+    def engine(self, machine: str, offer: Callable[[], State]) -> MemoryEngine:
+        """A machine, which lives from now on."""
+        with self.changed:
+            assert machine not in self._alive, f"{machine} is there already"
+            self._alive[machine] = engine = MemoryEngine(self, machine, offer)
+            return engine
+
+    def gone(self, machine: str) -> None:
+        """A machine lives no more; called under the lock."""
+        self._alive.pop(machine, None)
+        self._waiting.pop(machine, None)
+        if machine in self._generation.members:
+            self._generation.failed = f"{machine} is gone"
+        self.changed.notify_all()
+
+    def want(self, engine: MemoryEngine) -> None:
+        """A machine wants a quorum; called under the lock."""
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting[engine.machine] = engine
+        self.changed.notify_all()
+
+    def form(self) -> None:
+        """Form a quorum if one can be; called under the lock."""
+        ready = sorted(self._waiting)
+        late = time.monotonic() >= self._since + self._join_timeout_s
+        enough = len(ready) >= self._min_machines and 2 * len(ready) > len(self._alive)
+        if not ready or not enough or (len(ready) < len(self._alive) and not late):
+            return
+        engines = [self._waiting[name] for name in ready]
+        failed = self._generation.failed is not None or any(e.broken for e in engines)
+        if failed or self._generation.members != tuple(ready):
+            self._generation = _Generation(self._generation.number + 1, tuple(ready))
+        top = max(engine.step for engine in engines)
+        source = next(engine.machine for engine in engines if engine.step == top)
+        behind = {e.machine for e in engines if e.step < top or top == 0} - {source}
+        formed = _Formed(self._generation, top, source, tuple(sorted(behind)))
+        for engine in engines:
+            engine.formed = formed
+        self._waiting.clear()
+        self.changed.notify_all()
+
+
+class MemoryEngine(Engine):
+    """One machine; made by :meth:`MemoryCluster.engine`."""
+
+    def __init__(self, cluster: MemoryCluster, machine: str, offer: Callable[[], State]) -> None:
+        self.machine = machine
+        self.formed: _Formed | None = None
+        self.broken = False
+        self._cluster = cluster
+        self._offer = offer
+        self._step = 0
+        self._calls = 0
+        self._closed = False
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def quorum(self) -> Quorum:
+        self._enter("quorum")
+        cluster = self._cluster
+        with cluster.changed:
+            self.formed = None
+            cluster.want(self)
+            while self.formed is None:
+                self._check()
+                cluster.form()
+                if self.formed is None:
+                    cluster.changed.wait(0.02)  # the join timeout has no event
+            formed, self.broken, self._calls = self.formed, False, 0
+        generation = formed.generation
+        healed = None
+        if formed.behind:
+            mine = _copied(self._offer()) if self.machine == formed.source else None
+            posted = self._exchange("heal", mine, needed=(formed.source,))
+            state = posted[formed.source]
+            assert isinstance(state, State)
+            if self.machine in formed.behind:
+                healed, self._step = _copied(state), formed.top
+        return Quorum(
+            generation=generation.number,
+            rank=generation.members.index(self.machine),
+            members=generation.members,
+            healed=healed,
+        )
+
+    def gather(self, facts: bytes) -> tuple[bytes, ...]:
+        self._enter("gather")
+        posted = self._exchange("gather", bytes(facts))
+        return tuple(value for value in posted.values() if isinstance(value, bytes))
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        self._enter("all_reduce")
+        posted = self._exchange("all_reduce", [tensor.clone() for tensor in tensors])
+        for i, tensor in enumerate(tensors):
+            parts = [value[i] for value in posted.values() if isinstance(value, list)]
+            tensor.copy_(torch.stack([part.double() for part in parts]).sum(0))
+
+    def commit(self, ok: bool) -> bool:
+        denied = self._enter("commit") == "deny"
+        with self._cluster.changed:
+            self._check()
+            done = ok and not self.broken and not denied and self.formed is not None
+            self.formed = None
+            if done:
+                self._step += 1
+            else:
+                self.broken = True
+            return done
+
+    def reset(self) -> None:
+        self._step = 0
+
+    def close(self) -> None:
+        with self._cluster.changed:
+            self._closed = True
+            self._cluster.gone(self.machine)
+
+    def _enter(self, point: str) -> str | None:
+        """Check for a fault, and do what it says."""
+        cluster = self._cluster
+        with cluster.changed:
+            self._check()
+            kind = cluster.faults.take(self.machine, self._step, point)
+            if kind == "die":
+                self._closed = True
+                cluster.gone(self.machine)
+                raise Died(self.machine)
+            if kind == "fail":
+                raise self._fail(f"{self.machine} fails in {point}")
+            while kind == "hang":
+                self._check()
+                cluster.changed.wait()
+            if point in ("gather", "all_reduce") and (self.formed is None or self.broken):
+                raise EngineError("the round has failed: form a quorum first")
+            return kind
+
+    def _exchange(
+        self, what: str, value: object, needed: tuple[str, ...] | None = None
+    ) -> dict[str, object]:
+        """What the needed members posted for this call, by member; all of them by default."""
+        cluster = self._cluster
+        deadline = time.monotonic() + cluster.timeout_s
+        with cluster.changed:
+            assert self.formed is not None
+            generation = self.formed.generation
+            needed = generation.members if needed is None else needed
+            step = self.formed.top
+            for key in [key for key in generation.posts if key[0] < step]:
+                del generation.posts[key]  # all have come here since
+            posts = generation.posts.setdefault((step, f"{what} {self._calls}"), {})
+            self._calls += 1
+            if value is not None:
+                posts[self.machine] = value
+                cluster.changed.notify_all()
+            while not all(member in posts for member in needed):
+                self._check()
+                if generation.failed is not None:
+                    raise self._fail(generation.failed)
+                if time.monotonic() > deadline:
+                    raise self._fail(f"no answer within {cluster.timeout_s:g} s")
+                cluster.changed.wait(max(0.0, deadline - time.monotonic()))
+            return {member: posts[member] for member in needed}
+
+    def _check(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+
+    def _fail(self, why: str) -> EngineError:
+        self.broken = True
+        if self.formed is not None and self.formed.generation.failed is None:
+            self.formed.generation.failed = why
+        self._cluster.changed.notify_all()
+        return EngineError(why)
+
+
+def _copied(state: State) -> State:
+    """As it comes out of a network: JSON, and tensors of its own."""
+    tensors = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
+    return State(tensors=tensors, meta=json.loads(json.dumps(state.meta)))

@@ -1,0 +1,310 @@
+"""Options, signatures, compression, the lighthouse's command, the engine in memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from runtime.cluster.compression import CODECS, ErrorFeedback, is_compressed
+from runtime.cluster.engine import (
+    EngineClosed,
+    EngineError,
+    EngineOptions,
+    PeerRefused,
+    State,
+    host_and_port,
+)
+from runtime.cluster.lighthouse import Lighthouse
+from runtime.cluster.signing import opened, sealed, signature
+from runtime.cluster.torchft_engine import TorchftEngine
+from tests.support import programs
+from tests.support.machines import LighthouseProcess, needs_torchft
+from tests.support.memory_engine import Died, MemoryCluster
+
+# --- options ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("host:29510", ("host", 29510)),
+        ("[::1]:1", ("::1", 1)),
+        ("http://10.0.0.1:80", ("10.0.0.1", 80)),
+    ],
+)
+def test_addresses(text, parts):
+    assert host_and_port("address", text) == parts
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":29510", "host:0", "host:65536", "host:x", ""])
+def test_what_is_no_address(text):
+    with pytest.raises(ValueError, match=r"address\(.*host:port"):
+        EngineOptions(address=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_machines", 0),
+        ("timeout_s", 0.0),
+        ("token", ""),
+        ("compression", "int4"),
+        ("machine", ""),
+        ("machine", "x" * 257),
+        ("heartbeat_s", -1.0),
+        ("max_state_bytes", -1),
+    ],
+)
+def test_bad_options_are_named(name, value):
+    with pytest.raises(ValueError, match=name):
+        EngineOptions(address="host:1", **{name: value})
+
+
+def test_options_from_the_environment():
+    environ = {
+        "GPUWORKER_CLUSTER": "host:1",
+        "GPUWORKER_CLUSTER_MIN_MACHINES": "3",
+        "GPUWORKER_CLUSTER_TOKEN": "secret",
+        "GPUWORKER_CLUSTER_TIMEOUT": "2.5",
+        "GPUWORKER_CLUSTER_HOST": "10.0.0.1",
+        "GPUWORKER_CLUSTER_COMPRESSION": "int8",
+    }
+    found = EngineOptions.from_environment(environ, min_machines=2, token=None)
+    assert (found.address, found.min_machines, found.token) == ("host:1", 2, "secret")
+    assert (found.timeout_s, found.host, found.compression) == (2.5, "10.0.0.1", "int8")
+    assert "secret" not in repr(found)
+    with pytest.raises(ValueError, match="GPUWORKER_CLUSTER"):
+        EngineOptions.from_environment({})
+    with pytest.raises(ValueError, match="GPUWORKER_CLUSTER_TIMEOUT='soon'"):
+        EngineOptions.from_environment({**environ, "GPUWORKER_CLUSTER_TIMEOUT": "soon"})
+
+
+def test_without_torchft_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    remedy = r"torchft.*pip install 'gpuworker\[cluster\]'"
+    with pytest.raises(ImportError, match=remedy):
+        TorchftEngine(EngineOptions(address="127.0.0.1:1"), lambda: State(tensors={}, meta={}))
+    with pytest.raises(ImportError, match=remedy):
+        Lighthouse(port=0)
+
+
+# --- signatures -----------------------------------------------------------------------
+
+
+def test_an_envelope_opens_for_its_token_machine_number_and_purpose_alone():
+    envelope = sealed("token", "gather", 4, "a", b"facts")
+    assert opened("token", "gather", 4, "a", envelope) == b"facts"
+    for args in (("other", "gather", 4, "a"), (None, "gather", 4, "a"), ("token", "hello", 4, "a")):
+        with pytest.raises(PeerRefused, match="not signed"):
+            opened(*args, envelope)
+    for number, machine in ((3, "a"), (4, "b")):
+        with pytest.raises(PeerRefused, match="another machine's, or of another time"):
+            opened("token", "gather", number, machine, envelope)
+    for i in range(len(envelope)):
+        changed = envelope[:i] + bytes([envelope[i] ^ 1]) + envelope[i + 1 :]
+        with pytest.raises(PeerRefused):
+            opened("token", "gather", 4, "a", changed)
+
+
+def test_parts_of_a_signature_do_not_run_together():
+    assert signature("t", "p", b"ab", b"c") != signature("t", "p", b"a", b"bc")
+    assert signature("t", "pa", b"b") != signature("t", "p", b"ab")
+
+
+# --- compression ----------------------------------------------------------------------
+
+
+def summed(feedbacks, tensors, keep=True):
+    """Every machine's sum; the machines are threads."""
+    size = len(feedbacks)
+    meeting = threading.Barrier(size)
+    posted = [None] * size
+
+    def run(rank):
+        def exchange(output, input, pick):
+            posted[rank] = input
+            meeting.wait(10)
+            output.copy_(torch.cat([pick(posted[i]) for i in range(size)]))
+            meeting.wait(10)
+
+        feedbacks[rank].all_reduce(
+            0,
+            tensors[rank],
+            rank,
+            size,
+            lambda out, x: exchange(out, x, lambda sent: sent[rank : rank + 1]),
+            lambda out, x: exchange(out, x, lambda sent: sent),
+        )
+        if keep:
+            feedbacks[rank].keep()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return tensors
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", CODECS)
+def test_what_rounding_loses_comes_with_the_next_rounds(name, size):
+    draw = torch.Generator().manual_seed(0)
+    own = [torch.randn(3001, generator=draw) for _ in range(size)]
+    exact = torch.stack(own).sum(0)
+    feedbacks = [ErrorFeedback(CODECS[name]) for _ in range(size)]
+    total, lost = torch.zeros(3001), []
+    for i in range(1, 21):
+        results = summed(feedbacks, [x.clone() for x in own])
+        assert all(torch.equal(results[0], other) for other in results)
+        total += results[0]
+        lost.append(float((total - i * exact).norm()))
+    assert max(lost[10:]) < 3 * lost[0] + 1e-3  # and not 10 to 20 times as much
+
+
+def test_a_failed_round_loses_nothing_twice():
+    own = [torch.randn(2000), torch.randn(2000)]
+    once = [ErrorFeedback(CODECS["int8"]) for _ in own]
+    twice = [ErrorFeedback(CODECS["int8"]) for _ in own]
+    summed(twice, [x.clone() for x in own], keep=False)
+    for feedback in twice:
+        feedback.drop()
+    for _ in range(2):
+        a, b = (summed(each, [x.clone() for x in own])[0] for each in (once, twice))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so_and_does_not_spoil_the_next_round(name, bad):
+    feedback = ErrorFeedback(CODECS[name])
+    x = torch.ones(2000)
+    x[3] = bad
+    summed([feedback], [x])
+    assert not x[3].isfinite()
+    assert summed([feedback], [torch.ones(2000)])[0].isfinite().all()
+
+
+def test_what_is_compressed():
+    assert is_compressed(torch.ones(1024))
+    assert not is_compressed(torch.ones(1023))
+    assert not is_compressed(torch.ones(2000, dtype=torch.float64))
+
+
+# --- the lighthouse -------------------------------------------------------------------
+
+
+@needs_torchft
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_lighthouse_prints_its_address_and_ends_cleanly(number):
+    lighthouse = LighthouseProcess()
+    try:
+        assert lighthouse.address == f"127.0.0.1:{lighthouse.port}"
+        assert f"cluster('{lighthouse.address}')" in lighthouse.line
+        lighthouse.wait_for("heartbeating", 0)
+        lighthouse.signal(number)
+        assert lighthouse.ended() == 0
+    finally:
+        lighthouse.close()
+
+
+@needs_torchft
+def test_a_lighthouse_that_cannot_listen_says_what_to_do():
+    lighthouse = LighthouseProcess()
+    try:
+        again = programs.run(
+            [sys.executable, "-m", "runtime", "lighthouse", "--port", str(lighthouse.port)],
+            cwd=programs.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        lighthouse.close()
+    assert again.returncode == 1
+    assert "in use" in again.stderr
+    assert "port 0" in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+# --- the engine in memory ---------------------------------------------------------------
+
+
+def run_rounds(cluster, names, num_rounds, log):
+    """Machines as threads that make rounds until each has committed so many."""
+
+    def run(engine, value):
+        try:
+            while engine.step < num_rounds:
+                try:
+                    found = engine.quorum()
+                    if found.healed is not None:
+                        value[0] = found.healed.meta["value"]
+                    log.append((engine.machine, engine.gather(engine.machine.encode())))
+                    x = torch.full((4,), 2.0)
+                    engine.all_reduce([x])
+                    assert x.tolist() == [2.0 * len(found.members)] * 4
+                except EngineError:
+                    engine.commit(False)
+                    continue
+                if engine.commit(True):
+                    value[0] += 1
+        except (Died, EngineClosed):
+            return
+        finally:
+            engine.close()
+
+    values = {name: [10 * i] for i, name in enumerate(names)}
+    threads = []
+    for name in names:
+        value = values[name]
+        engine = cluster.engine(name, lambda v=value: State(tensors={}, meta={"value": v[0]}))
+        threads.append(threading.Thread(target=run, args=(engine, value)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return {name: value[0] for name, value in values.items()}
+
+
+def test_machines_in_memory_agree_in_spite_of_faults():
+    cluster = MemoryCluster(timeout_s=5.0)
+    faults = cluster.faults.fail_at("a", 1, "gather").fail_at("b", 2, "all_reduce")
+    faults.deny_at("c", 3).die_at("b", 4, "gather")
+    log = []
+    values = run_rounds(cluster, "abc", 6, log)
+    assert faults.pending == ()
+    assert len(faults.fired) == 4
+    assert values["a"] == values["c"] == 6
+    assert (("a", (b"a", b"b", b"c"))) in log
+    assert (("a", (b"a", b"c"))) in log
+
+
+def test_a_machine_in_memory_that_hangs_is_woken_by_close():
+    cluster = MemoryCluster(timeout_s=0.2)
+    cluster.faults.hang_at("a", 0, "gather")
+    a, b = (cluster.engine(name, lambda: State(tensors={}, meta={})) for name in "ab")
+    errors = []
+
+    def run(engine):
+        try:
+            engine.quorum()
+            engine.gather(b"")
+        except (EngineError, EngineClosed) as error:
+            errors.append(type(error))
+            a.close()
+
+    threads = [threading.Thread(target=run, args=(engine,)) for engine in (a, b)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    b.close()
+    assert errors == [EngineError, EngineClosed]

@@ -1,0 +1,260 @@
+"""Rounds of machines in real processes over a real lighthouse, and what goes wrong in them."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.support.machine import contribution
+from tests.support.machines import (
+    HEARTBEAT_TIMEOUT_S,
+    CallFailed,
+    cluster,
+    make_round,
+    needs_torchft,
+    together,
+)
+
+pytestmark = needs_torchft
+__all__ = ["cluster"]
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_machines_heal_gather_sum_and_commit(cluster, names):
+    cluster.light(min_machines=len(names))
+    machines = cluster.machines(names, token="secret")
+    quorums = together(machines, "quorum")
+    assert {tuple(q["members"]) for q in quorums} == {tuple(names)}
+    assert [q["rank"] for q in quorums] == list(range(len(names)))
+    # At step 0 all but one receive the state of that one.
+    assert sorted(str(q["healed"]) for q in quorums) == ["0.0"] * (len(names) - 1) + ["None"]
+
+    for machine in machines:
+        machine.tell("gather", facts=f"of {machine.name}", size=10_000 * (machine.name == "a"))
+    gathered = [machine.answer() for machine in machines]
+    assert gathered == [[f"of {name}" for name in names]] * len(names)
+
+    for seed, machine in enumerate(machines):
+        machine.tell("all_reduce", seed=seed)
+    sums = [machine.answer() for machine in machines]
+    assert len({found["digest"] for found in sums}) == 1
+    expected = [sum(parts) for parts in zip(*map(contribution, range(len(names))), strict=True)]
+    for found, wanted in zip(sums[0]["first"], expected, strict=True):
+        rtol = 1e-2 if wanted.dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(torch.tensor(found), wanted[:2].float(), rtol=rtol, atol=1e-2)
+
+    assert together(machines, "commit") == [{"done": True, "step": 1}] * len(names)
+    again = make_round(machines, value=7.0)
+    assert {q["generation"] for q in again} == {quorums[0]["generation"]}
+    assert [q["healed"] for q in again] == [None] * len(names)
+
+    late = cluster.machine("late", token="secret", value=99.0)
+    cluster.join(late)
+    found = [*together(machines, "quorum"), late.answer()]
+    assert [q["healed"] for q in found] == [None] * len(names) + [7.0]
+    assert {q["step"] for q in found} == {2}
+
+
+def survive(survivor):
+    """The next commit of a machine whose peer is gone, in as many rounds as it takes."""
+    while True:
+        found = [together([survivor], call)[0] for call in ("quorum", "gather", "all_reduce")]
+        failed = [each for each in found if isinstance(each, CallFailed)]
+        assert {each.kind for each in failed} <= {"EngineError"}, failed
+        if survivor.make("commit")["done"]:
+            return time.monotonic()
+
+
+@pytest.mark.parametrize("point", ["quorum", "gather", "all_reduce", "commit"])
+def test_a_killed_peer_costs_its_heartbeat(cluster, point):
+    a, b = machines = cluster.machines("ab")
+    make_round(machines)
+    together(machines, "quorum")
+    match point:
+        case "quorum":  # before the gather
+            b.kill()
+            killed = time.monotonic()
+            a.tell("gather")
+        case "gather" | "all_reduce":  # in the middle of it
+            b.make("freeze_at", point=point)
+            if point == "all_reduce":
+                together(machines, "gather")
+            b.tell(point)
+            a.tell(point)
+            assert b.answer() == {"frozen": point}
+            b.kill()
+            killed = time.monotonic()
+        case "commit":
+            together(machines, "gather")
+            together(machines, "all_reduce")
+            b.kill()
+            killed = time.monotonic()
+            a.tell("commit")
+    if point == "commit":  # each machine decides for itself
+        assert a.answer()["done"]
+    else:
+        with pytest.raises(CallFailed, match="gone or late") as caught:
+            a.answer()
+        assert caught.value.kind == "EngineError"
+    told_s = time.monotonic() - killed
+    took_s = survive(a) - killed
+    print(f"killed at {point}: told after {told_s:.2f} s, commit after {took_s:.2f} s")
+    assert told_s < 0.5
+    assert took_s < HEARTBEAT_TIMEOUT_S + 0.5
+
+
+def test_a_stopped_peer_costs_the_timeout_and_comes_back(cluster):
+    a, b = machines = cluster.machines("ab", timeout_s=1.5)
+    make_round(machines, value=1.0)
+    together(machines, "quorum")
+    b.signal(signal.SIGSTOP)
+    with pytest.raises(CallFailed, match="gone or late") as caught:
+        a.make("gather")
+    assert 1.0 < caught.value.took_s < 3.0
+    survive(a)
+    b.signal(signal.SIGCONT)
+    with pytest.raises(CallFailed, match="gone or late"):
+        b.make("gather")
+    cluster.join(b)
+    a.tell("quorum")
+    assert [machine.answer()["healed"] for machine in machines] == [None, 1.0]
+
+
+def test_a_lighthouse_that_is_killed_and_restarted_is_waited_for(cluster):
+    first = cluster.light()
+    machines = cluster.machines("ab")
+    [before, _] = make_round(machines)
+    first.kill()
+    for machine in machines:
+        machine.tell("quorum")
+    time.sleep(1.0)  # no answer, and no error
+    cluster.light(port=first.port, min_machines=2)
+    back = time.monotonic()
+    quorums = [machine.answer() for machine in machines]
+    print(f"quorum {time.monotonic() - back:.2f} s after the lighthouse is back")
+    assert time.monotonic() - back < 3.0
+    assert [q["healed"] for q in quorums] == [None, None]
+    # It counts from 1 again: the same number, and other connections where one has failed.
+    assert quorums[0]["generation"] == before["generation"]
+    together(machines, "commit", ok=False)
+    make_round(machines)
+
+
+def test_generations_that_are_counted_again_do_not_meet_old_addresses(cluster):
+    first = cluster.light()
+    machines = cluster.machines("ab")
+    make_round(machines)
+    together(machines, "commit", ok=False)
+    assert {q["generation"] for q in make_round(machines)} == {2}
+    first.kill()
+    cluster.light(port=first.port, min_machines=2)
+    assert {q["generation"] for q in make_round(machines)} == {1}
+
+
+def test_two_histories_of_one_step_are_not_healed_unless_one_is_reset(cluster):
+    a, b = machines = cluster.machines("ab")
+    make_round(machines, value=1.0)
+    together(machines, "quorum")
+    assert a.make("commit", value=2.0) == {"done": True, "step": 2}
+    assert b.make("commit", ok=False) == {"done": False, "step": 1}
+    a.signal(signal.SIGSTOP)  # it stalls, and the other commits a step 2 of its own
+    survive(b)
+    a.signal(signal.SIGCONT)
+    cluster.join(a)
+    b.tell("quorum")
+    quorums = [machine.answer() for machine in machines]
+    assert [(q["step"], q["healed"]) for q in quorums] == [(2, None), (2, None)]
+    b.make("reset")
+    assert [q["healed"] for q in make_round(machines)] == [None, 2.0]
+
+
+def test_a_machine_that_did_not_commit_heals(cluster):
+    a, b = machines = cluster.machines("ab")
+    make_round(machines, value=1.0)
+    together(machines, "quorum")
+    a.make("commit", value=5.0)
+    b.make("commit", ok=False)
+    quorums = make_round(machines)
+    assert [(q["step"], q["healed"]) for q in quorums] == [(2, None), (2, 5.0)]
+
+
+def test_a_machine_with_another_token_is_refused_and_the_others_go_on(cluster):
+    machines = cluster.machines("ab", token="secret")
+    make_round(machines)
+    for name, token in (("c", "wrong"), ("d", None)):
+        stranger = cluster.machine(name, token=token)
+        cluster.join(stranger)
+        quorums = make_round(machines)
+        assert [tuple(q["members"]) for q in quorums] == [("a", "b")] * 2
+        assert [q["refused"] for q in quorums] == [[name]] * 2
+        with pytest.raises(CallFailed, match="another token") as caught:
+            stranger.answer()
+        assert (caught.value.kind, caught.value.machines) == ("PeerRefused", ("a", "b"))
+        stranger.kill()
+
+
+@pytest.mark.parametrize(
+    "what", ["a pickle", "a wrong token", "an old message", "too much", "half a message"]
+)
+def test_a_peer_that_gathers_garbage_is_refused_and_the_others_go_on(cluster, what):
+    a, b, c = machines = cluster.machines("abc", token="secret")
+    c.make("send", what=what)
+    failed = together(machines, "quorum")  # its step and address are gathered to heal
+    assert {(f.kind, f.machines) for f in failed} == {("PeerRefused", ("c",))}
+    cluster.join(c)
+    quorums = make_round([a, b])
+    assert [q["refused"] for q in quorums] == [["c"]] * 2
+    with pytest.raises(CallFailed, match="refuses this machine") as caught:
+        c.answer()
+    assert caught.value.kind == "PeerRefused"
+
+
+def test_tensors_of_other_sizes_are_an_error_and_not_the_end_of_the_process(cluster):
+    a, b = machines = cluster.machines("ab")
+    together(machines, "quorum")
+    a.tell("all_reduce", numel=1000)
+    b.tell("all_reduce", numel=1001)
+    for machine in machines:
+        with pytest.raises(CallFailed, match="other shapes"):
+            machine.answer()
+    make_round(machines)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "int8"])
+def test_compressed_sums_have_the_same_bits_on_all_machines(cluster, compression):
+    cluster.light(min_machines=3)
+    machines = cluster.machines("abc", compression=compression)
+    together(machines, "quorum")
+    for seed, machine in enumerate(machines):
+        machine.tell("all_reduce", seed=seed)
+    sums = [machine.answer() for machine in machines]
+    assert len({found["digest"] for found in sums}) == 1
+    single, double, *_ = [sum(parts) for parts in zip(*map(contribution, range(3)), strict=True)]
+    assert sums[0]["first"][0] == pytest.approx(single[:2].tolist(), abs=0.1)
+    assert sums[0]["first"][1] == double[:2].tolist()  # never compressed
+
+
+def test_close_wakes_a_call_that_waits(cluster):
+    cluster.light(min_machines=3)
+    machines = cluster.machines("ab")
+    for machine in machines:
+        machine.make("close_soon", seconds=0.3)
+        machine.tell("quorum")
+    for machine in machines:
+        with pytest.raises(CallFailed) as caught:
+            machine.answer()
+        assert caught.value.kind == "EngineClosed"
+        assert caught.value.took_s < 1.5
+
+
+def test_fewer_machines_than_asked_for_wait(cluster):
+    a = cluster.machine("a", min_machines=2)
+    a.tell("quorum")
+    with pytest.raises(AssertionError, match="no answer"):
+        a.answer(0.5)
+    b = cluster.machine("b", min_machines=2)
+    b.tell("quorum")
+    assert tuple(a.answer()["members"]) == tuple(b.answer()["members"]) == ("a", "b")
