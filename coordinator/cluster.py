@@ -422,12 +422,12 @@ class ClusterLedger:
             try:
                 held = normal((*told.done, *told.kept))
             except LedgerError as error:
-                found[told.machine] = str(error)
+                found[told.machine] = f"tells what cannot be: {error}"
                 continue
             if not _all_in(held, granted):
-                found[told.machine] = "it has batches that were not granted to it"
+                found[told.machine] = "has batches that were not granted to it"
             elif told.leaving and told.kept:
-                found[told.machine] = "it leaves and keeps batches"
+                found[told.machine] = "leaves and keeps batches"
         return found
 
     def commit(self, facts: Sequence[Facts]) -> tuple[ClosedEpoch, ...]:
@@ -447,7 +447,7 @@ class ClusterLedger:
             if (told.step, told.lineage) != (self.step, self.lineage):
                 raise LedgerError(f"machine {told.machine} is in another history")
         for machine, fault in self.faults(ordered).items():
-            raise LedgerError(f"machine {machine}: {fault}")
+            raise LedgerError(f"machine {machine} {fault}")
         for told in ordered:
             for number, spans in told.done:
                 self._open[number].consumed.put_back(spans)
@@ -555,6 +555,8 @@ def _spans_from_json(number: int, pairs: Any) -> tuple[range, ...]:
 
 def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Which settings differ, in words; empty: none."""
+    if theirs == ours:
+        return ""
     names = sorted(set(theirs) | set(ours))
     told = (
         f"{name} is {theirs.get(name)!r:.60}, not {ours.get(name)!r:.60}"
@@ -686,6 +688,75 @@ def _split_whole(total: int, amounts: Sequence[int]) -> list[int]:
     for i in by_remainder[: total - sum(parts)]:
         parts[i] += 1
     return parts
+
+
+# -- a round's verdict ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the facts of a round come to, the same on all machines of one history.
+
+    Attributes:
+        refused: Machines that must end, with the reason as it goes on after their name.
+        losers: Machines whose history another one wins over.
+        void: Why the round may not be committed; empty: it may.
+        ledger: What a commit makes of the ledger.
+        closed: Epochs that a commit closes.
+        due_s: Seconds from the commit to the next round.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    losers: frozenset[str] = frozenset()
+    void: str = ""
+    ledger: ClusterLedger
+    closed: tuple[ClosedEpoch, ...] = ()
+    due_s: float = 0.0
+
+
+def judge(ledger: ClusterLedger, facts: Sequence[Facts]) -> Verdict:
+    """Look through the facts of a round; pure."""
+    lead = leading(facts)
+    refused = {
+        told.machine: f"has other settings than the cluster: {why}"
+        for told in facts
+        if (why := differing(told.settings, lead.settings))
+    }
+    if refused:
+        return Verdict(refused=refused, void=_listed(refused), ledger=ledger)
+    losers = frozenset(told.machine for told in facts if told.history != lead.history)
+    if losers:
+        void = f"histories differ, and that of machine {lead.machine} goes on"
+        return Verdict(losers=losers, void=void, ledger=ledger)
+    void = _listed({f.machine: f"cannot take part: {f.void}" for f in facts if f.void})
+    if void or ledger.ended:
+        return Verdict(void=void, ledger=ledger)
+    faults = ledger.faults(facts)
+    if faults:
+        return Verdict(refused=faults, void=_listed(faults), ledger=ledger)
+    after = ledger.copy()
+    closed = after.commit(facts)
+    return Verdict(ledger=after, closed=closed, due_s=due_s(after, facts))
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"machine {name} {reason}" for name, reason in reasons.items())
+
+
+def leading(facts: Sequence[Facts]) -> Facts:
+    """The machine whose history and settings the others follow.
+
+    It is the one with most commits, then most batches. Of settings that this leaves open those
+    of most machines win.
+    """
+    if all(told.settings == facts[0].settings for told in facts):
+        return max(facts, key=lambda told: (told.history, told.machine))
+    keys = [_canonical(told.settings) for told in facts]
+    places = [
+        (told.step, told.consumed, keys.count(key), key, told.lineage, told.machine)
+        for told, key in zip(facts, keys, strict=True)
+    ]
+    return facts[places.index(max(places))]
 
 
 # -- events and commands --------------------------------------------------------------------
@@ -956,7 +1027,9 @@ _NEXT = {
 }
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
-"""Pause after a failed round, doubled with each that fails in a row, and the longest."""
+"""Time from a failed round's begin to the next, doubled with each that fails in a row, and the
+longest; the first also at least from its end. An engine waits longer for a quorum, or machines
+that ask in turns would never meet."""
 FIRST_RESERVE_S = 1.0
 """Work kept for the first round, whose duration is not known."""
 MAX_FAILED_CAPTURES = 5
@@ -973,9 +1046,7 @@ class _RoundInProgress:
     asked_at: float
     leaving: bool = False
     facts: Facts | None = None
-    ledger: ClusterLedger | None = None
-    closed: tuple[ClosedEpoch, ...] = ()
-    due_s: float = 0.0
+    verdict: Verdict | None = None
     reduced: bool = False
 
 
@@ -1030,6 +1101,11 @@ class Member:
         return self.ledger.step
 
     @property
+    def healing(self) -> bool:
+        """Whether it has another machine's state and was in no committed round since."""
+        return self._restart
+
+    @property
     def deadline(self) -> float | None:
         """When to send a :class:`~coordinator.messages.Tick`, if nothing else comes."""
         due = self._due if self.state is _S.TRAINING else None
@@ -1068,8 +1144,9 @@ class Member:
             case Built():
                 self._on_built()
             case Idle():
-                # After a failure the pause is waited out.
-                if self.state is _S.TRAINING and self._num_failed == 0:
+                # After a failure the pause is waited out. A machine that has nothing to bring
+                # waits for the others, who would lose what they train to a round without them.
+                if self.state is _S.TRAINING and self._num_failed == 0 and not self._has_nothing:
                     self._form_quorum()
             case Tick():
                 if self.state is _S.TRAINING and self._due is not None and self._now >= self._due:
@@ -1132,7 +1209,7 @@ class Member:
         self.transition(_S.TRAINING)
         pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failed, 10))
         self._num_failed += 1
-        self._due = self._now + pause_s
+        self._due = max(self._now + FIRST_PAUSE_S, self._round.asked_at + pause_s)
         self._out.append(ResumeGrant(reason=reason))
         if self.ledger.ended:
             self._num_farewells += 1
@@ -1258,41 +1335,19 @@ class Member:
             self._vote(True)
 
     def _judge(self, facts: tuple[Facts, ...]) -> str:
-        """Why the round is void, if it is; and what it would make of the ledger, if not."""
-        members = self._round.members
-        if tuple(told.machine for told in facts) != members or self._round.facts not in facts:
+        """Why the round is void, if it is; what it makes of the ledger is noted, if not."""
+        round_ = self._round
+        if tuple(told.machine for told in facts) != round_.members or round_.facts not in facts:
             return "the facts are not those of the members"
-        lead = leading(facts)
-        others = {f.machine: differing(f.settings, lead.settings) for f in facts}
-        if others[self.machine]:
-            self._refuse(
-                f"machine {self.machine} has other settings than the cluster: "
-                f"{others[self.machine]}"
-            )
-            return "refused"
-        refused = [f"machine {name} is refused: {why}" for name, why in others.items() if why]
-        if refused:
-            return "; ".join(refused)
-        if any(told.history != lead.history for told in facts):
-            if self.ledger.history != lead.history:
-                self._set_engine_step(0)
-            return f"histories differ; that of machine {lead.machine} goes on"
-        void = [f"machine {told.machine}: {told.void}" for told in facts if told.void]
-        if void:
-            if self._num_failed_captures >= MAX_FAILED_CAPTURES:
-                self._refuse(f"{MAX_FAILED_CAPTURES} captures in a row failed: {void[0]}")
-            return "; ".join(void)
-        if self.ledger.ended:
-            return ""
-        faults = self.ledger.faults(facts)
-        if faults:
-            if self.machine in faults:
-                self._refuse(f"machine {self.machine}: {faults[self.machine]}")
-            return "; ".join(f"machine {name}: {why}" for name, why in faults.items())
-        self._round.ledger = self.ledger.copy()
-        self._round.closed = self._round.ledger.commit(facts)
-        self._round.due_s = due_s(self._round.ledger, facts)
-        return ""
+        verdict = judge(self.ledger, facts)
+        if self.machine in verdict.refused:
+            self._refuse(f"machine {self.machine} {verdict.refused[self.machine]}")
+        elif self.machine in verdict.losers:
+            self._set_engine_step(0)
+        elif self._num_failed_captures >= MAX_FAILED_CAPTURES:
+            self._refuse(f"{self._num_failed_captures} captures in a row failed: {verdict.void}")
+        round_.verdict = verdict
+        return verdict.void
 
     def _vote(self, ok: bool) -> None:
         self.transition(_S.VOTE)
@@ -1303,18 +1358,18 @@ class Member:
         if not event.ok:
             self._fail("the round was not committed")
             return
-        before, after = self.ledger, self._round.ledger
-        assert after is not None, "a round was committed before its facts were judged"
+        verdict = self._round.verdict
+        assert verdict is not None, "a round was committed before its facts were judged"
         self.transition(_S.TRAINING)
-        self.ledger = after
-        self._engine_step = after.step
+        before, self.ledger = self.ledger, verdict.ledger
+        self._engine_step = self.ledger.step
         self._round_s = self._now - self._round.asked_at
         self._num_failed = 0
-        self._due = self._now + self._round.due_s
+        self._due = self._now + verdict.due_s
         self._out.append(
             Apply(
-                grant=after.grants[self.machine],
-                closed=self._newly_closed(before),
+                grant=self.ledger.grants[self.machine],
+                closed=self._newly_closed(before, verdict.closed),
                 restart=self._restart,
                 reduced=self._round.reduced,
             )
@@ -1329,34 +1384,19 @@ class Member:
         elif self._stop is not None:
             self._form_quorum()
 
-    def _newly_closed(self, before: ClusterLedger) -> tuple[ClosedEpoch, ...]:
-        """Epochs that have closed since the last that was told of."""
-        if self._next_closed is None:
-            self._next_closed = before.first_open
-        known = self._round.closed if not self._restart else self.ledger.recent
-        told = tuple(closed for closed in known if closed.epoch >= (self._next_closed or 0))
-        self._next_closed = self.ledger.first_open
-        return told
+    def _newly_closed(
+        self, before: ClusterLedger, closed: tuple[ClosedEpoch, ...]
+    ) -> tuple[ClosedEpoch, ...]:
+        """Epochs that have closed since the last that was told of, as far as they are known."""
+        first = before.first_open if self._next_closed is None else self._next_closed
+        self._next_closed = max(first, self.ledger.first_open)
+        known = self.ledger.recent if self._restart else closed
+        return tuple(epoch for epoch in known if epoch.epoch >= first)
 
     def _leave_ended(self) -> None:
         """All members know that nothing is left."""
         if self._restart:
             self._out.append(
-                Apply(grant=Grant(), closed=self._newly_closed(self.ledger), restart=True)
+                Apply(grant=Grant(), closed=self._newly_closed(self.ledger, ()), restart=True)
             )
         self._finish()
-
-
-def leading(facts: Sequence[Facts]) -> Facts:
-    """The machine whose history and settings the others follow; the same on all machines."""
-    votes: dict[bytes, int] = {}
-    keys = {told.machine: _canonical(told.settings) for told in facts}
-    for key in keys.values():
-        votes[key] = votes.get(key, 0) + 1
-
-    def place(told: Facts) -> tuple[Any, ...]:
-        key = keys[told.machine]
-        return told.step, told.consumed, votes[key], key, told.lineage
-
-    first = max(place(told) for told in facts)
-    return min((f for f in facts if place(f) == first), key=lambda told: told.machine)
