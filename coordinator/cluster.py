@@ -55,7 +55,15 @@ MAX_COUNT = 2**53
 
 
 class LedgerError(GpuWorkerError):
-    """Facts or a ledger that cannot be: a fault in the program, or a machine that lies."""
+    """Facts or events that cannot be: a fault in the program, or a machine that lies.
+
+    Attributes:
+        faults: What is wrong, by machine, as far as it is one machine's fault.
+    """
+
+    def __init__(self, message: str, faults: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.faults = dict(faults or {})
 
 
 # -- facts ----------------------------------------------------------------------------------
@@ -446,8 +454,9 @@ class ClusterLedger:
         for told in ordered:
             if (told.step, told.lineage) != (self.step, self.lineage):
                 raise LedgerError(f"machine {told.machine} is in another history")
-        for machine, fault in self.faults(ordered).items():
-            raise LedgerError(f"machine {machine} {fault}")
+        faults = self.faults(ordered)
+        if faults:
+            raise LedgerError(_listed(faults), faults)
         for told in ordered:
             for number, spans in told.done:
                 self._open[number].consumed.put_back(spans)
@@ -731,11 +740,11 @@ def judge(ledger: ClusterLedger, facts: Sequence[Facts]) -> Verdict:
     void = _listed({f.machine: f"cannot take part: {f.void}" for f in facts if f.void})
     if void or ledger.ended:
         return Verdict(void=void, ledger=ledger)
-    faults = ledger.faults(facts)
-    if faults:
-        return Verdict(refused=faults, void=_listed(faults), ledger=ledger)
     after = ledger.copy()
-    closed = after.commit(facts)
+    try:
+        closed = after.commit(facts)
+    except LedgerError as error:
+        return Verdict(refused=error.faults, void=str(error), ledger=ledger)
     return Verdict(ledger=after, closed=closed, due_s=due_s(after, facts))
 
 
@@ -1339,7 +1348,7 @@ class Member:
         round_ = self._round
         if tuple(told.machine for told in facts) != round_.members or round_.facts not in facts:
             return "the facts are not those of the members"
-        verdict = judge(self.ledger, facts)
+        verdict = self.verdict(facts)
         if self.machine in verdict.refused:
             self._refuse(f"machine {self.machine} {verdict.refused[self.machine]}")
         elif self.machine in verdict.losers:
@@ -1348,6 +1357,10 @@ class Member:
             self._refuse(f"{self._num_failed_captures} captures in a row failed: {verdict.void}")
         round_.verdict = verdict
         return verdict.void
+
+    def verdict(self, facts: tuple[Facts, ...]) -> Verdict:
+        """What :func:`judge` says; a simulation computes it once for all machines."""
+        return judge(self.ledger, facts)
 
     def _vote(self, ok: bool) -> None:
         self.transition(_S.VOTE)

@@ -101,8 +101,9 @@ class SimEngine:
 
     def look(self) -> None:
         """Form the quorums that can be formed."""
-        for server in (0, 1):
-            self._look(server)
+        if len(self._asking) >= self._sim.schedule.min_machines:
+            for server in (0, 1):
+                self._look(server)
 
     def _look(self, server: int) -> None:
         s, now = self._sim.schedule, self._sim.now

@@ -34,6 +34,24 @@ def listed(batches: c.Batches) -> list[Batch]:
     return [(epoch, b) for epoch, spans in batches for span in spans for b in span]
 
 
+class SharingMember(c.Member):
+    """A member that takes verdicts from a member of the same history, if there are any."""
+
+    def __init__(self, sim: ClusterSimulation, machine: str, ledger: c.ClusterLedger) -> None:
+        period_s = sim.schedule.period_s
+        super().__init__(machine, ledger, leave_s=5 * period_s, farewell_s=5 * period_s)
+        self._sim = sim
+
+    def verdict(self, facts: tuple[c.Facts, ...]) -> c.Verdict:
+        if not self._sim.shares:
+            return super().verdict(facts)
+        verdicts = self._sim.verdicts
+        key = (self.ledger.lineage, id(facts))
+        if key not in verdicts:
+            verdicts[key] = (facts, super().verdict(facts))
+        return verdicts[key][1]
+
+
 class SimMachine:
     """One process.
 
@@ -50,12 +68,7 @@ class SimMachine:
         self._sim = sim
         self.host = host
         self.name = host.name
-        self.member = c.Member(
-            host.name,
-            sim.new_ledger(odd=host.odd),
-            leave_s=5 * sim.schedule.period_s,
-            farewell_s=5 * sim.schedule.period_s,
-        )
+        self.member = SharingMember(sim, host.name, sim.new_ledger(odd=host.odd))
         self.whole = np.zeros(sim.num_places, dtype=np.int32)
         self.live = self.whole.copy()
         self.engine_step = 0
@@ -66,6 +79,7 @@ class SimMachine:
         self.begun = False
         self.dead = False
         self.outcome: c.Finish | c.Refuse | None = None
+        self.ended_s = 0.0
         self.closed: list[int] = []
         self.last_commit: tuple[dict[str, Any], Any] | None = None
         self._silent_since: float | None = None
@@ -83,6 +97,7 @@ class SimMachine:
         self._next_at = 0.0
         self._wake = 0
         self.num_trained = 0
+        self._num_failed = 0  # captures in a row
 
     # -- life -----------------------------------------------------------------------------
 
@@ -107,7 +122,7 @@ class SimMachine:
         if origin is not None and sim.machines[origin].last_commit is not None:
             state, whole = sim.machines[origin].last_commit or ({}, None)
             self.member.ledger.load_state_dict(state)
-            self.member = c.Member(self.name, self.member.ledger)
+            self.member = SharingMember(sim, self.name, self.member.ledger)
             self.whole = whole.copy()
             self.live = whole.copy()
         self.tell(c.Built())
@@ -265,7 +280,7 @@ class SimMachine:
                 sim.engine.leave(self)
                 self._resume()
             case c.Refuse() | c.Finish():
-                self.outcome = command
+                self.outcome, self.ended_s = command, sim.now
                 self._end()
                 sim.on_end(self)
             case _:
@@ -401,7 +416,9 @@ class SimMachine:
     def _capture(self, *, keeps: bool) -> None:
         sim, s = self._sim, self._sim.schedule
         self._advance()
-        if sim.now < s.quiet_s and sim.rng.random() < s.capture_chance:
+        fails = sim.now < s.quiet_s and sim.rng.random() < s.capture_chance
+        self._num_failed = self._num_failed + 1 if fails else 0
+        if 0 < self._num_failed < c.MAX_FAILED_CAPTURES:
             self.answer(self.call, c.CaptureFailed(error="a worker died"), 0.0)
             return
         if not keeps:
