@@ -396,7 +396,8 @@ class ClusterLedger:
     @property
     def complete(self) -> bool:
         """Whether nothing is left to be trained."""
-        return self._first >= self.num_epochs or self.consumed == self.max_batches
+        limit = self.max_batches
+        return self._first >= self.num_epochs or (limit is not None and self.consumed >= limit)
 
     @property
     def ended(self) -> bool:

@@ -24,7 +24,8 @@ from tests.simulation.cluster_schedule import ClusterSchedule, draw_cluster
 from tests.simulation.effects import Batch, Violation
 from tests.simulation.harness import STUCK, TRACE_LINES, SimulationFailed
 
-MAX_CLUSTER_EVENTS = 400_000
+MAX_EVENTS_OF_HOST = 4000
+TOO_LONG = "the run does not end"
 
 
 class ClusterSimulation:
@@ -106,6 +107,8 @@ class ClusterSimulation:
     def on_commit(self, machine: SimMachine, command: c.Apply) -> None:
         """A machine has applied a round."""
         ledger = machine.member.ledger
+        if command.grant and machine.leaving:
+            raise Violation(f"machine {machine.name} leaves with {command.grant}")
         self.seen["commits"] += 1
         self.seen["restarts"] += command.restart
         for closed in command.closed:
@@ -136,6 +139,8 @@ class ClusterSimulation:
             raise Violation(f"(place, effect, times consumed): {odd}")
 
     def _check_grants(self, ledger: c.ClusterLedger) -> None:
+        if ledger.max_batches is not None and ledger.consumed > ledger.max_batches:
+            raise Violation(f"{ledger.consumed} batches are consumed, more than the limit")
         granted: Counter[Batch] = Counter()
         for grant in ledger.grants.values():
             granted.update(listed(grant.batches))
@@ -194,8 +199,8 @@ class ClusterSimulation:
             self.now, _, action = heapq.heappop(self._heap)
             action()
             self.num_events += 1
-            if self.num_events > MAX_CLUSTER_EVENTS:
-                raise Violation(f"{MAX_CLUSTER_EVENTS} events and no end")
+            if self.num_events > MAX_EVENTS_OF_HOST * (1 + len(s.hosts)):
+                raise Violation(f"{self.num_events} events: {TOO_LONG}")
         self._at_end()
 
     @property
@@ -214,13 +219,22 @@ class ClusterSimulation:
         return True
 
     @property
-    def is_calm(self) -> bool:
-        """Whether the run gives no machine a reason to take another for dead that is not."""
+    def _is_smooth(self) -> bool:
+        """Whether no round fails."""
         s = self.schedule
+        chances = (s.capture_chance, s.gather_chance, s.reduce_chance, s.commit_chance)
+        return not s.faults and not any(chances)
+
+    @property
+    def _is_calm(self) -> bool:
+        """Whether no machine has a reason to take another for dead that is not."""
+        s = self.schedule
+        # Between failed rounds a machine pauses.
+        pause_s = 0.0 if self._is_smooth else c.MAX_PAUSE_S + s.timeout_s
         return (
             not any(fault.kind == "stall" for fault in s.faults)
             and s.partition.stop_s == s.away.stop_s == 0
-            and s.join_s >= 2 * s.period_s
+            and s.join_s >= 2 * s.period_s + pause_s
             and not any(host.origin or host.odd for host in s.hosts)
         )
 
@@ -233,21 +247,14 @@ class ClusterSimulation:
         first_s = min((m.ended_s for m in finished), default=0.0)
         lineages = {m.member.ledger.lineage for m in finished if m.host.start_s < first_s}
         self.seen["two ends"] += len(lineages) > 1
-        if len(lineages) > 1 and self.is_calm:
+        if len(lineages) > 1 and self._is_calm:
             raise Violation(f"machines end with other histories: {lineages}")
-        places = self.num_places if self.schedule.max_batches is None else self.schedule.max_batches
+        needed = self.num_places if self.schedule.max_batches is None else self.schedule.max_batches
         trained = sum(m.num_trained for m in self.machines.values())
-        self.seen["retrained"] += trained > places
-        if (
-            finished
-            and trained != places
-            and self.is_calm
-            and not self.schedule.faults
-            and not sum(
-                getattr(self.schedule, f"{what}_chance") for what in ("gather", "reduce", "commit")
-            )
-        ):
-            raise Violation(f"{trained} batches are trained, and {places} are needed")
+        self.seen["retrained"] += trained > needed
+        came_late = any(host.start_s >= first_s for host in self.schedule.hosts)
+        if finished and trained != needed and not came_late and self._is_calm and self._is_smooth:
+            raise Violation(f"{trained} batches are trained, and {needed} are needed")
         self.seen["quorums"] += self.engine.num_quorums
         self.seen["healed"] += self.engine.num_healed
 

@@ -59,6 +59,7 @@ class SimMachine:
         whole: The global parameters.
         live: The inner run's.
         engine_step: Commits that the engine has counted.
+        leaving: Whether it leaves after the round that it is in.
         call: Number of the request that is under way; each is answered once.
         group: The round it is in.
         received: The state that came with the last quorum.
@@ -80,6 +81,7 @@ class SimMachine:
         self.dead = False
         self.outcome: c.Finish | c.Refuse | None = None
         self.ended_s = 0.0
+        self.leaving = False
         self.closed: list[int] = []
         self.last_commit: tuple[dict[str, Any], Any] | None = None
         self._silent_since: float | None = None
@@ -264,6 +266,7 @@ class SimMachine:
             case c.Gather():
                 self._ask()
                 facts = sim.sent(command.facts)
+                self.leaving = facts.leaving
                 chance = sim.schedule.gather_chance
                 sim.engine.exchange(self, "gather", facts, chance, sim.gathered)
             case c.Reduce():
@@ -319,7 +322,8 @@ class SimMachine:
     def _apply(self, command: c.Apply) -> None:
         sim = self._sim
         if command.reduced:
-            assert self.group is not None
+            if self.group is None or self.group.total is None:
+                raise Violation(f"machine {self.name} applies sums that it never got")
             self.whole = self.whole + self.group.total
         num = len(self._trained) if self._captured is None else self._captured
         since = self._trained[num:]
