@@ -99,6 +99,24 @@ class BatchSet:
             else:
                 self._spans.append(span)
 
+    def remove(self, spans: Iterable[range]) -> None:
+        """Take these batches out, as far as they are there. All ranges have step 1."""
+        left: list[range] = []
+        gone = iter(BatchSet(spans).spans)
+        hole = next(gone, None)
+        for span in self._spans:
+            start = span.start
+            while hole is not None and hole.start < span.stop:
+                if start < hole.start:
+                    left.append(range(start, hole.start))
+                start = max(start, hole.stop)
+                if hole.stop > span.stop:
+                    break  # it reaches into the next one
+                hole = next(gone, None)
+            if start < span.stop:
+                left.append(range(start, span.stop))
+        self._spans = left
+
 
 def cut(
     spans: tuple[range, ...], ranks: Sequence[int], ratios: Sequence[float] | None

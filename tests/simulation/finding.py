@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.simulation.cluster_harness import simulate_cluster
 from tests.simulation.harness import SimulationFailed, simulate
 from tests.simulation.schedule import Schedule, draw_schedule
 from tests.support.pairs import SCALE
@@ -34,15 +35,25 @@ def assert_is_found(
     expected: str, draw: Callable[[int], Schedule] = draw_schedule, *, tensors: bool = False
 ) -> None:
     """Some schedule fails, with a message that says how."""
+    text = _first_failure(lambda seed: simulate(seed, draw=draw, tensors=tensors), expected)
+    assert "coordinator ->" in text
+
+
+def assert_cluster_is_found(expected: str) -> None:
+    """Some schedule of a cluster fails, with a message that says how."""
+    assert "--cluster" in _first_failure(simulate_cluster, expected)
+
+
+def _first_failure(run: Callable[[int], object], expected: str) -> str:
     for seed in range(MAX_SCHEDULES):
         try:
-            simulate(seed, draw=draw, tensors=tensors)
+            run(seed)
         except SimulationFailed as error:
             text = str(error)
             if expected in text.splitlines()[0]:
-                assert f"--seed {draw(seed).seed}" in text
-                assert "coordinator ->" in text
-                return
+                found = text.split(":", 1)[0].removeprefix("seed ")
+                assert f"--seed {found}" in text
+                return text
     pytest.fail(f"{MAX_SCHEDULES} schedules found nothing")
 
 

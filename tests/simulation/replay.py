@@ -9,21 +9,24 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 
+from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
 from tests.simulation.harness import Simulation, SimulationFailed, simulate
-from tests.simulation.schedule import Schedule, draw_late_schedule, draw_schedule
+from tests.simulation.schedule import draw_late_schedule
+
+Run = Callable[[int], Simulation | ClusterSimulation]
 
 
-def try_seed(draw: Callable[[int], Schedule], seed: int) -> tuple[int, int, str]:
+def try_seed(run: Run, seed: int) -> tuple[int, int, str]:
     """Run a schedule; gives its seed, its number of events and what failed."""
     try:
-        return seed, simulate(seed, draw=draw).num_events, ""
+        return seed, run(seed).num_events, ""
     except SimulationFailed as error:
         return seed, 0, str(error)
 
 
-def show(schedule: Schedule) -> None:
+def show(run: Run, seed: int) -> None:
     """Print the history of a schedule."""
-    for moment, who, what in Simulation(schedule).run().trace:
+    for moment, who, what in run(seed).trace:
         print(f"{moment:10.6f}  {who:<16} {what}")
 
 
@@ -34,21 +37,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1, help="schedules to run, from SEED on")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in")
     parser.add_argument("--late", action="store_true", help="longer ones with a late coordinator")
+    parser.add_argument("--cluster", action="store_true", help="clusters of machines")
     args = parser.parse_args()
-    draw = draw_late_schedule if args.late else draw_schedule
+    run: Run = simulate_cluster if args.cluster else simulate
+    if args.late:
+        run = partial(simulate, draw=draw_late_schedule)
     start, num_events, failed = time.perf_counter(), 0, []
     with get_context("spawn").Pool(args.jobs) as pool:
         seeds = range(args.seed, args.seed + args.count)
-        for seed, events, error in pool.imap_unordered(
-            partial(try_seed, draw), seeds, chunksize=50
-        ):
+        for seed, events, error in pool.imap_unordered(partial(try_seed, run), seeds, chunksize=50):
             num_events += events
             if error:
                 failed.append(seed)
                 print(error if args.count == 1 else error.splitlines()[0])
     seconds = time.perf_counter() - start
     if args.count == 1 and not failed:
-        show(draw(args.seed))
+        show(run, args.seed)
     rate = f"{args.count / seconds:.0f} schedules/s, {num_events / seconds:.0f} events/s"
     print(f"{args.count} schedules in {seconds:.1f} s ({rate}), failed: {failed}")
     return 1 if failed else 0

@@ -1,0 +1,279 @@
+"""The simulator of clusters: real members under a virtual clock.
+
+As in :mod:`tests.simulation.harness`, everything happens in one thread, in an order that the
+schedule's seed decides. A run ends with every invariant held, or raises
+:class:`SimulationFailed` with its history.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from coordinator import cluster as c
+from tests.simulation.cluster_engine import SimEngine
+from tests.simulation.cluster_machine import SimMachine, listed
+from tests.simulation.cluster_schedule import ClusterSchedule, draw_cluster
+from tests.simulation.effects import Batch, Violation
+from tests.simulation.harness import STUCK, TRACE_LINES, SimulationFailed
+
+MAX_EVENTS_OF_HOST = 4000
+TOO_LONG = "the run does not end"
+
+
+class ClusterSimulation:
+    """One run.
+
+    Attributes:
+        now: The virtual time.
+        machines: By name.
+        engine: Quorums and exchanges.
+        seen: What happened, and how often.
+        shares: Whether verdicts are computed once for all machines.
+        verdicts: Those, with the facts.
+    """
+
+    def __init__(self, schedule: ClusterSchedule) -> None:
+        self.schedule = schedule
+        self.num_places = schedule.batches_per_epoch * schedule.num_epochs
+        self.now = 0.0
+        self.rng = random.Random(schedule.seed)
+        self.trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_LINES)
+        self.seen: Counter[str] = Counter()
+        self.num_events = 0
+        self._few_since = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        # Equal verdicts are computed once, but for some runs that look whether they are equal.
+        self.shares = schedule.seed % 8 != 0
+        self.verdicts: dict[tuple[str, int], tuple[tuple[c.Facts, ...], c.Verdict]] = {}
+        self._states: dict[c.ClusterLedger, dict[str, Any]] = {}
+        self._histories: dict[str, tuple[Any, c.ClusterLedger]] = {}
+        self._grants: dict[str, dict[str, set[Batch]]] = {}
+        self.engine = SimEngine(self)
+        self.machines = {host.name: SimMachine(self, host) for host in schedule.hosts}
+
+    # -- for machines and the engine ------------------------------------------------------
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Do something then."""
+        heapq.heappush(self._heap, (time, next(self._order), action))
+
+    def draw(self, longest: float) -> float:
+        """A number from 0 up to ``longest``."""
+        return self.rng.random() * longest
+
+    def place(self, batch: Batch) -> int:
+        """A batch's place in the vector."""
+        return batch[0] * self.schedule.batches_per_epoch + batch[1]
+
+    def new_ledger(self, *, odd: bool = False) -> c.ClusterLedger:
+        """What a new machine begins with."""
+        s = self.schedule
+        return c.ClusterLedger(
+            settings={"model": "odd" if odd else "even", "seed": 0},
+            num_epochs=s.num_epochs,
+            batches_per_epoch=s.batches_per_epoch,
+            period_s=s.period_s,
+            max_batches=s.max_batches,
+        )
+
+    def state_of(self, ledger: c.ClusterLedger) -> dict[str, Any]:
+        """The ledger as it travels."""
+        if ledger not in self._states:
+            self._states[ledger] = json.loads(json.dumps(ledger.state_dict()))
+        return self._states[ledger]
+
+    def sent(self, facts: c.Facts) -> c.Facts:
+        """Facts as the others get them."""
+        arrived = c.Facts.from_json(facts.to_json())
+        if arrived != facts:
+            raise Violation(f"{facts} arrives as {arrived}")
+        return arrived
+
+    def gathered(self, brought: list[Any]) -> c.Gathered:
+        """The facts of all."""
+        return c.Gathered(facts=tuple(brought))
+
+    # -- invariants -------------------------------------------------------------------------
+
+    def on_commit(self, machine: SimMachine, command: c.Apply) -> None:
+        """A machine has applied a round."""
+        ledger = machine.member.ledger
+        if command.grant and machine.leaving:
+            raise Violation(f"machine {machine.name} leaves with {command.grant}")
+        self.seen["commits"] += 1
+        self.seen["restarts"] += command.restart
+        for closed in command.closed:
+            total = sum(tally["batches"] for tally in closed.tallies.values())
+            if total != self.schedule.batches_per_epoch:
+                raise Violation(f"epoch {closed.epoch} is closed with tallies of {total} batches")
+        if machine.closed != sorted(set(machine.closed)):
+            raise Violation(f"machine {machine.name} is told of the epochs {machine.closed}")
+        known = self._histories.setdefault(ledger.lineage, (machine.whole, ledger))
+        if known[0] is machine.whole:
+            self._check_whole(machine.whole, ledger)
+            self._check_grants(ledger)
+            return
+        if not np.array_equal(known[0], machine.whole):
+            raise Violation(f"machines of one lineage hold {known[0]} and {machine.whole}")
+        if known[1] is not ledger and self.state_of(known[1]) != self.state_of(ledger):
+            raise Violation("machines of one lineage have different ledgers")
+
+    def _check_whole(self, whole: Any, ledger: c.ClusterLedger) -> None:
+        wanted = np.zeros_like(whole)
+        wanted[: ledger.first_open * self.schedule.batches_per_epoch] = 1
+        for epoch in ledger.open_epochs:
+            for span in ledger.consumed_of(epoch):
+                start = self.place((epoch, span.start))
+                wanted[start : start + len(span)] += 1
+        if not np.array_equal(wanted, whole):
+            odd = [(int(i), int(whole[i]), int(wanted[i])) for i in np.flatnonzero(wanted != whole)]
+            raise Violation(f"(place, effect, times consumed): {odd}")
+
+    def _check_grants(self, ledger: c.ClusterLedger) -> None:
+        if ledger.max_batches is not None and ledger.consumed > ledger.max_batches:
+            raise Violation(f"{ledger.consumed} batches are consumed, more than the limit")
+        granted: Counter[Batch] = Counter()
+        for grant in ledger.grants.values():
+            granted.update(listed(grant.batches))
+        if granted and max(granted.values()) > 1:
+            raise Violation(f"granted twice: {[b for b, n in granted.items() if n > 1]}")
+        for epoch in ledger.open_epochs:
+            for span in ledger.consumed_of(epoch):
+                again = [b for b in span if (epoch, b) in granted]
+                if again:
+                    raise Violation(f"granted though consumed: {again} of epoch {epoch}")
+        if not ledger.ended and not granted and any(ledger.grants):
+            self.seen["empty deals"] += 1
+
+    def on_end(self, machine: SimMachine) -> None:
+        """A machine is out."""
+        outcome, ledger = machine.outcome, machine.member.ledger
+        if isinstance(outcome, c.Refuse):
+            self.seen["refused"] += 1
+            if not any(host.odd for host in self.schedule.hosts):
+                raise Violation(f"machine {machine.name} is refused: {outcome.reason}")
+            return
+        assert outcome is not None
+        if outcome.stopped == ledger.complete:
+            raise Violation(f"machine {machine.name} ends with {outcome}")
+        self._check_whole(machine.whole, ledger)
+        self.seen["left" if outcome.stopped else "finished"] += 1
+
+    # -- the run ----------------------------------------------------------------------------
+
+    def run(self) -> ClusterSimulation:
+        """Run to the end.
+
+        Raises:
+            SimulationFailed: An invariant broke, or the run does not end.
+        """
+        try:
+            self._run()
+        except Exception as error:
+            raise SimulationFailed(self._report(error)) from error
+        return self
+
+    def _run(self) -> None:
+        s = self.schedule
+        for machine in self.machines.values():
+            self.at(machine.host.start_s, machine.begin)
+        for fault in s.faults:
+            machine = self.machines[fault.name]
+            self.at(fault.at_s, lambda m=machine, f=fault: m.suffer(f))
+        for span in (s.partition, s.away):
+            self.at(span.stop_s + 1e-6, self.engine.look)
+        while self.num_events % 16 or not self._over:
+            if not self._heap:
+                if self._over:
+                    break
+                raise Violation(STUCK)
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
+            self.num_events += 1
+            if self.num_events > MAX_EVENTS_OF_HOST * (1 + len(s.hosts)):
+                raise Violation(f"{self.num_events} events: {TOO_LONG}")
+        self._at_end()
+
+    @property
+    def _over(self) -> bool:
+        """Whether all are out, or too few are left and no more will come."""
+        running = [m for m in self.machines.values() if not m.gone]
+        if not running:
+            return True
+        if len(running) >= self.schedule.min_machines or not all(m.begun for m in running):
+            self._few_since = self.now
+            return False
+        # They may know by themselves that nothing is left to do.
+        if self.now - self._few_since < 10 * self.schedule.period_s:
+            return False
+        self.seen["starved"] += 1
+        return True
+
+    @property
+    def _is_smooth(self) -> bool:
+        """Whether no round fails."""
+        s = self.schedule
+        chances = (s.capture_chance, s.gather_chance, s.reduce_chance, s.commit_chance)
+        return not s.faults and not any(chances)
+
+    @property
+    def _is_calm(self) -> bool:
+        """Whether no machine has a reason to take another for dead that is not."""
+        s = self.schedule
+        # Between failed rounds a machine pauses.
+        pause_s = 0.0 if self._is_smooth else c.MAX_PAUSE_S + s.timeout_s
+        return (
+            not any(fault.kind == "stall" for fault in s.faults)
+            and s.partition.stop_s == s.away.stop_s == 0
+            and s.join_s >= 2 * s.period_s + pause_s
+            and not any(host.origin or host.odd for host in s.hosts)
+        )
+
+    def _at_end(self) -> None:
+        finished = [
+            m
+            for m in self.machines.values()
+            if isinstance(m.outcome, c.Finish) and not m.outcome.stopped
+        ]
+        first_s = min((m.ended_s for m in finished), default=0.0)
+        lineages = {m.member.ledger.lineage for m in finished if m.host.start_s < first_s}
+        self.seen["two ends"] += len(lineages) > 1
+        if len(lineages) > 1 and self._is_calm:
+            raise Violation(f"machines end with other histories: {lineages}")
+        needed = self.num_places if self.schedule.max_batches is None else self.schedule.max_batches
+        trained = sum(m.num_trained for m in self.machines.values())
+        self.seen["retrained"] += trained > needed
+        came_late = any(host.start_s >= first_s for host in self.schedule.hosts)
+        if finished and trained != needed and not came_late and self._is_calm and self._is_smooth:
+            raise Violation(f"{trained} batches are trained, and {needed} are needed")
+        self.seen["quorums"] += self.engine.num_quorums
+        self.seen["healed"] += self.engine.num_healed
+
+    def _report(self, error: BaseException) -> str:
+        history = "\n".join(f"{t:10.6f}  {who:<8} {what}" for t, who, what in self.trace)
+        states = "\n".join(
+            f"{m.name}: {m.member.state}, step {m.member.step}, engine {m.engine_step}, "
+            f"{'gone' if m.gone else 'stalled' if m.stalled else 'runs'}, {m.outcome}"
+            for m in self.machines.values()
+        )
+        return (
+            f"seed {self.schedule.seed}: {type(error).__name__}: {error}\n\n{history}\n\n"
+            f"{self.schedule}\n\n{states}\n"
+            f"replay: python -m tests.simulation.replay --seed {self.schedule.seed} --cluster"
+        )
+
+
+def simulate_cluster(
+    seed: int, draw: Callable[[int], ClusterSchedule] = draw_cluster
+) -> ClusterSimulation:
+    """Run the schedule of a seed to its end."""
+    return ClusterSimulation(draw(seed)).run()
