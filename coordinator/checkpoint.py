@@ -20,7 +20,7 @@ from coordinator import messages as m
 from coordinator.config import AverageBackend
 from coordinator.dispatch import BatchSet, compress, count_batches
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
-from coordinator.metrics import EpochMetrics, EpochTally, RankMetrics
+from coordinator.metrics import EpochMetrics, EpochTally, MachineMetrics, RankMetrics
 from coordinator.pool import Epoch
 from coordinator.state import Core, RankState
 
@@ -146,6 +146,7 @@ def _epoch_state(
         for ledger in core.pool.ledgers
     ]
     rest = {b for spans in (epoch.open.spans, *unsettled) for span in spans for b in span}
+    known = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
     nothing = EpochTally(1).rank_state(0)
     sums = [
         notes[rank].sums.get(epoch.epoch, nothing)
@@ -160,7 +161,7 @@ def _epoch_state(
     return {
         "epoch": epoch.epoch,
         "epoch_s": epoch_s,
-        "consumed": _pairs(b for b in range(epoch.num_batches) if b not in rest),
+        "consumed": _pairs(b for span in known for b in span if b not in rest),
         "num_samples": epoch.num_samples,
         "num_retrained": epoch.num_retrained - _lost_since(core, epoch, notes, sums),
         "num_averagings": epoch.num_averagings,
@@ -319,6 +320,15 @@ _SUMS = record(
 )
 _RANK_TOTALS = record({**_COUNTS, "sync_s": real(0.0), "num_throttles": whole()})
 _RANK_METRICS = record({**_COUNTS, "rank": whole(), "avg_loss": real(), "throughput": real(0.0)})
+_MACHINE_METRICS = record(
+    {
+        **_COUNTS,
+        "machine": of_type(str),
+        "num_ranks": whole(1),
+        "avg_loss": real(),
+        "throughput": real(0.0),
+    }
+)
 
 
 def _check_scalar(value: Any, where: str) -> None:
@@ -410,13 +420,20 @@ def _metrics_check(num_samples: int) -> Check:
         "per_rank_batch_share": items(real(0.0)),
         "devices": items(of_type(str)),
     }
-    may = {"divergence": real(), "param_norm": real(), "learning_rate": real()}
+    may = {
+        "divergence": real(),
+        "param_norm": real(),
+        "learning_rate": real(),
+        "machines": items(_MACHINE_METRICS),
+    }
 
     def check(value: Any, where: str) -> None:
         record(fields, may=may)(value, where)
         _only_fields(EpochMetrics, value, where)
         for i, rank in enumerate(value["per_rank"]):
             _only_fields(RankMetrics, rank, f"{where}['per_rank'][{i}]")
+        for i, machine in enumerate(value.get("machines", ())):
+            _only_fields(MachineMetrics, machine, f"{where}['machines'][{i}]")
 
     return check
 
@@ -504,6 +521,8 @@ def _epoch_of(core: Core, saved: Mapping[str, Any], now: float) -> Epoch:
     same = len(saved["tally"]["ranks"]) == world
     tally = EpochTally(world)
     tally.load_state_dict(saved["tally"])
+    if core.config.granted:
+        left = BatchSet()  # what this machine may train of it, it is granted
     quotas = core.pool.quotas(len(left), core.elche.shares)
     if same and quotas is not None and saved["quotas"] is not None:
         quotas = [int(q) for q in saved["quotas"]] if sum(saved["quotas"]) == len(left) else quotas
@@ -514,7 +533,10 @@ def _epoch_of(core: Core, saved: Mapping[str, Any], now: float) -> Epoch:
         tally=tally,
         open=left,
         quotas=quotas,
-        num_settled=len(consumed),
+        num_settled=0 if core.config.granted else len(consumed),
+        num_elsewhere=len(consumed) if core.config.granted else 0,
+        granted=BatchSet() if core.config.granted else None,
+        complete=not core.config.granted,
         num_samples=int(saved["num_samples"]),
         num_retrained=int(saved["num_retrained"]),
         num_averagings=int(saved["num_averagings"]),
@@ -540,6 +562,7 @@ def metrics_of(state: Mapping[str, Any]) -> EpochMetrics:
     """Metrics from what :func:`metrics_state` gave."""
     values = dict(state)
     values["per_rank"] = tuple(RankMetrics(**rank) for rank in state["per_rank"])
+    values["machines"] = tuple(MachineMetrics(**found) for found in state.get("machines", ()))
     for name in ("per_rank_throughput", "per_rank_batch_share", "devices"):
         values[name] = tuple(state[name])
     return EpochMetrics(**values)
@@ -628,6 +651,7 @@ class Saving:
         self._periods_saved = self._periods
         self._saved_at: float | None = None
         self._saved_step = 0
+        self._reserve_s = 0.0
 
     @property
     def _periods(self) -> int:
@@ -665,7 +689,8 @@ class Saving:
     @property
     def wanted_at_end(self) -> bool:
         """Whether the last states of the ranks shall make a checkpoint."""
-        return self._core.config.save_every is not None or bool(self._tickets)
+        config = self._core.config
+        return config.save_every is not None or config.granted or bool(self._tickets)
 
     def resumed(self) -> None:
         """The machine goes on from a checkpoint: its periods are saved."""
@@ -674,6 +699,20 @@ class Saving:
     def request(self, ticket: int) -> None:
         """Somebody asked for a checkpoint."""
         self._tickets.append(ticket)
+
+    def request_share(self, reserve_s: float) -> None:
+        """The cluster asks for this machine's part of a round."""
+        self._reserve_s = reserve_s
+        self.request(m.CLUSTER_TICKET)
+
+    @property
+    def _reserve(self) -> int:
+        """Batches that all ranks together train in the time that was asked for, and two more
+        for each, so that none waits for the next grant."""
+        seconds = self._core.elche.seconds_per_batch or ()
+        live = [rank.rank for rank in self._core.live]
+        speed = sum(1 / seconds[rank] for rank in live if seconds and seconds[rank] > 0)
+        return math.ceil(speed * self._reserve_s) + 2 * len(live)
 
     def cancel(self) -> None:
         """The cut in the making is void; what it was made for stays due."""
@@ -788,6 +827,8 @@ class Saving:
         core = self._core
         if not finals or any(final.extra is None for final in finals):
             return
+        if core.config.granted and m.CLUSTER_TICKET not in self._tickets:
+            self._tickets.append(m.CLUSTER_TICKET)  # the cluster wants to know what was trained
         used = {final.rank for final in finals}
         cut = self._begin(sorted(used))
         cut.scheduled = core.config.save_every is not None
@@ -825,6 +866,9 @@ class Saving:
         self._tickets = [t for t in self._tickets if t not in cut.tickets]
         self._periods_saved = cut.num_periods
         self._saved_at, self._saved_step = cut.began_at, cut.began_step
+        returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
+        if m.CLUSTER_TICKET in cut.tickets:
+            returned = self._core.pool.give_back(self._reserve, self._core.elche.shares)
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
             self._core.out.append(SaveFailed(error=error, tickets=cut.tickets))
@@ -840,5 +884,6 @@ class Saving:
                 tickets=cut.tickets,
                 within=cut.within and not final,
                 final=final,
+                returned=returned,
             )
         )

@@ -160,6 +160,9 @@ class CoordinatorConfig:
         advise_balance: Under ``SYNC`` with equal batches, say once what that would gain where
             ranks turn out unequal.
         progressive: Chunks on demand rather than one partition an epoch.
+        machine: The name of this machine in a cluster.
+        granted: Batches are granted little by little from outside, where other machines train
+            the others, and the run ends when it is told; otherwise all batches are its own.
         max_steps: End after this many batches over all ranks.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         evaluate: Whether there is an evaluation function.
@@ -201,6 +204,8 @@ class CoordinatorConfig:
     sync_batchnorm: bool = False
     advise_balance: bool = False
     progressive: bool = True
+    machine: str = ""
+    granted: bool = False
     max_steps: int | None = None
     metrics_every: int | None = None
     evaluate: bool = False

@@ -13,8 +13,8 @@ from coordinator.shares import Shares
 from coordinator.state import Core, Rank
 
 PLAN_STEPS = 5
-"""Optimizer steps in a plan where shares are measured. While ranks train one the next lies
-with them, so that a new speed is followed in the fourth plan at the latest."""
+"""Optimizer steps in a plan where shares are measured, or batches granted. While ranks train one
+the next lies with them, so that a new speed is followed in the fourth plan at the latest."""
 FIXED_PLAN_STEPS = 50
 """Optimizer steps in a plan of pieces that follow nothing, and so need fewer messages."""
 
@@ -152,7 +152,11 @@ class Epochs:
         before = core.plan if most_queued else None
         if before is not None and not before.has_whole_steps(accumulate):
             return False
-        steps = PLAN_STEPS if core.config.balance else FIXED_PLAN_STEPS
+        oldest = core.pool.oldest
+        if before is not None and oldest is not None and before.epoch != oldest.epoch:
+            return False  # they have yet to hear of an epoch that other machines have trained
+        follows = core.config.balance or core.config.granted
+        steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
         dealt = core.pool.deal_epoch(
             now,
             [r.rank for r in live],
@@ -331,6 +335,8 @@ class Epochs:
                 devices=self._core.config.devices,
                 divergence=head.epoch.divergence,
                 param_norm=head.epoch.norm,
+                machine=self._core.config.machine,
+                others=head.epoch.others,
                 extra_scalars={f"eval/{k}": v for k, v in (head.epoch.evaluation or {}).items()},
             )
             self._core.outcome.metrics.append(metrics)

@@ -56,6 +56,7 @@ _LIGHT = frozenset(
         m.ThreadEnded,
         m.StopRequested,
         m.AbortRequested,
+        m.ShareRequested,
     )
 )
 _NUMBERS = ("round", "generation", "epoch", "step")
@@ -434,7 +435,8 @@ class Ending:
     def dismiss(self) -> None:
         """Ask every rank to leave with its last state."""
         core = self._core
-        whole = core.outcome.stopped or core.config.max_steps is not None
+        c = core.config
+        whole = core.outcome.stopped or c.max_steps is not None or c.granted
         assert whole or not core.pool.epochs, "the run is over and an epoch is still open"
         self._saving.cancel()
         capture = self._saving.wanted_at_end
@@ -544,12 +546,17 @@ class ProgressWatch:
     @property
     def deadline(self) -> float | None:
         """When the run is given up if there is no progress until then."""
-        if self._last is None or self._core.phase in (Phase.FAILING, Phase.DONE):
+        core = self._core
+        if self._last is None or core.phase in (Phase.FAILING, Phase.DONE):
             return None
+        if core.config.granted and core.phase is Phase.RUNNING and core.idle:
+            return None  # other machines are waited for
         return self._last + self._core.config.stall_timeout_s
 
     def look(self, event: m.Event, now: float) -> None:
         """An event was handled: see whether it brought the run on."""
+        if isinstance(event, m.Granted):
+            self._last = now
         rnd = self._rounds.round
         completed = self._seen[0] if rnd.in_flight or rnd.num_failed else rnd.id
         seen = (completed, len(self._core.outcome.metrics))

@@ -159,6 +159,10 @@ class Coordinator:
                 self._on_stop()
             case m.SaveRequested():
                 self._saving.request(event.ticket)
+            case m.ShareRequested():
+                self._saving.request_share(event.reserve_s)
+            case m.Granted():
+                self._on_granted(event, now)
             case m.AbortRequested():
                 self._ending.fail(Failure(error=RunAborted("the run was aborted")), now)
             case m.Tick():
@@ -357,6 +361,41 @@ class Coordinator:
         if self._core.phase is Phase.RUNNING:
             self._core.phase = Phase.STOPPING
 
+    def _on_granted(self, event: m.Granted, now: float) -> None:
+        """A round between machines is over."""
+        core = self._core
+        if core.phase not in (Phase.STARTING, Phase.RUNNING):
+            return
+        for grant in event.epochs:
+            core.pool.grant(grant.epoch, grant.batches, now, core.elche.shares)
+            epoch = core.pool.find(grant.epoch)
+            assert epoch is not None, "an epoch is open until it is complete"
+            if grant.num_elsewhere is not None:
+                epoch.num_elsewhere = grant.num_elsewhere
+            if grant.complete:
+                epoch.complete = True
+                epoch.num_samples, epoch.others = grant.num_samples, grant.others
+        if event.over:
+            core.pool.end()
+        assert core.shift is None, "a round between machines has a capture after the last shift"
+        core.shift = event.delta
+        core.global_step += event.num_batches
+        if event.num_batches and not core.lockstep:
+            for rank in core.live:
+                core.send(rank.rank, m.SetGlobalStep(step=core.global_step))
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was granted is trained, and nothing is on its way."""
+        core = self._core
+        if (
+            core.phase is not Phase.RUNNING
+            or self._rounds.round.in_flight
+            or core.shift is not None
+        ):
+            return False
+        return core.idle and not any(rank.num_queued for rank in core.live)
+
     def _give_up(self, now: float, *, counts: bool = True) -> None:
         """The round failed; too many of them in a row end the run.
 
@@ -439,6 +478,8 @@ class Coordinator:
             if orphan is not None and (self._core.alone or self._core.lockstep):
                 self._epochs.ask_lead(orphan)
         self._epochs.publish()
+        if not self._rounds.round.in_flight:
+            self._core.send_shift()
         if self._core.phase is Phase.RUNNING:
             if (self._core.lockstep or self._core.alone) and self._may_save():
                 self._saving.ask()

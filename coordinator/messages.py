@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.config import AverageBackend
 from coordinator.errors import RunStalled
-from coordinator.metrics import EpochMetrics, StepMetrics, Tally
+from coordinator.metrics import EpochMetrics, MachineTally, StepMetrics, Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +22,12 @@ __all__ = [
     "Allowance",
     "Averaged",
     "BatchReport",
+    "CLUSTER_TICKET",
     "Capture",
     "Captured",
     "Checkpoint",
     "CheckpointDone",
+    "EpochGrant",
     "EpochPlan",
     "EpochReport",
     "EvalReport",
@@ -37,6 +39,7 @@ __all__ = [
     "FinalSnapshot",
     "FromService",
     "FromWorker",
+    "Granted",
     "Halt",
     "Halted",
     "ParamSnapshot",
@@ -49,6 +52,8 @@ __all__ = [
     "Rollback",
     "SaveRequested",
     "SetGlobalStep",
+    "ShareRequested",
+    "Shift",
     "Shutdown",
     "StartEpoch",
     "StopRequested",
@@ -229,6 +234,24 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """Add what the other machines' training has changed to the live state, between two steps;
+    under ``SYNC`` the same step on every rank.
+
+    Sent while no averaging round is in flight, so that every rank has it before the next one.
+
+    Attributes:
+        id: Counts the shifts of a run, from 1. A lockstep rank that has taken this one, because
+            a peer heard of it first, skips the message.
+        delta: Differences of parameters and float buffers; of the other buffers the new values.
+            Read-only, shared by all ranks.
+    """
+
+    id: int
+    delta: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetGlobalStep:
     """Batches trained by all ranks up to the last round, for the schedule."""
 
@@ -325,6 +348,7 @@ ToWorker = (
     | RequestParams
     | Update
     | SetGlobalStep
+    | Shift
     | Throttle
     | Resume
     | Evaluate
@@ -438,6 +462,7 @@ class SaveCheckpoint:
         within: Whether it was made in the middle of an epoch.
         tickets: The calls of ``save()`` that it answers.
         final: Whether the run ends with it.
+        returned: Where it answers :class:`ShareRequested`, what is not dealt any more, by epoch.
     """
 
     payload: Payload
@@ -449,6 +474,7 @@ class SaveCheckpoint:
     tickets: tuple[int, ...] = ()
     within: bool = False
     final: bool = False
+    returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -782,6 +808,64 @@ class StopRequested:
     """``stop()`` was called, or the metrics function returned ``False``."""
 
 
+CLUSTER_TICKET = 0
+"""The ticket of a checkpoint that answers :class:`ShareRequested`; users' tickets begin at 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareRequested:
+    """Make a checkpoint as this machine's part of a round between machines; from outside.
+
+    From that checkpoint on only what the ranks have, and a reserve, is trained: the rest of
+    what was granted is given back in ``SaveCheckpoint.returned``.
+
+    Attributes:
+        reserve_s: How long the reserve shall last, in seconds of training.
+    """
+
+    reserve_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochGrant:
+    """What a machine is granted of an epoch, and what is known of the others' part.
+
+    Attributes:
+        epoch: Epoch, counted from 0.
+        batches: Batches that it may train beside those that it has.
+        num_elsewhere: Batches whose effect other machines have brought into the result;
+            ``None``: as before.
+        complete: Whether the effect of every batch is in the result of all machines.
+        num_samples: Then, distinct samples trained by all machines.
+        others: Then, the sums of the other machines, by machine.
+    """
+
+    epoch: int
+    batches: tuple[range, ...] = ()
+    num_elsewhere: int | None = None
+    complete: bool = False
+    num_samples: int = 0
+    others: tuple[MachineTally, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """A round between machines is over; from outside.
+
+    Attributes:
+        epochs: What is granted; nothing of other epochs.
+        delta: What it has changed; see :class:`Shift`. ``None``: nothing.
+        num_batches: Batches that other machines have trained since the last round, which move
+            the schedule.
+        over: Whether the run ends once its open epochs are closed.
+    """
+
+    epochs: tuple[EpochGrant, ...] = ()
+    delta: Payload | None = None
+    num_batches: int = 0
+    over: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequested:
     """``save()`` was called.
@@ -810,5 +894,14 @@ class Tick:
     """A deadline of the machine may have passed."""
 
 
-FromService = Averaged | StopRequested | SaveRequested | AbortRequested | ThreadEnded | Tick
+FromService = (
+    Averaged
+    | StopRequested
+    | SaveRequested
+    | ShareRequested
+    | Granted
+    | AbortRequested
+    | ThreadEnded
+    | Tick
+)
 Event = FromWorker | FromService

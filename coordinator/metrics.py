@@ -200,6 +200,45 @@ class RankMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineTally:
+    """What another machine has told of an epoch.
+
+    Attributes:
+        machine: Its name.
+        ranks: The partial sums of each of its ranks, as :meth:`EpochTally.rank_state` gives them.
+        num_retrained: Samples that it trained again after a rank had died.
+    """
+
+    machine: str
+    ranks: tuple[Mapping[str, Any], ...]
+    num_retrained: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMetrics:
+    """What one machine of a cluster did in an epoch.
+
+    Attributes:
+        machine: Its name.
+        num_ranks: Ranks that trained on it.
+        num_batches: Batches it trained.
+        num_samples: Samples in them.
+        compute_s: Seconds in training steps, waits excluded, summed over its ranks.
+        avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
+        throughput: Samples a second of all its ranks together, while they compute; 0.0 without
+            any.
+    """
+
+    machine: str
+    num_ranks: int
+    num_batches: int
+    num_samples: int
+    compute_s: float
+    avg_loss: float
+    throughput: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochMetrics:
     """What an epoch gave.
 
@@ -210,7 +249,9 @@ class EpochMetrics:
             a loss was.
         scalars: Recorded scalars, each the mean weighted as the losses of their batches, and
             the values of the evaluation under ``eval/``.
-        per_rank: One entry for each rank.
+        per_rank: One entry for each rank of this machine.
+        machines: One entry for each machine of a cluster that trained in the epoch, by name;
+            means and counts of the epoch are over all of them. Empty on a machine alone.
         epoch_s: Duration in seconds: the time since the last epoch closed, in equal parts for
             those that closed together.
         num_samples: Distinct samples trained.
@@ -246,6 +287,7 @@ class EpochMetrics:
     divergence: float = math.nan
     param_norm: float = math.nan
     learning_rate: float = math.nan
+    machines: tuple[MachineMetrics, ...] = ()
 
     def value(self, name: str) -> float | None:
         """A scalar, or else a field, of that name; ``None``: there is no such number."""
@@ -385,6 +427,8 @@ class EpochTally:
         extra_scalars: Mapping[str, float] | None = None,
         divergence: float | None = None,
         param_norm: float | None = None,
+        machine: str = "",
+        others: Sequence[MachineTally] = (),
     ) -> EpochMetrics:
         """Make the metrics of the epoch; changes nothing, so it can be called again.
 
@@ -398,13 +442,18 @@ class EpochTally:
             extra_scalars: Values that no rank recorded, as those of the evaluation.
             divergence: The largest in its rounds; ``None``: not measured.
             param_norm: Norm of the parameters at its end; ``None``: not measured.
+            machine: The name of this machine in a cluster.
+            others: What the other machines have told; they count in all that is not of ranks.
 
         Returns:
             The metrics, losses that are not finite included.
         """
+        own = MachineTally(machine=machine, ranks=tuple(r.state_dict() for r in self._ranks))
+        every = (own, *others)
         whole = _RankSums()
-        for sums in self._ranks:
-            whole.add_state(sums.state_dict())
+        for tally in every:
+            for state in tally.ranks:
+                whole.add_state(state)
         means = whole.means() | dict(extra_scalars or {})
         per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
         num_batches = sum(r.num_batches for r in per_rank)
@@ -415,8 +464,8 @@ class EpochTally:
             per_rank=per_rank,
             epoch_s=epoch_s,
             num_samples=num_samples,
-            num_retrained=num_retrained,
-            num_skipped=sum(sums.num_skipped for sums in self._ranks),
+            num_retrained=num_retrained + sum(tally.num_retrained for tally in others),
+            num_skipped=whole.num_skipped,
             num_averagings=num_averagings,
             per_rank_throughput=tuple(r.throughput for r in per_rank),
             per_rank_batch_share=tuple(
@@ -426,6 +475,7 @@ class EpochTally:
             divergence=_or_nan(divergence),
             param_norm=_or_nan(param_norm),
             learning_rate=_or_nan(whole.learning_rate),
+            machines=_machines(every) if machine else (),
         )
 
     def rank_state(self, rank: int) -> dict[str, Any]:
@@ -445,6 +495,32 @@ class EpochTally:
         self._ranks = [_RankSums() for _ in self._ranks]
         for rank, saved in enumerate(state["ranks"]):
             self._ranks[rank % len(self._ranks)].add_state(saved)
+
+
+def _machines(tallies: Iterable[MachineTally]) -> tuple[MachineMetrics, ...]:
+    """The metrics of each machine, by name."""
+    ranks: dict[str, list[Mapping[str, Any]]] = {}
+    for tally in sorted(tallies, key=lambda tally: tally.machine):
+        ranks.setdefault(tally.machine, []).extend(tally.ranks)
+    found = []
+    for machine, states in ranks.items():
+        whole, throughput = _RankSums(), 0.0
+        for state in states:
+            whole.add_state(state)
+            seconds = float(state["compute_s"])
+            throughput += int(state["num_samples"]) / seconds if seconds > 0 else 0.0
+        found.append(
+            MachineMetrics(
+                machine=machine,
+                num_ranks=len(states),
+                num_batches=whole.num_batches,
+                num_samples=whole.num_samples,
+                compute_s=whole.compute_s,
+                avg_loss=_mean(whole.loss_sum.value(), whole.loss_weight.value()),
+                throughput=throughput,
+            )
+        )
+    return tuple(found)
 
 
 _Loss = tuple[float, float, Fraction | int]

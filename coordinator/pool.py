@@ -22,7 +22,7 @@ from coordinator.dispatch import (
     cut,
     split_by_ratio,
 )
-from coordinator.metrics import EpochTally
+from coordinator.metrics import EpochTally, MachineTally
 
 
 @dataclass(slots=True)
@@ -34,6 +34,10 @@ class Epoch:
     says that the checkpoint function has returned, ``parts`` is what each rank was dealt of
     it before the run was interrupted. ``divergence`` is the largest of a rank in one of its
     rounds, ``norm`` that of the parameters when it was measured last.
+
+    Where batches are granted, ``granted`` are those that this machine was granted and has not
+    given back, ``num_elsewhere`` counts those that other machines have settled, ``complete``
+    says that all are settled, here or there, and ``others`` are then the sums of the others.
     """
 
     epoch: int
@@ -54,11 +58,15 @@ class Epoch:
     evaluation: dict[str, float] | None = None
     saved: bool = False
     parts: dict[int, tuple[range, ...]] | None = None
+    granted: BatchSet | None = None
+    num_elsewhere: int = 0
+    complete: bool = True
+    others: tuple[MachineTally, ...] = ()
 
     @property
     def settled(self) -> bool:
         """Whether the effect of every batch is in the result."""
-        return self.num_settled == self.num_batches
+        return self.complete and self.num_settled + self.num_elsewhere == self.num_batches
 
     def take_parts(
         self, ranks: Sequence[int], spans: Sequence[range]
@@ -241,6 +249,7 @@ class ChunkPool:
         granularity: Chunks are multiples of this many batches (an accumulation window).
         max_batches: Deal no more than this many batches in the whole run.
         look_ahead: Whether a rank may start on the next epoch before this one closes.
+        granted: Only what :meth:`grant` adds is dealt, and :meth:`end` says when all is.
     """
 
     def __init__(
@@ -257,6 +266,7 @@ class ChunkPool:
         max_batches: int | None = None,
         look_ahead: bool = True,
         first_epoch: int = 0,
+        granted: bool = False,
     ) -> None:
         self._num_samples = num_samples
         self._batch_size = batch_size
@@ -266,6 +276,8 @@ class ChunkPool:
         self._granularity = granularity
         self._budget = max_batches
         self._look_ahead = look_ahead
+        self._granted = granted
+        self._ended = False
         self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
         self.ledgers = [Ledger() for _ in range(world_size)]
         self.epochs: deque[Epoch] = deque()
@@ -281,9 +293,11 @@ class ChunkPool:
             num_batches=total,
             started_at=now,
             tally=EpochTally(len(self.ledgers)),
-            open=BatchSet([range(total)]),
+            open=BatchSet(() if self._granted else [range(total)]),
+            granted=BatchSet() if self._granted else None,
+            complete=not self._granted,
         )
-        epoch.quotas = self.quotas(total, shares)
+        epoch.quotas = self.quotas(len(epoch.open), shares)
         self._next_epoch += 1
         self.epochs.append(epoch)
         return epoch
@@ -293,6 +307,56 @@ class ChunkPool:
         if self._ratios is not None:
             return list(split_by_ratio(count, self._masked(self._ratios, shares)))
         return None if self._progressive else list(split_by_ratio(count, shares))
+
+    def grant(
+        self, number: int, spans: Sequence[range], now: float, shares: Sequence[float]
+    ) -> None:
+        """These batches of an epoch may be dealt, too; opens it, and those before it."""
+        while self._next_epoch <= number and self.open_epoch(now, shares) is not None:
+            pass
+        epoch = self._known(number)
+        assert epoch.granted is not None, "nothing is granted where all is there from the start"
+        epoch.granted.put_back(spans)
+        epoch.open.put_back(spans)
+        if epoch.quotas is not None:
+            more = self.quotas(sum(map(len, spans)), shares) or [0] * len(epoch.quotas)
+            epoch.quotas = [q + added for q, added in zip(epoch.quotas, more, strict=True)]
+
+    def give_back(
+        self, count: int, shares: Sequence[float]
+    ) -> tuple[tuple[int, tuple[range, ...]], ...]:
+        """Keep so many of the batches that nobody has; the others are not granted any more.
+
+        Returns:
+            Those that are not, by epoch.
+        """
+        returned = []
+        for epoch in self.epochs:
+            if epoch.granted is None:
+                continue
+            kept = epoch.open.take(count)
+            count -= sum(map(len, kept))
+            gone, epoch.open = epoch.open.spans, BatchSet(kept)
+            epoch.granted.remove(gone)
+            if epoch.quotas is not None:
+                epoch.quotas = self.quotas(len(epoch.open), shares)
+            if gone:
+                returned.append((epoch.epoch, gone))
+        return tuple(returned)
+
+    def end(self) -> None:
+        """No more is granted."""
+        self._ended = True
+
+    def is_idle(self, *, in_order: bool) -> bool:
+        """Whether no rank has anything to train, nor could be given anything.
+
+        Args:
+            in_order: Whether an epoch begins only when the one before has closed.
+        """
+        ahead = self._look_ahead and not in_order
+        dealable = list(self.epochs) if ahead else list(self.epochs)[:1]
+        return not any(e.open for e in dealable) and not any(r.assigned for r in self.ledgers)
 
     @property
     def next_epoch(self) -> int:
@@ -326,11 +390,13 @@ class ChunkPool:
         """Whether nothing is left to deal now or later, short of a death."""
         if any(epoch.open for epoch in self.epochs) and self._budget != 0:
             return False
+        if self._granted:
+            return self._ended
         return self._next_epoch >= self._num_epochs or self._budget == 0
 
     def fully_trained(self, epoch: Epoch) -> bool:
         """Whether every batch of the epoch is trained, settled or not."""
-        if epoch.open:
+        if epoch.open or not epoch.complete:
             return False
         return not any(e == epoch.epoch for led in self.ledgers for e, _ in led.assigned)
 
@@ -413,7 +479,7 @@ class ChunkPool:
                 return left
         if left == 0:
             return 0
-        if shares[rank] == 1.0:
+        if shares[rank] == 1.0 and not self._granted:
             return left  # nobody to balance with, and the end of a plan waits for the device
         if seconds is None or seconds[rank] <= 0:
             count = unmeasured

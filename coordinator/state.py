@@ -16,6 +16,7 @@ from coordinator.messages import (
     Payload,
     PublishSteps,
     Send,
+    Shift,
     ToWorker,
     TransportChosen,
 )
@@ -375,6 +376,8 @@ class Core:
             when training began, whoever died or how many go on from a checkpoint.
         steps: Makes metrics of steps, if they are wanted.
         shares: Under lockstep, whose pieces are how large, where global batches are cut.
+        shift: What other machines' training has changed, not yet sent to the ranks.
+        num_shifts: Shifts sent to the ranks.
         now: Time of the event being handled.
     """
 
@@ -391,10 +394,11 @@ class Core:
             world_size=world,
             drop_last=config.drop_last,
             ratios=config.partition_ratios,
-            progressive=config.progressive and not self.alone,
+            progressive=config.granted or (config.progressive and not self.alone),
             granularity=config.accumulate,
             max_batches=config.max_steps,
             look_ahead=not (self.alone and per_epoch_work),
+            granted=config.granted,
         )
         self.elche = ElChe(
             world,
@@ -425,10 +429,15 @@ class Core:
         self.num_windows = 0
         self.per_global = world
         self.shares: Shares | None = None
-        if self.lockstep and (config.balance or config.batch_sizes is not None):
-            self.shares = Shares(world, config.batch_sizes, fixed=not config.balance)
+        sizes = config.batch_sizes
+        if config.granted and sizes is None and not config.balance:
+            sizes = (config.batch_size,) * world  # so that plans are short, as grants are
+        if self.lockstep and (config.balance or sizes is not None):
+            self.shares = Shares(world, sizes, fixed=not config.balance)
         every = config.metrics_every
         self.steps = StepTally(every, world, equal=self.lockstep) if every else None
+        self.shift: Payload | None = None
+        self.num_shifts = 0
         self.now = 0.0
 
     @property
@@ -437,6 +446,11 @@ class Core:
         if self.lockstep:
             return self.global_step  # a rank's micro-batch may be a part of one
         return sum(rank.num_batches for rank in self.ranks)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rank has anything to train, nor could be given anything now."""
+        return self.pool.is_idle(in_order=self.lockstep)
 
     @property
     def live(self) -> list[Rank]:
@@ -465,6 +479,14 @@ class Core:
     def publish_steps(self, told: Iterable[StepMetrics]) -> None:
         """Put metrics of steps among the commands."""
         self.out += [PublishSteps(metrics=metrics) for metrics in told]
+
+    def send_shift(self) -> None:
+        """Tell every rank what other machines' training has changed."""
+        if self.shift is not None:
+            self.num_shifts += 1
+            for rank in self.live:
+                self.send(rank.rank, Shift(id=self.num_shifts, delta=self.shift))
+            self.shift = None
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Put a message to a worker among the commands."""

@@ -49,6 +49,8 @@ def start(args, policy, backend, train_set):
     ).dataset(train_set)
     builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
     builder.policy(ApplyPolicy(policy)).backend(AverageBackend(backend)).seed(args.seed)
+    if args.cluster:
+        builder.cluster(args.cluster, min_machines=args.machines, period=1.0)
     return going_on(builder.progress(False), args).run()
 
 
@@ -80,6 +82,8 @@ def main():
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cluster", metavar="HOST:PORT", help="train with other machines")
+    parser.add_argument("--machines", type=int, default=1, help="fewest that begin")
     parser.add_argument("--all", action="store_true", help="every policy over every backend")
     args = parse(parser)
     print(device_summary([torch.device("cpu")] * args.workers))

@@ -3,13 +3,15 @@
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
-from coordinator.metrics import EpochMetrics, RankMetrics, StepMetrics
+from coordinator.metrics import EpochMetrics, MachineMetrics, RankMetrics, StepMetrics
 from coordinator.state import RankStatistics, Statistics
 from runtime.callbacks import Callback, EarlyStopping, KeepBest, TimeLimit
+from runtime.cluster.outer import Mean, Nesterov, OuterOptimizer
 from runtime.collective import Collective, ReduceOp, create_collectives
 from runtime.core.context import WorkerLogFilter, current_worker, record_scalar
 from runtime.core.errors import (
     CheckpointError,
+    ClusterError,
     CollectiveAborted,
     CollectiveTimeout,
     NonFiniteError,
@@ -47,6 +49,7 @@ __all__ = [
     "Callback",
     "Cause",
     "CheckpointError",
+    "ClusterError",
     "Collective",
     "CollectiveAborted",
     "CollectiveTimeout",
@@ -65,9 +68,13 @@ __all__ = [
     "IdleGap",
     "KeepBest",
     "Kind",
+    "MachineMetrics",
+    "Mean",
     "MlflowLogger",
     "Monitor",
+    "Nesterov",
     "NonFiniteError",
+    "OuterOptimizer",
     "RankMetrics",
     "RankStatistics",
     "ReduceOp",

@@ -20,8 +20,11 @@ from coordinator.config import (
 from coordinator.dispatch import count_batches
 from coordinator.messages import LONGEST_REPORT_S
 from runtime.callbacks import Callback
+from runtime.cluster.cluster_run import DataFacts
+from runtime.cluster.settings import ClusterSettings
 from runtime.core.checks import check_directory
 from runtime.data.path import DataOptions
+from runtime.data.stream import is_stream
 from runtime.device.cuda import devices_differ
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
@@ -112,6 +115,7 @@ class TrainConfig:
     tune_allocator: bool = True
     progress: bool | None = None
     timeline: Timeline | None = None
+    cluster: ClusterSettings | None = None
 
     def having(self, **values: Any) -> TrainConfig:
         """These settings with some changed, here and in every part that has a field of the name.
@@ -324,6 +328,38 @@ class TrainConfig:
                 "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
                 "out beforehand; leave it out"
             )
+
+    def check_cluster(self) -> None:
+        """What does not go with a cluster, whose machines share each epoch's batches out.
+
+        Raises:
+            ValueError: Such a setting.
+        """
+        way = "cluster(): batches are dealt to machines by their numbers, "
+        if self.sampler is not None:
+            raise ValueError(
+                f"{way}and a sampler's order may differ from machine to machine: leave sampler() "
+                "out, or give each sample its number of copies in the data set"
+            )
+        if is_stream(self.dataset):
+            raise ValueError(f"{way}and a stream has none: use a data set that is read by index")
+
+    def cluster_facts(self, num_samples: int) -> DataFacts:
+        """What every machine of a cluster must have alike, for a data set of that length."""
+        c = self.coordinator
+        num_batches = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
+        return DataFacts(
+            settings={
+                "num_samples": num_samples,
+                "batch_size": c.batch_size,
+                "seed": self.worker.seed,
+                "drop_last": c.drop_last,
+            },
+            num_epochs=c.num_epochs,
+            num_batches=num_batches,
+            num_samples=min(num_samples, num_batches * c.batch_size),
+            max_batches=c.max_steps,
+        )
 
     def check_stream(self) -> None:
         """What a stream, which is read in its order by one reader, does not go with.

@@ -18,6 +18,8 @@ from coordinator.metrics import EpochMetrics
 from coordinator.state import Statistics
 from runtime.callbacks import Callback
 from runtime.checkpoint.writer import save_once
+from runtime.cluster.cluster_run import ClusterRun
+from runtime.cluster.keeping import KeepOptions
 from runtime.config import TrainConfig
 from runtime.core.checks import check_float, check_path
 from runtime.core.signals import INTERRUPTS, Period
@@ -50,7 +52,7 @@ class TrainerHandle:
     ends by it.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run | ClusterRun) -> None:
         self._run = run
         self._condition = threading.Condition()
         self._unread: deque[EpochMetrics] = deque()
@@ -113,9 +115,20 @@ class TrainerHandle:
         """Why it is that one, in a sentence; once it was measured, with the figures."""
         return self._run.backend_reason
 
-    def stop(self) -> None:
-        """End the run at a step boundary and keep its state. Returns at once; idempotent."""
-        if not self._ended:
+    def stop(self, *, everywhere: bool = False) -> None:
+        """End the run at a step boundary and keep its state. Returns at once; idempotent.
+
+        In a cluster this machine leaves: what it has trained is handed over, and the others go
+        on with its part of the data.
+
+        Args:
+            everywhere: In a cluster, end the run on all machines.
+        """
+        if self._ended:
+            return
+        if isinstance(self._run, ClusterRun):
+            self._run.stop(everywhere=everywhere)
+        else:
             self._run.stop()
 
     def save(self, path: str | os.PathLike[str], timeout: float = SAVE_S) -> Path:
@@ -316,11 +329,38 @@ def _read_by(config: TrainConfig) -> DatasetAdapter:
     )
 
 
+def _make_run(config: TrainConfig, adapter: DatasetAdapter) -> Run | ClusterRun:
+    """The run, or this machine's part of one."""
+    if config.cluster is None:
+        return Run(config, adapter)
+    config.check_cluster()
+    data = config.cluster_facts(adapter.num_samples)
+
+    c = config.coordinator
+    keep = KeepOptions(
+        directory=config.checkpoint_dir,
+        keep=config.checkpoint_dir_keep,
+        every=c.save_every,
+        every_s=c.save_every_s,
+        every_steps=c.save_every_steps,
+    )
+    part = config.having(
+        granted=True,
+        machine=config.cluster.engine.machine,
+        max_steps=None,
+        checkpoint_dir=None,
+        save_every=None,
+        save_every_s=None,
+        save_every_steps=None,
+    )
+    return ClusterRun(config.cluster, data, lambda seat: Run(part, adapter, seat), keep)
+
+
 def start_run(config: TrainConfig) -> TrainerHandle:
     """Check the settings, start every thread and return a handle."""
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
-    run = Run(config.with_callbacks(), _read_by(config))
+    run = _make_run(config.with_callbacks(), _read_by(config))
     handle = TrainerHandle(run)
     try:
         for callback in config.callbacks:

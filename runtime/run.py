@@ -19,11 +19,13 @@ import torch.distributed
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.machine import Coordinator
+from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.service import Service
 from coordinator.state import Statistics
-from runtime.checkpoint.format import CheckpointData
+from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
+from runtime.cluster.cluster_run import Seat
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
 from runtime.core.announce import announce
@@ -91,12 +93,24 @@ class Run:
     Args:
         config: All settings.
         adapter: The data set.
+        seat: Where the run is one machine's part of a cluster, what it is given by that.
+
+    Attributes:
+        devices: The device of each rank.
+        total_batches: Batches of the whole run.
+        resumed: From where it goes on; ``None``: from the beginning.
+        model_digest: Names, shapes and dtypes of the model's weights, as a hash, once it is
+            built.
 
     Raises:
         ValueError: Settings that do not fit together.
     """
 
-    def __init__(self, config: TrainConfig, adapter: DatasetAdapter) -> None:
+    def __init__(
+        self, config: TrainConfig, adapter: DatasetAdapter, seat: Seat | None = None
+    ) -> None:
+        self._seat = seat
+        self.model_digest = ""
         self.devices = config.resolved_devices()
         c = config.worker
         self._stream = stream = adapter if isinstance(adapter, StreamAdapter) else None
@@ -134,7 +148,7 @@ class Run:
         self._order = BuildOrder(config.seed)
         self._agreement = StopAgreement()
         self._fallbacks = Fallbacks()
-        self._resume = self._read_resume()
+        self._resume = self.resumed = self._read_resume()
         if self._resume is not None:
             index.restore(self._resume.orders)
             if stream is not None:
@@ -176,9 +190,25 @@ class Run:
             abort_collective=self._abort,
             on_metrics=self._on_metrics,
             on_end=self._on_end,
-            on_save=self._saves.take,
+            on_save=self._on_save,
         )
+        seat = self._seat
+        if seat is not None:
+            service.observe(lambda event, *_: seat.look(machine, event))
         return machine, service
+
+    def _on_save(self, command: SaveCheckpoint | SaveFailed) -> None:
+        if self._seat is not None and m.CLUSTER_TICKET in command.tickets:
+            self._seat.take_share(command)
+        self._saves.take(command)
+
+    def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
+        """What a checkpoint of the coordinator's is to be written as, or resumed from."""
+        return self._saves.data(command)
+
+    def tell(self, event: m.Event) -> None:
+        """Put an event into the coordinator's inbox; from any thread."""
+        self._inbox.put(event)
 
     def _compatible(self) -> dict[str, Any]:
         """The settings that decide what a batch and a step are, by the names of a checkpoint."""
@@ -196,6 +226,8 @@ class Run:
 
     def _read_resume(self) -> ResumePoint | None:
         c = self.config
+        if self._seat is not None and self._seat.resume is not None:
+            return self._seat.resume
         if c.resume is None:
             return None
         return ResumePoint.read(
@@ -360,9 +392,10 @@ class Run:
         )
         self._built.append(rank)
         if len(self._built) == len(self.devices):
-            self._resume = None  # its memory
+            self._resume = self.resumed = None  # its memory
         if rank == 0:
             self._saves.learn(worker.model, worker.flat_state)
+            self.model_digest = digest(worker.model)
         return worker
 
     @property
@@ -469,6 +502,9 @@ class Run:
             error = error_of(self._machine.outcome.failure, stuck)
             errors = self._saves.close(error)
             if error is None:
+                whole = None if self._seat is None else self._seat.result()
+                if whole is not None:
+                    self._machine.outcome.payload = whole
                 state = self._state(errors)
         except BaseException as caught:
             error = caught
@@ -507,7 +543,7 @@ class Run:
         self._collectives = {}
         self._data_path.close()
         self._workers = [None] * len(self._workers)  # one that is stuck may yet write its own
-        self._resume = None
+        self._resume = self.resumed = None
         # The run itself lives until the collector of cycles comes; the state does not need it.
         self._machine.outcome.payload = None
         self._machine.outcome.failures.clear()

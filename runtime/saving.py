@@ -198,7 +198,21 @@ class Saves:
             return
         if self._layout is None:
             return  # nobody was ever built
-        data = CheckpointData(
+        data = self.data(command)
+        if command.scheduled and self._writer is not None:
+            self._writer.submit(data)
+        with self._lock:
+            for number in command.tickets:
+                ticket = self._tickets.pop(number, None)
+                if ticket is not None:
+                    ticket.give(data)
+            if command.final:
+                self._last = data
+
+    def data(self, command: SaveCheckpoint) -> CheckpointData:
+        """What a checkpoint is written as; its tensors are views of the command's."""
+        assert self._layout is not None, "a model is built before its state is saved"
+        return CheckpointData(
             weights=self._layout.weights(command.payload, command.ranks[0]["frozen"]),
             ranks=command.ranks,
             run=command.run,
@@ -209,15 +223,6 @@ class Saves:
             stream=self._stream_state(command.run),
             within=command.within,
         )
-        if command.scheduled and self._writer is not None:
-            self._writer.submit(data)
-        with self._lock:
-            for number in command.tickets:
-                ticket = self._tickets.pop(number, None)
-                if ticket is not None:
-                    ticket.give(data)
-            if command.final:
-                self._last = data
 
     def _stream_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """From where a stream comes to the first batch that is not trained."""

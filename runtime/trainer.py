@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.callbacks import Callback
+from runtime.cluster.outer import OuterOptimizer
+from runtime.cluster.settings import ClusterSettings
 from runtime.config import (
     MAX_SEED,
     ON_WORKER_FAILURE,
@@ -413,6 +415,57 @@ class TrainerBuilder:
         the run is over, and can be used again; nothing else is, whatever methods it has."""
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
+
+    def cluster(
+        self,
+        address: str | None = None,
+        min_machines: int | None = None,
+        period: float | None = None,
+        outer: OuterOptimizer | None = None,
+        token: str | None = None,
+        timeout: float | None = None,
+        *,
+        host: str | None = None,
+        compression: str | None = None,
+    ) -> TrainerBuilder:
+        """Train together with other machines, each of which runs this script.
+
+        Inside each machine the policy holds. Between machines parameters are averaged once a
+        period, weighted by what each has trained, while all train on. Samples are dealt by
+        measured speed, and each is trained exactly once an epoch over all machines. Machines may
+        come late, leave and die: see the page on clusters. Needs
+        ``pip install 'gpuworker[cluster]'``, and a server that one of the machines runs:
+        ``python -m runtime lighthouse``.
+
+        Args:
+            address: ``host:port`` of that server (or ``GPUWORKER_CLUSTER``).
+            min_machines: Fewest machines that go on together (1, or
+                ``GPUWORKER_CLUSTER_MIN_MACHINES``); more than half of all rule out that a broken
+                network leaves two groups that each go on.
+            period: Seconds from one average between machines to the next (30, or
+                ``GPUWORKER_CLUSTER_PERIOD``).
+            outer: What is made of the average: ``Mean()``, the default, takes it;
+                ``Nesterov(lr, momentum)`` steps towards it with momentum.
+            token: A secret that all machines share (or ``GPUWORKER_CLUSTER_TOKEN``).
+            timeout: Seconds after which a machine that does not answer is left out (30, or
+                ``GPUWORKER_CLUSTER_TIMEOUT``); one that died is left out at once.
+            host: The name or address by which the others reach this machine, and the only one on
+                which it listens (default: that from which it reaches the server; or
+                ``GPUWORKER_CLUSTER_HOST``).
+            compression: ``"bf16"`` or ``"int8"``: what travels between machines (default: the
+                numbers as they are; or ``GPUWORKER_CLUSTER_COMPRESSION``)."""
+        return self._set(
+            cluster=ClusterSettings.of(
+                address=address,
+                min_machines=min_machines,
+                period=period,
+                outer=outer,
+                token=token,
+                timeout_s=timeout,
+                host=host,
+                compression=compression,
+            )
+        )
 
     def metrics_every(self, n: int) -> TrainerBuilder:
         """Also hand a :class:`~runtime.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks

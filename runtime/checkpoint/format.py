@@ -129,6 +129,14 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return {plain_key(key): value for key, value in found.items()}
 
 
+def digest(model: nn.Module) -> str:
+    """The names, shapes and dtypes of a model's weights, as a hash."""
+    described = [
+        [key, list(value.shape), str(value.dtype)] for key, value in named_weights(model).items()
+    ]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
 FORMAT = "gpuworker checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"

@@ -285,8 +285,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def reset(self) -> None:
-        """Forget the step, so that the next quorum heals this machine."""
+    def reset(self, step: int = 0) -> None:
+        """Count on from another step.
+
+        Args:
+            step: 0: the next quorum heals this machine.
+        """
 
     @abstractmethod
     def close(self) -> None:

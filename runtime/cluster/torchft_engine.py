@@ -178,9 +178,9 @@ class TorchftEngine(Engine):
             self._feedback.keep()
         return True
 
-    def reset(self) -> None:
+    def reset(self, step: int = 0) -> None:
         """See :meth:`Engine.reset`."""
-        self._step = 0
+        self._step = step
         if self._feedback is not None:
             self._feedback.forget()
 

@@ -11,6 +11,7 @@ from coordinator.state import Failure
 __all__ = [
     "AveragingFailed",
     "CheckpointError",
+    "ClusterError",
     "CollectiveAborted",
     "CollectiveTimeout",
     "GpuWorkerError",
@@ -84,6 +85,10 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[object, ...]]:
         return type(self), (self.rank, self.step, self.what, self.parameter, self._remedy)
+
+
+class ClusterError(GpuWorkerError):
+    """This machine cannot take part in the cluster, or not any longer; the message says why."""
 
 
 class ReplicaMismatch(ValueError):

@@ -193,6 +193,30 @@ class ReplicaAverager:
         self._arrival = self._device.arrival()
         return self._arrival
 
+    @torch.no_grad()
+    def shift(self, delta: Payload) -> None:
+        """Add differences to the live state, keeping what was trained meanwhile.
+
+        Args:
+            delta: Differences of parameters and float buffers, and the new values of the other
+                buffers; on the CPU, only read.
+        """
+        self._state.check_payload(delta)
+        staged = self._staged(delta, self._twin or self._device.host_twin(delta))
+        if staged is not delta:
+            self._twin = staged
+        with self._device.comm():
+            for flat, change in zip(self._state.params.flats, staged.params, strict=True):
+                flat.add_(change.to(flat.device, non_blocking=True))
+            floats, others = self._state.buffers.empty()
+            self._state.buffers.read_into(floats, others)
+            for live, change in zip(floats, staged.buffers, strict=True):
+                live.add_(change.to(live.device, non_blocking=True))
+            for live, value in zip(others, staged.taken, strict=True):
+                live.copy_(value, non_blocking=True)
+            self._state.buffers.write_from(floats, others)
+        self._arrival = self._device.arrival()
+
     def _staged(self, average: Payload, twin: Payload) -> Payload:
         """The average where the device can copy from; it is not read any more after that."""
         if self._arrival is not None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from coordinator.config import AverageBackend
+from coordinator.messages import Shift
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted
 
@@ -22,6 +23,7 @@ class StopAgreement:
         self._lock = threading.Lock()
         self._stop_at: int | None = None
         self._capture_at = (0, 0)
+        self._shift_at: tuple[Shift, int] | None = None
 
     def propose(self, step: int) -> None:
         """Name the step before which to stop, unless one is named already."""
@@ -44,6 +46,17 @@ class StopAgreement:
             if capture > self._capture_at[0]:
                 self._capture_at = (capture, step)
 
+    def propose_shift(self, shift: Shift, step: int) -> None:
+        """Name the step before which a shift is taken, unless that or a later one is named."""
+        with self._lock:
+            if self._shift_at is None or shift.id > self._shift_at[0].id:
+                self._shift_at = (shift, step)
+
+    @property
+    def shift_at(self) -> tuple[Shift, int] | None:
+        """The last shift that was named, and its step."""
+        return self._shift_at
+
     @property
     def capture_at(self) -> tuple[int, int]:
         """The last capture that was named, and its step; 0: none yet."""
@@ -58,6 +71,7 @@ class Lockstep:
         num_syncs: Times the buffers were averaged.
         buffer_samples: Samples that this rank's buffers have seen since then.
         num_captured: The last capture that this rank has made.
+        num_shifts: The last shift that this rank has taken.
     """
 
     def __init__(self, agreement: StopAgreement | None = None) -> None:
@@ -66,6 +80,7 @@ class Lockstep:
         self.num_syncs = 0
         self.buffer_samples = 0
         self.num_captured = 0
+        self.num_shifts = 0
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -95,6 +110,24 @@ class Lockstep:
         """Have all ranks take their states after the next step."""
         self._agreement.propose_capture(capture, self.step + 1)
 
+    def propose_shift(self, shift: Shift) -> None:
+        """Have all ranks take a shift after the next step."""
+        self._agreement.propose_shift(shift, self.step + 1)
+
+    @property
+    def shift_reached(self) -> Shift | None:
+        """The shift that the ranks have agreed to take before the next step, if any."""
+        named = self._agreement.shift_at
+        if named is None:
+            return None
+        shift, step = named
+        return shift if shift.id > self.num_shifts and self.step >= step else None
+
+    def shifted(self, shift: Shift) -> None:
+        """A shift was taken: a peer that has not is behind, as after a change of buffers."""
+        self.num_shifts = shift.id
+        self.num_syncs += 1
+
     @property
     def capture_reached(self) -> int | None:
         """The capture that the ranks have agreed to make before the next step, if any."""
@@ -105,6 +138,7 @@ class Lockstep:
         """Stand where a peer stands."""
         self.step, self.num_syncs = other.step, other.num_syncs
         self.buffer_samples = other.buffer_samples
+        self.num_shifts = other.num_shifts
 
 
 MakeGroup = Callable[[Sequence[int], AverageBackend], Sequence[Collective]]

@@ -17,7 +17,7 @@ from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device.base import Arrival
 from runtime.replica.averaging import ReducedState
 from runtime.worker.config import EvalFn, UserFunctions
-from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recording import Recorder
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
@@ -123,6 +123,8 @@ class Answers:
                 raise CollectiveAborted("a rank died; this one halts")
             case m.Capture():
                 self._take_state(work.id)
+            case m.Shift():
+                self._take_shift(work)
             case m.Regroup():
                 raise AssertionError("the worker itself joins its new group")
             case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
@@ -287,8 +289,29 @@ class Answers:
             else:
                 self._capture_now(capture)
 
+    def _take_shift(self, message: m.Shift) -> None:
+        """Take what other machines have trained; under lockstep where all ranks take it."""
+        together = self._together
+        if not self._replica.lockstep:
+            self._averager.shift(message.delta)
+        elif message.id > together.num_shifts:
+            if self._protocol.plan is None and not self._protocol.plans and not self._halted:
+                self._shift_now(message)
+            else:
+                together.propose_shift(message)
+
+    @property
+    def _halted(self) -> bool:
+        return self._protocol.state is WorkerState.HALTED
+
+    def _shift_now(self, message: m.Shift) -> None:
+        self._averager.shift(message.delta)
+        self._together.shifted(message)
+
     def capture_if_reached(self) -> None:
-        """Under lockstep, send the state where the ranks have agreed to take theirs."""
+        """Under lockstep, take a shift and send the state where the ranks have agreed to."""
+        if self._replica.lockstep and (shift := self._together.shift_reached) is not None:
+            self._shift_now(shift)
         if self._replica.lockstep and (capture := self._together.capture_reached) is not None:
             self._capture_now(capture)
 

@@ -228,8 +228,8 @@ class MemoryEngine(Engine):
                 self.broken = True
             return done
 
-    def reset(self) -> None:
-        self._step = 0
+    def reset(self, step: int = 0) -> None:
+        self._step = step
 
     def close(self) -> None:
         with self._cluster.changed:

@@ -1,0 +1,96 @@
+"""What machines make of the mean of what they have trained: outer optimizers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.core.checks import check_float
+
+
+class OuterOptimizer(ABC):
+    """Makes new global parameters of the old ones and of the weighted mean of what all machines
+    have changed since. Every machine makes the same step, bit for bit."""
+
+    @abstractmethod
+    def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:
+        """The new global parameters.
+
+        Args:
+            old: Flat parameters on the CPU, one tensor for each dtype; only read.
+            change: The mean of ``old - trained`` over machines, of the same shapes, in float32
+                or better: the gradient of the outer step.
+
+        Returns:
+            New tensors, of the dtypes of ``old``.
+        """
+
+    def state(self) -> list[Tensor]:
+        """What heals a machine and stands in checkpoints; nobody writes to it any more."""
+        return []
+
+    def load_state(self, state: Sequence[Tensor]) -> None:
+        """Take what :meth:`state` gave.
+
+        Raises:
+            ValueError: It is the state of another outer optimizer.
+        """
+        if state:
+            raise ValueError(f"{self!r} has no state, and {len(state)} tensors came")
+
+
+class Mean(OuterOptimizer):
+    """The weighted mean of the machines' parameters."""
+
+    def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:
+        """See :meth:`OuterOptimizer.step`."""
+        return [(p - c).to(p.dtype) for p, c in zip(old, change, strict=True)]
+
+    def __repr__(self) -> str:
+        return "Mean()"
+
+
+class Nesterov(OuterOptimizer):
+    """SGD with Nesterov momentum on the mean of what the machines have changed, as in DiLoCo
+    (Douillard et al., 2023).
+
+    The momentum is float32 at least, one tensor for each dtype of the parameters.
+
+    Args:
+        lr: Learning rate of the outer step; 1.0 without momentum is :class:`Mean`.
+        momentum: Of the outer step, from 0 up and below 1.
+    """
+
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
+        self.lr = check_float("lr", lr, 0.0, above=True)
+        self.momentum = check_float("momentum", momentum, 0.0)
+        if not momentum < 1:
+            raise ValueError(f"Nesterov(momentum={momentum}): pass a number from 0 up and below 1")
+        self._buffers: list[Tensor] = []
+
+    def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:
+        """See :meth:`OuterOptimizer.step`."""
+        if self._buffers:
+            # New memory: a peer may be reading the state that heals it.
+            pairs = zip(self._buffers, change, strict=True)
+            self._buffers = [(b * self.momentum).add_(c) for b, c in pairs]
+        else:
+            self._buffers = [c.clone() for c in change]
+        return [
+            (p - self.lr * torch.add(c, b, alpha=self.momentum)).to(p.dtype)
+            for p, c, b in zip(old, change, self._buffers, strict=True)
+        ]
+
+    def state(self) -> list[Tensor]:
+        """See :meth:`OuterOptimizer.state`."""
+        return list(self._buffers)
+
+    def load_state(self, state: Sequence[Tensor]) -> None:
+        """See :meth:`OuterOptimizer.load_state`."""
+        self._buffers = list(state)
+
+    def __repr__(self) -> str:
+        return f"Nesterov(lr={self.lr:g}, momentum={self.momentum:g})"

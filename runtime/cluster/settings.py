@@ -1,0 +1,88 @@
+"""What a user says of the cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.cluster.engine import Engine, EngineOptions, State
+from runtime.cluster.outer import Mean, OuterOptimizer
+from runtime.core.checks import check_float
+
+PERIOD = "GPUWORKER_CLUSTER_PERIOD"
+"""The environment variable for ``period``."""
+Connect = Callable[[EngineOptions, Callable[[], State]], Engine]
+"""Makes an engine from its options and from what gives the state that heals a peer."""
+
+
+def connect_torchft(options: EngineOptions, offer: Callable[[], State]) -> Engine:
+    """The engine on torchft."""
+    from runtime.cluster.torchft_engine import TorchftEngine
+
+    return TorchftEngine(options, offer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """How this machine takes part in a cluster.
+
+    Attributes:
+        engine: How to reach the others.
+        period_s: Seconds from one round between machines to the next.
+        outer: What they make of the mean of what all have trained.
+        connect: Makes the engine.
+    """
+
+    engine: EngineOptions
+    period_s: float = 30.0
+    outer: OuterOptimizer = field(default_factory=Mean)
+    connect: Connect = connect_torchft
+
+    def __post_init__(self) -> None:
+        check_float("cluster(period=)", self.period_s, 0.0, above=True)
+        if not isinstance(self.outer, OuterOptimizer):
+            raise TypeError(
+                f"cluster(outer={self.outer!r:.80}): pass runtime.Mean() or runtime.Nesterov()"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        period: float | None,
+        outer: OuterOptimizer | None,
+        environ: Mapping[str, str] | None = None,
+        **engine: Any,
+    ) -> ClusterSettings:
+        """Settings, those that are ``None`` from the environment or by default.
+
+        Raises:
+            ValueError: A value is missing or out of range, or several processes were started to
+                train in lockstep, which then would each wait for the restart of all.
+        """
+        found = os.environ if environ is None else environ
+        if found.get("TORCHELASTIC_RUN_ID") and _joint(found):
+            raise ValueError(
+                "cluster(): torchrun has started several processes that it restarts together, so "
+                "that none could go on without the others: start the script once on each machine, "
+                "by itself or with torchrun --nnodes=1 --nproc-per-node=1"
+            )
+        if period is None and found.get(PERIOD):
+            try:
+                period = float(found[PERIOD])
+            except ValueError as error:
+                raise ValueError(f"{PERIOD}={found[PERIOD]!r}: pass a number") from error
+        return cls(
+            engine=EngineOptions.from_environment(found, **engine),
+            period_s=30.0 if period is None else period,
+            outer=Mean() if outer is None else outer,
+        )
+
+
+def _joint(environ: Mapping[str, str]) -> bool:
+    return any(
+        environ.get(name, "1").isdecimal() and int(environ.get(name, "1")) > 1
+        for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE")
+    )

@@ -1,0 +1,114 @@
+"""What the tests of clusters share: machines as threads of one process, and whose effect counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import torch
+from torch import nn
+
+from runtime import Mean, Trainer
+from runtime.cluster.engine import EngineOptions
+from runtime.cluster.settings import ClusterSettings
+from tests.support.running import CADENCE, OVER_CPU, WAIT_S
+
+PERIOD_S = 0.05
+
+
+class Effects(nn.Module):
+    """A number for each sample, which a step on it changes, and no other."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(n, dtype=torch.float64))
+
+
+class Recorded(Mean):
+    """Notes what each round changes."""
+
+    def __init__(self, n):
+        self.n = n
+        self.changes = []
+
+    def step(self, old, change):
+        self.changes.append(change[0].clone())
+        return super().step(old, change)
+
+    def rounds_of_each_sample(self):
+        """In how many rounds each sample had an effect."""
+        return sum((change.abs() > 1e-9).long() for change in self.changes)[: self.n]
+
+
+class Machine:
+    """One machine of a cluster, whose engine is that of ``tests/support/memory_engine.py``.
+
+    Args:
+        cluster: The ``MemoryCluster``.
+        name: Its name, which orders machines.
+        n: Samples.
+        epochs: Epochs.
+        hold: An event for which each step waits; ``None``: none.
+    """
+
+    def __init__(
+        self,
+        cluster,
+        name,
+        *,
+        n=203,
+        epochs=1,
+        ranks=2,
+        way=(CADENCE, OVER_CPU),
+        batch_size=4,
+        outer=None,
+        hold=None,
+        before_step=None,
+        configure=lambda builder: builder,
+        period_s=PERIOD_S,
+    ):
+        self.trained = Counter()
+        self.outer = Recorded(n) if outer is None else outer
+        self.began = threading.Event()
+        self._lock = threading.Lock()
+        self._hold = hold
+        self._before_step = before_step
+
+        def train(model, batch):
+            (samples,) = batch
+            self.began.set()
+            if self._hold is not None:
+                assert self._hold.wait(WAIT_S)
+            if self._before_step is not None:
+                self._before_step()
+            with self._lock:
+                self.trained.update(samples.tolist())
+            return -model.w[samples].mean()
+
+        builder = (
+            Trainer.builder(
+                lambda device: Effects(n), lambda params: torch.optim.SGD(params, 1.0), train
+            )
+            .dataset((torch.arange(n),))
+            .batch_size(batch_size)
+            .num_epochs(epochs)
+            .devices(["cpu"] * ranks)
+            .policy(way[0])
+            .backend(way[1])
+            .progress(False)
+        )
+        settings = ClusterSettings(
+            engine=EngineOptions(address="memory:1", machine=name, timeout_s=5.0),
+            period_s=period_s,
+            outer=self.outer,
+            connect=lambda options, offer: cluster.engine(options.machine, offer),
+        )
+        self.handle = configure(builder)._set(cluster=settings).run()
+
+    def join(self):
+        return self.handle.join(WAIT_S)
+
+
+def same(*states):
+    """Whether all states hold the same bits."""
+    return all(torch.equal(states[0].params["w"], state.params["w"]) for state in states)

@@ -1,0 +1,274 @@
+"""Machines of a cluster: each sample once, whoever comes, leaves, dies or is cut off."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from runtime import CheckpointError, ClusterError, Nesterov, RunAborted, WorkerFailed
+from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import entries
+from tests.support.clustering import Effects, Machine, same
+from tests.support.memory_engine import MemoryCluster
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+
+WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
+
+
+def train(*, configure, **kwargs):
+    """A run of one machine alone, to its end."""
+    return configure(builder(ranks=2, **kwargs)).run().join(WAIT_S)
+
+
+def wait_until(ready):
+    """Look until it is so."""
+    deadline = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def once(machine, n=203):
+    """Whether each sample has had its effect in exactly one round."""
+    return machine.outer.rounds_of_each_sample().tolist() == [1] * n
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_two_machines_train_each_sample_once_and_end_with_the_same_bits(way, ranks):
+    cluster = MemoryCluster(min_machines=2)
+    a, b = (Machine(cluster, name, way=way, ranks=ranks) for name in "ab")
+    states = a.join(), b.join()
+    assert same(*states)
+    assert once(a)
+    assert once(b)
+    assert a.trained + b.trained == dict.fromkeys(range(203), 1)
+    assert a.trained
+    assert b.trained
+
+
+def test_metrics_of_both_machines_stand_on_each_handle():
+    cluster = MemoryCluster(min_machines=2)
+    a, b = (Machine(cluster, name, epochs=4) for name in "ab")
+    for machine in (a, b):
+        metrics = list(machine.handle.metrics())
+        assert [each.epoch for each in metrics] == [0, 1, 2, 3]
+        for each in metrics:
+            assert each.num_samples == 203
+            assert sum(m.num_samples for m in each.machines) == 203
+            assert {m.machine for m in each.machines} <= {"a", "b"}
+    first, second = a.join().metrics, b.join().metrics
+    assert [each.avg_loss for each in first] == [each.avg_loss for each in second]
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_machine_that_comes_late_goes_on_where_the_first_is(way):
+    cluster = MemoryCluster()
+    closed, on = threading.Event(), threading.Event()
+
+    def wait_for_the_late_one():
+        if closed.is_set():
+            assert on.wait(WAIT_S)
+
+    a = Machine(cluster, "a", epochs=6, way=way, before_step=wait_for_the_late_one)
+    assert a.handle.next_metrics(WAIT_S).epoch == 0
+    closed.set()
+    b = Machine(cluster, "b", epochs=6, way=way)
+    on.set()
+    assert [m.epoch for m in b.handle.metrics()] == list(range(6))
+    assert same(a.join(), b.join())
+    assert a.trained + b.trained == dict.fromkeys(range(203), 6)
+    assert b.trained
+
+
+@pytest.mark.parametrize("point", ["quorum", "gather", "all_reduce", "commit"])
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_when_a_machine_dies_at_any_point_the_other_trains_what_it_had(point, way):
+    cluster = MemoryCluster()
+    cluster.faults.die_at("b", 2, point)
+    a, b = (Machine(cluster, name, way=way, n=403) for name in "ab")
+    assert once(a, 403) if a.join() else None
+    assert cluster.faults.pending == ()
+    with pytest.raises(BaseException, match="b"):
+        b.join()
+    assert set(a.trained + b.trained) == set(range(403))
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, OVER_CPU)])
+def test_a_machine_that_does_not_commit_goes_on_from_the_state_of_the_one_that_did(way):
+    cluster = MemoryCluster(min_machines=2)
+    cluster.faults.deny_at("b", 2)
+    a, b = (Machine(cluster, name, way=way, n=403, epochs=2) for name in "ab")
+    assert same(a.join(), b.join())
+    assert cluster.faults.pending == ()
+    assert sum(m.num_samples for m in a.join().metrics[0].machines) == 403
+    assert all(count >= 2 for count in (a.trained + b.trained).values())
+
+
+@pytest.mark.parametrize("point", ["gather", "all_reduce"])
+def test_a_round_that_fails_changes_nothing(point):
+    cluster = MemoryCluster(min_machines=2)
+    cluster.faults.fail_at("a", 1, point).fail_at("b", 2, point)
+    a, b = (Machine(cluster, name) for name in "ab")
+    assert same(a.join(), b.join())
+    assert cluster.faults.pending == ()
+    assert a.trained + b.trained == dict.fromkeys(range(203), 1)
+    assert once(a)
+
+
+def test_a_machine_that_stops_hands_over_what_it_has_and_the_other_goes_on():
+    cluster = MemoryCluster()
+    a, b = (Machine(cluster, name, epochs=3) for name in "ab")
+    assert b.began.wait(WAIT_S)
+    b.handle.stop()
+    left = b.join()
+    assert left.stopped
+    assert not a.join().stopped
+    assert a.trained + b.trained == dict.fromkeys(range(203), 3)
+
+
+def test_a_stop_everywhere_ends_all_machines_with_the_same_state():
+    cluster = MemoryCluster(min_machines=2)
+    a, b = (Machine(cluster, name, n=2003, epochs=50) for name in "ab")
+    assert b.began.wait(WAIT_S)
+    b.handle.stop(everywhere=True)
+    assert a.join().stopped
+    assert b.join().stopped
+    assert len(a.join().metrics) < 50
+
+
+def test_an_error_of_a_worker_ends_its_machine_and_no_other():
+    cluster = MemoryCluster()
+    fails = threading.Event()
+
+    def fail():
+        if fails.is_set():
+            raise ArithmeticError("no")
+
+    a = Machine(cluster, "a", epochs=3)
+    b = Machine(cluster, "b", epochs=3, before_step=fail)
+    assert b.began.wait(WAIT_S)
+    fails.set()
+    with pytest.raises(WorkerFailed, match="no"):
+        b.join()
+    a.join()
+    assert set(a.trained) == set(range(203))
+
+
+def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on():
+    cluster = MemoryCluster()
+    a = Machine(cluster, "a", epochs=5000)
+    assert a.began.wait(WAIT_S)
+    c = Machine(cluster, "c", batch_size=5, epochs=2)
+    with pytest.raises(ClusterError, match=r"machine c .*batch_size is 5, not 4"):
+        c.join()
+    a.handle.stop()
+    assert a.join().stopped
+
+
+def test_max_steps_counts_batches_of_all_machines():
+    cluster = MemoryCluster(min_machines=2)
+    a, b = (
+        Machine(cluster, name, epochs=5, configure=lambda builder: builder.max_steps(60))
+        for name in "ab"
+    )
+    assert same(a.join(), b.join())
+    assert sum((a.trained + b.trained).values()) in range(59 * 4, 60 * 4 + 1)
+
+
+def test_the_outer_optimizer_makes_the_steps_of_torch():
+    own = Nesterov(lr=0.7, momentum=0.9)
+    p = torch.nn.Parameter(torch.randn(7, dtype=torch.float64))
+    torch_sgd = torch.optim.SGD([p], 0.7, momentum=0.9, nesterov=True)
+    flat = [p.detach().clone()]
+    for _ in range(5):
+        p.grad = torch.randn(7, dtype=torch.float64)
+        flat = own.step(flat, [p.grad.clone()])
+        torch_sgd.step()
+        assert torch.allclose(flat[0], p.detach(), rtol=1e-12)
+
+
+def test_nesterov_on_two_machines_heals_a_third_with_its_momentum():
+    cluster = MemoryCluster(min_machines=2)
+    on = threading.Event()
+    machines = [
+        Machine(cluster, name, epochs=8, outer=Nesterov(), hold=None if name == "a" else on)
+        for name in "ab"
+    ]
+    on.set()
+    late = Machine(cluster, "c", epochs=8, outer=Nesterov())
+    assert same(*(m.join() for m in machines), late.join())
+
+
+def test_what_does_not_go_with_a_cluster_is_said_before_anything_starts():
+    cluster = MemoryCluster()
+    with pytest.raises(ValueError, match="sampler"):
+        Machine(cluster, "a", configure=lambda b: b.sampler(range(203)))
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_all_killed_and_resumed_with_one_machine_less_train_each_sample_once(way, tmp_path):
+    n = 8003
+
+    def saved(builder):
+        return builder.checkpoint_dir(tmp_path, every_s=0.05).resume(tmp_path, missing_ok=True)
+
+    cluster = MemoryCluster(min_machines=2)
+    first = [Machine(cluster, name, n=n, way=way, configure=saved) for name in "abc"]
+    wait_until(lambda: entries(tmp_path))
+    for machine in first:
+        machine.handle._run.abort()
+    for machine in first:
+        with pytest.raises(RunAborted):
+            machine.join()
+    before = load_newest(tmp_path, missing_ok=False).data
+    assert 0 < before.global_step < 2001
+    cluster = MemoryCluster(min_machines=2)
+    second = [Machine(cluster, name, n=n, way=way, configure=saved) for name in "de"]
+    assert same(*(machine.join() for machine in second))
+    for machine in second:
+        trained = machine.outer.rounds_of_each_sample() + (before.weights["w"].abs() > 1e-9).long()
+        assert trained.tolist() == [1] * n
+
+
+def test_a_checkpoint_of_a_cluster_resumes_on_a_machine_alone(tmp_path):
+    cluster = MemoryCluster(min_machines=2)
+    a, b = (
+        Machine(cluster, name, configure=lambda builder: builder.checkpoint_dir(tmp_path))
+        for name in "ab"
+    )
+    assert same(a.join(), b.join())
+    alone = train(
+        model=lambda device: Effects(203),
+        dataset=203,
+        batch_size=4,
+        epochs=2,
+        configure=lambda builder: builder.resume(tmp_path).seed(0),
+        train=lambda model, batch: -model.w[batch[0]].mean(),
+    )
+    assert len(alone.metrics) == 2
+    assert not torch.equal(alone.params["w"], a.join().params["w"])
+
+
+def test_a_checkpoint_of_a_machine_alone_is_refused_by_a_cluster(tmp_path):
+    train(
+        model=lambda device: Effects(203),
+        dataset=203,
+        batch_size=4,
+        configure=lambda builder: builder.checkpoint_dir(tmp_path),
+        train=lambda model, batch: -model.w[batch[0]].mean(),
+    )
+    with pytest.raises(CheckpointError, match="without cluster"):
+        Machine(MemoryCluster(), "a", epochs=2, configure=lambda builder: builder.resume(tmp_path))
+
+
+def test_save_gives_the_state_after_the_next_round(tmp_path):
+    cluster = MemoryCluster()
+    a = Machine(cluster, "a", epochs=5000)
+    path = a.handle.save(tmp_path)
+    a.handle.stop()
+    a.join()
+    assert load_newest(path, missing_ok=False).data.run["cluster"]["ledger"]["step"] > 0
