@@ -339,6 +339,8 @@ class ClusterRun:
         if self._aborted:
             return RunAborted("the run was aborted")
         if self._stopped_at is not None:
+            if not self._account.used:
+                return None
             logger.warning(
                 "machine %s could not hand over what it trained last: the others train it again",
                 self._machine,
@@ -680,7 +682,10 @@ class ClusterRun:
             self._listener.finish(None if error else state, error)
 
     def _await_end(self) -> None:
+        """Wait for the run inside; what it told before is of no use any more."""
         while self._ended is None:
             news = self._news.get()
             if isinstance(news, _Ended):
                 self._ended = news
+            elif isinstance(news, c.Stop):
+                self._later.append(news)

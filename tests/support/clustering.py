@@ -37,7 +37,8 @@ class Recorded(Mean):
 
     def rounds_of_each_sample(self):
         """In how many rounds each sample had an effect."""
-        return sum((change.abs() > 1e-9).long() for change in self.changes)[: self.n]
+        none = torch.zeros(self.n, dtype=torch.int64)
+        return sum(((c[: self.n].abs() > 1e-9).long() for c in self.changes), none)
 
 
 class Machine:

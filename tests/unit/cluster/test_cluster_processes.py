@@ -1,0 +1,115 @@
+"""Machines in real processes over a real lighthouse: they come late, die, hang and leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import programs
+from tests.support.machines import LighthouseProcess, needs_torchft
+
+pytestmark = needs_torchft
+SAMPLES = 12003
+
+
+class MachineProcess:
+    """``tests/support/cluster_program.py`` in a process of its own."""
+
+    def __init__(self, address, *args):
+        programs.preload("tests.support.clustering")
+        self._process = programs.Popen(
+            [
+                *(sys.executable, "-m", "tests.support.cluster_program", address),
+                *("--samples", str(SAMPLES), *map(str, args)),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=programs.ROOT,
+        )
+
+    def started(self):
+        assert self._process.stdout.readline() == "started\n"
+        return self
+
+    def in_a_round(self):
+        assert self._process.stdout.readline() == "a round\n"
+        return self
+
+    def signal(self, number):
+        self._process.send_signal(number)
+
+    def answer(self):
+        out, _ = self._process.communicate(timeout=90)
+        assert self._process.returncode == 0
+        return json.loads(out.splitlines()[-1])
+
+    def kill(self):
+        self._process.kill()
+        self._process.communicate(timeout=20)
+
+
+@pytest.fixture
+def lighthouse():
+    server = LighthouseProcess(join_timeout_s=3.0)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_one_is_killed_another_comes_late_and_each_sample_counts_once(lighthouse, policy):
+    args = ("--policy", policy, "--machines", 1, "--step-s", 0.02)
+    a = MachineProcess(lighthouse.address, *args).started()
+    b = MachineProcess(lighthouse.address, *args).started()
+    b.in_a_round()
+    b.kill()
+    c = MachineProcess(lighthouse.address, *args)
+    first, late = a.answer(), c.answer()
+    assert first["digest"] == late["digest"]
+    assert first["num_samples"] == late["num_samples"] == [SAMPLES]
+    assert first["num_effects"] == SAMPLES
+    assert first["num_twice"] == 0
+
+
+def test_one_that_hangs_for_a_while_comes_back_to_the_same_state(lighthouse):
+    args = ("--machines", 1, "--step-s", 0.05, "--samples", 2 * SAMPLES)
+    a, b = (MachineProcess(lighthouse.address, *args).started() for _ in range(2))
+    b.in_a_round()
+    b.signal(signal.SIGSTOP)
+    c = MachineProcess(lighthouse.address, *args).started().in_a_round()
+    b.signal(signal.SIGCONT)
+    answers = [machine.answer() for machine in (a, b, c)]
+    assert len({answer["digest"] for answer in answers}) == 1
+    assert answers[0]["num_effects"] == 2 * SAMPLES
+    assert answers[0]["num_twice"] == 0
+
+
+def test_ctrl_c_on_one_machine_leaves_its_part_to_the_other(lighthouse):
+    args = ("--machines", 1, "--step-s", 0.02)
+    a, b = (MachineProcess(lighthouse.address, *args).started() for _ in range(2))
+    b.in_a_round()
+    b.signal(signal.SIGINT)
+    assert b.answer()["stopped"]
+    answer = a.answer()
+    assert not answer["stopped"]
+    assert answer["num_samples"] == [SAMPLES]
+    assert answer["num_twice"] == 0
+
+
+def test_the_lighthouse_dies_and_is_started_again(lighthouse):
+    args = ("--machines", 2, "--step-s", 0.02)
+    a, b = (MachineProcess(lighthouse.address, *args).started() for _ in range(2))
+    b.in_a_round()
+    port = lighthouse.address.rpartition(":")[2]
+    lighthouse.kill()
+    again = LighthouseProcess(port=port, join_timeout_s=3.0)
+    try:
+        answers = [machine.answer() for machine in (a, b)]
+    finally:
+        again.close()
+    assert answers[0]["digest"] == answers[1]["digest"]
+    assert answers[0]["num_effects"] == SAMPLES
+    assert answers[0]["num_twice"] == 0
