@@ -490,7 +490,7 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     """
     core.global_step = int(state["global_step"])
     if core.steps is not None:
-        core.steps.step = core.global_step
+        core.steps.step = core.position
     core.per_global = int(state.get("per_global", state["world_size"]))
     core.num_windows = int(state["num_windows"])
     core.num_averagings = int(state["num_averagings"])
@@ -835,9 +835,9 @@ class Saving:
         for rank in core.ranks:
             if rank.rank in used:
                 core.pool.freeze(rank.rank)
-                core.pool.settle(rank.rank)
+                num_batches = core.pool.settle(rank.rank)
                 if not (core.alone or core.lockstep):
-                    core.global_step += rank.since_round
+                    core.global_step += num_batches
             elif not core.lockstep:
                 core.pool.take_back(rank.rank, core.elche.shares)
         for final in finals:

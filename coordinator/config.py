@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 
 class ApplyPolicy(Enum):
@@ -135,8 +136,8 @@ class CoordinatorConfig:
         devices: Device of each rank, by name; their number is the world size.
         num_samples: Length of the data set.
         batch_size: Samples in a batch of one rank.
-        batch_sizes: Under ``SYNC``, those of each rank, whose mean is ``batch_size``; ``None``:
-            all alike.
+        batch_sizes: Those of each rank; ``None``: all alike. Under ``SYNC`` ``batch_size`` is
+            their mean; else their greatest common divisor, in which the ledger counts.
         num_epochs: Epochs in the run.
         policy: When replicas average.
         backend: The resolved transport, never ``AUTO``; the first one where there are others.
@@ -220,6 +221,21 @@ class CoordinatorConfig:
     continue_on_failure: bool = False
     stall_timeout_s: float = 300.0
     grace_s: float = 5.0
+
+    @property
+    def batch_parts(self) -> tuple[Fraction | int, ...]:
+        """What a batch of each rank counts as: batches of the mean size."""
+        sizes = self.batch_sizes
+        if sizes is None or self.policy is ApplyPolicy.SYNC:
+            return (1,) * self.world_size
+        return tuple(Fraction(size * len(sizes), sum(sizes)) for size in sizes)
+
+    @property
+    def counted_as(self) -> Fraction | int:
+        """What a batch of the ledger counts as: batches of the mean size."""
+        if self.batch_sizes is None or self.policy is ApplyPolicy.SYNC:
+            return 1
+        return Fraction(self.batch_size * len(self.batch_sizes), sum(self.batch_sizes))
 
     @property
     def uses_collectives(self) -> bool:

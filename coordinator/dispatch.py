@@ -72,17 +72,29 @@ class BatchSet:
         """What is left, as ranges in rising order."""
         return tuple(self._spans)
 
-    def take(self, count: int) -> tuple[range, ...]:
-        """Remove and return the first ``count`` batches (fewer if fewer are left)."""
+    def take(self, count: int, *, whole: int = 1) -> tuple[range, ...]:
+        """Remove and return the first ``count`` batches (fewer if fewer are left).
+
+        Args:
+            count: How many.
+            whole: Of a range that is not taken to its end take a multiple of this many, where
+                that leaves any.
+        """
         taken: list[range] = []
         while count > 0 and self._spans:
-            head = self._spans[0]
-            taken.append(head[:count])
-            if len(head) > count:
-                self._spans[0] = head[count:]
+            head, num = self._spans[0], count
+            if len(head) > count and count % whole:
+                if count < whole and taken:
+                    break
+                num = count // whole * whole or count
+            taken.append(head[:num])
+            if len(head) > num:
+                self._spans[0] = head[num:]
             else:
                 self._spans.pop(0)
             count -= len(taken[-1])
+            if num < len(head):
+                break
         return tuple(taken)
 
     def put_back(self, spans: Iterable[range]) -> None:

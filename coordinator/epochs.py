@@ -107,7 +107,13 @@ class Epochs:
                 )
                 if chunk is not None:
                     self._tell_older(rank, chunk[0])
-                    self._start(rank, m.EpochPlan(epoch=chunk[0], batches=chunk[1]))
+                    self._start(rank, self._chunk(rank.rank, *chunk))
+
+    def _chunk(self, rank: int, epoch: int, spans: tuple[range, ...]) -> m.EpochPlan:
+        if not self._core.pool.unequal:
+            return m.EpochPlan(epoch=epoch, batches=spans)
+        numbers, pieces = self._core.pool.own_batches(rank, spans)
+        return m.EpochPlan(epoch=epoch, batches=numbers, pieces=pieces)
 
     def _tell_older(self, rank: Rank, before: int) -> None:
         """A rank without a batch in an epoch still hears of it, before the next one."""

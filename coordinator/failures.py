@@ -265,8 +265,7 @@ class Survival:
         if core.lockstep:
             return
         core.pool.freeze(last.rank)
-        core.pool.settle(last.rank)
-        core.global_step += last.since_round
+        core.global_step += core.pool.settle(last.rank)
         last.enter_round()
         last.set_limit(None)
         core.send(last.rank, m.Resume(allowance=Allowance()))

@@ -198,7 +198,7 @@ class Coordinator:
             if self._core.steps is not None:
                 self._core.steps.begin(now)
             for r in self._core.live if self._core.global_step else ():
-                self._core.send(r.rank, m.SetGlobalStep(step=self._core.global_step))
+                self._core.send(r.rank, m.SetGlobalStep(step=self._core.position))
             self._limits.begin()
 
     def _on_report(self, event: m.BatchReport | m.EpochReport) -> None:
@@ -214,7 +214,9 @@ class Coordinator:
             epoch.tally.add(event.rank, tally)
         if self._core.steps is not None:
             plan = self._core.plan
-            part = 1 if plan is None else plan.part(self._core.per_global)
+            part = self._core.config.batch_parts[event.rank]
+            if plan is not None:
+                part = plan.part(self._core.per_global)
             told = self._core.steps.add(event.rank, event.epoch, tally, self._core.now, part)
             self._core.publish_steps(told)
         plan, num_batches = self._core.plan, tally.num_batches
@@ -226,8 +228,7 @@ class Coordinator:
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
             self._core.pool.freeze(event.rank)
-            self._core.pool.settle(event.rank)
-            self._core.global_step += num_batches
+            self._core.global_step += self._core.pool.settle(event.rank)
         if self._core.lockstep and self._core.config.advise_balance:
             self._advise_balance()
 

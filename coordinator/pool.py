@@ -250,6 +250,8 @@ class ChunkPool:
         max_batches: Deal no more than this many batches in the whole run.
         look_ahead: Whether a rank may start on the next epoch before this one closes.
         granted: Only what :meth:`grant` adds is dealt, and :meth:`end` says when all is.
+        sizes: Where ranks have batches of sizes of their own, how many of the batches counted
+            here make up one of each rank; ``None``: one.
     """
 
     def __init__(
@@ -267,6 +269,7 @@ class ChunkPool:
         look_ahead: bool = True,
         first_epoch: int = 0,
         granted: bool = False,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self._num_samples = num_samples
         self._batch_size = batch_size
@@ -278,6 +281,8 @@ class ChunkPool:
         self._look_ahead = look_ahead
         self._granted = granted
         self._ended = False
+        self._sizes = tuple(sizes or (1,) * world_size)
+        self.unequal = any(size != 1 for size in self._sizes)
         self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
         self.ledgers = [Ledger() for _ in range(world_size)]
         self.epochs: deque[Epoch] = deque()
@@ -440,6 +445,13 @@ class ChunkPool:
         """
         if self._budget == 0:
             return None
+        if self.unequal:
+            parts = [share * size for share, size in zip(shares, self._sizes, strict=True)]
+            shares = [part / sum(parts) for part in parts]
+            if seconds_per_batch is not None:
+                each = zip(seconds_per_batch, self._sizes, strict=True)
+                seconds_per_batch = [seconds / size for seconds, size in each]
+            max_chunk = None if max_chunk is None else max_chunk * self._sizes[rank]
         older = 0  # Open batches of older epochs: what is left of the run is theirs first.
         for epoch in self._dealable(now, shares):
             if max_chunk is None:
@@ -482,13 +494,13 @@ class ChunkPool:
         if shares[rank] == 1.0 and not self._granted:
             return left  # nobody to balance with, and the end of a plan waits for the device
         if seconds is None or seconds[rank] <= 0:
-            count = unmeasured
+            count = max(unmeasured, self._sizes[rank])
         else:
             if epoch.quotas is None and self._others_are_faster(left, rank, seconds, shares):
                 return 0
             part = left * shares[rank] if epoch.quotas is None else float(left)
             count = int(min(CHUNK_S / seconds[rank], part / 2)) or 1
-        step = self._granularity
+        step = self._granularity * self._sizes[rank]
         return min(left, -(-count // step) * step)
 
     def _others_are_faster(
@@ -498,14 +510,16 @@ class ChunkPool:
 
         Of those that take the same time the lowest comes first, or none would take any.
         """
-        count = self.ledgers[rank].num_assigned + 1
+        count = self.ledgers[rank].num_assigned + min(self._sizes[rank], left)
         if left * shares[rank] > count:
             return False  # more than all ranks together finish until then
         mine = count * seconds[rank]
-        capacity = sum(
-            max(0, (int(n) if r < rank else math.ceil(n) - 1) - self.ledgers[r].num_assigned)
-            for r, n in ((r, mine / s) for r, s in enumerate(seconds) if r != rank and s > 0)
-        )
+        capacity = 0
+        for r, s in enumerate(seconds):
+            if r != rank and s > 0:
+                size = min(self._sizes[r], left)
+                n = (mine / s - self.ledgers[r].num_assigned) / size
+                capacity += size * max(0, math.floor(n) if r < rank else math.ceil(n) - 1)
         return capacity >= left
 
     def deal_epoch(
@@ -549,9 +563,9 @@ class ChunkPool:
         return epoch.epoch, dealt
 
     def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
-        spans = epoch.open.take(count)
+        spans = epoch.open.take(count, whole=self._sizes[rank])
         if epoch.quotas is not None:
-            epoch.quotas[rank] -= count
+            epoch.quotas[rank] -= sum(map(len, spans))
         self._note(epoch, rank, spans)
         return spans
 
@@ -564,15 +578,32 @@ class ChunkPool:
             self._budget -= sum(len(span) for span in spans)
 
     def trained(self, rank: int, count: int) -> None:
-        """The rank trained its next ``count`` assigned batches."""
-        ledger = self.ledgers[rank]
+        """The rank trained its next ``count`` batches, of its own size, of those assigned."""
+        ledger, size = self.ledgers[rank], self._sizes[rank]
         while count > 0:
             epoch, span = ledger.assigned.popleft()
-            done, rest = span[:count], span[count:]
+            done, rest = span[: count * size], span[count * size :]
             ledger.note_trained(epoch, done)
             if rest:
                 ledger.assigned.appendleft((epoch, rest))
-            count -= len(done)
+            count -= -(-len(done) // size)
+
+    def own_batches(
+        self, rank: int, spans: Sequence[range]
+    ) -> tuple[tuple[range, ...], tuple[tuple[int, int], ...]]:
+        """Ranges cut into batches of the rank's size: their numbers, and their samples.
+
+        Each is the number of its first batch; the last one of a range may be a shorter one.
+        """
+        numbers = tuple(span[:: self._sizes[rank]] for span in spans)
+        pieces = []
+        for span in spans:
+            for first in span[:: self._sizes[rank]]:
+                last = min(first + self._sizes[rank], span.stop) - 1
+                start, _ = batch_bounds(first, self._num_samples, self._batch_size)
+                _, stop = batch_bounds(last, self._num_samples, self._batch_size)
+                pieces.append((start, stop))
+        return numbers, tuple(pieces)
 
     def freeze(self, rank: int) -> None:
         """What the rank trained so far is in its snapshot for the round."""
@@ -586,14 +617,16 @@ class ChunkPool:
             ledger.trained[:0] = ledger.in_round
             ledger.in_round.clear()
 
-    def settle(self, rank: int) -> None:
-        """The effect of the rank's frozen batches is in the result."""
+    def settle(self, rank: int) -> int:
+        """The effect of the rank's frozen batches is in the result; gives their number."""
         ledger = self.ledgers[rank]
+        count = sum(len(span) for _, span in ledger.in_round)
         for number, span in ledger.in_round:
             epoch = self._known(number)
             epoch.num_settled += len(span)
             epoch.num_samples += self._samples(span)
         ledger.in_round.clear()
+        return count
 
     def cut_pieces(
         self,

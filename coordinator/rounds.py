@@ -269,8 +269,7 @@ class Transport(ABC):
             rnd.epoch.worked = True
             rnd.epoch.lead = rnd.lead
         for rank in rnd.ranks:
-            core.pool.settle(rank)
-            core.global_step += core.ranks[rank].round_batches
+            core.global_step += core.pool.settle(rank)
 
 
 class SnapshotTransport(Transport):
@@ -372,7 +371,7 @@ class SnapshotTransport(Transport):
                     checkpoint=rnd.checkpoint if lead else None,
                 ),
             )
-            self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
+            self._core.send(rank, m.SetGlobalStep(step=self._core.position))
         return Progress.WAITING
 
     def on_death(self, rank: int) -> Progress:
@@ -447,7 +446,7 @@ class CollectiveTransport(Transport):
             self._saving.commit(None)
         for rank in rnd.ranks:
             if self._core.is_live(rank):
-                self._core.send(rank, m.SetGlobalStep(step=self._core.global_step))
+                self._core.send(rank, m.SetGlobalStep(step=self._core.position))
         return Progress.DONE
 
     def on_death(self, rank: int) -> Progress:

@@ -364,7 +364,8 @@ class Core:
         out: Commands of the event being handled, in order.
         outcome: The end of the run, as far as it is known.
         phase: Where the run stands.
-        global_step: Batches trained by all ranks together, up to the last round.
+        global_step: Batches trained by all ranks together, up to the last round; as the ledger
+            counts them.
         num_averagings: Rounds done; under lockstep, global steps dealt.
         num_failed_rounds: Rounds given up.
         divergence: The largest of a rank in the last round; ``None``: not measured.
@@ -396,7 +397,16 @@ class Core:
             ratios=config.partition_ratios,
             progressive=config.granted or (config.progressive and not self.alone),
             granularity=config.accumulate,
-            max_batches=config.max_steps,
+            max_batches=(
+                None
+                if config.max_steps is None
+                else math.ceil(config.max_steps / config.counted_as)
+            ),
+            sizes=(
+                None
+                if self.lockstep or config.batch_sizes is None
+                else [size // config.batch_size for size in config.batch_sizes]
+            ),
             look_ahead=not (self.alone and per_epoch_work),
             granted=config.granted,
         )
@@ -445,7 +455,13 @@ class Core:
         """Batches trained so far, those that no round has taken and repeats included."""
         if self.lockstep:
             return self.global_step  # a rank's micro-batch may be a part of one
-        return sum(rank.num_batches for rank in self.ranks)
+        parts = self.config.batch_parts
+        return int(sum(r.num_batches * part for r, part in zip(self.ranks, parts, strict=True)))
+
+    @property
+    def position(self) -> int:
+        """``global_step`` in batches of the mean size, as schedules count."""
+        return math.ceil(self.global_step * self.config.counted_as)
 
     @property
     def idle(self) -> bool:
@@ -535,7 +551,7 @@ class Core:
         pieces = {} if self.shares is None or self.alone else self.shares.current
         return Statistics(
             epoch=oldest.epoch if oldest else len(self.outcome.metrics),
-            global_step=self.global_step,
+            global_step=self.position,
             num_trained=self.num_trained,
             num_averagings=self.num_averagings,
             num_failed_rounds=self.num_failed_rounds,

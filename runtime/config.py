@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -161,6 +162,18 @@ class TrainConfig:
 
         return config.having(checkpoint_fn=hand_over, checkpoint_every=1)
 
+    def with_unit(self) -> TrainConfig:
+        """These settings, with the batches in which the ledger counts.
+
+        Where ranks have batches of sizes of their own, and do not share steps, that is their
+        greatest common divisor.
+        """
+        sizes = self.coordinator.batch_sizes
+        if sizes is None or len(set(sizes)) == 1 or self.coordinator.policy is ApplyPolicy.SYNC:
+            return self
+        config = self.having(batch_size=math.gcd(*sizes))
+        return replace(config, data=replace(config.data, batch_size=max(sizes)))
+
     def for_run(
         self,
         devices: Sequence[torch.device],
@@ -213,7 +226,7 @@ class TrainConfig:
             num_samples=num_samples,
             falls_back=bool(others),
             lr_scale=1.0 + (len(devices) - 1) * self.lr_scale_ratio,
-            total_steps=c.num_epochs * per_epoch,
+            total_steps=math.ceil(c.num_epochs * per_epoch * coordinator.counted_as),
             schedule_every=0 if c.scheduler_metric is not None else every,
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, LONGEST_REPORT_S),
@@ -223,7 +236,8 @@ class TrainConfig:
     def total_batches(self, num_samples: int) -> int:
         """Batches of the whole run, over all ranks, for a data set of that length."""
         c = self.coordinator
-        total = count_batches(num_samples, c.batch_size, drop_last=c.drop_last) * c.num_epochs
+        per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
+        total = math.ceil(per_epoch * c.num_epochs * c.counted_as)
         return total if c.max_steps is None else min(total, c.max_steps)
 
     def resolved_balance(self, devices: Sequence[torch.device]) -> bool:
@@ -400,11 +414,19 @@ class TrainConfig:
         if len(set(sizes)) == 1:
             return
         if c.policy is not ApplyPolicy.SYNC:
-            raise ValueError(
-                f"batch_size({sizes}) cuts the global batches of SYNC; under {c.policy.name} each "
-                "rank takes batches of one size as fast as it can: pass one number, or call "
-                'policy("sync")'
-            )
+            if c.drop_last:
+                raise ValueError(
+                    f"batch_size({sizes}) does not go with drop_last(True) under {c.policy.name}: "
+                    "which batch of an epoch is the short one depends on the ranks' speed; leave "
+                    'drop_last out, pass one number, or call policy("sync")'
+                )
+            if self.scheduler_interval == "epoch":
+                raise ValueError(
+                    f"batch_size({sizes}) does not go with a scheduler that is stepped once an "
+                    f"epoch under {c.policy.name}: an epoch is no whole number of batches of the "
+                    'mean size; step it once a batch, pass one number, or call policy("sync")'
+                )
+            return
         if c.partition_ratios is not None:
             raise ValueError(
                 f"batch_size({sizes}) and partition_ratios both fix what each rank trains: leave "

@@ -360,6 +360,7 @@ def start_run(config: TrainConfig) -> TrainerHandle:
     """Check the settings, start every thread and return a handle."""
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
+    config = config.with_unit()
     run = _make_run(config.with_callbacks(), _read_by(config))
     handle = TrainerHandle(run)
     try:

@@ -126,7 +126,9 @@ class TrainerBuilder:
     def batch_size(self, n: int | Sequence[int]) -> TrainerBuilder:
         """Samples in a batch of one worker.
 
-        Under ``SYNC`` also a list, one number for each device: ``[48, 16]`` cuts each global
+        Also a list, one number for each device. Under ``CADENCE`` and ``ASYNC`` these are the
+        batches of each, and schedules count batches of their mean size. Under ``SYNC``
+        ``[48, 16]`` cuts each global
         batch of 64 samples into pieces of these sizes, in the order of devices. A step then
         trains what it would train with ``batch_size(32)``, and two runs give the same bits.
         The numbers add up to a multiple of the number of devices. With :meth:`balance`, which

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ class WorkerConfig:
         device: Where it trains.
         num_samples: Length of the data set.
         batch_size: Samples in a batch.
-        batch_sizes: Under ``SYNC``, those of each rank, whose mean is ``batch_size``; ``None``:
-            all alike.
+        batch_sizes: Those of each rank; ``None``: all alike.
         policy: ``SYNC`` averages gradients in every step.
         seed: Of the worker's generators.
         accumulate: Micro-batches in an optimizer step.
@@ -89,6 +89,14 @@ class WorkerConfig:
     def own_batch_size(self) -> int:
         """Samples in a whole batch of this rank, where pieces are not measured."""
         return self.batch_size if self.batch_sizes is None else self.batch_sizes[self.rank]
+
+    @property
+    def batch_part(self) -> Fraction | None:
+        """What a batch of this rank counts as for schedules; ``None``: one."""
+        sizes = self.batch_sizes
+        if sizes is None or self.policy is ApplyPolicy.SYNC:
+            return None
+        return Fraction(sizes[self.rank] * len(sizes), sum(sizes))
 
     @property
     def redoes(self) -> bool:

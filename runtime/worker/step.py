@@ -111,6 +111,7 @@ class WorkerSteps:
         self._values = values
         self._await_batch = await_batch
         self._lane = lane
+        self._part = config.batch_part
         self._keeps_buffers = config.redoes
         self._makes_again = self._lockstep and (config.redoes or config.falls_back)
         self._shrinks = config.balance and self._lockstep
@@ -427,7 +428,10 @@ class WorkerSteps:
 
     def _advance_schedule(self, position: int | None = None) -> None:
         if position is None:
-            position = self._protocol.global_step + self._protocol.batches
+            own = self._protocol.batches
+            if self._part is not None:
+                own = int(own * self._part)
+            position = self._protocol.global_step + own
         self._schedule.advance(position)
         if self._capturable is not None:
             self._capturable.refresh()

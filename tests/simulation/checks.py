@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -100,7 +101,7 @@ class Checks:
         elif (
             isinstance(message, m.SetGlobalStep)
             and self._sim.num_live
-            and message.step != len(self._sim.averaged())
+            and message.step != math.ceil(len(self._sim.averaged()) * self._config.counted_as)
         ):
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
@@ -253,6 +254,34 @@ class Checks:
         self._num_trained[rank] += size
         self._note_trained(rank, batch, size)
 
+    def on_own_batches(self, rank: int, plan: m.EpochPlan) -> None:
+        """The rank begins a plan with batches of its own size: only the end of a range is short."""
+        sizes = self._config.batch_sizes
+        if sizes is None or not plan.batches:
+            return
+        numbers = [(plan.epoch, b) for span in plan.batches for b in span]
+        following = [*(start for start, _ in plan.pieces[1:]), None]
+        for (start, stop), after in zip(plan.pieces, following, strict=True):
+            if stop - start > sizes[rank] or (stop - start < sizes[rank] and stop == after):
+                raise Violation(f"rank {rank} has batches of {sizes[rank]} samples, told: {plan}")
+        self._pieces[rank] = dict(zip(numbers, plan.pieces, strict=True))
+
+    def on_trained_own(self, rank: int, number: Batch, size: int) -> list[Batch]:
+        """The rank trained a batch, which may be several of those that the ledger counts."""
+        if self._config.batch_sizes is None:
+            self.on_trained(rank, number, size)
+            return [number]
+        start, stop = self._pieces[rank][number]
+        unit = self._config.batch_size
+        batches = [(number[0], b) for b in range(start // unit, -(-stop // unit))]
+        if not start % unit == size - (stop - start) == 0 or batches[0] != number:
+            raise Violation(f"rank {rank} trains {start} to {stop} of {number} with {size} samples")
+        for batch in batches:
+            self.on_trained(rank, batch, self._sim.samples_of(batch))
+        if sum(map(self._sim.samples_of, batches)) != size:
+            raise Violation(f"rank {rank} trains {size} samples of {batches}")
+        return batches
+
     def _note_trained(self, rank: int, batch: Batch, size: int) -> None:
         before = self._trained.get(batch)
         # Under lockstep the effect of a batch may die with a rank that did not train it.
@@ -324,7 +353,9 @@ class Checks:
     def _all_was_done(self, num_effects: int, stopped: bool) -> None:
         c = self._config
         total = self._per_epoch * c.num_epochs
-        wanted = total if c.max_steps is None else min(total, c.max_steps)
+        wanted = total
+        if c.max_steps is not None:
+            wanted = min(total, math.ceil(c.max_steps / c.counted_as))
         if num_effects > wanted or (not stopped and num_effects != wanted):
             raise Violation(f"{num_effects} batches of {wanted} are in the result")
         if stopped:

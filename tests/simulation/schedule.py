@@ -206,7 +206,19 @@ class Draw:
 
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
-    return with_transports(with_shares(with_saves(Draw(seed).schedule())))
+    return with_transports(with_sizes(with_shares(with_saves(Draw(seed).schedule()))))
+
+
+def with_sizes(schedule: Schedule) -> Schedule:
+    """The schedule with batches of a size of its own for each rank in a third of the runs
+    without ``SYNC``."""
+    c = schedule.config
+    rng = random.Random(f"sizes of {schedule.seed}")
+    if c.policy is ApplyPolicy.SYNC or c.drop_last or rng.random() < 0.67:
+        return schedule
+    unit = max(1, c.batch_size // rng.choice((1, 2, 4)))
+    sizes = tuple(unit * rng.randint(1, 6) for _ in range(c.world_size))
+    return replace(schedule, config=replace(c, batch_size=unit, batch_sizes=sizes))
 
 
 def with_transports(schedule: Schedule) -> Schedule:

@@ -264,6 +264,8 @@ class SimWorker:
         if self._in_steps:
             num_held = len(self.base) + len(self.local)
             self._sim.checks.on_lockstep_plan(self.rank, plan, num_held)
+        else:
+            self._sim.checks.on_own_batches(self.rank, plan)
         windows = Windows(plan, self._config)
         batches = deque((plan.epoch, b) for span in plan.batches for b in span)
         for index, sizes in enumerate(windows.steps):
@@ -321,13 +323,15 @@ class SimWorker:
                 raise PieceTooLarge(size)
             elapsed += step_s
             batch = batches.popleft()
-            trained.append(batch)
             if self._in_steps:  # it counts once the gradients are averaged
+                trained.append(batch)
                 continue
-            self._sim.checks.on_trained(self.rank, batch, size)
-            self.local.append(batch)
+            counted = self._sim.checks.on_trained_own(self.rank, batch, size)
+            self.local += counted
+            trained += counted
             if self.replica is not None:
-                self.replica.train(batch)
+                for one in counted:
+                    self.replica.train(one)
         # Pieces whose samples the peers train.
         trained += [batches.popleft() for _ in range(num_empty)]
         if self._lockstep:

@@ -274,6 +274,47 @@ def test_the_size_of_one_rank_used_for_another_is_found(monkeypatch):
     assert_is_found("trained others", drawn(sized))
 
 
+def sized_apart(schedule):
+    c = schedule.config
+    return c.policy is not ApplyPolicy.SYNC and c.batch_sizes is not None and c.world_size > 1
+
+
+def test_a_batch_counted_as_one_of_the_ledger_is_found(monkeypatch):
+    def one_each(self, rank, count):
+        ledger = self.ledgers[rank]
+        while count > 0 and ledger.assigned:
+            epoch, span = ledger.assigned.popleft()
+            ledger.note_trained(epoch, span[:count])
+            if span[count:]:
+                ledger.assigned.appendleft((epoch, span[count:]))
+            count -= len(span[:count])
+
+    monkeypatch.setattr(ChunkPool, "trained", one_each)
+    assert_is_found("", drawn(sized_apart))
+
+
+def test_the_size_of_another_rank_in_a_plan_is_found(monkeypatch):
+    own_batches = ChunkPool.own_batches
+
+    def mistaken(self, rank, spans):
+        return own_batches(self, (rank + 1) % len(self.ledgers), spans)
+
+    monkeypatch.setattr(ChunkPool, "own_batches", mistaken)
+    assert_is_found("has batches of", drawn(sized_apart))
+
+
+def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
+    """What the ledger counts behind a report goes beyond the end of the range."""
+    settle = ChunkPool.settle
+
+    def whole(self, rank):
+        size = self._sizes[rank]
+        return -(-settle(self, rank) // size) * size
+
+    monkeypatch.setattr(ChunkPool, "settle", whole)
+    assert_is_found("", drawn(sized_apart))
+
+
 def test_a_weight_that_is_not_that_of_the_share_is_found(monkeypatch):
     init = Windows.__init__
 

@@ -25,7 +25,9 @@ def at_world_size(schedule: Schedule, world: int) -> Schedule:
         return schedule
     sizes = c.batch_sizes
     if sizes is not None:
-        sizes = split_like(c.batch_size * world, [sizes[r % len(sizes)] for r in range(world)])
+        sizes = tuple(sizes[r % len(sizes)] for r in range(world))
+        if c.policy is ApplyPolicy.SYNC:
+            sizes = split_like(c.batch_size * world, sizes)
     return replace(
         schedule,
         config=replace(

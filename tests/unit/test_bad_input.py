@@ -311,7 +311,18 @@ def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
         (lambda b: b.drop_last(True).batch_size(30), "smaller batch_size"),
         (lambda b: b.partition_ratios([1, 1, 1]), "3 entries for 2 devices"),
         (lambda b: b.batch_size([2, 2, 2]), "3 entries for 2 devices"),
-        (lambda b: b.policy(CADENCE).batch_size([3, 1]), r'call policy\("sync"\)'),
+        (
+            lambda b: b.policy(CADENCE).batch_size([3, 1]).drop_last(True),
+            r"leave drop_last out",
+        ),
+        (
+            lambda b: (
+                b.policy(CADENCE)
+                .batch_size([3, 1])
+                .scheduler(lambda optimizer: None, interval="epoch")
+            ),
+            r"step it once a batch",
+        ),
         (lambda b: b.policy(SYNC).batch_size([3, 2]), "5, which is no multiple of the 2 devices"),
         (
             lambda b: b.policy(SYNC).batch_size([3, 1]).partition_ratios([1, 2]),

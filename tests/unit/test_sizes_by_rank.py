@@ -1,0 +1,102 @@
+"""Batches of a size of its own for each device, under CADENCE and ASYNC."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from runtime import AverageBackend, CheckpointError, current_worker
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, WAIT_S, builder
+
+N, EPOCHS = 203, 2
+WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU), (ASYNC, AverageBackend.GLOO)]
+
+
+class Seen:
+    """A ``train_fn`` that notes what each rank trained; rank 1 fails at its n-th batch."""
+
+    def __init__(self, fails_at=None):
+        self.batches, self._lock, self._fails_at = [], threading.Lock(), fails_at
+        self._num = 0
+
+    def __call__(self, model, batch):
+        worker, (index,) = current_worker(), batch
+        with self._lock:
+            self._num += worker.rank == 1
+            if worker.rank == 1 and self._num == self._fails_at:
+                raise RuntimeError("planted")
+            self.batches.append((worker.rank, worker.current_epoch, index.tolist()))
+        return 1e-3 * model(torch.ones(len(index), 1)).mean()
+
+
+def run(seen, sizes, way, **more):
+    b = builder(
+        model=lambda device: nn.Linear(1, 1),
+        train=seen,
+        dataset=(torch.arange(N),),
+        batch_size=list(sizes),
+        epochs=EPOCHS,
+        ranks=len(sizes),
+        way=way,
+    )
+    for name, value in more.items():
+        getattr(b, name)(value)
+    return b.run()
+
+
+def trained(*traces):
+    return Counter((e, i) for t in traces for _, e, batch in t.batches for i in batch)
+
+
+EACH_ONCE = Counter({(epoch, i): 1 for epoch in range(EPOCHS) for i in range(N)})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", [{}, {"accumulate": 3}, {"partition_ratios": (1, 2)}])
+def test_each_rank_has_batches_of_its_size_and_each_sample_comes_once(way, more):
+    seen, sizes = Seen(), (12, 8)
+    state = run(seen, sizes, way, **more).join(WAIT_S)
+    assert trained(seen) == EACH_ONCE
+    assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
+    for epoch in range(EPOCHS):
+        for rank, size in enumerate(sizes):
+            own = [len(batch) for r, e, batch in seen.batches if (r, e) == (rank, epoch)]
+            assert all(n <= size for n in own)
+            assert sum(n < size for n in own) <= 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_death_loses_nothing(way):
+    seen = Seen(fails_at=3)
+    state = run(seen, (12, 8, 4), way, on_worker_failure="continue").join(WAIT_S)
+    assert trained(seen).keys() == EACH_ONCE.keys()
+    assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
+
+
+@pytest.mark.parametrize("then", [(12, 8), (8, 4, 12), (4,)])
+def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path, then):
+    first, again = Seen(), Seen()
+    run(first, (12, 8), WAYS[0], max_steps=13, checkpoint_dir=tmp_path).join(WAIT_S)
+    assert sum(len(batch) for *_, batch in first.batches) == 13 * 10 + 2  # whole units of 4
+    state = run(again, then, WAYS[0], resume=tmp_path).join(WAIT_S)
+    assert trained(first, again) == EACH_ONCE
+    assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
+
+
+def test_sizes_of_another_unit_are_refused(tmp_path):
+    run(Seen(), (12, 8), WAYS[0], max_steps=3, checkpoint_dir=tmp_path).join(WAIT_S)
+    with pytest.raises(CheckpointError, match="batch_size 4, this run has 3"):
+        run(Seen(), (12, 9), WAYS[0], resume=tmp_path)
+
+
+def test_schedules_and_progress_count_batches_of_the_mean_size():
+    def halving(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+
+    handle = run(Seen(), (12, 8), WAYS[0], scheduler=halving)
+    handle.join(WAIT_S)
+    assert handle.statistics().global_step == 41  # 2 x 51 units of 4 samples, in tens
