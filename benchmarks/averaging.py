@@ -349,9 +349,9 @@ def judge_cluster(rows: Sequence[dict[str, Any]]) -> list[Check]:
     """The verdict on the size that the target speaks of."""
     return [
         Check(
-            f"a round of {NUM_MACHINES} machines, 1e6 parameters, in seconds",
-            row["round_s"],
-            CLUSTER_TARGET_S,
+            what=f"a round of {NUM_MACHINES} machines, 1e6 parameters, in seconds",
+            measured=row["round_s"],
+            wanted=CLUSTER_TARGET_S,
             at_most=True,
         )
         for row in rows
