@@ -256,12 +256,18 @@ def normal(batches: Iterable[tuple[int, Iterable[range]]]) -> Batches:
     Raises:
         LedgerError: A batch is in them twice.
     """
-    sets: dict[int, BatchSet] = {}
+    found: dict[int, list[range]] = {}
     for epoch, spans in batches:
-        sets.setdefault(epoch, BatchSet()).put_back(spans)
-    for epoch, found in sets.items():
-        _refuse_overlap(epoch, found.spans)
-    return tuple((epoch, sets[epoch].spans) for epoch in sorted(sets) if sets[epoch])
+        found.setdefault(epoch, []).extend(spans)
+    normalised = []
+    for epoch in sorted(found):
+        rising = tuple(found[epoch])
+        if len(rising) > 1 or any(span.step != 1 or not span for span in rising):
+            rising = BatchSet(rising).spans
+            _refuse_overlap(epoch, rising)
+        if rising:
+            normalised.append((epoch, rising))
+    return tuple(normalised)
 
 
 def count(batches: Batches) -> int:
