@@ -256,12 +256,18 @@ def normal(batches: Iterable[tuple[int, Iterable[range]]]) -> Batches:
     Raises:
         LedgerError: A batch is in them twice.
     """
-    sets: dict[int, BatchSet] = {}
+    found: dict[int, list[range]] = {}
     for epoch, spans in batches:
-        sets.setdefault(epoch, BatchSet()).put_back(spans)
-    for epoch, found in sets.items():
-        _refuse_overlap(epoch, found.spans)
-    return tuple((epoch, sets[epoch].spans) for epoch in sorted(sets) if sets[epoch])
+        found.setdefault(epoch, []).extend(spans)
+    normalised = []
+    for epoch in sorted(found):
+        rising = tuple(found[epoch])
+        if len(rising) > 1 or any(span.step != 1 or not span for span in rising):
+            rising = BatchSet(rising).spans
+            _refuse_overlap(epoch, rising)
+        if rising:
+            normalised.append((epoch, rising))
+    return tuple(normalised)
 
 
 def count(batches: Batches) -> int:
@@ -458,13 +464,16 @@ class ClusterLedger:
         faults = self.faults(ordered)
         if faults:
             raise LedgerError(_listed(faults), faults)
+        done: dict[int, list[range]] = {}
         for told in ordered:
             for number, spans in told.done:
-                self._open[number].consumed.put_back(spans)
+                done.setdefault(number, []).extend(spans)
             self.consumed += count(told.done)
             for number, tally in told.tallies:
                 if number in self._open:
                     self._open[number].tallies[f"{told.machine}/{told.run}"] = tally
+        for number, found in done.items():
+            self._open[number].consumed.put_back(found)
         self.stopped = self.stopped or any(told.stop for told in ordered)
         closed = self._close()
         self.step += 1
@@ -628,12 +637,15 @@ def deal(ledger: ClusterLedger, facts: Sequence[Facts], *, period_s: float) -> d
 
 def _open_batches(ledger: ClusterLedger, facts: Sequence[Facts]) -> dict[int, BatchSet]:
     """What is neither consumed nor kept, for each open epoch."""
+    kept: dict[int, list[range]] = {}
+    for told in facts:
+        for epoch, spans in told.kept:
+            kept.setdefault(epoch, []).extend(spans)
     pots = {}
     for epoch in ledger.open_epochs:
-        kept = BatchSet(s for told in facts for e, spans in told.kept if e == epoch for s in spans)
         pot = BatchSet([range(ledger.batches_per_epoch)])
         pot.remove(ledger.consumed_of(epoch))
-        pot.remove(kept.spans)
+        pot.remove(kept.get(epoch, ()))
         pots[epoch] = pot
     return pots
 

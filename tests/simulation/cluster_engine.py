@@ -223,10 +223,13 @@ class SimEngine:
 
     def give_up(self, machine: SimMachine, what: str) -> None:
         """A machine's exchange fails, and with it those of all that wait for it."""
+        self._fail(machine, what)
+        self.leave(machine)
+
+    def _fail(self, machine: SimMachine, what: str) -> None:
         failed = c.GatherFailed(error="a peer is gone")
         event = failed if what == "gather" else c.ReduceDone(ok=False)
         machine.answer(machine.call, event, self._sim.draw(self._sim.schedule.delay_s))
-        self.leave(machine)
 
     def leave(self, machine: SimMachine) -> None:
         """A machine is in its round no more; the others notice."""
@@ -238,5 +241,7 @@ class SimEngine:
         for what, brought in group.calls.items():
             for name in list(brought):
                 peer = self._sim.machines[name]
-                if peer.group is group and not peer.answered and peer is not machine:
-                    self.give_up(peer, what)
+                if peer.group is group and not peer.answered:
+                    self._fail(peer, what)
+                    peer.group = None
+                    group.left.add(name)

@@ -1,0 +1,325 @@
+"""The ledger of a cluster, its deal, and one machine's part."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator import cluster as c
+from coordinator.dispatch import BatchSet
+from coordinator.messages import Tick
+
+
+def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=None, **settings):
+    return c.ClusterLedger(
+        settings={"seed": 0, **settings},
+        num_epochs=num_epochs,
+        batches_per_epoch=batches_per_epoch,
+        period_s=period_s,
+        max_batches=max_batches,
+    )
+
+
+def told(ledger, machine, done=(), **values):
+    return c.Facts(
+        machine=machine,
+        step=ledger.step,
+        lineage=ledger.lineage,
+        consumed=ledger.consumed,
+        settings=ledger.settings,
+        done=done,
+        **values,
+    )
+
+
+def commit_all(ledger, names=("a", "b"), seconds=0.1):
+    """A round in which all have done what they were granted."""
+    facts = []
+    for name in names:
+        done = ledger.grants.get(name, c.Grant()).batches
+        facts.append(told(ledger, name, done, seconds_per_batch=seconds))
+    return ledger.commit(facts)
+
+
+# -- facts ------------------------------------------------------------------------------
+
+
+def test_facts_arrive_as_they_were_sent():
+    facts = told(
+        new_ledger(),
+        "a",
+        ((0, (range(3), range(5, 9))), (1, (range(1),))),
+        kept=((0, (range(3, 5),)),),
+        weight=12.5,
+        num_samples=12,
+        seconds_per_batch=0.25,
+        tallies=((0, {"loss": 1.5}),),
+        leaving=True,
+    )
+    assert c.Facts.from_json(facts.to_json()) == facts
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("machine", ""),
+        ("machine", 7),
+        ("step", -1),
+        ("step", True),
+        ("step", 2**60),
+        ("lineage", "00"),
+        ("lineage", "x" * 64),
+        ("settings", []),
+        ("done", [[0, [[3, 3]]]]),
+        ("done", [[0, [[3, 5], [5, 6]]]]),
+        ("done", [[1, [[0, 1]]], [0, [[0, 1]]]]),
+        ("kept", [[0, []]]),
+        ("kept", [[0, [[0, 1.5]]]]),
+        ("weight", -1),
+        ("weight", "1"),
+        ("num_samples", 1.5),
+        ("seconds_per_batch", 0),
+        ("tallies", [[0, 1]]),
+        ("leaving", 1),
+        ("void", None),
+    ],
+)
+def test_facts_that_are_none_are_refused_by_field(field, value):
+    sent = json.loads(told(new_ledger(), "a").to_json())
+    sent[field] = value
+    with pytest.raises(ValueError, match=field):
+        c.Facts.from_json(json.dumps(sent).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"weight": NaN}'])
+def test_garbage_is_no_facts(data):
+    with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
+        c.Facts.from_json(data)
+
+
+# -- the ledger -------------------------------------------------------------------------
+
+
+def test_epochs_close_in_order_with_the_tallies_of_all_runs():
+    ledger = new_ledger(batches_per_epoch=10)
+    commit_all(ledger)
+    closed = []
+    while not ledger.complete:
+        closed += commit_all(ledger)
+    assert [epoch.epoch for epoch in closed] == [0, 1]
+    assert ledger.consumed == 20
+    assert ledger.recent == tuple(closed)
+
+
+def test_a_commit_that_contradicts_the_ledger_changes_nothing():
+    ledger = new_ledger()
+    commit_all(ledger)
+    before = json.dumps(ledger.state_dict())
+    stolen = told(ledger, "b", ledger.grants["a"].batches)
+    old = replace(told(ledger, "b"), step=0)
+    twice = told(ledger, "b", kept=ledger.grants["b"].batches, done=ledger.grants["b"].batches)
+    leaving = told(ledger, "b", kept=ledger.grants["b"].batches, leaving=True)
+    for wrong in (stolen, old, twice, leaving, told(ledger, "a")):
+        with pytest.raises(c.LedgerError):
+            ledger.commit([told(ledger, "a"), wrong])
+    assert json.dumps(ledger.state_dict()) == before
+
+
+def test_what_a_missing_machine_was_granted_is_granted_to_others():
+    ledger = new_ledger(num_epochs=1, batches_per_epoch=16)
+    commit_all(ledger)
+    lost = ledger.grants["b"]
+    ledger.commit([told(ledger, "a", seconds_per_batch=0.05)])
+    assert set(lost.batches[0][1][0]) <= {b for s in ledger.grants["a"].batches[0][1] for b in s}
+
+
+def test_a_ledger_is_restored_and_goes_on_alike():
+    ledger, restored = new_ledger(), new_ledger()
+    commit_all(ledger)
+    commit_all(ledger)
+    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    for each in (ledger, restored):
+        commit_all(each)
+    assert restored.state_dict() == ledger.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("settings", {}),
+        ("consumed", 3),
+        ("first", 7),
+        ("open", []),
+        ("open", [[0, [[0, 1000]], {}], [1, [], {}]]),
+        ("lineage", None),
+        ("grants", [["a", 3]]),
+    ],
+)
+def test_a_broken_ledger_is_refused(name, value):
+    state = new_ledger().state_dict()
+    with pytest.raises(ValueError, match=r"ledger|lineage|grant"):
+        new_ledger().load_state_dict({**state, name: value})
+    with pytest.raises(ValueError, match="broken"):
+        new_ledger().load_state_dict({k: v for k, v in state.items() if k != name})
+
+
+# -- the deal ---------------------------------------------------------------------------
+
+
+def test_grants_follow_speed_and_last_longer_than_a_period():
+    ledger = new_ledger(batches_per_epoch=10_000)
+    facts = [told(ledger, n, seconds_per_batch=s) for n, s in (("a", 0.1), ("b", 0.02))]
+    grants = c.deal(ledger, facts, period_s=1.0)
+    assert [len(grants[name]) for name in "ab"] == [15, 75]
+    assert grants["b"].batches == ((0, (range(15, 90),)),)
+
+
+def test_a_machine_not_measured_is_taken_for_the_mean_of_the_others():
+    ledger = new_ledger(batches_per_epoch=10_000)
+    facts = [told(ledger, "a", seconds_per_batch=0.1), told(ledger, "b")]
+    assert len(c.deal(ledger, facts, period_s=1.0)["b"]) == 15
+    assert len(c.deal(ledger, [told(ledger, "b")], period_s=1.0)["b"]) == c.START_BATCHES
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 10), st.integers(0, 50)), min_size=1, max_size=8),
+    st.integers(0, 500),
+)
+def test_the_rest_is_dealt_so_that_all_finish_together(machines, total):
+    seconds, kept = [s for s, _ in machines], [k for _, k in machines]
+    parts = c.finish_together(total, seconds, kept)
+    assert sum(parts) == total
+    assert min(parts) >= 0
+    ends = [(k + p) * s for s, k, p in zip(seconds, kept, parts, strict=True)]
+    last = max((e for e, p in zip(ends, parts, strict=True) if p), default=0.0)
+    # Nobody else would have been done earlier with the last batch.
+    assert all(e + s >= last * (1 - 1e-9) for e, s in zip(ends, seconds, strict=True))
+
+
+@given(st.lists(st.sampled_from(range(40))), st.lists(st.sampled_from(range(40))))
+def test_batches_are_removed_as_from_a_set(there, gone):
+    batches = BatchSet(range(b, b + 1) for b in set(there))
+    batches.remove([range(b, b + 1) for b in set(gone)])
+    assert [b for span in batches.spans for b in span] == sorted(set(there) - set(gone))
+
+
+# -- one machine ------------------------------------------------------------------------
+
+
+def one(ledger=None):
+    """A machine in its first quorum."""
+    member = c.Member("a", ledger or new_ledger())
+    assert member.handle(c.Built(), 0.0) == [c.FormQuorum()]
+    return member
+
+
+def formed(*members, healed=None):
+    return c.QuorumFormed(generation=1, rank=0, members=members, healed=healed)
+
+
+def commit_alone(member, now=0.0):
+    """The first round of a machine that is alone."""
+    (gather,) = member.handle(formed("a"), now)
+    assert member.handle(c.Gathered(facts=(gather.facts,)), now) == [c.Vote(ok=True)]
+    return member.handle(c.Committed(ok=True), now)
+
+
+def test_a_failed_quorum_is_asked_for_again_after_growing_pauses():
+    member, now = one(), 0.0
+    for pause in (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):
+        assert member.handle(c.QuorumFailed(error="away"), now) == [c.ResumeGrant(reason="away")]
+        assert member.deadline == pytest.approx(now + pause)
+        assert member.handle(Tick(), now) == []
+        now = member.deadline
+        assert member.handle(Tick(), now) == [c.FormQuorum()]
+
+
+def test_an_idle_machine_asks_at_once_and_one_without_a_grant_does_not():
+    member = one()
+    (apply,) = commit_alone(member)
+    assert len(apply.grant) == c.START_BATCHES
+    assert member.handle(c.Idle(), 0.1) == [c.FormQuorum()]
+
+
+def test_a_behind_machine_takes_the_state_and_begins_anew():
+    other = new_ledger()
+    commit_all(other, ("b",))
+    member = one()
+    adopt, gather = member.handle(formed("a", "b", healed=other.state_dict()), 0.0)
+    assert adopt == c.Adopt()
+    assert (gather.facts.step, gather.facts.weight, member.healing) == (1, 0.0, True)
+    member.handle(c.Gathered(facts=(gather.facts, told(other, "b"))), 0.0)
+    (apply,) = member.handle(c.Committed(ok=True), 0.0)
+    assert apply.restart
+    assert not member.healing
+
+
+def test_a_state_that_is_behind_ones_own_is_not_taken():
+    ahead = new_ledger()
+    commit_all(ahead, ("x",))
+    member = c.Member("a", ahead)
+    assert member.handle(c.Built(), 0.0) == [c.ResetHistory(step=1), c.FormQuorum()]
+    commands = member.handle(formed("a", "b", healed=new_ledger().state_dict()), 0.0)
+    assert commands[0] == c.ResetHistory(step=1)
+    assert commands[1].facts.step == 1
+
+
+def test_of_two_histories_under_one_step_one_goes_on_and_the_other_is_healed():
+    ledgers = [new_ledger(), new_ledger()]
+    members = []
+    for name, ledger in zip("ab", ledgers, strict=True):
+        commit_all(ledger, (name,))
+        member = c.Member(name, ledger)
+        member.handle(c.Built(), 0.0)
+        members.append(member)
+    gathers = [m.handle(formed("a", "b"), 0.0)[-1] for m in members]
+    facts = []
+    for member, command in zip(members, gathers, strict=True):
+        if isinstance(command, c.TakeCapture):
+            done = c.CaptureDone(
+                done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None
+            )
+            (command,) = member.handle(done, 0.0)
+        facts.append(command.facts)
+    said = [m.handle(c.Gathered(facts=tuple(facts)), 0.0) for m in members]
+    resets = [c.ResetHistory(step=0) in commands for commands in said]
+    assert resets == [ledger.lineage != max(x.lineage for x in ledgers) for ledger in ledgers]
+
+
+def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on():
+    even, odd = new_ledger(), new_ledger(batch_size=8)
+    commit_all(even, ("b",))
+    member, other = one(odd), c.Member("b", even)
+    other.handle(c.Built(), 0.0)
+    (reset, gather) = member.handle(formed("a", "b", healed=even.state_dict()), 0.0)
+    assert reset == c.ResetHistory(step=0)
+    other.handle(formed("a", "b"), 0.0)
+    done = c.CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
+    (theirs,) = other.handle(done, 0.0)
+    facts = (gather.facts, theirs.facts)
+    (refused,) = member.handle(c.Gathered(facts=facts), 0.0)
+    assert isinstance(refused, c.Refuse)
+    assert "machine a has other settings" in refused.reason
+    assert "batch_size is 8" in refused.reason
+    (resumed,) = other.handle(c.Gathered(facts=facts), 0.0)
+    assert "batch_size is 8" in resumed.reason
+
+
+def test_a_machine_that_stops_gives_up_when_rounds_fail_for_too_long():
+    member = one()
+    commit_alone(member)
+    assert member.handle(c.Stop(), 1.0) == [c.FormQuorum()]
+    assert member.deadline == 31.0
+    member.handle(c.QuorumFailed(error="away"), 2.0)
+    assert member.handle(Tick(), 31.0)[-1] == c.Finish(stopped=True)
+    assert member.handle(Tick(), 32.0) == []
+
+
+def test_an_event_that_does_not_fit_the_state_is_an_error():
+    member = one()
+    with pytest.raises(c.LedgerError, match="in state"):
+        member.handle(c.Committed(ok=True), 0.0)
