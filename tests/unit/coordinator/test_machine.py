@@ -17,6 +17,7 @@ from coordinator.messages import (
     AbortCollective,
     Average,
     PublishEpoch,
+    PublishSteps,
     SaveCheckpoint,
     Send,
 )
@@ -610,3 +611,44 @@ def test_one_device_averages_nothing():
     assert run.to(m.Shutdown) == [m.Shutdown()]
     assert run.jobs() == []
     assert run.machine.outcome.metrics[0].num_samples == 3
+
+
+# -- what comes too late ---------------------------------------------------------------------
+
+
+LATE = {
+    "ready": m.Ready(rank=1),
+    "a report": m.BatchReport(rank=1, epoch=0, tally=m.Tally(num_batches=1, num_samples=1)),
+    "a failure": m.Failed(rank=1, epoch=0, step=0, error=ValueError("again")),
+    "its leave": m.Exiting(rank=1),
+    "the end of its thread": m.ThreadEnded(rank=1),
+}
+
+
+@pytest.mark.parametrize("event", LATE.values(), ids=LATE)
+def test_what_a_dead_rank_still_says_changes_nothing(event):
+    run = Run(world=3, continue_on_failure=True)
+    run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
+    before = run.machine.statistics()
+    assert run.tell(event) == []
+    assert run.machine.statistics() == before
+    assert run.machine.phase is Phase.RUNNING
+
+
+def test_metrics_of_steps_do_not_wait_for_a_dead_rank():
+    run = Run(world=3, continue_on_failure=True, metrics_every=4)
+    run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
+    tally = m.Tally(num_batches=2, num_samples=2, losses=((1.0, 1.0), (3.0, 1.0)))
+    for rank in (0, 2):
+        run.tell(m.BatchReport(rank=rank, epoch=0, tally=tally))
+    told = [c.metrics for c in run.others if isinstance(c, PublishSteps)]
+    assert [(steps.num_batches, steps.avg_loss) for steps in told] == [(4, 2.0)]
+
+
+def test_ranks_that_no_transport_can_connect_end_the_run():
+    run = Run(backend=THREAD)
+    run.tell(m.Unconnected(rank=0, generation=0, backend=THREAD, error=OSError("planted")))
+    assert run.machine.phase is Phase.FAILING
+    error = run.machine.outcome.failure.error
+    assert isinstance(error, AveragingFailed)
+    assert "THREAD: the ranks could not be connected: planted" in str(error)

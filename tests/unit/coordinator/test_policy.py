@@ -71,3 +71,7 @@ def test_what_is_asked_for_and_can_serve_is_taken(policy, backend):
 def test_sync_over_cpu_says_what_it_means():
     _, reason = choose_backend(CPU, SYNC, CPUS, nccl_available=False)
     assert "as THREAD" in reason
+
+
+def test_nccl_that_is_asked_for_is_taken():
+    assert choose_backend(NCCL, CADENCE, GPUS, nccl_available=True)[0] is NCCL
