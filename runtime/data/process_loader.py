@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from typing import Any, cast
 
 import numpy as np
@@ -125,6 +126,8 @@ class ProcessLoader(ThreadLoader):
         source = _Source(self._adapter, self._seed, self.rank)
         check_picklable(source)
         methods = multiprocessing.get_all_start_methods()
+        if "forkserver" in methods:
+            _preload()
         self._dataloader = DataLoader(
             source,
             batch_size=None,
@@ -200,6 +203,15 @@ class ProcessLoader(ThreadLoader):
             )
             raise RuntimeError(self._death) from error
         return LoadedBatch(data, num_samples, epoch, batch)
+
+
+def _preload() -> None:
+    """Let the fork server import PyTorch and this module once, and not every process anew.
+
+    A server that runs already stays as it is, and so does what the program has asked for.
+    """
+    if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
+        multiprocessing.set_forkserver_preload(["__main__", "torch", __name__])
 
 
 def _identity(item: Any) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from coordinator.messages import EpochPlan
+from runtime.data import process_loader
 from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader
 from runtime.data.process_loader import ProcessLoader, check_picklable
@@ -136,3 +137,15 @@ def test_a_locked_data_set_and_big_tensors_can_be_sent_without_being_copied():
     check_picklable([adapt_dataset(Noisy(), lock=True), big])
     with pytest.raises(TypeError, match="cannot be pickled"):
         check_picklable(threading.Lock())
+
+
+@pytest.mark.parametrize(("asked", "told"), [(["__main__"], True), (["numpy"], False)])
+def test_the_fork_server_imports_torch_once_where_nothing_else_was_asked_for(
+    asked, told, monkeypatch
+):
+    server = multiprocessing.forkserver._forkserver
+    monkeypatch.setattr(server, "_preload_modules", asked)
+    process_loader._preload()
+    assert ("torch" in server._preload_modules) is told
+    assert (process_loader.__name__ in server._preload_modules) is told
+    assert asked[0] in server._preload_modules
