@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from runtime.checkpoint.format import plain
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class ScheduleMark(NamedTuple):
+    """Where a schedule stood; see its attributes."""
+
+    position: int
+    scale: float
+    base: list[float]
+    rates: list[float | torch.Tensor]
+    scheduler: dict[str, Any]
 
 
 class Schedule:
@@ -160,6 +170,30 @@ class Schedule:
         self._base = [float(rate) for rate in state["base"]] or self._read()
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(copy.deepcopy(dict(state["scheduler"])))
+
+    def mark(self) -> ScheduleMark | None:
+        """Where it stands, for :meth:`go_back`; ``None``: no step moves it."""
+        if self.scheduler is None or not self._every:
+            return None
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return ScheduleMark(
+            self._position,
+            self._scale,
+            list(self._base),
+            [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates],
+            copy.deepcopy(self.scheduler.state_dict()),
+        )
+
+    def go_back(self, mark: ScheduleMark) -> None:
+        """Stand where it stood; what a scheduler moves beside the rates stays."""
+        assert self.scheduler is not None
+        self._position, self._scale, self._base = mark.position, mark.scale, mark.base
+        self.scheduler.load_state_dict(mark.scheduler)
+        for group, rate in zip(self._optimizer.param_groups, mark.rates, strict=True):
+            if isinstance(rate, torch.Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
 
     def rescale(self, factor: float) -> None:
         """Multiply the rates and, where there is a scheduler, the scale on top of it."""
