@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from coordinator import messages as m
+from runtime import current_worker
 from runtime import run as run_module
 from runtime.collective import nccl as nccl_module
 from runtime.collective.nccl import create_nccl_groups
@@ -176,14 +177,19 @@ def test_an_optimizer_whose_kernels_cannot_be_called_off_waits(fake, breaking):
             lone.worker.close()
 
 
-def test_a_message_is_answered_once_all_steps_before_it_count(lone):
-    lone.at_step = {3: lambda: lone.alone.send(m.Capture(id=1))}
+def test_a_message_is_answered_once_all_steps_before_it_count(fake, lone):
+    """The capture is named at the edge of step 2, for that of step 3; both steps are late."""
+
+    def capture():
+        lone.alone.send(m.Capture(id=1))
+        fake.patience = 10
+
+    lone.at_step = {1: capture}
     lone.worker.run_epoch_plan(plan(range(5)))
     (captured,) = [r for r in lone.alone.take() if isinstance(r, m.Captured)]
-    # Named at the edge of step 4, for the edge after it.
-    assert captured.step == 5
-    assert captured.report.tally.num_batches == 5
-    assert captured.payload.params[0][0].item() == 5.0
+    assert captured.step == 3
+    assert captured.report.tally.num_batches == 3
+    assert captured.payload.params[0][0].item() == 3.0
 
 
 # -- whole runs ----------------------------------------------------------------------------
@@ -235,10 +241,21 @@ def train_counted(model, batch):
     return -model(batch[0]).mean()
 
 
-def counted_run(*, ranks=2, train=train_counted, **calls):
+def train_weighted(model, batch):
+    """Weights on the device; a batch of several counts for nothing."""
+    weights = (batch[0] % 3).double()
+    losses = -model(batch[0]) * weights
+    return losses.sum() / weights.sum().clamp(min=1), weights.sum()
+
+
+def train_nothing(model, batch):
+    return -model(batch[0]).mean(), torch.zeros((), dtype=torch.float64)
+
+
+def counted_run(*, ranks=2, train=train_counted, optim=fused_sgd, **calls):
     b = builder(
         model=lambda device: Counted().to(device),
-        optim=fused_sgd,
+        optim=optim,
         train=train,
         dataset=40,
         way=(SYNC, THREAD),
@@ -250,13 +267,83 @@ def counted_run(*, ranks=2, train=train_counted, **calls):
     return b.run().join(WAIT_S)
 
 
-def test_a_run_gives_what_one_over_threads_gives(over_nccl, monkeypatch):
-    over = counted_run()
+def fused_adamw(params):
+    return torch.optim.AdamW(params, 0.1, fused=True)
+
+
+def fused_momentum(params):
+    return fused_sgd(params, 0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.fixture
+def late_steps(monkeypatch):
+    """Counts the steps that were launched before it was known that they count."""
+    counted, make = [], nccl_module.Followed
+    monkeypatch.setattr(nccl_module, "Followed", lambda *a: (counted.append(1), make(*a))[1])
+    return counted
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optim": fused_adamw, "max_grad_norm": 0.3},
+        {"optim": fused_momentum, "bucket_cap_mb": 1e-5, "accumulate": 2},
+        {"optim": fused_adamw, "bucket_cap_mb": 1e-5, "balance": True},
+        {"optim": fused_adamw, "train": train_weighted},
+        {"optim": fused_adamw, "train": train_weighted, "accumulate": 2, "ranks": 3},
+        {"optim": fused_momentum, "train": train_weighted, "bucket_cap_mb": 1e-5},
+    ],
+    ids=str,
+)
+def test_a_run_gives_what_one_over_threads_gives(settings, over_nccl, late_steps, monkeypatch):
+    over = counted_run(**settings)
     monkeypatch.undo()
-    threads = counted_run()
-    assert torch.equal(over.params["w"], threads.params["w"])
+    threads = counted_run(**settings)
+    torch.testing.assert_close(over.params["w"], threads.params["w"], rtol=1e-12, atol=1e-12)
     assert [e.num_samples for e in over.metrics] == [40]
     assert over.metrics[0].avg_loss == pytest.approx(threads.metrics[0].avg_loss)
+    assert late_steps
+
+
+def test_weights_of_nothing_call_the_step_off_on_the_device(over_nccl, monkeypatch):
+    def train(model, batch):
+        made = current_worker().local_step
+        return (train_nothing if made % 2 else train_counted)(model, batch)
+
+    over = counted_run(train=train, optim=fused_adamw)
+    monkeypatch.undo()
+    threads = counted_run(train=train, optim=fused_adamw)
+    torch.testing.assert_close(over.params["w"], threads.params["w"], rtol=1e-12, atol=1e-12)
+    assert over.metrics[0].num_samples == 40
+
+
+def test_what_has_to_be_read_first_is_awaited(over_nccl, late_steps):
+    """Steps that may be dropped, and those in which a rank has nothing."""
+    counted_run(on_non_finite="skip")
+    assert not late_steps
+
+
+@pytest.mark.parametrize("dies_at", [1, 3, 5])
+def test_the_others_go_on_when_a_rank_dies_and_each_sample_is_trained_once(dies_at, over_nccl):
+    def train(model, batch):
+        worker = current_worker()
+        if worker.rank == 1 and worker.local_step == dies_at:
+            raise ValueError("planted")
+        return -model.w[batch[0]].sum()
+
+    b = builder(
+        model=lambda device: Counted().to(device),
+        optim=fused_sgd,
+        train=train,
+        dataset=40,
+        way=(SYNC, THREAD),
+        ranks=3,
+    )
+    state = b.on_non_finite("ignore").on_worker_failure("continue").run().join(WAIT_S)
+    assert [e.num_samples for e in state.metrics] == [40]
+    assert (state.params["w"] > 0).all()
+    assert [failure.rank for failure in state.failures] == [1]
 
 
 @pytest.mark.parametrize("break_at", [1, 2, 5, 9])
