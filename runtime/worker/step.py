@@ -187,6 +187,7 @@ class WorkerSteps:
             redirect=self._values.redirected,
             log=self._values.log,
             full=[config.own_batch_size] * config.accumulate,
+            varies=self._lockstep and config.world_size > 1,
             fallbacks=fallbacks,
             generator=self.replica.generator,
             obstacle=obstacle,
