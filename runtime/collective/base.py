@@ -128,7 +128,7 @@ Group = Rendezvous[Request, Plan]
 _MEANS = ("weighted_mean_", "mean_in_parts")
 
 
-class Outcome(ABC):
+class LateEnd(ABC):
     """How an exchange ends that the host does not wait for. For the rank's own thread."""
 
     @property
@@ -180,7 +180,7 @@ class MeanInParts:
         parts, self._parts = self._parts, []
         return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
 
-    def end_late(self, called_off: Tensor) -> tuple[float, Outcome | None]:
+    def end_late(self, called_off: Tensor) -> tuple[float, LateEnd | None]:
         """As :meth:`end`, but where the collective ``trails`` only the device waits.
 
         What the current stream is given from here on finds the mean in the parts, or, where

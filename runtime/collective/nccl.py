@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from runtime.collective.base import Group, Outcome, Plan, ReduceOp, Request
+from runtime.collective.base import Group, LateEnd, Plan, ReduceOp, Request
 from runtime.collective.process_group import ProcessGroupCollective, as_summed, connect_ranks
 from runtime.collective.thread import reduce_at_once
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
@@ -191,7 +191,7 @@ _LONGEST_NAP_S = 250e-6
 _incarnations = itertools.count()
 
 
-class Followed(Outcome):
+class Followed(LateEnd):
     """An exchange that the host does not wait for.
 
     Its time runs from when the device comes to it, which may be behind by some steps.
@@ -234,7 +234,7 @@ class Followed(Outcome):
         return self._end._api.is_complete(self._ended)
 
     def wait(self) -> None:
-        """As :meth:`Outcome.wait`."""
+        """As :meth:`LateEnd.wait`."""
         end = self._end
         with end._api.on_device(end._device):
             has_ended = end._await_event(self._ended)
@@ -412,7 +412,7 @@ class NcclCollective(ProcessGroupCollective):
         begun, self._first_sent = self._first_sent, None
         return begun
 
-    def _follow(self, name: str, called_off: Tensor) -> Outcome:
+    def _follow(self, name: str, called_off: Tensor) -> LateEnd:
         """As :meth:`ProcessGroupCollective._follow`; the thread of the group keeps the limit."""
         seen = torch.empty_like(called_off)
         self._api.copy(called_off, self._communicators.called_off)

@@ -18,9 +18,9 @@ from runtime.collective.base import (
     LOW_PRECISION,
     Collective,
     Group,
+    LateEnd,
     MeanInParts,
     Meeting,
-    Outcome,
     Plan,
     ReduceOp,
     Request,
@@ -176,7 +176,7 @@ class ProcessGroupCollective(Collective):
             if wire is not flat:
                 flat.copy_(wire)
 
-    def _follow(self, name: str, called_off: Tensor) -> Outcome:
+    def _follow(self, name: str, called_off: Tensor) -> LateEnd:
         """What was given to the current stream is an exchange that nobody waits for."""
         raise NotImplementedError(f"over {self.kind} the host waits")
 
@@ -287,7 +287,7 @@ class _SentMean(MeanInParts):
         end._in_parts = None
         return total
 
-    def end_late(self, called_off: Tensor) -> tuple[float, Outcome | None]:
+    def end_late(self, called_off: Tensor) -> tuple[float, LateEnd | None]:
         """As :meth:`MeanInParts.end_late`."""
         end, total = self._end, self._begun()
         if not (end.trails and self._sent):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective
-from runtime.collective.base import LOW_PRECISION, MeanInParts, Outcome
+from runtime.collective.base import LOW_PRECISION, LateEnd, MeanInParts
 from runtime.core.weight import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import Arrangement, FlatParams
@@ -141,7 +141,7 @@ class GradientReducer:
         self.is_empty = False
         device = self._params[0].device
         self.called_off = torch.zeros((), dtype=torch.float32, device=device)
-        self._outcome: Outcome | None = None
+        self._outcome: LateEnd | None = None
         self._arrange(None)
         if bucket_bytes is not None:
             _watch(self, self._params)
@@ -209,7 +209,7 @@ class GradientReducer:
         self._broken_off = []
         self.called_off.zero_()  # a graph of the step reads it over any collective
 
-    def take_outcome(self) -> Outcome | None:
+    def take_outcome(self) -> LateEnd | None:
         """How the last exchange ends; ``None``: it has ended well."""
         outcome, self._outcome = self._outcome, None
         return outcome

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.collective.base import Outcome
+from runtime.collective.base import LateEnd
 from runtime.core.weight import Mask, Weight, WindowWeight, check_read_weight, split_loss
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_norm import BatchStatistics
@@ -338,7 +338,7 @@ class Stepper:
         reducer = self._reducer
         return reducer is not None and reducer.collective.trails and self._skips_by_itself
 
-    def take_outcome(self) -> Outcome | None:
+    def take_outcome(self) -> LateEnd | None:
         """How the reduction of the step that was made ends; ``None``: it has ended well."""
         return None if self._reducer is None else self._reducer.take_outcome()
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runtime.collective.base import Outcome
+from runtime.collective.base import LateEnd
 from runtime.core.errors import (
     CollectiveAborted,
     CollectiveTimeout,
@@ -105,7 +105,7 @@ class _Launched:
         num_empty: Batches after it that peers have trained.
     """
 
-    outcome: Outcome
+    outcome: LateEnd
     before: _Before
     values: Withheld
     num_batches: int
