@@ -128,6 +128,24 @@ Group = Rendezvous[Request, Plan]
 _MEANS = ("weighted_mean_", "mean_in_parts")
 
 
+class LateEnd(ABC):
+    """How an exchange ends that the host does not wait for. For the rank's own thread."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it is over, well or not; asks the device and does not wait."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until it is over. A group that is aborted ends all its exchanges.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: What it left is not to be trusted. Every later
+                exchange of the group ends in the same way.
+        """
+
+
 class MeanInParts:
     """A weighted mean over all ranks whose tensors are given one after the other.
 
@@ -162,6 +180,21 @@ class MeanInParts:
         parts, self._parts = self._parts, []
         return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
 
+    def end_late(self, called_off: Tensor) -> tuple[float, LateEnd | None]:
+        """As :meth:`end`, but where the collective ``trails`` only the device waits.
+
+        What the current stream is given from here on finds the mean in the parts, or, where
+        the group was aborted, garbage. Only ``called_off`` tells which.
+
+        Args:
+            called_off: A float32 scalar on the device: 0 behind an exchange that ended well, 1
+                behind one that may not have.
+
+        Returns:
+            The sum of the weights, and how the exchange ends; ``None``: it has ended well.
+        """
+        return self.end(), None
+
 
 class Collective(ABC):
     """One rank's end of a group whose ranks are threads of one process.
@@ -186,11 +219,13 @@ class Collective(ABC):
         rank: This rank.
         world_size: How many ranks there are.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
+        trails: Whether a mean in parts can be ended without a wait of the host.
         lane: Where the rank notes how long it waits for the others; ``None``: nowhere.
         tally: Sum of the ranks' tallies in the last collective.
     """
 
     kind: str
+    trails: bool = False
     lane: Lane | None = None
     tally: float = 0.0
     _told: tuple[float, ...] = ()

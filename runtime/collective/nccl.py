@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -15,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from runtime.collective.base import Group, Plan, ReduceOp, Request
+from runtime.collective.base import Group, LateEnd, Plan, ReduceOp, Request
 from runtime.collective.process_group import ProcessGroupCollective, as_summed, connect_ranks
 from runtime.collective.thread import reduce_at_once
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device import cuda_api
+from runtime.device.cuda_api import Event
+from runtime.device.timing import EventPool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +42,27 @@ class Communicators:
     aborted alone can leave theirs hanging. So an abort by anyone aborts all of them, each in
     a thread of its own, and an orderly end comes when the last rank has left.
 
+    Exchanges that no rank waits for are looked at by a thread of the group, which keeps the time
+    limit for them.
+
     Args:
-        world_size: How many ranks there are.
+        group: Where they meet.
+
+    Attributes:
+        called_off: In pinned memory: 1 once the group is aborted, before any backend is; else 0.
+            What a stream reads of it behind an exchange is 0 only if no abort can have ended that
+            exchange. There from the first backend on.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    called_off: Tensor
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._world_size = group.barrier.parties
         self._lock = threading.Lock()
+        self._watched: list[Followed] = []
+        self._changed = threading.Condition(self._lock)
+        self._watcher: threading.Thread | None = None
         self._backends: dict[int, Any] = {}
         self._left: set[int] = set()
         self._threads: list[threading.Thread] = []
@@ -53,8 +70,11 @@ class Communicators:
         self._ended = False
 
     def add(self, rank: int, backend: Any) -> None:
-        """A rank has made its backend."""
+        """A rank has made its backend; in its thread, on its device."""
         with self._lock:
+            if not self._backends:
+                self.called_off = cuda_api.API.empty_pinned((), torch.float32)
+                self.called_off.fill_(float(self._aborted))
             self._backends[rank] = backend
             if self._aborted:
                 self._start("abort", rank, backend.abort)
@@ -65,6 +85,11 @@ class Communicators:
             if self._aborted or self._ended:
                 return
             self._aborted = True
+            if self._backends:
+                # A kernel that is aborted tells its peers that data has come: theirs may end with
+                # garbage before they are aborted themselves.
+                self.called_off.fill_(1)
+            self._changed.notify_all()
             for rank, backend in self._backends.items():
                 self._start("abort", rank, backend.abort)
 
@@ -75,12 +100,49 @@ class Communicators:
             if self._ended or len(self._left) < self._world_size:
                 return
             self._ended = True
+            self._changed.notify_all()
             if not self._aborted:
                 for other, backend in self._backends.items():
                     self._start("close", other, backend.shutdown)
         self.settle(END_S)
         with self._lock:
             self._backends.clear()
+
+    def watch(self, exchange: Followed) -> None:
+        """Abort the group if an exchange does not end in time."""
+        with self._changed:
+            self._watched.append(exchange)
+            if self._watcher is None:
+                self._watcher = threading.Thread(
+                    target=self._watch, name="collective-watch", daemon=True
+                )
+                self._threads.append(self._watcher)
+                self._watcher.start()
+            elif len(self._watched) == 1:
+                self._changed.notify_all()
+
+    def forget(self, exchange: Followed) -> None:
+        """Its rank has seen the end of an exchange, and uses its events again."""
+        with self._lock:
+            if exchange in self._watched:
+                self._watched.remove(exchange)
+
+    def _watch(self) -> None:
+        barrier, timeout_s = self._group.barrier, self._group.timeout_s
+        while True:
+            with self._changed:
+                if self._aborted or self._ended:
+                    self._watched.clear()
+                    return
+                late = None
+                if not barrier.aborted:
+                    late = next((x for x in self._watched if x.is_late(timeout_s)), None)
+                if late is None and not barrier.aborted:
+                    self._changed.wait(_WATCH_S if self._watched else None)
+                    continue
+            if late is not None:
+                barrier.abort(f"{late.name} did not end within {timeout_s:g} s")
+            self.abort()
 
     def settle(self, timeout_s: float) -> bool:
         """Wait for the aborts, or the end, that were begun; whether they are over."""
@@ -121,10 +183,72 @@ has set stands."""
 
 ABORT_GRACE_S = 5.0
 """How long a kernel may take to end once its communicator was aborted."""
+_WATCH_S = 0.05
+"""How often exchanges are looked at that no rank waits for."""
 _FIRST_NAP_S = 20e-6
 _LONGEST_NAP_S = 250e-6
 
 _incarnations = itertools.count()
+
+
+class Followed(LateEnd):
+    """An exchange that the host does not wait for.
+
+    Its time runs from when the device comes to it, which may be behind by some steps.
+
+    Args:
+        end: The rank's end of the group.
+        name: Of the exchange.
+        begun: Recorded in front of it.
+        ended: Recorded behind it, and behind ``seen``.
+        seen: What a stream has read behind it of ``Communicators.called_off``.
+    """
+
+    def __init__(
+        self, end: NcclCollective, name: str, begun: Event, ended: Event, seen: Tensor
+    ) -> None:
+        self.name = name
+        self._end = end
+        self._begun = begun
+        self._ended = ended
+        self._seen = seen
+        self._since: float | None = None
+        self._was_late = False
+
+    def is_late(self, timeout_s: float) -> bool:
+        """Whether it has taken longer than this; for the group's thread."""
+        api = self._end._api
+        with api.on_device(self._end._device):
+            if self._since is None:
+                if api.is_complete(self._begun):
+                    self._since = time.monotonic()
+                return False
+            if time.monotonic() - self._since < timeout_s or api.is_complete(self._ended):
+                return False
+        self._was_late = True
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._end._api.is_complete(self._ended)
+
+    def wait(self) -> None:
+        """As :meth:`LateEnd.wait`."""
+        end = self._end
+        with end._api.on_device(end._device):
+            has_ended = end._await_event(self._ended)
+            failed = not has_ended
+            if float(end._communicators.called_off):  # now; perhaps only after it had ended
+                failed = failed or float(self._seen) != 0
+        end._communicators.forget(self)
+        if not failed:
+            end._require_sound(self.name)
+            end._events.give_back(self._begun, self._ended)
+        elif self._was_late:
+            raise end._lateness(self.name)
+        else:
+            raise CollectiveAborted(f"rank {end.rank}: {self.name} was broken off")
 
 
 class NcclCollective(ProcessGroupCollective):
@@ -149,6 +273,7 @@ class NcclCollective(ProcessGroupCollective):
     """
 
     kind = "nccl"
+    trails = True
 
     def __init__(
         self,
@@ -162,12 +287,15 @@ class NcclCollective(ProcessGroupCollective):
     ) -> None:
         self._api = cuda_api.API
         self._devices = devices
+        self._device = devices[rank]
         self._communicators = communicators
         self._event: Any = None
+        self._events = EventPool(self._api)
+        self._first_sent: Event | None = None  # in front of the exchange in progress
         super().__init__(rank, len(devices), store, prefix, timeout_s, gate)
 
     def _connect(self, store: Store) -> Any:
-        device = self._devices[self.rank]
+        device = self._device
         with self._api.on_device(device):
             self._event = self._api.new_event()
             backend = new_backend(store, self.rank, self.world_size, self._timeout_s)
@@ -185,12 +313,30 @@ class NcclCollective(ProcessGroupCollective):
     def check(self) -> None:
         """As :meth:`Collective.check`; sees the errors that the backend has noticed, too."""
         super().check()
+        error = self._backend_error()
+        if error is not None:
+            self.abort()
+            raise as_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
+
+    def _backend_error(self) -> str | None:
         # Not every build of PyTorch tells it.
         get_error = getattr(self._backend, "get_error", None)
         error = getattr(get_error() if get_error else None, "name", "SUCCESS")
-        if error != "SUCCESS":
+        return None if error == "SUCCESS" else str(error)
+
+    def _require_sound(self, name: str) -> None:
+        """Make sure that the backend broke nothing off by itself, which no stream would see.
+
+        Raises:
+            RuntimeError: It may have, and the step was made all the same: there is no way back.
+        """
+        error = self._backend_error()
+        if error is not None:
             self.abort()
-            raise as_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
+            raise RuntimeError(
+                f"rank {self.rank}: NCCL has failed during {name}, whose result is in use: "
+                f"{error}; resume from a checkpoint"
+            )
 
     def _release(self) -> None:
         super()._release()
@@ -236,7 +382,7 @@ class NcclCollective(ProcessGroupCollective):
     @contextmanager
     def _named_faults(self, name: str, start: float | None = None) -> Iterator[None]:
         try:
-            with self._api.on_device(self._devices[self.rank]), torch.no_grad():
+            with self._api.on_device(self._device), torch.no_grad():
                 yield
         except (CollectiveAborted, CollectiveTimeout):
             raise
@@ -252,12 +398,28 @@ class NcclCollective(ProcessGroupCollective):
 
     def _send(self, flat: Tensor, factor: float) -> None:
         """Give the weighted sum of a flat tensor to the current stream."""
+        if self._first_sent is None:
+            self._first_sent = self._events.record()
         self._weighted_sum_(flat, factor)
 
     def _arrived(self, sent: Sequence[object]) -> None:
         """Wait for what the current stream was given."""
+        self._take_first_sent()
         self._await_end("mean_in_parts", time.monotonic() + self._timeout_s)
         self.check()
+
+    def _take_first_sent(self) -> Event:
+        begun, self._first_sent = self._first_sent, None
+        return begun
+
+    def _follow(self, name: str, called_off: Tensor) -> LateEnd:
+        """As :meth:`ProcessGroupCollective._follow`; the thread of the group keeps the limit."""
+        seen = torch.empty_like(called_off)
+        self._api.copy(called_off, self._communicators.called_off)
+        self._api.copy(seen, called_off)
+        exchange = Followed(self, name, self._take_first_sent(), self._events.record(), seen)
+        self._communicators.watch(exchange)
+        return exchange
 
     def _await_end(self, name: str, deadline: float) -> None:
         """Wait until the current stream is through; past the deadline abort, and let it come to
@@ -267,26 +429,55 @@ class NcclCollective(ProcessGroupCollective):
             CollectiveTimeout: The deadline was this rank's to notice.
         """
         self._api.record(self._event)
-        barrier, nap_s, late = self._group.barrier, _FIRST_NAP_S, False
+        late = False
+
+        def give_up() -> None:
+            nonlocal late
+            late = True
+            self._group.barrier.abort(f"{name} did not end within {self._timeout_s:g} s")
+
+        self._await_event(self._event, deadline, give_up)
+        if late:
+            raise self._lateness(name)
+
+    def _await_event(
+        self,
+        event: Event,
+        deadline: float = math.inf,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Wait for an event; of a group that is aborted, for some seconds more.
+
+        Args:
+            event: Behind an exchange.
+            deadline: When this rank gives up.
+            give_up: Called then; aborts the group.
+
+        Returns:
+            Whether it came; if not, what the exchange writes to is lost with the device.
+        """
+        barrier, nap_s = self._group.barrier, _FIRST_NAP_S
         grace_end: float | None = None
-        while not self._api.is_complete(self._event):
+        while not self._api.is_complete(event):
             now = time.monotonic()
             if grace_end is None and (barrier.aborted or now >= deadline):
-                late = not barrier.aborted
-                barrier.abort(f"{name} did not end within {self._timeout_s:g} s")
+                if not barrier.aborted:
+                    give_up()
                 self._communicators.abort()
                 grace_end = now + ABORT_GRACE_S
             elif grace_end is not None and now >= grace_end:
-                break  # what it writes to is lost with the device
+                return False
             time.sleep(nap_s)
             nap_s = min(nap_s * 1.5, _LONGEST_NAP_S)
-        if late:
-            raise as_failed(
-                CollectiveTimeout(
-                    f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group "
-                    "is aborted"
-                )
+        return True
+
+    def _lateness(self, name: str) -> BaseException:
+        return as_failed(
+            CollectiveTimeout(
+                f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group "
+                "is aborted"
             )
+        )
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> None:
         """Sends each rank its part alone, without a copy of the input in float32 or float64."""
@@ -338,7 +529,7 @@ def create_nccl_groups(devices: Sequence[torch.device], timeout_s: float) -> lis
     store = _c10d.HashStore()
     store.set_timeout(timedelta(seconds=timeout_s))
     prefix = f"nccl-{next(_incarnations)}"
-    communicators = Communicators(world_size)
+    communicators = Communicators(gate)
 
     def connect(rank: int) -> NcclCollective:
         return NcclCollective(rank, store, prefix, timeout_s, gate, devices, communicators)

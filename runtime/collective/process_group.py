@@ -18,6 +18,7 @@ from runtime.collective.base import (
     LOW_PRECISION,
     Collective,
     Group,
+    LateEnd,
     MeanInParts,
     Meeting,
     Plan,
@@ -175,6 +176,10 @@ class ProcessGroupCollective(Collective):
             if wire is not flat:
                 flat.copy_(wire)
 
+    def _follow(self, name: str, called_off: Tensor) -> LateEnd:
+        """What was given to the current stream is an exchange that nobody waits for."""
+        raise NotImplementedError(f"over {self.kind} the host waits")
+
     def _await(self, work: Any) -> None:
         look = timedelta(seconds=_LOOK_S)
         while True:
@@ -268,10 +273,7 @@ class _SentMean(MeanInParts):
 
     def end(self) -> float:
         """Wait for all that was sent."""
-        end = self._end
-        if self._total is None:
-            self.add(())
-        assert self._total is not None
+        end, total = self._end, self._begun()
         meeting = None if end.lane is None else Meeting(end.lane)
         if meeting is not None:
             meeting.met(is_long=True)
@@ -283,6 +285,24 @@ class _SentMean(MeanInParts):
                 meeting.over()
         self._sent.clear()
         end._in_parts = None
+        return total
+
+    def end_late(self, called_off: Tensor) -> tuple[float, LateEnd | None]:
+        """As :meth:`MeanInParts.end_late`."""
+        end, total = self._end, self._begun()
+        if not (end.trails and self._sent):
+            return self.end(), None
+        with self._failing():
+            outcome = end._follow("mean_in_parts", called_off)
+        self._sent.clear()
+        end._in_parts = None
+        return total, outcome
+
+    def _begun(self) -> float:
+        """The sum of the weights, agreed on with the other ranks."""
+        if self._total is None:
+            self.add(())
+        assert self._total is not None
         return self._total
 
     def take_sent(self) -> list[Any]:

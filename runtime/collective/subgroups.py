@@ -148,12 +148,13 @@ def _new_place(collective: Collective, members: tuple[int, ...]) -> _Place:
     if isinstance(collective, ProcessGroupCollective):
         store = _c10d.HashStore()
         store.set_timeout(timedelta(seconds=timeout_s))
+    group = Group(len(members), timeout_s)
     return _Place(
         members=members,
-        group=Group(len(members), timeout_s),
+        group=group,
         prefix=f"{collective.kind}-subgroup-{next(_incarnations)}",
         store=store,
-        communicators=Communicators(len(members)),
+        communicators=Communicators(group),
     )
 
 

@@ -30,6 +30,18 @@ class LogMark(NamedTuple):
     step: int
 
 
+class Withheld(NamedTuple):
+    """Values of a step that is not known to count yet.
+
+    Attributes:
+        losses: Its losses, each with its weight and the number of its batch.
+        scalars: Its scalars, each with its name and weight.
+    """
+
+    losses: list[tuple[torch.Tensor, Weight, int]]
+    scalars: list[tuple[str, float | torch.Tensor, Weight]]
+
+
 Harvest = tuple[float, float, tuple[tuple[str, float, float], ...]]
 """Loss sum, the weight behind it, and ``(name, weighted sum, weight)`` of each scalar.
 
@@ -156,6 +168,18 @@ class ValueLog:
         del self._losses[mark.losses :]
         del self._scalars[mark.scalars :]
         self._step = mark.step
+
+    def withhold(self, mark: LogMark) -> Withheld:
+        """Take out the values pushed since, until :meth:`give` puts them back."""
+        held = Withheld(self._losses[mark.losses :], self._scalars[mark.scalars :])
+        del self._losses[mark.losses :]
+        del self._scalars[mark.scalars :]
+        return held
+
+    def give(self, held: Withheld) -> None:
+        """Keep values that were withheld, and not yet those pushed after them."""
+        self._losses.extend(held.losses)
+        self._scalars.extend(held.scalars)
 
     def take_each(self) -> tuple[tuple[float, float], ...]:
         """Every loss read since the last call; of weight 0 where it was dropped."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -290,6 +291,8 @@ class ModuleTensors:
             place[key] = value
 
 
+MAX_SIZES = 4
+"""Sizes of windows that are captured; a graph of each takes the memory of a step."""
 MAX_KINDS = 8
 """Kinds of batches that are held, each with memory of its own."""
 
@@ -632,6 +635,8 @@ class GraphedSteps:
         redirect: Sends losses and scalars to another log meanwhile.
         log: Where they go otherwise.
         full: Sizes of the batches of a whole window.
+        varies: Whether the ranks share each global batch, so that whole windows come in other
+            sizes, too.
         fallbacks: Tells why something is made eagerly.
         generator: That of the worker, which steps may draw from.
         obstacle: Why no step can be captured; ``None``: it may be tried.
@@ -649,6 +654,7 @@ class GraphedSteps:
         redirect: Callable[[ValueLog], AbstractContextManager[None]],
         log: ValueLog,
         full: Sequence[int],
+        varies: bool = False,
         fallbacks: Fallbacks,
         generator: torch.Generator,
         obstacle: str | None = None,
@@ -661,7 +667,10 @@ class GraphedSteps:
         self._micro_step = micro_step
         self._redirect = redirect
         self._log = log
-        self._full = list(full)
+        self._full = tuple(full)
+        self._varies = varies
+        self._sizes: Counter[tuple[int, ...]] = Counter()  # how often other windows came
+        self._served = {self._full}
         self._fallbacks = fallbacks
         self._generator = generator
         self._batches = HeldBatches()
@@ -676,9 +685,20 @@ class GraphedSteps:
 
     def window(self, sizes: Sequence[int]) -> GraphWindow | None:
         """Where the batches of a window go; ``None``: it is made eagerly, batch by batch."""
-        if self._gives_up or list(sizes) != self._full:
+        if self._gives_up or not self._serves(tuple(sizes)):
             return None
         return GraphWindow(self._batches, sizes)
+
+    def _serves(self, sizes: tuple[int, ...]) -> bool:
+        """Whether such windows get a graph: whole ones, and the first others that come again."""
+        if sizes in self._served:
+            return True
+        if not self._varies or len(sizes) != len(self._full) or len(self._served) == MAX_SIZES:
+            return False
+        self._sizes[sizes] += 1
+        if self._sizes[sizes] > WARM_UP_STEPS:
+            self._served.add(sizes)
+        return False
 
     def pass_by(self) -> None:
         """A window turned out to hold a batch that no graph can serve."""

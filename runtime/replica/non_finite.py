@@ -198,6 +198,7 @@ class StepJudge:
 
     Attributes:
         skips: Whether bad steps are dropped.
+        reads: Whether the device is read before a step is made.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class StepJudge:
         self._buffers = buffers
         self._log = log
         self.skips = mode == "skip"
-        self._at_once = self.skips or device.type == "cpu"
+        self.reads = self.skips or device.type == "cpu"
         self._losses_only = losses_only
         self._mark = log.mark()
         self._kept: list[Tensor] = []
@@ -268,7 +269,7 @@ class StepJudge:
             NonFiniteError: It may not, and this is the first rank at fault (``raise``).
             CollectiveAborted: It may not, and another rank says so.
         """
-        if not self._at_once or all_finite([slot] if self._losses_only else flats):
+        if not self.reads or all_finite([slot] if self._losses_only else flats):
             return True
         fault = self._own_fault(grads)
         if self.skips:

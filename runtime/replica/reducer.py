@@ -4,7 +4,8 @@ In buckets, gradients travel while the backward pass still computes others: a ho
 parameter counts those of a bucket, and the last one sends it off.
 
 The host reads the device only for the flags that say which parameters got a gradient, and only
-where this rank alone cannot know.
+where this rank alone cannot know. Where the collective ``trails``, the host need not wait for the
+exchange either: a number on the device tells the optimizer's kernels whether they may use it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective
-from runtime.collective.base import LOW_PRECISION, MeanInParts
+from runtime.collective.base import LOW_PRECISION, LateEnd, MeanInParts
 from runtime.core.weight import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import Arrangement, NamedParams
@@ -106,6 +107,8 @@ class GradientReducer:
     Attributes:
         collective: Where the ranks meet.
         packed: What :meth:`pack` has found.
+        called_off: Where the collective trails, 1 on the device if there is nothing to step by,
+            else 0; of the last exchange.
         is_empty: Whether the weights of the last exchange sum to 0: there is nothing to step by.
     """
 
@@ -136,6 +139,9 @@ class GradientReducer:
         self._broken_off: list[Tensor] = []
         self.packed = NOTHING
         self.is_empty = False
+        device = self._params[0].device
+        self.called_off = torch.zeros((), dtype=torch.float32, device=device)
+        self._outcome: LateEnd | None = None
         self._arrange(None)
         if bucket_bytes is not None:
             _watch(self, self._params)
@@ -201,6 +207,17 @@ class GradientReducer:
         self._overlaps = False
         self._seen, self._order = [], None
         self._broken_off = []
+        self.called_off.zero_()  # a graph of the step reads it over any collective
+
+    def take_outcome(self) -> LateEnd | None:
+        """How the last exchange ends; ``None``: it has ended well."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether an exchange is made in parts, on every rank alike."""
+        return self._bucket_bytes is not None or self.collective.trails
 
     def forget(self) -> None:
         """Nothing of the last step is left, made or not."""
@@ -371,11 +388,18 @@ class GradientReducer:
             self._order = first + sorted(set(range(num)) - set(first))
         self._arrange(self._order)
 
-    def exchange(self, num_samples: int) -> bool:
+    def can_trail(self) -> bool:
+        """Whether nothing has to be read before the step that was packed can be made."""
+        judged = self._judge is not None and self._judge.reads
+        return self.collective.trails and self.packed.complete and not judged
+
+    def exchange(self, num_samples: int, *, late: bool = False) -> bool:
         """Replace what was packed by the weighted mean over the ranks.
 
         Args:
             num_samples: As :meth:`pack` was told.
+            late: Where :meth:`can_trail`, do not wait: the step has to be one that
+                :attr:`called_off` calls off, and :meth:`take_outcome` tells the rest.
 
         Returns:
             Whether the step may be made; if not, it is taken back. Whether there is anything
@@ -388,20 +412,29 @@ class GradientReducer:
         told = {"tally": num_samples} if self.packed.weighed else {}
         try:
             with self._comm():
-                if self._bucket_bytes is None:
-                    total = self.collective.weighted_mean_(self._flats, num_samples, **told)
-                else:
+                if self._in_parts:
                     mean = self._mean or self.collective.mean_in_parts(num_samples, **told)
                     waiting = self._waiting()
                     self._mean = mean
                     mean.add([bucket.flat for bucket in waiting])
-                    total = mean.end()
+                    if self._weight_apart and self.collective.trails:
+                        mean.add([self._weight])
+                    if late:
+                        total, self._outcome = mean.end_late(self.called_off)
+                    else:
+                        total = mean.end()
                     self._mean = None
+                else:
+                    total = self.collective.weighted_mean_(self._flats, num_samples, **told)
         except BaseException:
             self._weight.zero_()
             raise
         # The same on every rank: they have said it as they met.
         num_weighed = self.collective.tally
+        if late:
+            if num_weighed:
+                self._divide_late((total - num_weighed) / total)
+            return True
         mean_weight = self._mean_weight(total, num_weighed, num_samples) if num_weighed else 1.0
         if self._judge is not None and not self._judge.accept_reduced(
             self._flats, self._loss_flag, self.packed.grads, self.collective
@@ -412,7 +445,22 @@ class GradientReducer:
             if not self.is_empty:
                 for flat in self._grads:
                     flat.div_(mean_weight)
+        if self.collective.trails:
+            self.called_off.zero_()
         return True
+
+    def _divide_late(self, plain: float) -> None:
+        """Divide by the reduced weight for each sample, which only the device knows.
+
+        Args:
+            plain: The part of the samples whose loss has no weight.
+        """
+        mean = self._weight + plain
+        is_empty = (mean > 0).logical_not_().float().reshape(())
+        torch.maximum(self.called_off, is_empty, out=self.called_off)
+        for flat in self._grads:
+            flat.div_(mean.to(flat.dtype))
+        self._weight.zero_()
 
     def _mean_weight(self, total: float, num_weighed: float, num_samples: int) -> float:
         """The reduced weight for each sample; reads one number of the device.
@@ -422,7 +470,7 @@ class GradientReducer:
             num_weighed: Those of the ranks whose loss has a weight.
             num_samples: Those of this rank.
         """
-        if self._weight_apart:
+        if self._weight_apart and not self.collective.trails:
             with self._comm():
                 self.collective.weighted_mean_([self._weight], num_samples)
         mean = float(self._weight) + (total - num_weighed) / total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,16 @@ from runtime.replica.optimizers import Schedulers, make_scheduler, members_of
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 SchedulerFactories = SchedulerFactory | Mapping[str, SchedulerFactory]
 """One for each optimizer, or those of some of several, by name."""
+
+
+class ScheduleMark(NamedTuple):
+    """Where a schedule stood; see its attributes."""
+
+    position: int
+    scale: float
+    base: list[float]
+    rates: list[float | torch.Tensor]
+    scheduler: dict[str, Any]
 
 
 class Schedule:
@@ -167,6 +177,30 @@ class Schedule:
         self._base = [float(rate) for rate in state["base"]] or self._read()
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(copy.deepcopy(dict(state["scheduler"])))
+
+    def mark(self) -> ScheduleMark | None:
+        """Where it stands, for :meth:`go_back`; ``None``: no step moves it."""
+        if self.scheduler is None or not self._every:
+            return None
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return ScheduleMark(
+            self._position,
+            self._scale,
+            list(self._base),
+            [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates],
+            copy.deepcopy(self.scheduler.state_dict()),
+        )
+
+    def go_back(self, mark: ScheduleMark) -> None:
+        """Stand where it stood; what a scheduler moves beside the rates stays."""
+        assert self.scheduler is not None
+        self._position, self._scale, self._base = mark.position, mark.scale, mark.base
+        self.scheduler.load_state_dict(mark.scheduler)
+        for group, rate in zip(self._optimizer.param_groups, mark.rates, strict=True):
+            if isinstance(rate, torch.Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
 
     def rescale(self, factor: float) -> None:
         """Multiply the rates and, where there is a scheduler, the scale on top of it."""

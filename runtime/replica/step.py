@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runtime.collective.base import LateEnd
 from runtime.core.weight import Mask, Weight, WindowWeight, check_read_weight, split_loss
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_norm import BatchStatistics
@@ -204,6 +205,8 @@ class Stepper:
         parts: See above.
         weight: Of the last micro-batch, as it is logged; ``None``: its samples.
         window: Weight of the step in progress; ``None``: its samples.
+        trails: Whether steps may be made before the host knows that their gradients can be used;
+            whoever makes them looks at :meth:`take_outcome`.
         statistics: Where batch normalisation meets the other ranks; ``None``: it does not.
     """
 
@@ -225,6 +228,7 @@ class Stepper:
     ) -> None:
         self.weight: Weight | None = None
         self.window: WindowWeight | None = None
+        self.trails = False
         self.statistics: BatchStatistics | None = None
         self._last_of = 0
         self._units = 0.0  # of the step's micro-batches before the first that has a weight
@@ -251,6 +255,7 @@ class Stepper:
         self._is_bare = rates is None and max_grad_norm is None and precision != "fp16"
         self._losses: list[Tensor] = []
         self._checked = False
+        self._has_stepped = False
         self._scaler: torch.amp.GradScaler | None = None
         if precision == "fp16":
             self._scaler = torch.amp.GradScaler(device.type)
@@ -259,6 +264,7 @@ class Stepper:
 
     def copy_from(self, other: Stepper) -> None:
         """Take over the optimizer's state and the scaler of another rank's replica."""
+        self._has_stepped = False
         # load_state_dict keeps tensors of the right dtype and device, which are the other's.
         load_optimizer_state(self._whole, copy.deepcopy(other._whole.state_dict()))
         if self._scaler is not None and other._scaler is not None:
@@ -281,6 +287,7 @@ class Stepper:
         kind = kind_of(self._whole)
         if state["kind"] != kind:  # torch would load it, and fail in the first step
             raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
+        self._has_stepped = False
         # A copy: ranks may share it, and torch keeps its containers.
         load_optimizer_state(self._whole, copy.deepcopy(state["optimizer"]))
         if self._scaler is not None and state["scaler"]:
@@ -395,6 +402,16 @@ class Stepper:
         """Whether the optimizer's kernels leave a step out that the device calls off."""
         supports = getattr(self._optimizer, "_step_supports_amp_scaling", False)
         return bool(supports) and self._scaler is None
+
+    @property
+    def _is_gated(self) -> bool:
+        """Whether the device tells the optimizer whether the reduced gradients can be used."""
+        reducer = self._reducer
+        return reducer is not None and reducer.collective.trails and self._skips_by_itself
+
+    def take_outcome(self) -> LateEnd | None:
+        """How the reduction of the step that was made ends; ``None``: it has ended well."""
+        return None if self._reducer is None else self._reducer.take_outcome()
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._dtype is None:
@@ -602,8 +619,12 @@ class Stepper:
             How the step has ended; ``None``: it may be made.
         """
         if self._reducer is not None:
+            # The first step makes the optimizer's state, which one that is called off would leave
+            # without values.
+            late = self.trails and self._has_stepped and self._is_gated
+            late = late and self._reducer.can_trail()
             self._timer.pause()
-            accepted = self._reducer.exchange(num_samples)
+            accepted = self._reducer.exchange(num_samples, late=late)
             self._timer.resume()
             if not accepted:
                 return DROPPED
@@ -634,10 +655,15 @@ class Stepper:
             if self._scaler is not None:
                 self._scaler.step(self._optimizer)
                 self._scaler.update()
+            elif self._is_gated:
+                assert self._reducer is not None
+                self._step_unless(self._reducer.called_off)
             elif self._is_called_off_late:
-                self._step_unless_empty()
+                assert self.window is not None
+                self._step_unless(1.0 - torch.as_tensor(self.window.units > 0).float())
             else:
                 self._optimizer.step()
+        self._has_stepped = True
 
     @property
     def _is_called_off_late(self) -> bool:
@@ -646,11 +672,10 @@ class Stepper:
             return False
         return isinstance(self.window.units, Tensor)
 
-    def _step_unless_empty(self) -> None:
-        """Step with kernels that do nothing where the weights sum to 0; nothing is read."""
-        assert self.window is not None
+    def _step_unless(self, called_off: Tensor) -> None:
+        """Step with kernels that do nothing where ``called_off`` is 1; nothing is read."""
         optimizer: Any = self._optimizer
-        optimizer.found_inf = 1.0 - torch.as_tensor(self.window.units > 0).float()
+        optimizer.found_inf = called_off
         try:
             optimizer.step()
         finally:

@@ -67,7 +67,8 @@ class Lockstep:
     """Counts what every rank of a ``SYNC`` run does alike.
 
     Attributes:
-        step: Optimizer steps made since the start of the run.
+        step: Optimizer steps made since the start of the run. The last ones may still turn out to
+            have failed, until the worker has looked; see :class:`~runtime.worker.step.WorkerSteps`.
         num_syncs: Times the buffers were averaged.
         buffer_samples: Samples that this rank's buffers have seen since then.
         num_captured: The last capture that this rank has made.
@@ -91,6 +92,11 @@ class Lockstep:
         """A step was made with the peers."""
         self.step += 1
         self.buffer_samples += num_samples
+
+    def took_back(self, num_samples: int) -> None:
+        """The last step has failed."""
+        self.step -= 1
+        self.buffer_samples -= num_samples
 
     def synced(self) -> None:
         """The buffers were averaged with the peers."""

@@ -72,6 +72,7 @@ class Answers:
         functions: The user's functions.
         recorder: Is told of states that are sent.
         tell_weight: Tells the protocol all weights of what was trained.
+        conclude: Waits until it is known that every step counts; see :class:`WorkerSteps`.
         falls_back: Whether another transport may serve where a collective fails.
     """
 
@@ -84,6 +85,7 @@ class Answers:
         functions: UserFunctions,
         recorder: Recorder,
         tell_weight: Callable[[], None],
+        conclude: Callable[[], None] = lambda: None,
         *,
         falls_back: bool = False,
     ) -> None:
@@ -98,12 +100,14 @@ class Answers:
         self._functions = functions
         self._recorder = recorder
         self._tell_weight = tell_weight
+        self._conclude = conclude
         self._falls_back = falls_back
         self._rank = protocol.rank
         self._snapshot_s = 0.0
 
     def answer(self, work: m.ToWorker) -> None:
         """Answer a message that :meth:`WorkerProtocol.receive` returned."""
+        self._conclude()
         match work:
             case m.SyncNow():
                 self._sync_now(work)
@@ -317,6 +321,7 @@ class Answers:
 
     def _capture_now(self, capture: int) -> None:
         """Send the whole state as it is, all of which is in the result."""
+        self._conclude()
         lockstep, together = self._replica.lockstep, self._together
         together.num_captured = capture
         with self._recorder.capture():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from runtime.collective.base import LateEnd
 from runtime.core.errors import (
     CollectiveAborted,
     CollectiveTimeout,
@@ -17,8 +20,9 @@ from runtime.core.errors import (
 )
 from runtime.device.memory import is_out_of_memory
 from runtime.device.timing import StepTimer
-from runtime.device.values import StepMeter, ValueLog
+from runtime.device.values import LogMark, StepMeter, ValueLog, Withheld
 from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
+from runtime.replica.schedule import ScheduleMark
 from runtime.replica.step import DROPPED, MADE, StepEnd, TrainFn, TrainFns
 from runtime.timeline.events import COMPUTE, CONTROL
 from runtime.timeline.recorder import Lane
@@ -68,8 +72,55 @@ class BatchLog:
             self.log = before
 
 
+MAX_UNSEEN = 3
+"""Steps that may be launched before the host knows that the first of them counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """How things stood before a step under lockstep.
+
+    Attributes:
+        mark: The log.
+        buffers: Those of the model, where they may have to be put back.
+        draws: State of the worker's generator, likewise.
+        schedule: The learning rate, likewise.
+    """
+
+    mark: LogMark
+    buffers: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
+    draws: Tensor | None
+    schedule: ScheduleMark | None
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step that was given to the device, whose reduction may still fail there.
+
+    Attributes:
+        outcome: How the reduction ends.
+        before: How things stood.
+        values: Its losses and scalars.
+        num_batches: Its batches.
+        num_samples: Their samples.
+        num_empty: Batches after it that peers have trained.
+    """
+
+    outcome: LateEnd
+    before: _Before
+    values: Withheld
+    num_batches: int
+    num_samples: int
+    num_empty: int = 0
+
+
 class WorkerSteps:
     """Makes the optimizer steps of one worker. In its thread.
+
+    Where the collective ``trails``, up to ``MAX_UNSEEN`` steps are launched before the host looks
+    at how the reduction of the first has ended. Until then none of them is told, and whoever uses
+    the replica calls :meth:`conclude` first. The device makes no step whose reduction was broken
+    off.
 
     Args:
         config: The worker's settings.
@@ -112,8 +163,10 @@ class WorkerSteps:
         self._await_batch = await_batch
         self._lane = lane
         self._part = config.batch_part
-        self._keeps_buffers = config.redoes
         self._makes_again = self._lockstep and (config.redoes or config.falls_back)
+        self._redoes = config.redoes
+        self._launched: deque[_Launched] = deque()
+        self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._lockstep
         self._buckets = config.bucket_bytes is not None
         self._late_weight: Tensor | None = None  # of steps since it was last told
@@ -137,6 +190,7 @@ class WorkerSteps:
             redirect=self._values.redirected,
             log=self._values.log,
             full=[config.own_batch_size] * config.accumulate,
+            varies=self._lockstep and config.world_size > 1,
             fallbacks=fallbacks,
             generator=self.replica.generator,
             obstacle=obstacle,
@@ -170,6 +224,8 @@ class WorkerSteps:
             Device-side handles; nothing is synchronised.
         """
         samples = count_samples(batch)
+        self.conclude()
+        self._stepper.trails = False
         self._advance_schedule()
         self._timer.start()
         if self._stepper.parts:
@@ -198,6 +254,8 @@ class WorkerSteps:
         """
         lane = self._lane
         first: Any = None
+        if self._launched:
+            self._look(MAX_UNSEEN - 1)
         if sizes:
             assert self._await_batch is not None, "the worker is closed, or was given no batches"
             first = self._await_batch(answer=not self._protocol.leaving)
@@ -206,6 +264,8 @@ class WorkerSteps:
         elif lane is not None:
             lane.enter(COMPUTE)
         if self._schedule.scheduler is not None or self._capturable is not None:
+            if self._redoes:
+                self._schedule_before = self._schedule.mark()
             self._advance_schedule(position)
         if lane is None:
             self.train_window(sizes, first, train_fn)
@@ -226,32 +286,101 @@ class WorkerSteps:
         total = sum(sizes)
         self._timer.start()
         if self._lockstep:
-            end = self._make_undoable_step(sizes, first, train_fn, total)
-        else:
-            end = self._make_step(sizes, first, train_fn, total)
+            self._make_undoable_step(sizes, first, train_fn, total)
+            return
+        end = self._make_step(sizes, first, train_fn, total)
         self._timer.stop(len(sizes))
         self._together.stepped(0 if end.dropped else total)
         self._count(len(sizes), total, dropped=end.dropped)
 
     def _make_undoable_step(
         self, sizes: Sequence[int], first: Any, train_fn: TrainFns, total: int
-    ) -> StepEnd:
+    ) -> None:
         """A step that is trained again, as if it had not been, where the reduction fails."""
-        log = self._values.log
-        mark = log.mark()
-        kept = self._keep_buffers()
-        draws = self.replica.generator.get_state() if self._shrinks else None
+        before = _Before(
+            self._values.log.mark(),
+            self._keep_buffers(),
+            self.replica.generator.get_state() if self._shrinks else None,
+            self._schedule_before,
+        )
+        self._stepper.trails = not self._stepper.parts
         try:
             self._meet_statistics(len(sizes))
-            return self._make_step(sizes, first, train_fn, total)
-        except (CollectiveAborted, CollectiveTimeout):
-            log.retract(mark)
-            if kept is not None:
-                self.replica.state.buffers.write_from(*kept)
-            if draws is not None:
-                self.replica.generator.set_state(draws)
-            self._stepper.clear_gradients()
+            end = self._make_step(sizes, first, train_fn, total)
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            self._values.log.retract(before.mark)
+            self._put_back(before)
+            cause = self.give_up()
+            if cause is not None and not isinstance(error, PieceTooLarge):
+                raise cause from error
             raise
+        self._timer.stop(len(sizes))
+        self._together.stepped(0 if end.dropped else total)
+        outcome = self._stepper.take_outcome()
+        if outcome is None and not self._launched:
+            self._count(len(sizes), total, dropped=end.dropped)
+            return
+        values = self._values.log.withhold(before.mark)
+        if outcome is None:
+            self.conclude()  # this one has ended well, and so have those before it
+            self._values.log.give(values)
+            self._count(len(sizes), total, dropped=end.dropped)
+        else:
+            self._launched.append(_Launched(outcome, before, values, len(sizes), total))
+            self._progress.local_step += len(sizes)
+
+    def _put_back(self, before: _Before) -> None:
+        """What a step that has failed did to the replica, beside its parameters."""
+        if before.buffers is not None:
+            self.replica.state.buffers.write_from(*before.buffers)
+        if before.draws is not None:
+            self.replica.generator.set_state(before.draws)
+        if before.schedule is not None:
+            self._schedule.go_back(before.schedule)
+        self._stepper.clear_gradients()
+
+    def conclude(self) -> None:
+        """Wait until it is known of every step that was launched whether it counts.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: One does not, and it and those after it are taken
+                back.
+        """
+        if self._launched:
+            self._look(0)
+
+    def give_up(self) -> BaseException | None:
+        """As :meth:`conclude`, where steps are broken off already: gives the error, if any."""
+        try:
+            self.conclude()
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            return error
+        return None
+
+    def _look(self, num_unseen: int) -> None:
+        """Count the steps that are known to be good, leaving at most ``num_unseen`` others."""
+        launched = self._launched
+        while launched and (len(launched) > num_unseen or launched[0].outcome.done):
+            try:
+                launched[0].outcome.wait()
+            except (CollectiveAborted, CollectiveTimeout):
+                self._take_back()
+                raise
+            step = launched.popleft()
+            self._values.log.give(step.values)
+            self._meter.add(step.num_batches, step.num_samples)
+            self._meter.add_empty(step.num_empty)
+            self._protocol.lockstep(step.num_batches + step.num_empty)
+
+    def _take_back(self) -> None:
+        """The oldest step that was launched has failed, and so have all after it."""
+        first = self._launched[0].before
+        for step in self._launched:
+            self._together.took_back(step.num_samples)
+            self._progress.local_step -= step.num_batches + step.num_empty
+        self._launched.clear()
+        self._values.log.start_at(first.mark.step)
+        self._put_back(first)
 
     def _meet_statistics(self, num_batches: int) -> None:
         """Tell the other ranks in how many batches this one's batch normalisation takes part."""
@@ -264,7 +393,7 @@ class WorkerSteps:
     def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
         """A copy of the buffers where a step under lockstep may have to be undone."""
         buffers = self.replica.state.buffers
-        if not (buffers and self._keeps_buffers):
+        if not (buffers and self._redoes):
             return None
         kept = buffers.empty()
         buffers.read_into(*kept)
@@ -417,6 +546,9 @@ class WorkerSteps:
     def count_empty(self, num_batches: int) -> None:
         """Count batches of a lockstep step whose samples the peers have trained."""
         self._progress.local_step += num_batches
+        if self._launched:
+            self._launched[-1].num_empty += num_batches
+            return
         self._meter.add_empty(num_batches)
         self._protocol.lockstep(num_batches)
 

@@ -186,6 +186,7 @@ class GpuWorker:
             self._functions,
             self._recorder,
             self.steps.tell_weight,
+            self.steps.conclude,
             falls_back=self.config.falls_back,
         )
 
@@ -362,6 +363,7 @@ class GpuWorker:
                     self.steps.count_empty(windows.num_empty.get(index, 0))
                 if index < last:  # else the plan's own report follows
                     self._reporter.report_if_due()
+            self.steps.conclude()
             if not plan.more:
                 self.replica.sync_buffers()
             self._answers.capture_if_reached()
@@ -451,6 +453,7 @@ class GpuWorker:
                 self._loader.submit(plan)
 
     def _abandon(self, plan: m.EpochPlan) -> None:
+        self.steps.conclude()
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
@@ -606,9 +609,13 @@ class GpuWorker:
         self.report_exiting()
 
     def _train_plans(self) -> None:
-        while (plan := self.wait_for_epoch_plan()) is not None:
-            if self.run_epoch_plan(plan):
-                return
+        try:
+            while (plan := self.wait_for_epoch_plan()) is not None:
+                if self.run_epoch_plan(plan):
+                    return
+        except (CollectiveAborted, CollectiveTimeout):
+            self.steps.give_up()
+            raise
 
     def _halt(self, fault: str | None = None, too_large: PieceTooLarge | None = None) -> None:
         """The group of ranks is broken: leave the plan, say where, and wait for the new one.

@@ -182,6 +182,32 @@ def test_an_exchange_behind_a_long_kernel_is_aborted_at_the_deadline(make):
     assert make(1).run(sum_of_ranks) == [[1.0, 1.0]]
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+def test_the_device_reads_behind_an_exchange_whether_it_was_aborted(make, aborts):
+    """Not when the copy of that number is launched, which is while a long kernel runs."""
+    ranks = make(1)
+
+    def work(end, device):
+        called_off = torch.full((), 7.0, device=device)
+        tensor = torch.ones(10, device=device)
+        end.all_reduce_(tensor)
+        torch.cuda._sleep(LONG_CYCLES // 8)
+        mean = end.mean_in_parts(1.0)
+        mean.add([tensor])
+        begin = time.monotonic()
+        _, outcome = mean.end_late(called_off)
+        assert time.monotonic() - begin < 0.5, "the host waited"
+        if aborts:
+            end.abort()
+            with pytest.raises(CollectiveAborted):
+                outcome.wait()
+        else:
+            outcome.wait()
+        return called_off.item()
+
+    assert ranks.run(work) == [float(aborts)]
+
+
 @pytest.mark.two_gpus
 def test_a_peer_whose_kernel_never_comes_is_no_hang(make):
     """The survivor's kernel waits on the device; both communicators are aborted."""

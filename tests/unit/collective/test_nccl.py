@@ -434,6 +434,63 @@ def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch
     assert [type(error) for error in errors] == [torch.OutOfMemoryError, CollectiveAborted]
 
 
+def late_mean(scene, end):
+    """Starts a mean in parts that nobody waits for; gives how it ends, and its flag."""
+    called_off = scene.tensor(end, 7.0, 1).reshape(())
+    mean = end.mean_in_parts(1.0)
+    mean.add([scene.tensor(end, end.rank + 1.0)])
+    total, outcome = mean.end_late(called_off)
+    assert total == end.world_size
+    return outcome, called_off
+
+
+def test_the_device_reads_behind_an_exchange_whether_it_can_be_used(scene):
+    ends = scene.group()
+    found = on_ranks(ends, scene.on_stream(lambda end: late_mean(scene, end)))
+    for outcome, called_off in found:
+        outcome.wait()
+        assert called_off.item() == 0.0
+    ends[0].abort()
+    for outcome, _ in found:  # it had ended by then
+        outcome.wait()
+
+
+def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadline(stuck):
+    """Its time runs from when the device comes to it, which may be behind by some steps."""
+    stuck.fake.prompt = False
+    ends = stuck.group(2, timeout_s=0.3)
+    found = on_ranks(ends, stuck.on_stream(lambda end: late_mean(stuck, end)))
+    time.sleep(0.5)  # nothing happens meanwhile
+    assert "abort" not in stuck.names()
+    begin = time.monotonic()
+    for outcome, _ in found:
+        assert not outcome.done
+        stuck.fake.wait_host(outcome._begun)
+    kinds = []
+    for outcome, called_off in found:
+        with pytest.raises((CollectiveAborted, CollectiveTimeout)) as caught:
+            outcome.wait()
+        kinds.append(type(caught.value))
+        assert called_off.item() == 1.0
+    assert 0.25 < time.monotonic() - begin < 0.3 + SOON_S
+    assert CollectiveTimeout in kinds
+    assert sorted(rank for name, rank in stuck.calls if name == "abort") == [0, 1]
+
+
+def test_an_error_that_the_backend_notices_behind_the_step_ends_the_run(scene):
+    """The step was made with what it left: no other rank has a state to go on from."""
+
+    class Noticing(PosingBackend):
+        def get_error(self):
+            return torch._C._distributed_c10d.ErrorType.COMM_ERROR
+
+    scene.kind = Noticing
+    (end,) = scene.group(1)
+    ((outcome, _),) = on_ranks([end], scene.on_stream(lambda end: late_mean(scene, end)))
+    with pytest.raises(RuntimeError, match="NCCL has failed during"):
+        outcome.wait()
+
+
 # -- the end -----------------------------------------------------------------------
 
 

@@ -142,7 +142,7 @@ def test_the_first_bucket_is_reduced_over_gloo_before_the_backward_pass_ends():
                 meet.wait(WAIT_S)
                 ranks.step(rank, train, [(x,)])
                 return
-            with profile(activities=[ProfilerActivity.CPU]) as trace:
+            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
                 meet.wait(WAIT_S)
                 ranks.step(rank, train, [(x,)])
             found.extend(trace.events())

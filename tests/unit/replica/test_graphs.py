@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from torch import nn
 
+from coordinator.shares import Shares
 from runtime import current_worker, record_scalar
+from runtime.replica.graphs import MAX_SIZES
 from tests.support.graphing import (
     DATA,
     a_run,
@@ -50,6 +54,28 @@ def test_under_lockstep_two_graphs_stand_around_the_reduction(posing):
     assert_equal_runs(run(True), expected)
     assert len(posing.fake.graphs) == 4
     assert all(n >= 8 for n in posing.num_replays)
+
+
+@pytest.mark.parametrize("turns", [[(5, 3)], [(5, 3), (6, 2), (3, 5), (4, 4), (2, 6)]])
+def test_shares_get_a_graph_for_each_of_four_sizes(turns, posing, monkeypatch):
+    """The first that come again; the rank's whole batch, of 4 here, is one of them."""
+    dealt = count()
+
+    def sizes(shares, total, ranks):
+        return turns[next(dealt) % len(turns)] if total == 8 else (total - total // 2, total // 2)
+
+    def run(flag):
+        nonlocal dealt
+        dealt = count()
+        b = a_run(way=(SYNC, THREAD), ranks=2, dataset=(DATA[:64],), epochs=20)
+        return train(b.balance(True).cuda_graphs(flag))
+
+    monkeypatch.setattr(Shares, "sizes", sizes)
+    expected = run(False)
+    assert_equal_runs(run(True), expected)
+    assert all(n > 0 for n in posing.num_replays)
+    # Two around each reduction, on each of two ranks.
+    assert len(posing.fake.graphs) == 4 * min(len(turns), MAX_SIZES)
 
 
 @every_way

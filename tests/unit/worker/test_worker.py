@@ -48,7 +48,7 @@ class Alone:
             key: kwargs.pop(key)
             for key in (
                 *("rank", "world_size", "policy", "accumulate", "total_steps", "lr_scale"),
-                "survives",
+                *("survives", "on_non_finite"),
             )
             if key in kwargs
         }
