@@ -716,7 +716,7 @@ def _split_whole(total: int, amounts: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RoundVerdict:
     """What the facts of a round come to, the same on all machines of one history.
 
     Attributes:
@@ -736,7 +736,7 @@ class Verdict:
     due_s: float = 0.0
 
 
-def judge(ledger: ClusterLedger, facts: Sequence[Facts]) -> Verdict:
+def judge(ledger: ClusterLedger, facts: Sequence[Facts]) -> RoundVerdict:
     """Look through the facts of a round; pure."""
     lead = leading(facts)
     refused = {
@@ -745,20 +745,20 @@ def judge(ledger: ClusterLedger, facts: Sequence[Facts]) -> Verdict:
         if (why := differing(told.settings, lead.settings))
     }
     if refused:
-        return Verdict(refused=refused, void=_listed(refused), ledger=ledger)
+        return RoundVerdict(refused=refused, void=_listed(refused), ledger=ledger)
     losers = frozenset(told.machine for told in facts if told.history != lead.history)
     if losers:
         void = f"histories differ, and that of machine {lead.machine} goes on"
-        return Verdict(losers=losers, void=void, ledger=ledger)
+        return RoundVerdict(losers=losers, void=void, ledger=ledger)
     void = _listed({f.machine: f"cannot take part: {f.void}" for f in facts if f.void})
     if void or ledger.ended:
-        return Verdict(void=void, ledger=ledger)
+        return RoundVerdict(void=void, ledger=ledger)
     after = ledger.copy()
     try:
         closed = after.commit(facts)
     except LedgerError as error:
-        return Verdict(refused=error.faults, void=str(error), ledger=ledger)
-    return Verdict(ledger=after, closed=closed, due_s=due_s(after, facts))
+        return RoundVerdict(refused=error.faults, void=str(error), ledger=ledger)
+    return RoundVerdict(ledger=after, closed=closed, due_s=due_s(after, facts))
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
@@ -1068,7 +1068,7 @@ class _RoundInProgress:
     asked_at: float
     leaving: bool = False
     facts: Facts | None = None
-    verdict: Verdict | None = None
+    verdict: RoundVerdict | None = None
     reduced: bool = False
 
 
@@ -1371,7 +1371,7 @@ class Member:
         round_.verdict = verdict
         return verdict.void
 
-    def verdict(self, facts: tuple[Facts, ...]) -> Verdict:
+    def verdict(self, facts: tuple[Facts, ...]) -> RoundVerdict:
         """What :func:`judge` says; a simulation computes it once for all machines."""
         return judge(self.ledger, facts)
 

@@ -53,7 +53,7 @@ class ClusterSimulation:
         self._order = count()
         # Equal verdicts are computed once, but for some runs that look whether they are equal.
         self.shares = schedule.seed % 8 != 0
-        self.verdicts: dict[tuple[str, int], tuple[tuple[c.Facts, ...], c.Verdict]] = {}
+        self.verdicts: dict[tuple[str, int], tuple[tuple[c.Facts, ...], c.RoundVerdict]] = {}
         self._states: dict[c.ClusterLedger, dict[str, Any]] = {}
         self._histories: dict[str, tuple[Any, c.ClusterLedger]] = {}
         self._grants: dict[str, dict[str, set[Batch]]] = {}

@@ -42,7 +42,7 @@ class SharingMember(c.Member):
         super().__init__(machine, ledger, leave_s=5 * period_s, farewell_s=5 * period_s)
         self._sim = sim
 
-    def verdict(self, facts: tuple[c.Facts, ...]) -> c.Verdict:
+    def verdict(self, facts: tuple[c.Facts, ...]) -> c.RoundVerdict:
         if not self._sim.shares:
             return super().verdict(facts)
         verdicts = self._sim.verdicts

@@ -7,6 +7,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
 from tests.simulation.cluster_schedule import ClusterSchedule, Fault, Host
 from tests.support.pairs import SCALE
@@ -61,7 +63,7 @@ def large(seed, num=1000):
     )
 
 
-def test_a_large_cluster_ends_too():
+@pytest.mark.parametrize("seed", range(20 if SCALE > 1 else 1))
+def test_a_large_cluster_ends_too(seed):
     num = 1000 if SCALE > 1 else 60
-    for seed in range(20 if SCALE > 1 else 1):
-        assert ClusterSimulation(large(seed, num)).run().seen["finished"] > num // 2
+    assert ClusterSimulation(large(seed, num)).run().seen["finished"] > num // 2
