@@ -25,7 +25,7 @@ from coordinator.state import Phase, Statistics
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster import share
-from runtime.cluster.engine import EngineClosed, EngineError, Quorum, State
+from runtime.cluster.engine import EngineClosed, EngineError, PeerRefused, Quorum, State
 from runtime.cluster.keeping import KEY, Keeper, KeepOptions, cluster_state, of_resumed
 from runtime.cluster.settings import ClusterSettings
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
@@ -102,16 +102,6 @@ class InnerRun(Protocol):
         """Why."""
 
 
-class Listener(Protocol):
-    """Who hears of the run; the handle."""
-
-    def publish(self, metrics: EpochMetrics) -> None:
-        """An epoch has closed."""
-
-    def finish(self, state: Any, error: BaseException | None) -> None:
-        """The run is over."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
     """What of the data every machine must have alike, and what counting takes.
@@ -180,7 +170,7 @@ class ClusterRun:
         self._resumed = None if resume is None else of_resumed(resume)
         self.devices = self._inner.devices
         self.total_batches = self._inner.total_batches
-        self._listener: Listener | None = None
+        self._listener: Any = None  # the handle; see runtime.run.Listener
         self._engine: Any = None
         self._member: Member | None = None
         self._commands: deque[c.MemberCommand] = deque()
@@ -228,7 +218,7 @@ class ClusterRun:
 
     # What the handle calls, from any thread.
 
-    def start(self, listener: Listener) -> None:
+    def start(self, listener: Any) -> None:
         """Reach the cluster, and start everything.
 
         Raises:
@@ -309,7 +299,6 @@ class ClusterRun:
 
     def publish(self, metrics: EpochMetrics) -> None:
         """An epoch has closed."""
-        assert self._listener is not None
         if metrics.epoch >= self._num_published:
             self._num_published = metrics.epoch + 1
             self._listener.publish(metrics)
@@ -484,6 +473,8 @@ class ClusterRun:
         try:
             self._quorum = self._engine.quorum()
         except EngineError as error:
+            if isinstance(error, PeerRefused) and self._machine in error.machines:
+                raise ClusterError(f"the cluster does not take this machine: {error}") from error
             self._feed(c.QuorumFailed(error=str(error)))
             return
         healed = self._quorum.healed
@@ -661,7 +652,6 @@ class ClusterRun:
 
     def _end(self, error: BaseException | None) -> None:
         """Everything is over: wait for the run inside, and tell the handle."""
-        assert self._listener is not None
         try:
             if self._ended is None:
                 if error is not None:
