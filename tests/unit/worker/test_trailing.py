@@ -294,7 +294,15 @@ def late_steps(monkeypatch):
         {"optim": fused_adamw, "train": train_weighted, "accumulate": 2, "ranks": 3},
         {"optim": fused_momentum, "train": train_weighted, "bucket_cap_mb": 1e-5},
     ],
-    ids=str,
+    ids=[
+        "plain",
+        "clipped",
+        "accumulated",
+        "balanced",
+        "weighted",
+        "three ranks",
+        "weighted buckets",
+    ],
 )
 def test_a_run_gives_what_one_over_threads_gives(settings, over_nccl, late_steps, monkeypatch):
     over = counted_run(**settings)
