@@ -178,7 +178,9 @@ class ClusterRun:
         self._capturing = False
         self._leaving = False  # only the last state of the run inside will do
         self._share: SaveCheckpoint | None = None  # the last capture of the run inside
-        self._own: Payload | None = None  # this machine's average in the round in progress
+        # What the replicas hold but for what they have trained since: the last capture, or what
+        # the last round has made of it.
+        self._own: Payload | None = None
         self._global: Payload | None = None
         self._sums: list[torch.Tensor] = []
         self._quorum: Quorum | None = None
@@ -577,7 +579,10 @@ class ClusterRun:
                 closed, grants = [], self._account.commit(command.grant, ledger)
         if ledger.ended:
             self._result = self._global
-        delta = None if self._own is None else share.difference(self._global, self._own)
+        delta = None
+        if self._own is not self._global:
+            assert self._own is not None
+            delta = share.difference(self._global, self._own)
         elsewhere = self._account.num_elsewhere(ledger)
         if self._ended is None:
             self._inner.tell(
@@ -590,7 +595,7 @@ class ClusterRun:
             )
             if ledger.stopped and not ledger.complete:
                 self._inner.stop()
-        self._own, self._num_elsewhere = None, elsewhere
+        self._own, self._num_elsewhere = self._global, elsewhere
         self._keeper.after_round(ledger, self._checkpoint)
 
     def _close(self, closed: ClosedEpoch) -> m.EpochGrant:
@@ -626,7 +631,7 @@ class ClusterRun:
         self._await_end()
         self._ended = None
         self._account = share.Account()
-        self._own = None
+        self._own = self._global
         self._num_elsewhere = self._account.num_elsewhere(self._member.ledger)
         self._inner.start(self)
         self._await(_Began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -177,6 +178,32 @@ def test_max_steps_counts_batches_of_all_machines():
     )
     assert same(a.join(), b.join())
     assert sum((a.trained + b.trained).values()) in range(59 * 4, 60 * 4 + 1)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_machine_without_work_for_some_rounds_takes_what_they_change(way):
+    cluster = MemoryCluster(min_machines=3)
+    ballast = torch.ones(1_000_000)
+    machines = [
+        Machine(
+            cluster,
+            name,
+            n=4,
+            epochs=40,
+            ranks=1,
+            way=way,
+            # Each gets slower as it trains, so that the two batches of a round wander.
+            before_step=lambda own=Counter(): [
+                ballast.sin() for _ in range(own.update("s") or own["s"])
+            ],
+        )
+        for name in "abc"
+    ]
+    assert same(*(machine.join() for machine in machines))
+    assert all(machine.trained for machine in machines)
+    assert sum((machine.trained for machine in machines), Counter()) == dict.fromkeys(range(4), 40)
+    # Training only adds: who had not taken a round's change would take it back in the next.
+    assert all((change < 1e-9).all() for change in machines[0].outer.changes)
 
 
 def test_the_outer_optimizer_makes_the_steps_of_torch():
