@@ -500,7 +500,8 @@ class Run:
         try:
             stuck = self._join_workers()
             error = error_of(self._machine.outcome.failure, stuck)
-            errors = self._saves.close(error)
+            # A cluster may yet make a checkpoint of the state that this run has left.
+            errors = self._saves.close(error, forget=self._seat is None)
             if error is None:
                 whole = None if self._seat is None else self._seat.result()
                 if whole is not None:

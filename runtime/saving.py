@@ -279,11 +279,14 @@ class Saves:
         """Let :meth:`close` wait no longer; takes no lock."""
         self._abandoned = True
 
-    def close(self, error: BaseException | None) -> tuple[BaseException, ...]:
+    def close(
+        self, error: BaseException | None, *, forget: bool = True
+    ) -> tuple[BaseException, ...]:
         """The run is over: answer everybody, and wait for what is being written.
 
         Args:
             error: How it ended, if not well.
+            forget: Whether :meth:`data` is not called any more.
 
         Returns:
             The last error of making and of writing one, if there was any.
@@ -293,7 +296,8 @@ class Saves:
             for ticket in self._tickets.values():
                 ticket.give(self._last, error)
             self._tickets.clear()
-            self._layout = None
+            if forget:
+                self._layout = None
         writer = self._writer
         errors = () if self._error is None else (self._error,)
         if writer is None:

@@ -584,7 +584,9 @@ class ClusterRun:
             assert self._own is not None
             delta = share.difference(self._global, self._own)
         elsewhere = self._account.num_elsewhere(ledger)
-        if self._ended is None:
+        if ledger.stopped and not ledger.complete:
+            self._inner.stop()  # with the state of all machines as its result
+        elif self._ended is None:
             self._inner.tell(
                 m.Granted(
                     epochs=(*closed, *grants),
@@ -593,8 +595,6 @@ class ClusterRun:
                     over=ledger.ended,
                 )
             )
-            if ledger.stopped and not ledger.complete:
-                self._inner.stop()
         self._own, self._num_elsewhere = self._global, elsewhere
         self._keeper.after_round(ledger, self._checkpoint)
 

@@ -190,7 +190,7 @@ class WorkerSteps:
             redirect=self._values.redirected,
             log=self._values.log,
             full=[config.own_batch_size] * config.accumulate,
-            varies=self._lockstep and config.world_size > 1,
+            varies=self._lockstep and (config.balance or config.batch_sizes is not None),
             fallbacks=fallbacks,
             generator=self.replica.generator,
             obstacle=obstacle,

@@ -248,7 +248,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
     for method, arguments in values.items():
         assert getattr(b, method)(*arguments) is b, method
     public = {name for name in dir(b) if not name.startswith("_")}
-    assert public == {*values, "collate_fn", "run"}
+    assert public == {*values, "cluster", "collate_fn", "run"}
     assert b.run().join(WAIT_S).metrics[0].num_samples == 12
 
 

@@ -112,10 +112,11 @@ def test_a_machine_that_does_not_commit_goes_on_from_the_state_of_the_one_that_d
 @pytest.mark.parametrize("point", ["gather", "all_reduce"])
 def test_a_round_that_fails_changes_nothing(point):
     cluster = MemoryCluster(min_machines=2)
-    cluster.faults.fail_at("a", 1, point).fail_at("b", 2, point)
+    for step in range(1, 9):  # a round in which nobody has trained anything sums nothing
+        cluster.faults.fail_at("ab"[step % 2], step, point)
     a, b = (Machine(cluster, name) for name in "ab")
     assert same(a.join(), b.join())
-    assert cluster.faults.pending == ()
+    assert cluster.faults.fired
     assert a.trained + b.trained == dict.fromkeys(range(203), 1)
     assert once(a)
 
@@ -245,7 +246,7 @@ def test_all_killed_and_resumed_with_one_machine_less_train_each_sample_once(way
 
     cluster = MemoryCluster(min_machines=2)
     first = [Machine(cluster, name, n=n, way=way, configure=saved) for name in "abc"]
-    wait_until(lambda: entries(tmp_path))
+    wait_until(lambda: any(e.step for e in entries(tmp_path)))
     for machine in first:
         machine.handle._run.abort()
     for machine in first:

@@ -10,7 +10,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from coordinator import messages as m
-from coordinator import service as inbox
 from coordinator.messages import Send
 from coordinator.service import Service
 from runtime import WorkerFailed, current_worker
@@ -249,7 +248,6 @@ def test_a_scale_set_before_the_scheduler_holds_from_the_first_step():
 
 def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
     """Else every rate lags behind by what the ranks trained for the last round."""
-    monkeypatch.setattr(inbox, "HELD_S", 10 * WAIT_S)
     sent, told = threading.Event(), {}
     execute = Service._execute
 
