@@ -378,8 +378,8 @@ class Coordinator:
                 epoch.num_samples, epoch.others = grant.num_samples, grant.others
         if event.over:
             core.pool.end()
-        assert core.shift is None, "a round between machines has a capture after the last shift"
-        core.shift = event.delta
+        if event.delta is not None:
+            core.shifts.append(event.delta)
         core.global_step += event.num_batches
         if event.num_batches and not core.lockstep:
             for rank in core.live:
@@ -389,11 +389,7 @@ class Coordinator:
     def idle(self) -> bool:
         """Whether all that was granted is trained, and nothing is on its way."""
         core = self._core
-        if (
-            core.phase is not Phase.RUNNING
-            or self._rounds.round.in_flight
-            or core.shift is not None
-        ):
+        if core.phase is not Phase.RUNNING or self._rounds.round.in_flight or core.shifts:
             return False
         return core.idle and not any(rank.num_queued for rank in core.live)
 

@@ -377,7 +377,7 @@ class Core:
             when training began, whoever died or how many go on from a checkpoint.
         steps: Makes metrics of steps, if they are wanted.
         shares: Under lockstep, whose pieces are how large, where global batches are cut.
-        shift: What other machines' training has changed, not yet sent to the ranks.
+        shifts: What other machines' training has changed, not yet sent to the ranks.
         num_shifts: Shifts sent to the ranks.
         now: Time of the event being handled.
     """
@@ -446,7 +446,7 @@ class Core:
             self.shares = Shares(world, sizes, fixed=not config.balance)
         every = config.metrics_every
         self.steps = StepTally(every, world, equal=self.lockstep) if every else None
-        self.shift: Payload | None = None
+        self.shifts: list[Payload] = []
         self.num_shifts = 0
         self.now = 0.0
 
@@ -498,11 +498,11 @@ class Core:
 
     def send_shift(self) -> None:
         """Tell every rank what other machines' training has changed."""
-        if self.shift is not None:
+        for delta in self.shifts:
             self.num_shifts += 1
             for rank in self.live:
-                self.send(rank.rank, Shift(id=self.num_shifts, delta=self.shift))
-            self.shift = None
+                self.send(rank.rank, Shift(id=self.num_shifts, delta=delta))
+        self.shifts.clear()
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Put a message to a worker among the commands."""

@@ -23,7 +23,7 @@ class StopAgreement:
         self._lock = threading.Lock()
         self._stop_at: int | None = None
         self._capture_at = (0, 0)
-        self._shift_at: tuple[Shift, int] | None = None
+        self._shifts: dict[int, tuple[Shift, int]] = {}
 
     def propose(self, step: int) -> None:
         """Name the step before which to stop, unless one is named already."""
@@ -47,15 +47,19 @@ class StopAgreement:
                 self._capture_at = (capture, step)
 
     def propose_shift(self, shift: Shift, step: int) -> None:
-        """Name the step before which a shift is taken, unless that or a later one is named."""
-        with self._lock:
-            if self._shift_at is None or shift.id > self._shift_at[0].id:
-                self._shift_at = (shift, step)
+        """Name the step before which a shift is taken, unless one is named already.
 
-    @property
-    def shift_at(self) -> tuple[Shift, int] | None:
-        """The last shift that was named, and its step."""
-        return self._shift_at
+        Those that were named for a step before the last are taken: every rank has joined the
+        reduction of the step after them.
+        """
+        with self._lock:
+            for number in [n for n, (_, at) in self._shifts.items() if at < step - 1]:
+                del self._shifts[number]
+            self._shifts.setdefault(shift.id, (shift, step))
+
+    def shift_at(self, number: int) -> tuple[Shift, int] | None:
+        """A shift and its step, if one was named."""
+        return self._shifts.get(number)
 
     @property
     def capture_at(self) -> tuple[int, int]:
@@ -122,12 +126,9 @@ class Lockstep:
 
     @property
     def shift_reached(self) -> Shift | None:
-        """The shift that the ranks have agreed to take before the next step, if any."""
-        named = self._agreement.shift_at
-        if named is None:
-            return None
-        shift, step = named
-        return shift if shift.id > self.num_shifts and self.step >= step else None
+        """The next shift, if the ranks have agreed to take it before the next step."""
+        named = self._agreement.shift_at(self.num_shifts + 1)
+        return named[0] if named is not None and self.step >= named[1] else None
 
     def shifted(self, shift: Shift) -> None:
         """A shift was taken: a peer that has not is behind, as after a change of buffers."""

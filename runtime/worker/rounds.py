@@ -299,7 +299,8 @@ class Answers:
         if not self._replica.lockstep:
             self._averager.shift(message.delta)
         elif message.id > together.num_shifts:
-            if self._protocol.plan is None and not self._protocol.plans and not self._halted:
+            stands = self._protocol.plan is None and not self._protocol.plans
+            if stands and not self._halted and message.id == together.num_shifts + 1:
                 self._shift_now(message)
             else:
                 together.propose_shift(message)
@@ -314,7 +315,7 @@ class Answers:
 
     def capture_if_reached(self) -> None:
         """Under lockstep, take a shift and send the state where the ranks have agreed to."""
-        if self._replica.lockstep and (shift := self._together.shift_reached) is not None:
+        while self._replica.lockstep and (shift := self._together.shift_reached) is not None:
             self._shift_now(shift)
         if self._replica.lockstep and (capture := self._together.capture_reached) is not None:
             self._capture_now(capture)

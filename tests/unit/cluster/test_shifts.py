@@ -1,0 +1,55 @@
+"""What other machines have changed reaches every rank once, and in lockstep at one step."""
+
+from __future__ import annotations
+
+import torch
+
+from coordinator import messages as m
+from coordinator.config import CoordinatorConfig
+from coordinator.machine import Coordinator
+from coordinator.messages import Payload, Send
+from runtime.worker.group import Lockstep, StopAgreement
+
+
+def delta(value):
+    return Payload(params=(torch.tensor([value]),))
+
+
+def shift(number):
+    return m.Shift(id=number, delta=delta(float(number)))
+
+
+def test_two_rounds_between_machines_during_one_averaging_are_both_told_after_it():
+    machine = Coordinator(
+        CoordinatorConfig(
+            devices=("cpu", "cpu"), num_samples=40, batch_size=2, num_epochs=1, granted=True
+        )
+    )
+    for rank in (0, 1):
+        machine.handle(m.Ready(rank=rank), 0.0)
+    machine.handle(m.ShareRequested(reserve_s=0.0), 0.1)  # which takes a round
+    assert machine.rounds.round.in_flight
+    told = [machine.handle(m.Granted(delta=delta(v)), 0.2) for v in (1.0, 2.0)]
+    assert not any(isinstance(c, Send) and isinstance(c.message, m.Shift) for t in told for c in t)
+    machine.rounds.give_up()
+    sent = machine.handle(m.Tick(), 0.4)
+    shifts = [c.message for c in sent if isinstance(c, Send) and isinstance(c.message, m.Shift)]
+    values = [(s.id, float(s.delta.params[0])) for s in shifts]
+    assert values == [(1, 1.0), (1, 1.0), (2, 2.0), (2, 2.0)]
+
+
+def test_lockstep_ranks_take_shifts_that_come_within_a_step_in_order_and_at_one_step():
+    agreement = StopAgreement()
+    first, second = Lockstep(agreement), Lockstep(agreement)
+    first.propose_shift(shift(1))
+    first.propose_shift(shift(2))
+    second.propose_shift(shift(1))
+    taken = {}
+    for rank in (first, second):
+        assert rank.shift_reached is None
+        rank.stepped(4)
+        while (due := rank.shift_reached) is not None:
+            rank.shifted(due)
+            taken.setdefault(rank, []).append((due.id, rank.step))
+    assert list(taken.values()) == [[(1, 1), (2, 1)]] * 2
+    assert first.standing == second.standing
