@@ -1,4 +1,4 @@
-"""Machines in real processes over a real lighthouse: they come late, die, hang and leave."""
+"""Machines in real processes over a real lighthouse: they come late, die and leave."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def lighthouse():
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_one_is_killed_another_comes_late_and_each_sample_counts_once(lighthouse, policy):
-    args = ("--policy", policy, "--machines", 1, "--step-s", 0.02)
+    samples = 3 * SAMPLES  # so that they still train when the late one is there
+    args = ("--policy", policy, "--machines", 1, "--step-s", 0.02, "--samples", samples)
     a = MachineProcess(lighthouse.address, *args).started()
     b = MachineProcess(lighthouse.address, *args).started()
     b.in_a_round()
@@ -69,22 +70,9 @@ def test_one_is_killed_another_comes_late_and_each_sample_counts_once(lighthouse
     c = MachineProcess(lighthouse.address, *args)
     first, late = a.answer(), c.answer()
     assert first["digest"] == late["digest"]
-    assert first["num_samples"] == late["num_samples"] == [SAMPLES]
-    assert first["num_effects"] == SAMPLES
+    assert first["num_samples"] == late["num_samples"] == [samples]
+    assert first["num_effects"] == samples
     assert first["num_twice"] == 0
-
-
-def test_one_that_hangs_for_a_while_comes_back_to_the_same_state(lighthouse):
-    args = ("--machines", 1, "--step-s", 0.1, "--samples", 3 * SAMPLES)
-    a, b = (MachineProcess(lighthouse.address, *args).started() for _ in range(2))
-    b.in_a_round()
-    b.signal(signal.SIGSTOP)
-    c = MachineProcess(lighthouse.address, *args).started().in_a_round()
-    b.signal(signal.SIGCONT)
-    answers = [machine.answer() for machine in (a, b, c)]
-    assert len({answer["digest"] for answer in answers}) == 1
-    assert answers[0]["num_effects"] == 3 * SAMPLES
-    assert answers[0]["num_twice"] == 0
 
 
 def test_ctrl_c_on_one_machine_leaves_its_part_to_the_other(lighthouse):
