@@ -58,10 +58,10 @@ def test_a_state_that_is_not_on_offer_yet_is_waited_for(server):
     assert fetch(server.address, timeout_s=10.0).meta == STATE.meta
     timer.join()
     with pytest.raises(EngineError, match="offers no state of step 4"):
-        fetch(server.address, step=4, timeout_s=0.1)
+        fetch(server.address, step=4, timeout_s=1.0)
     server.withdraw()
     with pytest.raises(EngineError, match="offers no state of step 3"):
-        fetch(server.address, timeout_s=0.1)
+        fetch(server.address, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("token", ["wrong", None])
