@@ -65,7 +65,7 @@ def serve_lighthouse(args: argparse.Namespace) -> None:
             heartbeat_timeout_s=args.heartbeat_timeout,
         )
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"python -m runtime lighthouse: {error}")
+        raise SystemExit(f"python -m runtime lighthouse: {error}") from None
     sys.stdout.write(
         f"lighthouse at {lighthouse.address}; on each machine: "
         f"cluster({lighthouse.address!r}), or {VARIABLES['address'][0]}={lighthouse.address}\n"
