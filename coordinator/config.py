@@ -149,7 +149,8 @@ class CoordinatorConfig:
         min_anchor: What the anchor comes back to where averaging is cheap; ``None``:
             ``anchor``.
         max_anchor: Upper limit of the anchor.
-        overhead_target: Share of the ranks' time that averaging may cost.
+        overhead_target: Share of the ranks' time that averaging may cost; the coordinator's
+            own time has a limit beside it, ``rounds.OWN_SHARE``.
         speed_hint: ``(slow rank, ratio)``, or ``None``.
         max_batch_diff: Limit on the lead of the fastest rank, in batches.
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;

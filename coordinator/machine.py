@@ -92,6 +92,7 @@ class Coordinator:
     def handle(self, event: m.Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
         self._core.out, self._core.now = [], now
+        self._rounds.own_time.note(event)
         if self._core.phase is not Phase.DONE:
             self._take(event, now)
             if self._core.gate.limits or not self._rounds.round.is_part(event):

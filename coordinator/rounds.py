@@ -18,6 +18,45 @@ from coordinator.pool import Epoch
 from coordinator.state import Core, Phase, RankState
 from coordinator.transport import RoundCost
 
+_OF_ROUNDS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
+
+
+class OwnTime:
+    """Tells the coordinator's CPU time for rounds from that for dealing batches out.
+
+    Fewer rounds make the one less, longer chunks the other. Of reports those between two chunks
+    belong to a round if their rank has reached the count that makes one due; others only come
+    with time, or with the end of a chunk.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._before_s = 0.0
+        self._of_round = False
+        self._reporter: int | None = None
+        self._rounds_s = 0.0
+
+    def note(self, event: m.Event) -> None:
+        """An event is to be handled: what was spent since the last one was spent on that."""
+        spent_s = self._core.spent_s
+        if self._of_round or self._has_reached():
+            self._rounds_s += spent_s - self._before_s
+        self._before_s = spent_s
+        self._of_round = isinstance(event, _OF_ROUNDS)
+        self._reporter = event.rank if isinstance(event, m.BatchReport) else None
+
+    def _has_reached(self) -> bool:
+        if self._reporter is None:
+            return False
+        count = self._core.elche.batch_counts[self._reporter]
+        return self._core.ranks[self._reporter].since_round >= count > 0
+
+    def take(self) -> float:
+        """Seconds for rounds since this was last called; 0.0 where nobody measures them."""
+        taken, self._rounds_s = self._rounds_s, 0.0
+        return taken
+
+
 # ``CPU``: ``COLLECTING`` snapshots, ``COMPUTING`` their average in the background,
 # ``DELIVERING`` it until every rank has acknowledged. Over a collective: ``SYNCING`` until
 # every rank has acknowledged. There is at most one round at a time, and the next starts
@@ -482,6 +521,13 @@ class CollectiveTransport(Transport):
 TRANSPORTS: dict[AverageBackend, type[Transport]] = {AverageBackend.CPU: SnapshotTransport}
 """What carries a round out where it is no collective."""
 
+OWN_SHARE, RATED_PER_S = 0.012, 1000.0
+"""Part of a core that the coordinator's thread may take for averaging rounds where all ranks
+together train so many batches a second or more: the ranks miss that time, since they share the
+interpreter with it, and none of their clocks shows it. With fewer batches it may take more: what
+averaging seldom costs in quality follows the batches between two rounds and not the time. A tuning
+for steps of about a millisecond, see docs/measurements.md."""
+
 
 class RoundKeeper:
     """Runs one averaging round at a time, each over the transport that is chosen when it begins.
@@ -489,11 +535,13 @@ class RoundKeeper:
     Attributes:
         round: The round in progress, or the last one.
         transport: How it travels.
+        own_time: What rounds cost the coordinator's thread.
     """
 
     def __init__(self, core: Core, saving: SavesOfRounds) -> None:
         self._core = core
         self._saving = saving
+        self.own_time = OwnTime(core)
         self.round = Round(backend=core.choice.chosen)
         self._transports = {
             backend: TRANSPORTS.get(backend, CollectiveTransport)(core, saving, self.round)
@@ -584,9 +632,11 @@ class RoundKeeper:
         rnd.num_failed = 0
         for rank, ack in rnd.acks.items():
             self._core.ranks[rank].sync_s += ack.sync_s
+        own_s = self.own_time.take()
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background computation takes its time from the ranks' cores.
         sync_s += rnd.average_s / len(rnd.ranks)
+        sync_s += self._own_cost(own_s)
         if self._core.choice.is_tried(rnd.backend):
             sync_s = math.nan  # the cadence follows what is in use
         times = [(0.0, 0)] * len(self._core.ranks)
@@ -601,10 +651,10 @@ class RoundKeeper:
             self._core.elche.nudge_down()
         trained_s = sum(seconds for seconds, _ in times)
         anchor = self._core.elche.anchor
-        if self._core.choice.note(rnd.backend, self._cost(), trained_s, anchor):
+        if self._core.choice.note(rnd.backend, self._cost(own_s), trained_s, anchor):
             self._core.tell_choice()
 
-    def _cost(self) -> RoundCost | None:
+    def _cost(self, own_s: float) -> RoundCost | None:
         """What the round took from the training; ``None`` if it did more than averaging.
 
         Ranks that go on while an average is made train on what the others have not seen: of
@@ -617,9 +667,21 @@ class RoundKeeper:
         lost_s = sum(ack.sync_s for ack in rnd.acks.values())
         return RoundCost(
             ranks_s=lost_s + sum(rnd.acks[rank].wait_s for rank in busy),
-            own_s=rnd.average_s,
+            own_s=own_s + rnd.average_s,
             stale_s=self._core.config.overhead_target * rnd.stale_s * len(busy),
         )
+
+    def _own_cost(self, own_s: float) -> float:
+        """What the round cost in this thread, as if it had cost the ranks so many seconds.
+
+        One target serves both: where this thread takes all that it may, it is reached.
+        """
+        seconds = self._core.elche.seconds_per_batch
+        rate = sum(1 / s for s in seconds if s) if seconds else RATED_PER_S
+        share = OWN_SHARE * max(1.0, RATED_PER_S / rate)
+        weight = self._core.config.overhead_target / share
+        # As with the computation, a core that it takes is one of theirs.
+        return own_s * max(weight, 1 / len(self.round.ranks))
 
     def note_fault(self, now: float) -> None:
         """The round fails because its transport did."""
@@ -640,6 +702,7 @@ class RoundKeeper:
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.forget_tensors()
+        self.own_time.take()  # what was noted so far is no cost of the next one
         rnd.num_failed += 1
         self._core.num_failed_rounds += 1
         self._core.pool.thaw()

@@ -380,6 +380,8 @@ class Core:
         shifts: What other machines' training has changed, not yet sent to the ranks.
         num_shifts: Shifts sent to the ranks.
         now: Time of the event being handled.
+        spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
+            where nobody measures it.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -449,6 +451,7 @@ class Core:
         self.shifts: list[Payload] = []
         self.num_shifts = 0
         self.now = 0.0
+        self.spent_s = 0.0
 
     @property
     def num_trained(self) -> int:

@@ -50,7 +50,7 @@ SCHEDULES = (
 )
 EVENTS = (
     *unit("rounds", "pool", "gate", "metrics", "machine", "policy", "dispatch"),
-    *unit("progress_watch", "run_state", "cadence", "convergence", "exact_sum"),
+    *unit("progress_watch", "run_state", "cadence", "convergence", "exact_sum", "round_keeper"),
     *unit("limits", "coordinator/shares", "coordinator/transport"),
     SCHEDULES,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_events_are_handled_in_order():
     events = [m.Ready(rank=r) for r in (3, 1, 2, 9)]
     bench = Bench(Scripted(script)).run(*events)
     assert bench.machine.events == events
+
+
+def test_an_observers_time_is_no_cost_of_averaging():
+    """It would make rounds rarer."""
+
+    def observe(event, commands, now):
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+    spent = []
+
+    def script(machine, event):
+        spent.append(machine.core.spent_s)
+        machine.ended = event == m.Ready(rank=1)
+        return []
+
+    bench = Bench(Scripted(script))
+    bench.service.observe(observe)
+    bench.run(m.Ready(rank=0), m.Ready(rank=1))
+    assert 0 <= spent[1] - spent[0] < 0.05
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])

@@ -1,0 +1,94 @@
+"""What an averaging round teaches the cadence."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator import messages as m
+from coordinator.config import CoordinatorConfig
+from coordinator.machine import Coordinator
+from coordinator.rounds import OWN_SHARE, RATED_PER_S, OwnTime
+from coordinator.state import Core
+from tests.simulation.harness import Simulation
+from tests.simulation.schedule import Pace, Schedule
+
+ANCHOR = 10
+EVENT_S = 1e-4
+BATCH_S = 1e-3
+ROUND_S = 6 * EVENT_S
+"""A report, two snapshots, an average and two acknowledgements."""
+
+
+def statistics_with(monkeypatch, event_s, batch_s=BATCH_S, **settings):
+    """Two ranks whom averaging costs nothing, and a coordinator whom each event costs time."""
+    handle = Coordinator.handle
+
+    def clocked(machine, event, now):
+        commands = handle(machine, event, now)
+        machine.core.spent_s += event_s
+        return commands
+
+    monkeypatch.setattr(Coordinator, "handle", clocked)
+    settings |= {"num_samples": 2000, "num_epochs": 1, "divergence_threshold": None}
+    config = CoordinatorConfig(devices=("cpu",) * 2, batch_size=1, anchor=ANCHOR, **settings)
+    schedule = Schedule(config=config, paces=((Pace(start_s=0.0, batch_s=batch_s),),) * 2)
+    assert schedule.sync_s == schedule.average_s == 0.0
+    statistics = Simulation(schedule).run().machine.statistics()
+    assert statistics.num_averagings >= 5
+    assert all(rank.sync_s == 0.0 for rank in statistics.ranks)
+    return statistics
+
+
+@pytest.mark.parametrize("target", [0.02, 0.10, 0.50])
+def test_rounds_come_so_seldom_that_the_coordinator_takes_its_part_of_a_core(monkeypatch, target):
+    """Whatever averaging may cost the ranks."""
+    anchor = statistics_with(monkeypatch, EVENT_S, overhead_target=target).anchor
+    assert 2 / BATCH_S > RATED_PER_S
+    assert ROUND_S / (anchor * BATCH_S) == pytest.approx(OWN_SHARE, rel=0.3)
+
+
+def test_with_fewer_batches_it_may_take_more(monkeypatch):
+    batch_s = 4 * BATCH_S
+    anchor = statistics_with(monkeypatch, 10 * EVENT_S, batch_s, overhead_target=0.5).anchor
+    assert 10 * ROUND_S / (anchor * batch_s) == pytest.approx(2 * OWN_SHARE, rel=0.3)
+
+
+def test_rounds_of_long_steps_come_until_the_ranks_would_notice(monkeypatch):
+    """What the coordinator takes is taken from the ranks' cores, like the averaging."""
+    target, factor, batch_s = 0.02, 500, 100 * BATCH_S
+    anchor = statistics_with(monkeypatch, factor * EVENT_S, batch_s, overhead_target=target).anchor
+    assert factor * ROUND_S / 2 / (anchor * batch_s) == pytest.approx(target, rel=0.3)
+
+
+def test_a_coordinator_that_costs_nothing_leaves_the_cadence_alone(monkeypatch):
+    assert statistics_with(monkeypatch, 0.0).anchor == ANCHOR
+
+
+def core_with(since_round):
+    core = Core(CoordinatorConfig(devices=("cpu",) * 2, num_samples=9, batch_size=1, num_epochs=1))
+    core.ranks[0].since_round = since_round
+    return core
+
+
+ACK = m.SyncAck(rank=0, round=1)
+REPORT = m.BatchReport(rank=0, epoch=0, tally=m.Tally())
+CHUNK = m.EpochReport(rank=0, epoch=0, tally=m.Tally())
+
+
+@pytest.mark.parametrize(
+    ("event", "since_round", "charged"),
+    [(ACK, 0, True), (REPORT, 10, True), (REPORT, 9, False), (CHUNK, 10, False)],
+    ids=["answer", "count-reached", "count-not-reached", "chunk"],
+)
+def test_rounds_are_charged_what_comes_with_them(event, since_round, charged):
+    """The count is 10. What an event took is known with the next one."""
+    core = core_with(since_round)
+    own_time = OwnTime(core)
+    core.spent_s = 1.0
+    own_time.note(event)
+    core.spent_s = 3.0
+    own_time.note(m.Tick())
+    core.spent_s = 7.0
+    own_time.note(m.Tick())
+    assert own_time.take() == (2.0 if charged else 0.0)
+    assert own_time.take() == 0.0
