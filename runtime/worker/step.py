@@ -404,7 +404,7 @@ class WorkerSteps:
     ) -> StepEnd:
         if self._stepper.parts:
             return self._make_parts(train_fn, batch, total)[1]
-        train_fn = _one(train_fn)
+        assert callable(train_fn)  # a dict of functions makes parts
         window = self._graphs.window(sizes) if self._graphs is not None else None
         if window is None:
             self._stepper.begin()
