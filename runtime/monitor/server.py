@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from runtime.monitor import page
-from runtime.monitor.feed import Feed, WatchedRun
-from runtime.monitor.reader import Reader
+from runtime.monitor.feed import Feed, Reader, WatchedRun
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from runtime.timeline.events import (
     idle_seconds,
     share,
 )
-from runtime.timeline.export import csv_text, error_text, json_text, one_line, trace_text
-from runtime.timeline.page import html_text
+from runtime.timeline.export import csv_text, error_text, html_text, json_text, one_line, trace_text
 from runtime.timeline.recorder import CoordinatorLane, EpochRecord, Lane
 from runtime.timeline.resources import ResourcePoller, Row
 

@@ -17,8 +17,7 @@ import pytest
 
 from runtime import Cause, Monitor, Timeline, WorkerFailed, current_worker
 from runtime.monitor import page as page_module
-from runtime.monitor.feed import Feed, Thinned
-from runtime.monitor.reader import Reader, past_ticks
+from runtime.monitor.feed import Feed, Reader, Thinned, past_ticks
 from runtime.monitor.server import MAX_WAITING, Viewer, Viewers
 from tests.support.running import SYNC, THREAD, WAIT_S, Counter, Gate, builder, count_up
 from tests.support.watching import history_of, open_page, over, request
