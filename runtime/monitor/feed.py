@@ -8,7 +8,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from coordinator.state import Statistics
 from runtime.device.memory import MEMORY
 from runtime.timeline.events import Cause, Event, Kind, RunFacts, TimelineSummary
 from runtime.timeline.export import embedded, one_line
-from runtime.timeline.resources import ResourcePoller, Row
+from runtime.timeline.resources import ResourcePoller, Row, Thinned
 from runtime.timeline.timeline import Timeline
 
 
@@ -61,48 +61,11 @@ class WatchedRun:
     end: Callable[[], End | None]
 
 
-T = TypeVar("T")
-
 MAX_TICKS = 600
 MAX_EPOCHS = 1000
 MAX_EVENTS = 200
 
 Json = dict[str, Any]
-
-
-class Thinned(Generic[T]):
-    """Items in order; once there are too many, only each second one stays.
-
-    From then on each second one that comes is left out too, and so on; the last one is
-    always there.
-
-    Args:
-        max_items: At most so many, and the last.
-    """
-
-    def __init__(self, max_items: int) -> None:
-        self._max_items = max_items
-        self._items: list[T] = []
-        self._last: T | None = None
-        self._stride = 1
-        self._num_seen = 0
-
-    def add(self, item: T) -> None:
-        """Add an item at the end."""
-        self._last = item
-        if self._num_seen % self._stride == 0:
-            self._items.append(item)
-            if len(self._items) >= self._max_items:
-                self._items = self._items[::2]
-                self._stride *= 2
-        self._num_seen += 1
-
-    def read(self) -> list[T]:
-        """What is kept, oldest first."""
-        items = list(self._items)
-        if self._last is not None and (not items or items[-1] is not self._last):
-            items.append(self._last)
-        return items
 
 
 class Feed:

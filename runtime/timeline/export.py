@@ -367,31 +367,43 @@ def html_text(timeline: Recorded) -> str:
 
 def page_text(data: dict[str, Any]) -> str:
     """The page around this data; see :func:`html_text`."""
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = asset("timeline", "page.css"), asset("timeline", "page.js")
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        f"default-src 'none'; style-src '{csp_digest(style)}'; script-src '{csp_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<title>gpuworker timeline</title>",
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
-            '<main id="page"><noscript>This page draws itself with a script.</noscript></main>',
-            f'<script type="application/json" id="data">{embedded(data)}</script>',
-            f"<script>{script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+    return page_around(
+        "gpuworker timeline",
+        head=f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<style>{style}</style>",
+        end=f'<script type="application/json" id="data">{embedded(data)}</script>\n'
+        f"<script>{script}</script>",
     )
+
+
+def page_around(title: str, *, head: str, end: str) -> str:
+    """A page that its script draws.
+
+    Args:
+        title: Its title.
+        head: More elements of the head.
+        end: What follows the place to draw in: data and scripts.
+    """
+    return f"""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+{head}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+</head>
+<body>
+<main id="page"><noscript>This page draws itself with a script.</noscript></main>
+{end}
+</body>
+</html>
+"""
 
 
 def embedded(data: object) -> str:
@@ -419,12 +431,14 @@ def _for_page(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _asset(name: str) -> str:
-    text = files("runtime.timeline").joinpath("assets", name).read_text(encoding="utf-8")
+def asset(folder: str, name: str) -> str:
+    """The text of a style or a script in a folder of the runtime."""
+    text = files(f"runtime.{folder}").joinpath("assets", name).read_text(encoding="utf-8")
     assert "</" not in text, "it would end its own element"
     return text
 
 
-def _digest(text: str) -> str:
+def csp_digest(text: str) -> str:
+    """As a page's policy names a script or a style that it allows."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"
