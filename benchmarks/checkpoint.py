@@ -37,7 +37,7 @@ if not __package__:  # run as a file
 
 from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of_sections, save
 from runtime import ApplyPolicy, CheckpointError, Trainer, TrainerHandle, current_worker
-from runtime.checkpoint.reader import Loaded, load_newest
+from runtime.checkpoint.store import Loaded, load_newest
 
 WIDTH, BATCH_SIZE = 1024, 16
 PAUSE_WANTED, THROUGHPUT_WANTED = 2.0, 0.97

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator import messages as m
+from coordinator.dispatch import Shares
 from coordinator.messages import PublishEpoch
 from coordinator.pool import Epoch, LockstepPlan
-from coordinator.shares import Shares
 from coordinator.state import Core, Rank
 
 PLAN_STEPS = 5

@@ -15,12 +15,12 @@ from typing import Any, assert_never
 from coordinator import messages as m
 from coordinator.checkpoint import Saving, restore_run
 from coordinator.config import CoordinatorConfig
+from coordinator.dispatch import Inequality
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import Limits, RoundKeeper, RoundState
-from coordinator.shares import Inequality
 from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from enum import Enum
 
 from coordinator.cadence import ConvergenceGuard, ElChe
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.dispatch import Shares
 from coordinator.messages import (
     Allowance,
     Command,
@@ -22,7 +23,6 @@ from coordinator.messages import (
 )
 from coordinator.metrics import EpochMetrics, StepMetrics, StepTally, Tally
 from coordinator.pool import ChunkPool, LockstepPlan
-from coordinator.shares import Shares
 from coordinator.transport import TransportChoice
 
 

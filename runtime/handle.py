@@ -17,7 +17,7 @@ from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
 from coordinator.state import Statistics
 from runtime.callbacks import Callback
-from runtime.checkpoint.writer import save_once
+from runtime.checkpoint.store import save_once
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.cluster.keeping import KeepOptions
 from runtime.config import TrainConfig

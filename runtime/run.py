@@ -28,7 +28,7 @@ from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster.cluster_run import Seat
 from runtime.collective import Collective, create_collectives
 from runtime.config import TrainConfig
-from runtime.core.announce import announce
+from runtime.core.context import announce
 from runtime.core.draws import allow_own_draws
 from runtime.core.errors import (
     CheckpointError,

@@ -33,7 +33,7 @@ from runtime.core.checks import (
 from runtime.data.dataset import check_sampler, parts_of_loader
 from runtime.data.stream import is_stream
 from runtime.handle import TrainerHandle, start_run
-from runtime.loop.config import DdpConfig
+from runtime.loop.balance import DdpConfig
 from runtime.loop.module import ReplicatedModule, set_up
 from runtime.replica.build import (
     Copies,

@@ -83,7 +83,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *unit("stall"),
         "tests/deadlock/test_life_after_a_death.py",
     ),
-    "coordinator/shares.py": SHARES,
+    "coordinator/dispatch.py": SHARES,
     "coordinator/transport.py": TRANSPORTS,
     "coordinator/rounds.py": TRANSPORTS,
     "coordinator/machine.py": TRANSPORTS,

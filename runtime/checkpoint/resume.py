@@ -25,7 +25,7 @@ from coordinator.checkpoint import (
 )
 from coordinator.dispatch import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
-from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import load_newest
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

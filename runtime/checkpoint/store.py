@@ -1,21 +1,29 @@
-"""A directory of checkpoints: writing one, keeping the last ones."""
+"""A directory of checkpoints: written beside the training, the last ones kept, the newest read."""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import io
 import logging
 import os
 import re
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.files import (
+    DirectoryLock,
     claimed_directory,
     fits_safetensors,
     flush_and_digest,
@@ -36,7 +44,8 @@ from runtime.checkpoint.format import (
     Manifest,
     rank_file,
 )
-from runtime.core.errors import CheckpointError
+from runtime.core.errors import CheckpointError, without_frames
+from runtime.core.threads import Living
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +228,357 @@ def _remove(directory: Path, path: Path) -> None:
             raise
         except OSError as error:
             logger.warning("old checkpoint %s could not be removed: %s", path, error)
+
+
+_MAX_SEARCHES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint that was read.
+
+    Attributes:
+        data: Its content, in memory of its own.
+        path: Its directory.
+        refused: Newer ones that were torn or altered, each with its file and the reason.
+    """
+
+    data: CheckpointData
+    path: Path
+    refused: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.path.name
+
+
+def load_newest(
+    path: str | Path,
+    *,
+    missing_ok: bool = False,
+    check: Callable[[CheckpointData], None] | None = None,
+) -> Loaded | None:
+    """Read the newest complete checkpoint. Blocks; needs memory for it and for its largest
+    file once more.
+
+    A checkpoint that is torn or altered anywhere, or whose content ``check`` refuses, is
+    refused with a warning that names the file, and the one before it is taken. A file is
+    parsed only after its SHA-256 agreed, and pickles only with ``weights_only=True``: nothing in
+    them is ever called. Links in the directory are not followed; ``path`` itself may be one.
+
+    Args:
+        path: A directory of checkpoints, or one checkpoint's own.
+        missing_ok: Give ``None`` where there is no checkpoint, whole or torn.
+        check: Raises ``ValueError`` where the content cannot be gone on from.
+
+    Raises:
+        CheckpointError: There is none, or every one was refused; each is named.
+    """
+    directory = Path(path).absolute()
+    refused: dict[str, str] = {}
+    for _ in range(_MAX_SEARCHES):
+        found = _candidates(directory)
+        for candidate in found:
+            if candidate.name in refused:
+                continue
+            try:
+                if candidate is not directory and candidate.is_symlink():
+                    raise CheckpointError(f"{candidate}: a link, which is not followed")
+                data = _read(candidate)
+                if check is not None:
+                    check(data)
+            except (CheckpointError, ValueError) as error:
+                if candidate is not directory and not os.path.lexists(candidate):
+                    continue  # another process has removed it, and written a newer one
+                reason = str(error)
+                if not isinstance(error, CheckpointError):
+                    reason = f"{candidate}: {error}"
+                refused[candidate.name] = reason
+                logger.warning("checkpoint refused: %s", reason)
+            else:
+                return Loaded(data=data, path=candidate, refused=tuple(refused.values()))
+        if all(candidate.exists() for candidate in found):
+            break
+    if not refused:
+        if missing_ok:
+            return None
+        raise CheckpointError(
+            f"there is no checkpoint in {directory}; name another directory, or start afresh "
+            "with resume(path, missing_ok=True)"
+        )
+    raise CheckpointError(
+        f"every checkpoint in {directory} was refused: {'; '.join(refused.values())}. Restore one "
+        "of them from a copy, or name another directory"
+    )
+
+
+def _candidates(directory: Path) -> list[Path]:
+    try:
+        if (directory / MANIFEST).exists() or (is_name(directory.name) and directory.is_dir()):
+            return [directory]
+        return [entry.path for entry in entries(directory)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+
+
+def _read(path: Path) -> CheckpointData:
+    """Read one checkpoint; errors begin with the file's path."""
+    manifest = _manifest(path)
+    for name, (size, _) in manifest.files.items():  # the cheap test of all files first
+        _check_size(path / name, size)
+    files = manifest.files
+    state = _unpickle(path / STATE, *files[STATE])
+    ranks = tuple(
+        _unpickle(path / name, *files[name]) for name in map(rank_file, range(manifest.world_size))
+    )
+    weights = _weights(path / WEIGHTS, *files[WEIGHTS])
+    try:
+        if (state["epoch"], state["global_step"]) != (manifest.epoch, manifest.global_step):
+            raise CheckpointError(f"{path / STATE}: its step is not the manifest's")
+        every = {**weights, **state["others"]}
+        if not all(isinstance(t, Tensor) for t in every.values()):
+            raise TypeError("a weight is no tensor")
+        return CheckpointData(
+            weights={name: every.pop(name) for name in state["names"]},
+            ranks=ranks,
+            run=_dict(state["run"]),
+            compatible=_dict(state["compatible"]),
+            epoch=manifest.epoch,
+            global_step=manifest.global_step,
+            orders=cast(dict[int, Tensor], _dict(state.get("orders", {}))),
+            stream=state.get("stream"),
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / STATE}: {error!r} in what it holds") from error
+
+
+def _manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    try:
+        return Manifest.from_bytes(read_regular(file, MAX_BYTES))
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"{file}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _check_size(file: Path, size_bytes: int) -> None:
+    try:
+        found = file.lstat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{file}: {_reason(error)}") from error
+    if found != size_bytes:
+        raise CheckpointError(f"{file}: {found} bytes where {size_bytes} belong")
+
+
+def _content(file: Path, size_bytes: int, digest: str) -> bytes:
+    """A file's bytes, read once, so that what was checked is what is used."""
+    try:
+        content = read_regular(file, size_bytes)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"{file}: {_reason(error)}") from error
+    if len(content) != size_bytes or hashlib.sha256(content).hexdigest() != digest:
+        raise CheckpointError(f"{file}: its SHA-256 does not agree")
+    return content
+
+
+def _weights(file: Path, size_bytes: int, digest: str) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(_content(file, size_bytes, digest))
+    except Exception as error:  # it raises many kinds on what it does not know
+        raise CheckpointError(f"{file}: not readable: {error}") from error
+
+
+def _unpickle(file: Path, size_bytes: int, digest: str) -> dict[str, Any]:
+    content = _content(file, size_bytes, digest)
+    try:
+        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
+    except Exception as error:  # the safe reader raises many kinds on what it does not know
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{file}: refused by the safe reader: {reason}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds a {type(value).__name__}, not a dict")
+    return value
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} in place of a dict")
+    return value
+
+
+EXIT_GRACE_S = 10.0
+"""How long an interpreter that ends waits for checkpoints that are being written."""
+
+
+def save_once(path: str | Path, data: CheckpointData) -> Path:
+    """Write one checkpoint into the directory ``path``, and remove none. Blocks.
+
+    Returns:
+        The checkpoint's own directory in it.
+
+    Raises:
+        OSError, CheckpointError: It could not be written; nothing torn is left of it.
+    """
+    return write_checkpoint(Path(path), data)
+
+
+class CheckpointWriter:
+    """Writes what it is given, one at a time, from a thread that lives as long as there is
+    something to write.
+
+    Every method may be called from any thread. A failure is logged and counted; it stops
+    nothing, and later checkpoints are written as if it had not been.
+
+    Args:
+        directory: Where checkpoints go; made with the first.
+        keep: How many complete ones stay.
+
+    Attributes:
+        directory: Where checkpoints go.
+        num_written: Checkpoints on the disk.
+        num_failed: Checkpoints that could not be written.
+        num_superseded: Checkpoints that a newer one replaced while they waited.
+        last_error: What the last failure was, if any.
+        newest: Directory of the last one written.
+    """
+
+    def __init__(self, directory: str | Path, keep: int) -> None:
+        self.directory = Path(directory)
+        self._lock: DirectoryLock | None = None
+        self._keep = keep
+        self._condition = threading.Condition()
+        self._waiting: dict[bool, CheckpointData] = {}  # by whether it is within an epoch
+        self._busy = False
+        self._closed = False
+        self.num_written = 0
+        self.num_failed = 0
+        self.num_superseded = 0
+        self.last_error: BaseException | None = None
+        self.newest: Path | None = None
+        _LIVE.add(self)
+
+    def claim(self) -> None:
+        """Keep other runs out of the directory until this writer is closed and done.
+
+        Raises:
+            CheckpointError: Another live run has it.
+        """
+        try:
+            self._lock = DirectoryLock(self.directory)
+        except OSError as error:  # no checkpoint will be written either, which stops nothing
+            logger.warning("%s cannot be locked against other runs: %s", self.directory, error)
+
+    def submit(self, data: CheckpointData) -> None:
+        """Write this as soon as what is being written is done. Returns at once.
+
+        A checkpoint that still waits is replaced by one of its sort, within an epoch or not.
+        After :meth:`close` it counts as failed.
+        """
+        with self._condition:
+            if self._closed:
+                self._failed(data, RuntimeError("the run is over"))
+                return
+            overtaken = self._waiting.pop(data.within, None)
+            if overtaken is not None:
+                self.num_superseded += 1
+                logger.warning(
+                    "checkpoint of step %d is left out: the disk is slower than checkpoints come",
+                    overtaken.global_step,
+                )
+            self._waiting[data.within] = data
+            if self._busy:
+                return
+            self._busy = True
+        thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads
+            with self._condition:
+                self._busy = False
+                self._waiting.clear()
+                self._failed(data, error)
+                self._unlock_if_over()
+                self._condition.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                data = self._waiting.pop(next(iter(self._waiting), False), None)
+                if data is None:
+                    self._busy = False
+                    self._unlock_if_over()
+                    self._condition.notify_all()
+                    return
+            self._write(data)
+
+    def _write(self, data: CheckpointData) -> None:
+        began = time.monotonic()
+        try:
+            path = write_checkpoint(self.directory, data)
+        except BaseException as error:
+            with self._condition:
+                self._failed(data, error)
+            return
+        with self._condition:
+            self.num_written += 1
+            self.newest = path
+        logger.info("checkpoint %s written in %.1f s", path, time.monotonic() - began)
+        try:
+            remove_old(self.directory, self._keep)
+        except OSError as error:
+            logger.warning("old checkpoints in %s stay: %s", self.directory, error)
+
+    def _failed(self, data: CheckpointData, error: BaseException) -> None:
+        self.num_failed += 1
+        logger.error(
+            "checkpoint of step %d could not be written to %s: %s: %s; training goes on",
+            data.global_step,
+            self.directory,
+            type(error).__name__,
+            error,
+            exc_info=None if isinstance(error, (OSError, CheckpointError)) else error,
+        )
+        self.last_error = without_frames(error)
+
+    def _unlock_if_over(self) -> None:
+        """Give the directory up, once nothing is written to it any more."""
+        if self._closed and not self._busy and self._lock is not None:
+            self._lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything submitted is written or has failed; False: not in time."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._busy, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more, and wait for what was submitted. Idempotent.
+
+        Returns:
+            False if it was not done in time: the thread goes on, and ends with its work.
+        """
+        with self._condition:
+            self._closed = True
+            self._unlock_if_over()
+        done = self.wait(timeout_s)
+        if not done:
+            logger.error("a checkpoint to %s is still not written", self.directory)
+        return done
+
+
+_LIVE: Living[CheckpointWriter] = Living()
+
+
+def _wait_at_exit() -> None:
+    # The thread is a daemon, so that a dead disk cannot hold the interpreter for ever.
+    deadline = time.monotonic() + EXIT_GRACE_S
+    for writer in _LIVE.all():
+        writer.wait(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_wait_at_exit)

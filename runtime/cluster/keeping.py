@@ -17,7 +17,7 @@ from coordinator.cluster import ClusterLedger
 from coordinator.messages import Payload
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
-from runtime.checkpoint.writer import CheckpointWriter
+from runtime.checkpoint.store import CheckpointWriter
 from runtime.cluster import share
 from runtime.core.errors import CheckpointError
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 
-from runtime.collective.barrier import AbortableBarrier
-from runtime.collective.base import Collective, Group, ReduceOp
+from runtime.collective.base import AbortableBarrier, Collective, Group, ReduceOp
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
 from runtime.collective.subgroups import split, split_nodes

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
 from runtime.device import cuda_api
-from runtime.device.cuda_api import Event
-from runtime.device.sync import StreamSync
+from runtime.device.cuda_api import Event, StreamSync
 
 # Elements. A block stays in cache while it is reduced and copied back; smaller ones cost
 # more in calls, each of which may have to wait for the interpreter, than they gain.

@@ -1,8 +1,9 @@
-"""What the user's functions can ask about the thread they run in."""
+"""The thread that a user's function runs in: what it can ask, and what is logged there."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -191,3 +192,32 @@ class WorkerLogFilter(logging.Filter):
         for name, value in {**values, "worker": text}.items():
             record.__dict__.setdefault(name, value)
         return True
+
+
+def announce(log: logging.Logger, text: str, *, silent: bool = False) -> None:
+    """Log a line at INFO; where no handler would take it, write it to stderr.
+
+    A logger that was made quiet stays so: one that is disabled, or of a level above INFO, here
+    or above it but for the root, whose level is WARNING unless it is set.
+
+    Args:
+        log: The logger.
+        text: What is said.
+        silent: Write nothing to stderr in any case.
+    """
+    log.info("%s", text)
+    if silent or log.hasHandlers() or _is_quiet(log) or sys.stderr is None:
+        return
+    record = log.makeRecord(log.name, logging.INFO, "", 0, text, (), None)
+    logging.StreamHandler().handle(record)
+
+
+def _is_quiet(log: logging.Logger) -> bool:
+    if logging.root.manager.disable >= logging.INFO:
+        return True
+    at: logging.Logger | None = log
+    while at is not None and at is not logging.root:
+        if at.disabled or at.level > logging.INFO:
+            return True
+        at = at.parent
+    return False

@@ -1,4 +1,4 @@
-"""Intra-op threads of PyTorch: how many CPU workers may have, and what was set before."""
+"""PyTorch's intra-op threads, and what is closed when a block or the process ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 import os
 import threading
 import weakref
-from typing import Generic, TypeVar
+from abc import abstractmethod
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 import torch
 
@@ -178,3 +180,23 @@ class IntraOpThreads:
     def _restore(cls) -> None:
         if torch.get_num_threads() == cls._lent.now:  # else somebody has set it since
             torch.set_num_threads(cls._lent.before)
+
+
+class Closing:
+    """A context manager that closes itself when the block is left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what is held. Idempotent."""
+
+    def __enter__(self) -> Self:
+        """Itself; closed when the block is left."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

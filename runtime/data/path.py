@@ -19,6 +19,7 @@ from runtime.data.loader import (
     InlineLoader,
     Loader,
     Pace,
+    ProcessLoader,
     Stage,
     ThreadLoader,
 )
@@ -30,7 +31,6 @@ from runtime.data.prefetch import (
     can_reside,
     refuse_unless_it_fits,
 )
-from runtime.data.process_loader import ProcessLoader
 from runtime.data.slots import DeviceBudget
 from runtime.device.base import (
     WARM_UP_STEPS,

@@ -1,17 +1,23 @@
 """The one place through which workers and collectives speak to CUDA.
 
 Streams, events and pinned memory are made and used here and nowhere else, so that a
-recording stand-in can take this object's place. Importing the module touches no device.
+recording stand-in can take the place of :data:`API`. Importing the module touches no device.
+Beside it stand the gate that captures of graphs pass, and the waits of one stream for another
+outside a worker's own device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Stream = Any
 """A queue of work of a device, made by :meth:`CudaApi.new_stream`."""
@@ -244,3 +250,163 @@ def _heal(device: int, generators: Sequence[torch.Generator]) -> None:
 
 API = CudaApi()
 """What is used where no other is passed; looked up at each use."""
+
+
+CAPTURE_WAIT_S = 5.0
+"""How long a capture waits for data sets that are being read."""
+READ_WAIT_S = 60.0
+"""How long others wait for a capture."""
+
+
+class CaptureGate:
+    """What captures, and those who must not meet one, share; thread-safe.
+
+    Every wait is bounded: a thread that is stuck in the user's code costs others a graph, not
+    the run.
+
+    Args:
+        capture_wait_s: How long a capture waits for data sets that are being read.
+        read_wait_s: How long a reader, or another capture, waits for a capture.
+    """
+
+    def __init__(
+        self, capture_wait_s: float = CAPTURE_WAIT_S, read_wait_s: float = READ_WAIT_S
+    ) -> None:
+        self._capture_wait_s = capture_wait_s
+        self._read_wait_s = read_wait_s
+        self._changed = threading.Condition()
+        self._workers: dict[object, torch.device] = {}
+        self._num_reading = 0
+        self._is_taken = False
+
+    def join(self, worker: object, device: torch.device) -> None:
+        """A worker begins on a device; waits for a capture that is under way."""
+        with self._changed:
+            self._await_capture()
+            self._workers[worker] = device
+
+    def leave(self, worker: object) -> None:
+        """The worker gives its device nothing any more. Idempotent; from any thread."""
+        with self._changed:
+            self._workers.pop(worker, None)
+
+    def num_workers(self, device: torch.device) -> int:
+        """Workers of the process on a device."""
+        with self._changed:
+            return list(self._workers.values()).count(device)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a read of a data set: no capture begins meanwhile, and none is under way.
+
+        Threads read at the same time.
+        """
+        with self._changed:
+            self._await_capture()
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_reading -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def capturing(self) -> Iterator[bool]:
+        """Around a capture; yields whether it may be made now.
+
+        Blocks while another thread captures and while data sets are read, for a while at most.
+        """
+        with self._changed:
+            granted = self._take()
+        try:
+            yield granted
+        finally:
+            if granted:
+                with self._changed:
+                    self._give_back()
+
+    # With the lock held:
+
+    def _take(self) -> bool:
+        changed = self._changed
+        if not changed.wait_for(lambda: not self._is_taken, self._read_wait_s):
+            return False
+        self._is_taken = True  # from here on nobody begins to read
+        if changed.wait_for(lambda: not self._num_reading, self._capture_wait_s):
+            return True
+        self._give_back()
+        return False
+
+    def _give_back(self) -> None:
+        self._is_taken = False
+        self._changed.notify_all()
+
+    def _await_capture(self) -> None:
+        if not self._changed.wait_for(lambda: not self._is_taken, self._read_wait_s):
+            logger.warning("a capture takes more than %g s: going on beside it", self._read_wait_s)
+
+
+GATE = CaptureGate()
+"""That of the process."""
+
+
+class StreamSync:
+    """Orders streams by events; does nothing where no GPU is involved. Thread-safe.
+
+    Args:
+        devices: Whose current streams :meth:`marks` and :meth:`join` mean.
+        api: The way to CUDA; ``None``: the real one.
+    """
+
+    def __init__(self, devices: Sequence[torch.device] = (), api: CudaApi | None = None) -> None:
+        self._api = API if api is None else api
+        self._gpus = list(dict.fromkeys(d for d in devices if d.type == "cuda"))
+
+    def mark(self, device: torch.device, event: Event | None = None) -> Event | None:
+        """Mark what the calling thread's current stream of a device was given so far.
+
+        Args:
+            device: ``None`` is given for a CPU.
+            event: One to record again; ``None``: a new one.
+        """
+        if device.type != "cuda":
+            return None
+        with self._api.on_device(device):
+            event = self._api.new_event() if event is None else event
+            self._api.record(event)
+        return event
+
+    def wait(self, device: torch.device, marks: Iterable[Event | None]) -> None:
+        """What the calling thread gives a device from here on comes after the marks.
+
+        Its current stream waits; for a CPU the host does.
+        """
+        for mark in marks:
+            if mark is None:
+                continue
+            if device.type == "cuda":
+                with self._api.on_device(device):
+                    self._api.wait_event(mark)
+            else:
+                self._api.wait_host(mark)
+
+    def wait_host(self, mark: Event | None) -> None:
+        """Block the calling thread until what is in front of a mark is done."""
+        if mark is not None:
+            self._api.wait_host(mark)
+
+    def marks(self, tensors: Sequence[Tensor] = ()) -> list[Event]:
+        """Marks of the calling thread's current streams.
+
+        Args:
+            tensors: What crosses; may lie on a GPU that is none of ours.
+        """
+        places = dict.fromkeys([*self._gpus, *map(self._api.device_of, tensors)])
+        return [mark for place in places if (mark := self.mark(place)) is not None]
+
+    def join(self, marks: Iterable[Event | None]) -> None:
+        """The calling thread's current streams wait for the marks of others."""
+        marks = [mark for mark in marks if mark is not None]
+        for gpu in self._gpus:
+            self.wait(gpu, marks)

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runtime.collective import Collective
 from runtime.collective.base import Group
 from runtime.device import cuda_api
-from runtime.device.sync import StreamSync
+from runtime.device.cuda_api import StreamSync
 from runtime.fsdp.layout import Found
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The wrapper."""
+"""The wrapper, and the state of a sharded module as that of the bare one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from runtime.checkpoint.format import plain_key
 from runtime.collective import Collective, split
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.weight import check_weight
-from runtime.fsdp.gradients import check_clip, clip_by_, sharded_norm
-from runtime.fsdp.layout import Found, check_same, describe, find_parameters
+from runtime.fsdp.layout import (
+    Found,
+    ShardGroups,
+    ShardingStrategy,
+    check_same,
+    check_strategy,
+    describe,
+    find_parameters,
+    make_groups,
+)
 from runtime.fsdp.lifecycle import STALE, OwnedGroups, calls_of
-from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters
-from runtime.fsdp.state import Parameters, gather_state, load_state, sync_buffers
-from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
+from runtime.fsdp.sharded import (
+    ReplicatedParameters,
+    ShardedParameters,
+    check_clip,
+    clip_by_,
+    sharded_norm,
+)
 from runtime.replica.gradients import weigh_
 
 
@@ -528,3 +541,122 @@ class FSDP(ShardedModule):
         self._store.drop_gradients()
         self._store.release()
         self._has_forward = False
+
+
+Parameters = ShardedParameters | ReplicatedParameters
+
+_EXTRA = "_extra_state"
+
+
+def gather_state(
+    module: nn.Module, parameters: Parameters, world: Collective, *, wanted: bool
+) -> dict[str, Any]:
+    """The bare module's state dict in memory of the CPU; a collective call.
+
+    Parts that are compiled have the keys that they have without.
+
+    Args:
+        module: The bare module.
+        parameters: Its parameters.
+        world: All ranks.
+        wanted: Whether this rank keeps it; otherwise it gets an empty one.
+
+    Returns:
+        Full parameters, and rank 0's buffers. Names that are tied share their memory.
+    """
+    entries = _entries(module, parameters)
+    values: dict[int, Tensor] = {}
+    for index, whole in parameters.full_values():
+        if wanted:
+            values[id(parameters.shards[index])] = whole.detach().to("cpu", copy=True)
+    for entry in entries.values():
+        if isinstance(entry, Tensor) and id(entry) not in values and not _is_in(entry, parameters):
+            values[id(entry)] = rank_0s(entry, world).to("cpu")
+    if not wanted:
+        return {}
+    return {
+        plain_key(name): values[id(entry)] if isinstance(entry, Tensor) else entry
+        for name, entry in entries.items()
+    }
+
+
+def load_state(
+    module: nn.Module, parameters: Parameters, state: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Takes this rank's part of a whole state over; no collective call.
+
+    Args:
+        module: The bare module.
+        parameters: Its parameters.
+        state: Keys of the bare module, compiled or not, tensors of its shapes on any device.
+        strict: Whether the keys must be exactly those of the module.
+
+    Raises:
+        ValueError: Keys or shapes do not fit; nothing was changed.
+    """
+    was_changed = parameters.is_changed
+    entries = _entries(module, parameters)
+    own = {plain_key(name): name for name in entries}
+    state = {own.get(plain_key(key), key): value for key, value in state.items()}
+    if strict:
+        _check_keys(entries, state)
+    places = {id(shard): index for index, shard in enumerate(parameters.shards)}
+    for name, entry in entries.items():
+        given = state.get(name, entry)
+        if not isinstance(entry, Tensor):
+            continue
+        if not isinstance(given, Tensor):
+            raise ValueError(f"the state's {name!r} is a {type(given).__name__}, not a tensor")
+        index = places.get(id(entry))
+        shape = entry.size() if index is None else parameters.shape_of(index)
+        if name in state and given.size() != shape:
+            raise ValueError(
+                f"the state's {name!r} has the shape {tuple(given.size())}, the module's is "
+                f"{tuple(shape)}; load the state of the same model"
+            )
+    for name, entry in entries.items():
+        if name not in state:
+            continue
+        if not isinstance(entry, Tensor):
+            owner = name.removesuffix(_EXTRA).removesuffix(".")
+            module.get_submodule(owner).set_extra_state(state[name])
+        elif id(entry) in places:
+            parameters.load(places[id(entry)], state[name])
+        else:
+            with torch.no_grad():
+                entry.copy_(state[name])
+    parameters.loaded(was_changed=was_changed)
+
+
+def rank_0s(tensor: Tensor, world: Collective) -> Tensor:
+    """A copy of rank 0's tensor, contiguous and on this rank's device; a collective call."""
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    world.broadcast_(copy)
+    return copy
+
+
+def sync_buffers(module: nn.Module, world: Collective) -> None:
+    """Every rank takes rank 0's buffers; a collective call."""
+    with torch.no_grad():
+        for buffer in module.buffers():
+            buffer.copy_(rank_0s(buffer, world))
+
+
+def _entries(module: nn.Module, parameters: Parameters) -> dict[str, Any]:
+    """What the state dict is made of: shards, buffers and extra state."""
+    with parameters.as_shards():
+        return dict(module.state_dict(keep_vars=True))
+
+
+def _is_in(tensor: Tensor, parameters: Parameters) -> bool:
+    return any(tensor is shard for shard in parameters.shards)
+
+
+def _check_keys(entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    missing = [name for name in entries if name not in state]
+    unexpected = [name for name in state if name not in entries]
+    if missing or unexpected:
+        raise ValueError(
+            f"the state does not fit the module: missing {missing}, unexpected {unexpected}; load "
+            "what full_state_dict() of the same model gave, or pass strict=False"
+        )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
-from runtime.core.closing import Closing
+from runtime.core.threads import Closing
 
 logger = logging.getLogger(__name__)
 

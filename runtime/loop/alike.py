@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.loop.rank_threads import Task
+from runtime.loop.rank_threads import Runner, Task
 from runtime.loop.replica import LoopReplica, ParamGroups
-from runtime.loop.runner import Runner
 
 
 class Mirror:

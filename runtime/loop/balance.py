@@ -1,4 +1,4 @@
-"""How a batch is shared out: by measured throughput, so that all devices end together.
+"""The settings of a loop of the user's own, and how a batch is shared out by measured throughput.
 
 The rule is that of flodl's balancer: equal parts while it calibrates, then parts in
 proportion to a moving average of the throughputs, fitted anew every so many steps.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +17,94 @@ import torch
 
 from coordinator.cadence import ElChe
 from coordinator.dispatch import split_by_ratio
-from runtime.loop.config import DEFAULT_ANCHOR, DEFAULT_MAX_ANCHOR, DdpConfig
+from runtime.core.checks import check_callable, check_flag, check_float, check_int
+from runtime.core.weight import LossWeightFn
+from runtime.timeline.timeline import Timeline
+
+DEFAULT_ANCHOR = 10
+"""Batches of the slowest device between two reductions, at the start."""
+DEFAULT_MAX_ANCHOR = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpConfig:
+    """Settings of :meth:`Trainer.setup_with <runtime.Trainer.setup_with>`.
+
+    Attributes:
+        speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
+            faster. Shares batches out accordingly until the first reduction, after which
+            measured speeds hold.
+        balance: Whether batches are shared out by measured speeds. If not, parts are equal, or
+            those of the hint, for good: for models that need pieces of a certain size.
+        overhead_target: Part of the computing time that reductions may cost, 0.01 to 0.50,
+            where ElChe spaces them; ``None``: 0.10.
+        max_anchor: Most batches that the slowest device runs between two reductions.
+            ``None``: ElChe chooses; 0: ElChe is off, every device runs one. Several batches
+            come by ``model.rounds`` and ``model.accumulate``; in a loop of ``loss.backward()``
+            and ``step()`` so many steps share a reduction where 2 or more are given, see
+            :meth:`step() <runtime.ReplicatedModule.step>`.
+        max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
+            device's accumulated gradient is clipped for itself, before it is divided by its
+            number of batches; after ``loss.backward()`` the gradient of the whole batch.
+        timeline: A :class:`runtime.Timeline`, which records the loop from ``Trainer.setup_with``
+            until the model is closed: forward, backward, reductions and steps of each replica,
+            and what they wait for. Times are those of the host. On one device work that the
+            loop does outside the model (the loss) counts as idle.
+        loss_weight: ``f(inputs, output)`` gives what a loss that the model returns is a mean
+            over, for one device's piece of the batch: tokens, or a sum of class weights, a
+            number or a scalar tensor. ``inputs`` is the tuple of positional inputs, or the
+            dict of keyword ones; where there are both, a dict under the names of ``forward``'s
+            parameters. Called in the replica's thread, on its device. See
+            :class:`~runtime.ReplicatedModule` for what holds without it.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value out of range.
+    """
+
+    speed_hint: tuple[int, float] | None = None
+    balance: bool = True
+    overhead_target: float | None = None
+    max_anchor: int | None = None
+    max_grad_norm: float | None = None
+    timeline: Timeline | None = None
+    loss_weight: LossWeightFn | None = None
+
+    def __post_init__(self) -> None:
+        if self.speed_hint is not None:
+            object.__setattr__(self, "speed_hint", _checked_hint(self.speed_hint))
+        check_flag("balance", self.balance)
+        if self.loss_weight is not None:
+            check_callable("loss_weight", self.loss_weight, "f(inputs, output) -> weight")
+        if self.overhead_target is not None:
+            check_float("overhead_target", self.overhead_target, 0.01, 0.50)
+        if self.max_anchor is not None:
+            check_int("max_anchor", self.max_anchor, 0)
+        if self.max_grad_norm is not None:
+            check_float("max_grad_norm", self.max_grad_norm, 0.0, above=True)
+        if self.timeline is not None:
+            if not isinstance(self.timeline, Timeline):
+                raise TypeError(f"timeline({self.timeline!r}): pass a runtime.Timeline()")
+            self.timeline.require_unused()
+
+    def check(self, world_size: int) -> None:
+        """What can only be judged once the number of devices is known.
+
+        Raises:
+            ValueError: The hint names a rank that does not exist.
+        """
+        if self.speed_hint is not None and self.speed_hint[0] >= world_size:
+            raise ValueError(
+                f"speed_hint: there is no rank {self.speed_hint[0]} of {world_size}; name one from "
+                f"0 to {world_size - 1}, or leave the hint out"
+            )
+
+
+def _checked_hint(hint: object) -> tuple[int, float]:
+    if not isinstance(hint, Sequence) or isinstance(hint, str) or len(hint) != 2:
+        raise TypeError(f"speed_hint({hint!r}): pass (slow rank, ratio), for instance (1, 2.3)")
+    return check_int("speed_hint rank", hint[0], 0), check_float("speed_hint ratio", hint[1], 1.0)
+
 
 BatchT = TypeVar("BatchT")
 

@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
-from runtime.core.closing import Closing
 from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
+from runtime.core.threads import Closing
 from runtime.core.weight import Weighted, check_weight
 from runtime.data.batches import move_batch, parts_of
 from runtime.loop.alike import Mirror
 from runtime.loop.module import MakeModel, build_replicas, kind_of
-from runtime.loop.rank_threads import TaskOutcome
+from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
 from runtime.loop.replica import LoopReplica, Options, ParamGroups, checked_loss, refuse_sparse
-from runtime.loop.runner import Ends, Journal, Runner, resolve_backend
 from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
 from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
 from runtime.replica.non_finite import first_bad

@@ -23,22 +23,19 @@ from runtime.core.nested import flatten
 from runtime.core.weight import Weight
 from runtime.loop.alike import Likeness
 from runtime.loop.balance import Balancer, Cadence, sync_seconds
-from runtime.loop.gather import Call
-from runtime.loop.rank_threads import Task
+from runtime.loop.rank_threads import END_S, Journal, Runner, Task
 from runtime.loop.replica import (
     LearningRate,
     LoopReplica,
     LossFn,
     Options,
-    Shard,
     StepGuard,
     backward_of,
     divide_by,
     mean_of_accumulated,
     weighted_loss,
 )
-from runtime.loop.runner import END_S, Journal, Runner
-from runtime.loop.scatter import Ambient, Scatter, move, placed
+from runtime.loop.scatter import Ambient, Call, Scatter, Shard, move, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 
 logger = logging.getLogger(__name__)

@@ -14,19 +14,17 @@ from torch import Tensor, nn
 from coordinator.config import AverageBackend
 from runtime.checkpoint.format import plain_key
 from runtime.collective import create_collectives
-from runtime.core.announce import announce
 from runtime.core.checks import check_callable, check_devices, check_float
-from runtime.core.closing import Closing
+from runtime.core.context import announce
 from runtime.core.errors import ReplicaMismatch
+from runtime.core.threads import Closing
 from runtime.core.weight import LossWeightFn, check_weight
 from runtime.device.base import Device, device_summary
-from runtime.device.sync import StreamSync
-from runtime.loop.balance import Balancer, Cadence, rounds, unequal_devices, unequal_gpus
-from runtime.loop.config import DdpConfig
+from runtime.device.cuda_api import StreamSync
+from runtime.loop.balance import Balancer, Cadence, DdpConfig, rounds, unequal_devices, unequal_gpus
 from runtime.loop.engine import Engine, Solo, Team
-from runtime.loop.rank_threads import Task
+from runtime.loop.rank_threads import Ends, Journal, Runner, Task, resolve_backend
 from runtime.loop.replica import LoopReplica, LossFn
-from runtime.loop.runner import Ends, Journal, Runner, resolve_backend
 from runtime.replica.build import OptimFactory, Template, adopt, build_model
 from runtime.replica.schedule import SchedulerFactory
 

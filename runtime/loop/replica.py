@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from runtime.collective import Collective
-from runtime.core.nested import Spec, flatten
+from runtime.core.nested import flatten
 from runtime.core.weight import (
     LossWeightFn,
     Weight,
@@ -27,7 +27,7 @@ from runtime.core.weight import (
     weight_field,
 )
 from runtime.device.base import Device
-from runtime.loop.scatter import Piece, carry, move, outside_autocast, placed
+from runtime.loop.scatter import Piece, Shard, carry, move, outside_autocast, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
 from runtime.replica.gradients import weigh_
@@ -219,61 +219,6 @@ class StepGuard:
 def _refuse_by_hand(guard: weakref.ref[StepGuard], *args: object) -> None:
     if (self := guard()) is not None and not self.is_stepping:
         raise RuntimeError(BY_HAND)
-
-
-class Shard:
-    """One replica's part of one call, with the graph that leads to its outputs.
-
-    Attributes:
-        rank: The replica.
-        start: First sample.
-        stop: One past the last.
-        spec: What the output is like.
-        outputs: Its tensors; ``None`` once the graph was freed.
-        weight: What its scalar losses are means over; ``None``: not known.
-        weight_index: Which of the outputs is that weight; ``None``: none is.
-    """
-
-    weight: Weight | None = None
-    weight_index: int | None = None
-
-    def __init__(self, rank: int, start: int, stop: int, piece: Piece, spec: Spec) -> None:
-        self.rank = rank
-        self.start, self.stop = start, stop
-        self.spec = spec
-        self.outputs: list[Tensor] | None = []
-        self._piece: Piece | None = piece
-
-    def backward(
-        self, grads: Sequence[Tensor | None], *, params: bool, keep: bool
-    ) -> list[Tensor | None]:
-        """Run backward in the replica's thread.
-
-        Args:
-            grads: For each output its gradient, on the replica's device.
-            params: Whether parameters get gradients too, not only inputs.
-            keep: Whether the graph is used again.
-
-        Returns:
-            The gradient of each input tensor's piece, where one was asked for.
-        """
-        assert self.outputs is not None, "checked by the caller"
-        assert self._piece is not None, "goes with the outputs"
-        leaves = self._piece.leaves
-        wanted = [leaf for leaf in leaves if leaf is not None]
-        pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if g is not None]
-        pairs = [(o, g) for o, g in pairs if o.requires_grad]
-        if pairs and (params or wanted):
-            outputs, given = zip(*pairs, strict=True)
-            torch.autograd.backward(
-                outputs, given, retain_graph=keep, inputs=None if params else wanted
-            )
-        found = [None if leaf is None else leaf.grad for leaf in leaves]
-        for leaf in wanted:
-            leaf.grad = None
-        if not keep:
-            self.outputs = self._piece = None
-        return found
 
 
 class LoopReplica:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable
 
 from runtime.core.checks import check_float, check_int, need
-from runtime.core.closing import Closing
+from runtime.core.threads import Closing
 from runtime.monitor import page
 from runtime.monitor.feed import Feed, WatchedRun
 from runtime.monitor.server import allowed_names, is_loopback, listen, url_of

@@ -13,12 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
 from runtime.monitor import page
-from runtime.monitor.feed import Feed, WatchedRun
-from runtime.monitor.reader import Reader
+from runtime.monitor.feed import Feed, Reader, WatchedRun
 
 logger = logging.getLogger(__name__)
 
@@ -177,52 +177,6 @@ class Viewer:
             await self._changed.wait()
 
 
-class Viewers:
-    """All pages that are open. In the event loop's thread alone.
-
-    Args:
-        history: Gives the whole state, as a message.
-        max_viewers: No more than these.
-    """
-
-    def __init__(self, history: Callable[[], bytes], max_viewers: int) -> None:
-        self._history = history
-        self._max_viewers = max_viewers
-        self._viewers: set[Viewer] = set()
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._viewers)
-
-    def add(self) -> Viewer | None:
-        """A page was opened; ``None`` if there are too many."""
-        if self._closed or len(self._viewers) >= self._max_viewers:
-            return None
-        viewer = Viewer(self._history)
-        self._viewers.add(viewer)
-        return viewer
-
-    def remove(self, viewer: Viewer) -> None:
-        """A page was closed."""
-        self._viewers.discard(viewer)
-
-    def put(self, message: bytes) -> None:
-        """Send something to all."""
-        for viewer in self._viewers:
-            viewer.put(message)
-
-    def restart(self) -> None:
-        """All begin anew with the history."""
-        for viewer in self._viewers:
-            viewer.restart()
-
-    def close(self) -> None:
-        """Nothing more will come."""
-        self._closed = True
-        for viewer in self._viewers:
-            viewer.close()
-
-
 THREAD_NAME = "monitor"
 MAX_VIEWERS = 64
 MAX_CONNECTIONS = 2 * MAX_VIEWERS
@@ -251,6 +205,7 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Server": "gpuworker",
 }
+_FOR_GOOD = "private, max-age=31536000, immutable"
 
 
 class Server:
@@ -372,16 +327,17 @@ class Server:
 
     async def _serve(self) -> None:
         self._due, self._over = asyncio.Event(), asyncio.Event()
-        self._viewers = Viewers(self._history, MAX_VIEWERS)
+        self._viewers: set[Viewer] = set()
         app = web.Application(middlewares=[self._guard], logger=_quiet)
-        for path, handler in (
-            ("/", self._page),
-            (f"/{page.STYLE_NAME}", self._style),
-            (f"/{page.SCRIPT_NAME}", self._script),
-            (f"/{page.plots_name()}", self._plots),
-            ("/events", self._events),
+        for path, read, content_type, cached in (
+            ("/", page.served_page, "text/html", "no-store"),
+            (f"/{page.STYLE_NAME}", page.style, "text/css", "no-store"),
+            (f"/{page.SCRIPT_NAME}", page.script, "text/javascript", "no-store"),
+            # Its name has the version: it never changes.
+            (f"/{page.plots_name()}", page.plots, "text/javascript", _FOR_GOOD),
         ):
-            app.router.add_get(path, handler)
+            app.router.add_get(path, partial(_part, read, content_type, cached))
+        app.router.add_get("/events", self._events)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -407,8 +363,9 @@ class Server:
                 self._loop = None  # which is about to be closed
             looks.cancel()
             self._try_to_look()  # the run may be over since the last look
-            self._viewers.put(b"event: bye\ndata: {}\n\n")
-            self._viewers.close()
+            for viewer in self._viewers:
+                viewer.put(b"event: bye\ndata: {}\n\n")
+                viewer.close()
             # Let what is being sent go out for a while, then cut all connections.
             await connections.stop_accepting()
             await runner.cleanup()
@@ -429,7 +386,8 @@ class Server:
             self._feed.begin(reader.facts())
             self._reader = reader
             self._look()
-            self._viewers.restart()
+            for viewer in self._viewers:
+                viewer.restart()
         except Exception:
             self._complain()
         self._due.set()
@@ -442,7 +400,7 @@ class Server:
                 await asyncio.wait_for(self._due.wait(), timeout_s)
             except TimeoutError:
                 if self._reader is None:
-                    self._viewers.put(b": still here\n\n")
+                    self._tell(b": still here\n\n")
             self._due.clear()
             self._try_to_look()
 
@@ -458,10 +416,15 @@ class Server:
             return
         look = reader.look()
         message = self._feed.add(look.now, look.ticks, look.epochs, look.events)
-        self._viewers.put(_message("news", message))
+        self._tell(_message("news", message))
         if look.over:
             self._reader = None
             reader.close()
+
+    def _tell(self, message: bytes) -> None:
+        """Send something to all pages that are open."""
+        for viewer in self._viewers:
+            viewer.put(message)
 
     def _complain(self) -> None:
         if not self._complained:
@@ -500,32 +463,14 @@ class Server:
             connection.answering = False
             connection.changed = asyncio.get_running_loop().time()
 
-    async def _page(self, request: web.Request) -> web.StreamResponse:
-        return _response(page.served_page(), "text/html")
-
-    async def _style(self, request: web.Request) -> web.StreamResponse:
-        return _response(page.style(), "text/css")
-
-    async def _script(self, request: web.Request) -> web.StreamResponse:
-        return _response(page.script(), "text/javascript")
-
-    async def _plots(self, request: web.Request) -> web.StreamResponse:
-        # Its name has the version: it never changes.
-        cached = {"Cache-Control": "private, max-age=31536000, immutable"}
-        return web.Response(
-            body=page.plots(),
-            content_type="text/javascript",
-            charset="utf-8",
-            headers={**HEADERS, **cached},
-        )
-
     async def _events(self, request: web.Request) -> web.StreamResponse:
         headers = {**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
         if request.method == "HEAD":
             return web.Response(headers=headers)
-        viewer = self._viewers.add()
-        if viewer is None:
+        if self._over.is_set() or len(self._viewers) >= MAX_VIEWERS:
             return _refusal(503, "Too many pages are open.")
+        viewer = Viewer(self._history)
+        self._viewers.add(viewer)
         response = web.StreamResponse(headers=headers)
         try:
             await response.prepare(request)
@@ -535,7 +480,7 @@ class Server:
         except ConnectionError:
             pass  # the page was closed
         finally:
-            self._viewers.remove(viewer)
+            self._viewers.discard(viewer)
         return response
 
 
@@ -699,8 +644,17 @@ def _message(event: str, data: str) -> bytes:
     return f"event: {event}\ndata: {data}\n\n".encode("ascii")
 
 
-def _response(text: str, content_type: str) -> web.Response:
-    return web.Response(text=text, content_type=content_type, headers=HEADERS)
+async def _part(
+    read: Callable[[], str | bytes], content_type: str, cached: str, request: web.Request
+) -> web.StreamResponse:
+    """A part of the page, whatever is asked of it."""
+    found = read()
+    return web.Response(
+        body=found.encode("utf-8") if isinstance(found, str) else found,
+        content_type=content_type,
+        charset="utf-8",
+        headers={**HEADERS, "Cache-Control": cached},
+    )
 
 
 def _refusal(status: int, reason: str, **headers: str) -> web.Response:

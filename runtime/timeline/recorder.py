@@ -36,7 +36,7 @@ from runtime.timeline.events import (
     Kind,
 )
 from runtime.timeline.export import error_text, one_line
-from runtime.timeline.resources import Bins, Curve, Row
+from runtime.timeline.resources import NUM_POINTS, Bins, Row, Thinned
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ MAX_SCALARS = 64
 """Scalars that are kept of an epoch."""
 
 
-class EpochRecord(dict[str, Any]):
-    """What is kept of a closed epoch: plain numbers under harmless names."""
+EpochRecord = dict[str, Any]
+"""What is kept of a closed epoch: plain numbers under harmless names."""
 
 
 class CoordinatorLane:
@@ -141,8 +141,8 @@ class CoordinatorLane:
         self.transport: tuple[str, str] | None = None
         self.divergence: float | None = None
         self.anchor = 0 if machine is None else machine.core.elche.anchor
-        self.anchor_curve = Curve()
-        self.anchor_curve.add(start, float(self.anchor))
+        self.anchor_curve: Thinned[Row] = Thinned(NUM_POINTS)
+        self.anchor_curve.add((start, float(self.anchor)))
         self._samples = Bins(start)
         self._round = (0, RoundState.NONE)
         self._round_start = self._phase_start = start
@@ -174,10 +174,10 @@ class CoordinatorLane:
         # What comes with each step or round is told by its class alone: this thread takes
         # the interpreter from the workers.
         if isinstance(event, (m.BatchReport, m.EpochReport)):
-            self._count(event.rank, event.tally, now)
+            self._count(event, now)
         elif isinstance(event, (m.SyncAck, m.ParamSnapshot, m.Captured, m.Halted)):
             if event.report is not None:
-                self._count(event.report.rank, event.report.tally, now)
+                self._count(event.report, now)
         else:
             self._hear(event, now)
         for command in commands:
@@ -189,7 +189,7 @@ class CoordinatorLane:
         anchor = core.elche.anchor
         if anchor != self.anchor:
             self._note(Kind.ANCHOR, now, now, anchor, self.anchor)
-            self.anchor_curve.add(now, float(anchor))
+            self.anchor_curve.add((now, float(anchor)))
             self.anchor = anchor
         self.num_averagings = core.num_averagings
         self.num_failed_rounds = core.num_failed_rounds
@@ -239,8 +239,8 @@ class CoordinatorLane:
             case _:
                 pass
 
-    def _count(self, rank: int, tally: m.Tally, now: float) -> None:
-        self.count(rank, tally.num_batches, tally.num_samples, now)
+    def _count(self, report: m.BatchReport | m.EpochReport, now: float) -> None:
+        self.count(report.rank, report.tally.num_batches, report.tally.num_samples, now)
 
     def count(self, rank: int, num_batches: int, num_samples: int, now: float) -> None:
         """A rank has trained so much up to now."""

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 Row = tuple[float, ...]
+T = TypeVar("T")
 
 NUM_BINS = 1024
 NUM_POINTS = 4096
@@ -88,41 +89,42 @@ class Bins:
         return width_s, rows
 
 
-class Curve:
-    """Points in order of time; once there are too many, only each second one stays.
+class Thinned(Generic[T]):
+    """Items in order; once there are too many, only each second one stays.
 
     From then on each second one that comes is left out too, and so on; the last one is
     always there. Written by one thread, read by any.
 
     Args:
-        num_points: At most so many; even.
+        max_items: At most so many, and the last; even.
     """
 
-    __slots__ = ("_last", "_num_points", "_num_seen", "_rows", "_stride")
+    __slots__ = ("_items", "_last", "_max_items", "_num_seen", "_stride")
 
-    def __init__(self, num_points: int = NUM_POINTS) -> None:
-        self._num_points = num_points
-        self._rows: list[Row] = []
-        self._last: Row | None = None
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
+        self._items: list[T] = []
+        self._last: T | None = None
         self._stride = 1
         self._num_seen = 0
 
-    def add(self, *row: float) -> None:
-        """Add a point; its first number is the time."""
-        self._last = row
+    def add(self, item: T) -> None:
+        """Add an item at the end."""
+        self._last = item
         if self._num_seen % self._stride == 0:
-            self._rows.append(row)
-            if len(self._rows) == self._num_points:
-                self._rows = self._rows[::2]
+            self._items.append(item)
+            if len(self._items) >= self._max_items:
+                self._items = self._items[::2]
                 self._stride *= 2
         self._num_seen += 1
 
-    def read(self) -> list[Row]:
-        """The points that are kept and the last one, from any thread."""
-        last, rows = self._last, list(self._rows)
-        if last is not None and (not rows or rows[-1][0] < last[0]):
-            rows.append(last)
-        return rows
+    def read(self) -> list[T]:
+        """What is kept, oldest first, and the last item."""
+        items = list(self._items)  # before the last one, which is never older
+        last = self._last
+        if last is not None and (not items or items[-1] is not last):
+            items.append(last)
+        return items
 
 
 class Gpus:
@@ -255,7 +257,7 @@ class ResourcePoller:
         read_gpus: Callable[[Sequence[torch.device]], Gpus | None] = open_gpus,
     ) -> None:
         self._poll_s = poll_s
-        self._curve = Curve()
+        self._curve: Thinned[Row] = Thinned(NUM_POINTS)
         # A plain lock: waiting for an Event is Python code, which each reading would pay for.
         self._running = threading.Lock()
         self._running.acquire()
@@ -291,7 +293,7 @@ class ResourcePoller:
             load = Load()
             while not self._running.acquire(timeout=self._poll_s):
                 now = time.monotonic()
-                self._curve.add(now, *load.read(now), *self._read_gpus())
+                self._curve.add((now, *load.read(now), *self._read_gpus()))
         except Exception:
             logger.warning("the machine's load is no longer recorded", exc_info=True)
         finally:

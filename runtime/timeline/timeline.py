@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 
 import torch
 
 from coordinator.machine import Coordinator
+from runtime.core.checks import check_float, check_int
 from runtime.timeline.events import (
     Cause,
     Event,
@@ -25,8 +24,7 @@ from runtime.timeline.events import (
     idle_seconds,
     share,
 )
-from runtime.timeline.export import csv_text, error_text, json_text, one_line, trace_text
-from runtime.timeline.page import html_text
+from runtime.timeline.export import csv_text, error_text, html_text, json_text, one_line, trace_text
 from runtime.timeline.recorder import CoordinatorLane, EpochRecord, Lane
 from runtime.timeline.resources import ResourcePoller, Row
 
@@ -68,14 +66,10 @@ class Timeline:
         min_gap_s: float = 0.001,
         step_interval_s: float = 0.02,
     ) -> None:
-        self.poll_s = _number("poll_s", poll_s, MIN_POLL_S, MAX_POLL_S)
-        self.min_gap_s = _number("min_gap_s", min_gap_s, 0.0, math.inf)
-        self.step_interval_s = _number("step_interval_s", step_interval_s, 0.0, math.inf)
-        if isinstance(max_events, bool) or not isinstance(max_events, int):
-            raise TypeError(f"max_events={max_events!r}: pass a whole number")
-        if max_events < 16:
-            raise ValueError(f"max_events={max_events}: must be at least 16")
-        self.max_events = max_events
+        self.poll_s = check_float("Timeline: poll_s", poll_s, MIN_POLL_S, MAX_POLL_S)
+        self.min_gap_s = check_float("Timeline: min_gap_s", min_gap_s, 0.0)
+        self.step_interval_s = check_float("Timeline: step_interval_s", step_interval_s, 0.0)
+        self.max_events = check_int("Timeline: max_events", max_events, 16)
         self._lock = threading.Lock()  # guards the beginning and the end, nothing in between
         self._start = 0.0
         self._end: float | None = None
@@ -341,13 +335,3 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         if os.path.exists(beside):
             os.unlink(beside)
         raise
-
-
-def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}={value!r}: pass a number of seconds")
-    number = float(value)
-    if not low <= number <= high or not math.isfinite(number):
-        bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
-        raise ValueError(f"{name}={value!r}: must be {bound}")
-    return number

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.dispatch import permutation, split_like
-from coordinator.shares import Shares
+from coordinator.dispatch import Shares, permutation, split_like
 from runtime import AverageBackend, WorkerFailed, current_worker
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from coordinator.dispatch import permutation, split_like
-from coordinator.shares import Shares
+from coordinator.dispatch import Shares, permutation, split_like
 from runtime import AverageBackend, WorkerFailed, create_collectives, current_worker
 from runtime.replica.batch_norm import BatchStatistics, synchronise
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder

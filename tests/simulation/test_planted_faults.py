@@ -7,11 +7,11 @@ from dataclasses import replace
 from coordinator import epochs
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
+from coordinator.dispatch import Shares
 from coordinator.failures import Survival
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.rounds import Round, RoundKeeper
-from coordinator.shares import Shares
 from coordinator.state import Gate
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.windows import Windows

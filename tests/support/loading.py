@@ -12,8 +12,7 @@ from coordinator.messages import EpochPlan
 from runtime.core.context import current_worker
 from runtime.data.batches import batch_generator
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import InlineLoader
-from runtime.data.process_loader import ProcessLoader
+from runtime.data.loader import InlineLoader, ProcessLoader
 
 N, SIZE, SEED = 23, 4, 5
 CPU = torch.device("cpu")

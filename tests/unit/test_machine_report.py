@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from coordinator.config import ApplyPolicy
-from runtime import machine_report as module
-from runtime.machine_report import machine_report
+from runtime import __main__ as module
+from runtime.__main__ import machine_report
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

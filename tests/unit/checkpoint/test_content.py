@@ -19,9 +19,8 @@ import torch
 from coordinator.machine import Coordinator
 from runtime import AverageBackend, CheckpointError, WorkerFailed
 from runtime.checkpoint import format as manifest
-from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.resume import check_content
-from runtime.checkpoint.writer import save_once
+from runtime.checkpoint.store import load_newest, save_once
 from tests.support import programs
 from tests.support.resuming import MarkingRun, marked
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up

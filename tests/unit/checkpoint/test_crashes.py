@@ -15,7 +15,7 @@ import logging, os, shutil, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # no threads, which a fork would lose
-from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import load_newest
 from runtime.checkpoint.store import remove_old, write_checkpoint
 from tests.support import programs
 from tests.support.checkpointing import make, names, same

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.writer import save_once
+from runtime.checkpoint.store import load_newest, save_once
 from tests.support.resuming import MarkingRun, capture_often, consumed, marked
 from tests.support.running import LOCAL_WAYS, SYNC, WAIT_S
 

@@ -10,9 +10,8 @@ import safetensors.torch
 import torch
 
 from runtime import CheckpointError
-from runtime.checkpoint import files, writer
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.store import entries
+from runtime.checkpoint import files, store
+from runtime.checkpoint.store import entries, load_newest
 from tests.support.checkpointing import names, same
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Counter, builder
 from tests.unit.checkpoint.test_writer import SlowDisk
@@ -129,7 +128,7 @@ def test_the_weights_of_a_run_load_into_a_bare_module(way, tmp_path):
 
 def test_a_failed_write_in_the_writer_is_not_hidden_by_a_later_success(tmp_path, monkeypatch):
     """The error stays on the state although the last checkpoint was written."""
-    real, calls = writer.write_checkpoint, []
+    real, calls = store.write_checkpoint, []
 
     def write(directory, data):
         calls.append(data.epoch)
@@ -137,7 +136,7 @@ def test_a_failed_write_in_the_writer_is_not_hidden_by_a_later_success(tmp_path,
             raise OSError(errno.EIO, "planted")
         return real(directory, data)
 
-    monkeypatch.setattr(writer, "write_checkpoint", write)
+    monkeypatch.setattr(store, "write_checkpoint", write)
     state = builder(epochs=2, way=(SYNC, THREAD)).checkpoint_dir(tmp_path).run().join(WAIT_S)
     assert calls[-1] == 2
     assert [e.errno for e in state.checkpoint_errors] == [errno.EIO]

@@ -13,7 +13,7 @@ from torch import nn
 from runtime import current_worker
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
-from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import load_newest
 from runtime.replica import state as module_state
 from runtime.replica.state import mark
 from tests.support.running import SYNC, THREAD, WAIT_S, builder

@@ -13,10 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.checkpoint import reader
+from runtime.checkpoint import store
 from runtime.checkpoint.format import MANIFEST, Manifest
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.store import write_checkpoint
+from runtime.checkpoint.store import load_newest, write_checkpoint
 from runtime.core.errors import CheckpointError
 from tests.support.checkpointing import make, same
 
@@ -122,17 +121,17 @@ def test_a_later_format_is_refused_with_its_version(pair, caplog, monkeypatch):
 
 def test_checkpoints_removed_while_they_are_looked_for_are_no_error(pair, monkeypatch):
     """Another process writes a third one and removes the two that were listed."""
-    real, done = reader.entries, []
+    real = store.entries
 
     def list_then_remove(directory):
         found = real(directory)
-        if not done:
-            done.append(write_checkpoint(directory, make(3)))
-            for entry in found:
-                shutil.rmtree(entry.path)
+        monkeypatch.setattr(store, "entries", real)
+        write_checkpoint(directory, make(3))
+        for entry in found:
+            shutil.rmtree(entry.path)
         return found
 
-    monkeypatch.setattr(reader, "entries", list_then_remove)
+    monkeypatch.setattr(store, "entries", list_then_remove)
     assert same(load_newest(pair.parent).data, make(3))
 
 
@@ -214,8 +213,8 @@ def test_the_hostile_pickles_do_run_code_in_a_plain_unpickler():
 
 def test_nothing_is_parsed_before_its_digest_agrees(pair, monkeypatch, caplog):
     parsed = []
-    monkeypatch.setattr(reader.torch, "load", lambda *a, **k: parsed.append(a))
-    monkeypatch.setattr(reader.safetensors.torch, "load", lambda *a: parsed.append(a))
+    monkeypatch.setattr(store.torch, "load", lambda *a, **k: parsed.append(a))
+    monkeypatch.setattr(store.safetensors.torch, "load", lambda *a: parsed.append(a))
     for directory in pair.parent.iterdir():
         for name in FILES[1:]:
             flip(directory / name, 70)

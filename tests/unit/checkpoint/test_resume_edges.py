@@ -21,9 +21,7 @@ from torch.utils.serialization import config
 from runtime import CheckpointError, saving
 from runtime.checkpoint import files, store
 from runtime.checkpoint.format import MANIFEST, Manifest, plain
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.store import write_checkpoint
-from runtime.checkpoint.writer import CheckpointWriter, save_once
+from runtime.checkpoint.store import CheckpointWriter, load_newest, save_once, write_checkpoint
 from runtime.core.signals import INTERRUPTS
 from runtime.device.cuda import open_device
 from runtime.worker.state import _generators, _restore_process

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime import CheckpointError, WorkerFailed
-from runtime.checkpoint.reader import load_newest
+from runtime.checkpoint.store import load_newest
 from tests.support.resuming import MarkingRun, consumed, marked
 from tests.support.running import (
     ASYNC,

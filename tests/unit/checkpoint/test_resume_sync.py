@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from runtime import current_worker, record_scalar
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.writer import save_once
+from runtime.checkpoint.store import load_newest, save_once
 from tests.support.resuming import capture_often
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 

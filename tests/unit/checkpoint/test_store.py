@@ -17,11 +17,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from runtime.checkpoint import files, reader, store
+from runtime.checkpoint import files, store
 from runtime.checkpoint.format import Manifest
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.store import remove_old, write_checkpoint
-from runtime.checkpoint.writer import save_once
+from runtime.checkpoint.store import load_newest, remove_old, save_once, write_checkpoint
 from runtime.core.errors import CheckpointError
 from runtime.results import TrainedState
 from tests.support import programs
@@ -305,7 +303,7 @@ def test_two_processes_in_one_directory_leave_whole_checkpoints(tmp_path):
 def test_a_reader_bears_any_number_of_removals_under_it(tmp_path, monkeypatch):
     """Each of the first twenty that it opens is replaced by a newer one at that moment."""
     write_checkpoint(tmp_path, make(0))
-    read, opened = reader._read, count(1)
+    read, opened = store._read, count(1)
 
     def removed(candidate):
         number = next(opened)
@@ -314,7 +312,7 @@ def test_a_reader_bears_any_number_of_removals_under_it(tmp_path, monkeypatch):
             shutil.rmtree(candidate)
         return read(candidate)
 
-    monkeypatch.setattr(reader, "_read", removed)
+    monkeypatch.setattr(store, "_read", removed)
     found = load_newest(tmp_path)
     assert found.data.global_step == 20
     assert found.refused == ()

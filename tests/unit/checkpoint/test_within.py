@@ -16,9 +16,13 @@ import pytest
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from runtime import AverageBackend, Trainer
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.store import entries, remove_old, write_checkpoint
-from runtime.checkpoint.writer import CheckpointWriter
+from runtime.checkpoint.store import (
+    CheckpointWriter,
+    entries,
+    load_newest,
+    remove_old,
+    write_checkpoint,
+)
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import draw_schedule
 from tests.support import programs

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import files, writer
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.writer import CheckpointWriter
+from runtime.checkpoint import files, store
+from runtime.checkpoint.store import CheckpointWriter, load_newest
 from runtime.core.errors import CheckpointError
 from tests.support import programs
 from tests.support.checkpointing import make, names, same
@@ -28,7 +27,7 @@ class SlowDisk:
         self.begun = []
         self._changed = threading.Condition()
         self._allowed = 0
-        real = writer.write_checkpoint
+        real = store.write_checkpoint
 
         def write(directory, data):
             with self._changed:
@@ -38,7 +37,7 @@ class SlowDisk:
                 assert self._changed.wait_for(lambda: self._allowed >= number, WAIT_S)
             return real(directory, data)
 
-        monkeypatch.setattr(writer, "write_checkpoint", write)
+        monkeypatch.setattr(store, "write_checkpoint", write)
 
     def await_begin(self, number):
         with self._changed:
@@ -214,7 +213,7 @@ def test_the_state_is_let_go_once_it_is_written(tmp_path):
 
 LIMITED = """
 import resource, sys
-from runtime.checkpoint.writer import CheckpointWriter
+from runtime.checkpoint.store import CheckpointWriter
 from tests.support.checkpointing import make
 import torch
 
@@ -258,12 +257,12 @@ def test_when_the_system_takes_no_more_bytes_nothing_torn_is_left(tmp_path):
 def test_an_interpreter_that_ends_finishes_what_is_being_written(tmp_path):
     script = """
 import sys, threading
-from runtime.checkpoint import writer
+from runtime.checkpoint import store
 from tests.support.checkpointing import make
 
-real, ending = writer.write_checkpoint, threading.Event()
-writer.write_checkpoint = lambda *a: ending.wait(20) and real(*a)
-w = writer.CheckpointWriter(sys.argv[1], keep=3)
+real, ending = store.write_checkpoint, threading.Event()
+store.write_checkpoint = lambda *a: ending.wait(20) and real(*a)
+w = store.CheckpointWriter(sys.argv[1], keep=3)
 w.submit(make(1))
 w.submit(make(2))
 import atexit
@@ -276,11 +275,11 @@ atexit.register(ending.set)  # runs before the hook that was registered earlier
 def test_an_interpreter_that_ends_is_not_held_by_a_dead_disk(tmp_path):
     script = """
 import sys, threading
-from runtime.checkpoint import writer
+from runtime.checkpoint import store
 from tests.support.checkpointing import make
 
-writer.EXIT_GRACE_S = 0.05
-writer.write_checkpoint = lambda *a: threading.Event().wait()
-writer.CheckpointWriter(sys.argv[1], keep=3).submit(make(1))
+store.EXIT_GRACE_S = 0.05
+store.write_checkpoint = lambda *a: threading.Event().wait()
+store.CheckpointWriter(sys.argv[1], keep=3).submit(make(1))
 """
     run(script, tmp_path)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from runtime import CheckpointError, ClusterError, Nesterov, RunAborted, WorkerFailed
-from runtime.checkpoint.reader import load_newest
-from runtime.checkpoint.store import entries
+from runtime.checkpoint.store import entries, load_newest
 from tests.support.clustering import Effects, Machine, same
 from tests.support.memory_engine import MemoryCluster
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.dispatch import split_like
-from coordinator.shares import Inequality, Shares, seconds, split_by_cost, split_within
+from coordinator.dispatch import (
+    Inequality,
+    Shares,
+    seconds,
+    split_by_cost,
+    split_like,
+    split_within,
+)
 
 STEPS = 6
 """Global steps behind each measurement."""

@@ -12,9 +12,8 @@ import torch
 from coordinator.messages import EpochPlan
 from runtime.data import prefetch as prefetch_module
 from runtime.data.dataset import ColumnAdapter, EpochIndex, adapt_dataset
-from runtime.data.loader import Pace
+from runtime.data.loader import Pace, ProcessLoader
 from runtime.data.prefetch import SlotStage
-from runtime.data.process_loader import ProcessLoader
 from runtime.data.slots import DeviceBudget
 from runtime.device.base import Device
 from tests.support import prefetching

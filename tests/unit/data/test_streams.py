@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import runtime.data.stream
 from runtime import CheckpointError, WorkerFailed, current_worker
-from runtime.checkpoint.reader import load_newest
 from runtime.checkpoint.resume import check_content
+from runtime.checkpoint.store import load_newest
 from runtime.core.context import LoaderView, worker_context
 from runtime.data.stream import StreamAdapter
 from tests.support.resuming import Marks

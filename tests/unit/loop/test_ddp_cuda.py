@@ -9,8 +9,8 @@ import torch
 
 from runtime.collective import nccl as nccl_module
 from runtime.core.errors import CollectiveAborted
-from runtime.loop import reduction as reduction_module
-from runtime.loop.reduction import GroupReduction, StagedReduction
+from runtime.loop import ddp as ddp_module
+from runtime.loop.ddp import GroupReduction, StagedReduction
 from tests.support.fake_cuda import (
     CPU,
     GPU,
@@ -138,7 +138,7 @@ def posing_nccl(fake, monkeypatch):
         return nccl_module.create_nccl_groups(devices, timeout_s)
 
     monkeypatch.setattr(nccl_module, "new_backend", new_backend)
-    monkeypatch.setattr(reduction_module, "create_collectives", create)
+    monkeypatch.setattr(ddp_module, "create_collectives", create)
     reduction = GroupReduction((GPU, GPU), "nccl", 20.0)
     yield reduction, calls
     reduction.close()
@@ -181,9 +181,9 @@ def test_a_group_whose_threads_cannot_start_is_closed(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("can't start new thread")
 
-    original = reduction_module.create_collectives
-    monkeypatch.setattr(reduction_module, "create_collectives", create)
-    monkeypatch.setattr(reduction_module, "RankThreads", refuse)
+    original = ddp_module.create_collectives
+    monkeypatch.setattr(ddp_module, "create_collectives", create)
+    monkeypatch.setattr(ddp_module, "RankThreads", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         GroupReduction((CPU, CPU), "gloo")
     assert len(ends) == 2

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from runtime import GpuWorkerError, ReplicaFailed, Trainer
 from runtime.loop import engine as team_file
-from runtime.loop import runner as replicas_file
+from runtime.loop import rank_threads as threads_file
 from runtime.loop.rank_threads import Job
 from runtime.loop.replica import LoopReplica
 from tests.support import programs
@@ -330,7 +330,7 @@ def test_setup_that_fails_leaves_no_thread():
 
 
 def test_a_thread_stuck_in_the_model_is_named_by_close(monkeypatch):
-    monkeypatch.setattr(replicas_file, "END_S", 0.1)
+    monkeypatch.setattr(threads_file, "END_S", 0.1)
     monkeypatch.setattr(team_file, "END_S", 0.1)
     entered, go_on = threading.Event(), threading.Event()
 

@@ -11,15 +11,13 @@ from torch import nn
 
 from runtime.collective import create_collectives
 from runtime.device.cuda import CudaDevice
-from runtime.device.sync import StreamSync
-from runtime.loop import runner as replicas_file
-from runtime.loop.balance import Balancer, Cadence
-from runtime.loop.config import DdpConfig
+from runtime.device.cuda_api import StreamSync
+from runtime.loop import rank_threads as threads_file
+from runtime.loop.balance import Balancer, Cadence, DdpConfig
 from runtime.loop.engine import Team
 from runtime.loop.module import ReplicatedModule
-from runtime.loop.rank_threads import Job
+from runtime.loop.rank_threads import Ends, Job, Journal, Runner
 from runtime.loop.replica import LoopReplica
-from runtime.loop.runner import Ends, Journal, Runner
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.loop.test_cadence import loss_fn
@@ -111,7 +109,7 @@ class MarkingAdamW(torch.optim.AdamW):
 def fake(monkeypatch):
     found = FakeCuda(patience=1, allow_default=True, prompt=True)
     monkeypatch.setattr(
-        replicas_file, "open_device", lambda device, n: CudaDevice(CPU, api=found, max_run_ahead=9)
+        threads_file, "open_device", lambda device, n: CudaDevice(CPU, api=found, max_run_ahead=9)
     )
     monkeypatch.setattr(MarkingAdamW, "fake", found)
     return found

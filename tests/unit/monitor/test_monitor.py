@@ -17,9 +17,8 @@ import pytest
 
 from runtime import Cause, Monitor, Timeline, WorkerFailed, current_worker
 from runtime.monitor import page as page_module
-from runtime.monitor.feed import Feed, Thinned
-from runtime.monitor.reader import Reader, past_ticks
-from runtime.monitor.server import MAX_WAITING, Viewer, Viewers
+from runtime.monitor.feed import Feed, Reader, past_ticks
+from runtime.monitor.server import MAX_WAITING, Viewer
 from tests.support.running import SYNC, THREAD, WAIT_S, Counter, Gate, builder, count_up
 from tests.support.watching import history_of, open_page, over, request
 from tests.unit.timeline.test_outputs import HOSTILE, run_hostile
@@ -377,10 +376,10 @@ def test_the_end_is_shown_at_once_however_rarely_it_looks():
 
 
 def test_a_request_that_fails_is_told_of_once(monitor, monkeypatch, caplog):
-    def broken():
+    def broken(folder, name):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(page_module, "style", broken)
+    monkeypatch.setattr(page_module, "asset", broken)
     for _ in range(3):
         status, _, body = request(monitor, "/monitor.css")
         assert status == 500
@@ -437,19 +436,6 @@ def test_the_page_can_be_saved_as_one_file(tmp_path):
 # -- parts ---------------------------------------------------------------------------------------
 
 
-def test_the_past_is_thinned_out_and_keeps_the_last():
-    kept = Thinned(8)
-    for number in range(1000):
-        kept.add(number)
-        found = kept.read()
-        assert found[0] == 0
-        assert found[-1] == number
-        assert found == sorted(set(found))
-        assert len(found) <= 9
-    steps = {b - a for a, b in pairwise(found[:-1])}
-    assert len(steps) == 1
-
-
 def test_the_feed_is_bounded():
     feed = Feed()
     feed.begin({})
@@ -464,16 +450,14 @@ def test_the_feed_is_bounded():
 
 def test_a_page_that_falls_behind_gets_the_whole_state_instead():
     async def play():
-        viewers = Viewers(lambda: b"all", 8)
-        viewer = viewers.add()
+        viewer = Viewer(lambda: b"all")
         assert await viewer.next() == b"all"
         for number in range(MAX_WAITING):
-            viewers.put(b"%d" % number)
+            viewer.put(b"%d" % number)
         assert await viewer.next() == b"0"
         for _ in range(3):
-            viewers.put(b"more")
-        viewers.close()
-        assert viewers.add() is None
+            viewer.put(b"more")
+        viewer.close()
         return [await viewer.next(), await viewer.next()]
 
     assert asyncio.run(play()) == [b"all", None]

@@ -13,8 +13,7 @@ import pytest
 from runtime import Event, Kind, Timeline, WorkerFailed, current_worker, record_scalar
 from runtime.timeline import export as document_module
 from runtime.timeline import timeline as timeline_module
-from runtime.timeline.export import _slices
-from runtime.timeline.page import embedded
+from runtime.timeline.export import _slices, embedded
 from tests.support.running import ASYNC, OVER_CPU, THREAD, WAIT_S, WAYS, Counter, builder, count_up
 from tests.support.trace_format import check_nesting, load_trace
 

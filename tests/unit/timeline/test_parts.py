@@ -16,7 +16,7 @@ from runtime.timeline import recorder as lane_module
 from runtime.timeline import resources
 from runtime.timeline.export import one_line, table_cell
 from runtime.timeline.recorder import Lane, Ring, spread
-from runtime.timeline.resources import Bins, Curve
+from runtime.timeline.resources import Bins, Thinned
 
 WAIT_S = 60.0
 COMPUTE, DATA, SYNC, PARKED, IDLE = Cause.COMPUTE, Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE
@@ -100,9 +100,9 @@ def test_bins_hold_every_second_however_often_they_merge(steps):
 @settings(max_examples=60)
 @given(st.integers(0, 500))
 def test_a_curve_stays_small_and_keeps_its_ends(num_points):
-    curve = Curve(num_points=16)
+    curve = Thinned(16)
     for number in range(num_points):
-        curve.add(float(number), float(number * 2))
+        curve.add((float(number), float(number * 2)))
     rows = curve.read()
     assert len(rows) <= 17
     assert rows == sorted(set(rows))
