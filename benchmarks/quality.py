@@ -1,7 +1,8 @@
 """Held-out quality of averaged training against solo training and PyTorch's DDP.
 
 Usage: ``python -m benchmarks.quality --data FOLDER --out FILE [--minutes 90]``, as often as it
-takes, then ``--report TABLE.md`` with the same ``--out``; or
+takes, then ``--report TABLE.md`` with the same ``--out``; ``python -m benchmarks.quality machines``
+with the same arguments; or
 ``python -m benchmarks.quality drift --data FOLDER [--every 2 3 6] [--json FILE]``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
@@ -55,7 +56,9 @@ from benchmarks.harness.studies import (
     scheduler,
 )
 from coordinator.dispatch import permutation
-from runtime import ApplyPolicy, AverageBackend, Trainer
+from coordinator.messages import Payload
+from runtime import ApplyPolicy, AverageBackend, Mean, Nesterov, OuterOptimizer, Trainer
+from runtime.cluster import share
 
 RUN_S = 900.0
 """A run that takes longer is killed."""
@@ -94,6 +97,12 @@ RUNTIME = {
 AVERAGED = tuple(mode for mode, (policy, _) in RUNTIME.items() if policy is not ApplyPolicy.SYNC)
 """Modes whose replicas are averaged from time to time."""
 MODES = (*SOLO, "ddp", *RUNTIME)
+OUTER: dict[str, type[OuterOptimizer]] = {"mean": Mean, "nesterov": Nesterov}
+PERIODS = (8, 32, 128)
+MACHINES = {f"{name}-{period}": (name, period) for name in OUTER for period in PERIODS}
+"""Modes of two machines, by outer optimizer and batches of each machine between two rounds."""
+ONE_MACHINE = "solo-small"
+"""What they are judged against: the same script, on one machine."""
 
 
 def study_of(spec: Mapping[str, Any]) -> Study:
@@ -218,6 +227,131 @@ def run_runtime(
     }
 
 
+@dataclass
+class Machine:
+    """A machine of a cluster, as :func:`run_machines` trains it.
+
+    Attributes:
+        model: Its replica.
+        optimizer: The inner optimizer.
+        schedule: Of the learning rate.
+        own: What the replica holds but for what was trained since its last part of a round.
+        num_batches: Trained by this machine.
+        num_counted: By how many of the others' the schedule has been moved on.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    own: Payload
+    num_batches: int = 0
+    num_counted: int = 0
+
+    @classmethod
+    def of(cls, study: Study, data: Data, seed: int, num_positions: int) -> Machine:
+        """One with the initial weights."""
+        model = make_model(study, data.num_symbols, seed)
+        optimizer = study.make_optimizer(model.parameters(), study.lr)
+        return cls(model, optimizer, scheduler(optimizer, num_positions), snapshot(model))
+
+    def train(self, study: Study, batch: Columns) -> None:
+        """One batch."""
+        self.optimizer.zero_grad()
+        study.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.schedule.step()
+        self.num_batches += 1
+
+    @torch.no_grad()
+    def take(self, new: Payload, own: Payload, num_elsewhere: int) -> None:
+        """The round that this snapshot was part of is over: keep what was trained since."""
+        change = share.difference(new, own)
+        flat = torch.cat([*change.params, *change.buffers])
+        for tensor in averaged_state(self.model):
+            tensor.add_(flat[: tensor.numel()].view_as(tensor))
+            flat = flat[tensor.numel() :]
+        for _ in range(num_elsewhere - self.num_counted):
+            self.schedule.step()
+        self.num_counted = num_elsewhere
+
+
+def snapshot(model: nn.Module) -> Payload:
+    """Parameters and float buffers, each as one new tensor."""
+    params = torch.cat([p.detach().flatten() for p in model.parameters()])
+    buffers = [b.flatten() for b in model.buffers() if b.is_floating_point()]
+    return Payload(params=(params,), buffers=(torch.cat(buffers),) if buffers else ())
+
+
+def next_global(
+    state: Payload, parts: Sequence[Payload], weights: Sequence[int], outer: OuterOptimizer
+) -> Payload:
+    """What a round between machines makes of the global state."""
+    sums = [
+        sum(tensors[1:], start=tensors[0])
+        for tensors in zip(
+            *(
+                share.contribution(state, part, weight / sum(weights), heaviest=False)
+                for part, weight in zip(parts, weights, strict=True)
+            ),
+            strict=True,
+        )
+    ]
+    params, buffers, _ = share.split(sums, state)
+    kept = tuple(b - s for b, s in zip(state.buffers, buffers, strict=True))
+    return Payload(params=tuple(outer.step(state.params, params)), buffers=kept)
+
+
+def run_machines(
+    study: Study, data: Data, spec: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Two machines of a cluster of one worker each, in one thread: their rounds repeat exactly.
+
+    Each trains a batch in turn. After every period all take part in a round, whose change they
+    take one batch later, as machines train on during a round. The arithmetic is the runtime's.
+    """
+    name, period = MACHINES[spec["mode"]]
+    outer = OUTER[name]()
+    num_positions = study.num_epochs * (data.num_samples // study.batch_size)
+    machines = [Machine.of(study, data, spec["seed"], num_positions) for _ in range(WORLD_SIZE)]
+    initial = fingerprint(machines[0].model)
+    state, num_rounds, since = machines[0].own, 0, 0
+    pending: list[Payload] = []  # the parts of a round under way
+    start = time.perf_counter()
+
+    def finish_round() -> None:
+        nonlocal state, num_rounds
+        state = next_global(state, pending, [1] * len(pending), outer)
+        trained = sum(machine.num_batches for machine in machines)
+        for machine, own in zip(machines, pending, strict=True):
+            machine.take(state, own, trained - machine.num_batches)
+        pending.clear()
+        num_rounds += 1
+
+    for epoch in range(study.num_epochs):
+        order = torch.from_numpy(permutation(data.num_samples, epoch, spec["seed"]))
+        for indices in torch.split(order, study.batch_size * WORLD_SIZE):
+            for machine, part in zip(machines, torch.split(indices, study.batch_size), strict=True):
+                machine.train(study, tuple(c.index_select(0, part) for c in data.train))
+            since += 1
+            if pending:
+                finish_round()
+            if since >= period:
+                pending += [snapshot(machine.model) for machine in machines]
+                since = 0
+    if pending:
+        finish_round()
+    if since:
+        pending += [snapshot(machine.model) for machine in machines]
+        finish_round()
+    train_s = time.perf_counter() - start
+    return machines[0].model, {
+        "initial": initial,
+        "train_s": train_s,
+        "idle_share": 0.0,
+        "num_averagings": num_rounds,
+    }
+
+
 def train_rank(study: Study, data: Data, seed: int) -> tuple[nn.Module, dict[str, Any]]:
     """A rank's half of each global batch under DDP, timed from barrier to barrier."""
     model = make_model(study, data.num_symbols, seed)
@@ -246,6 +380,8 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
     warm_up(study, data)
     if spec["mode"] in SOLO:
         model, facts = run_solo(study, data, spec)
+    elif spec["mode"] in MACHINES:
+        model, facts = run_machines(study, data, spec)
     elif spec["mode"] in RUNTIME:
         model, facts = run_runtime(study, data, spec)
     else:
@@ -592,7 +728,7 @@ def batches_of_jobs(args: argparse.Namespace) -> Iterator[list[Job]]:
         for model in args.models:
             for mode in args.modes:
                 jobs = [make_job(args, model, mode, seed) for seed in pair]
-                if args.pair_solo and mode in SOLO:
+                if args.pair_solo and (mode in SOLO or mode in MACHINES):
                     yield jobs
                 else:
                     yield from ([job] for job in jobs)
@@ -681,10 +817,33 @@ def make_runs(args: argparse.Namespace) -> bool:
 
 def write_report(args: argparse.Namespace) -> None:
     """Judge the record's results that belong to the arguments; write Markdown and JSON."""
+    results, notes, loads = results_of(args)
+    if args.of_machines:
+        report = judge_machines(results) | {"machine": describe(), "notes": notes}
+        args.report.write_text(machines_markdown(report))
+    else:
+        report = judge(results, args.modes)
+        for model, note in notes.items():
+            report["models"][model] |= note
+        report |= {"machine": describe(), "settings": args.settings, "quiet": QUIET}
+        report |= {"num_runs": len(loads), "num_disturbed": sum(load > QUIET for load in loads)}
+        args.report.write_text(markdown(report))
+    args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def results_of(
+    args: argparse.Namespace,
+) -> tuple[dict[str, dict[str, dict[int, Line]]], dict[str, Line], list[float]]:
+    """The record's results that belong to the arguments, by model, mode and seed.
+
+    Returns:
+        The results; of each model its definition and what is missing; and how much of the cores
+        others used in each run.
+    """
     record = read_record(args.out)
     results: dict[str, dict[str, dict[int, Line]]] = {}
     notes: dict[str, Line] = {}
-    num_runs = num_disturbed = 0
+    loads: list[float] = []
     for model in args.models:
         runs: dict[str, dict[int, Line]] = {mode: {} for mode in args.modes}
         missing = []
@@ -696,19 +855,88 @@ def write_report(args: argparse.Namespace) -> None:
                     lacks.append(str(seed))
                     continue
                 runs[mode][seed] = line
-                num_runs += 1
-                num_disturbed += line["used_by_others"] > QUIET
+                loads.append(line["used_by_others"])
             if lacks:
                 missing.append(f"{mode} seed {' '.join(lacks)}")
         results[model] = runs
         notes[model] = {"definition": job.definition, "missing": missing}
-    report = judge(results, args.modes)
-    for model, note in notes.items():
-        report["models"][model] |= note
-    report |= {"machine": describe(), "settings": args.settings, "quiet": QUIET}
-    report |= {"num_runs": num_runs, "num_disturbed": num_disturbed}
-    args.report.write_text(markdown(report))
-    args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    return results, notes, loads
+
+
+# -- machines of a cluster: which outer optimizer, at which period -----------------------
+
+
+def judge_machines(results: Mapping[str, Runs]) -> dict[str, Any]:
+    """By how much each way's held-out loss lies above one machine's, as a part of that.
+
+    Returns:
+        ``cells``: for each way and model a :class:`Difference`, paired by seed; ``ways``: for
+        each way the mean over the models and in how many it is worse; ``default``: the outer
+        optimizer with the lower mean over all its cells.
+    """
+    cells: dict[str, dict[str, Any]] = {}
+    for way in MACHINES:
+        for model, runs in results.items():
+            one = {seed: result["loss"] for seed, result in runs.get(ONE_MACHINE, {}).items()}
+            mine = runs.get(way, {})
+            parts = {seed: mine[seed]["loss"] / one[seed] for seed in mine.keys() & one.keys()}
+            found = compare(parts, dict.fromkeys(parts, 1.0), higher_is_better=False)
+            if found is not None:
+                cells.setdefault(way, {})[model] = asdict(found)
+    ways = {
+        way: {
+            "mean": statistics.fmean(cell["mean"] for cell in found.values()),
+            "num_worse": sum(cell["verdict"] == "worse" for cell in found.values()),
+            "num_models": len(found),
+        }
+        for way, found in cells.items()
+    }
+    means = {
+        name: statistics.fmean(ways[way]["mean"] for way in ways if MACHINES[way][0] == name)
+        for name in OUTER
+        if any(MACHINES[way][0] == name for way in ways)
+    }
+    default = min(means, key=lambda name: means[name], default=None)
+    faults = [f"{model}: {fault}" for model, runs in results.items() for fault in unpaired(runs)]
+    return {"cells": cells, "ways": ways, "means": means, "default": default, "faults": faults}
+
+
+def machines_markdown(report: Mapping[str, Any]) -> str:
+    """The report of :func:`judge_machines`, with ``machine`` and ``notes`` added."""
+    machine, models = report["machine"], list(report["notes"])
+    rows = []
+    for way, cells in report["cells"].items():
+        shown = [_relative(cells.get(model)) for model in models]
+        found = report["ways"][way]
+        rows.append([way, *shown, f"{found['mean']:+.1%}", str(found["num_worse"])])
+    lines = [
+        "# Outer optimizers: two machines against one",
+        "",
+        f"{machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, torch "
+        f"{machine['torch']}. By how much the held-out loss of two machines lies above that of one "
+        "machine which trains the same samples alone, paired by seed: mean ± standard error, bold "
+        "where worse by more than two of them. The number behind the name is how many batches each "
+        "machine trains between two rounds.",
+        "",
+        table(["", *models, "mean", "worse"], rows),
+        "",
+        *(f"- {name}: {note['definition']}." for name, note in report["notes"].items()),
+        *(f"- {fault}" for fault in report["faults"]),
+    ]
+    missing = [f"{m} {', '.join(n['missing'])}" for m, n in report["notes"].items() if n["missing"]]
+    lines += [f"- Not there yet: {one}." for one in missing]
+    if report["default"] is not None:
+        means = " and ".join(f"{mean:+.1%} ({name})" for name, mean in report["means"].items())
+        lines += ["", f"Means over all cells: {means}. The default follows: {report['default']}."]
+    return "\n".join(lines) + "\n"
+
+
+def _relative(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    text = f"{found['mean']:+.1%}"
+    text += "" if found["se"] is None else f" ± {found['se']:.1%}"
+    return f"**{text}**" if found["verdict"] == "worse" else text
 
 
 # -- drift: seldom and late averages, apart from what a machine's timing adds ------------
@@ -914,15 +1142,23 @@ def _assignments(
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    given = sys.argv[1:] if argv is None else list(argv)
+    of_machines = given[:1] == ["machines"]
+    modes = (ONE_MACHINE, *MACHINES) if of_machines else MODES
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.set_defaults(of_machines=of_machines)
     add = parser.add_argument
     add("--data", type=Path, default=default_folder(), help="folder of the digits and the text")
     add("--out", type=Path, required=True, help="record of the runs: a line of JSON for each")
     add("--models", nargs="+", choices=STUDIES, default=list(STUDIES))
-    add("--modes", nargs="+", choices=MODES, default=list(MODES))
+    add("--modes", nargs="+", choices=modes, default=list(modes))
     add("--seeds", type=int, default=5, help="runs of each cell (5)")
     add("--minutes", type=float, help="start no run after that long; call again to go on")
-    add("--pair-solo", action="store_true", help="two seeds of a solo mode at the same time")
+    add(
+        "--pair-solo",
+        action="store_true",
+        help="two seeds at the same time where a mode is one thread",
+    )
     add("--report", type=Path, help="make no runs; write the tables to this .md and its .json")
     add("--override", nargs="+", default=[], metavar="NAME=VALUE", help=", ".join(NUMBERS))
     add(
@@ -933,7 +1169,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"{', '.join(SETTINGS)} ({' '.join(RECOMMENDED)}); nothing: the builder's defaults",
     )
     add("--synthetic", action="store_true", help="tiny stand-in data: for tests")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(given[of_machines:])
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")
     args.override = _assignments(parser, args.override, NUMBERS)

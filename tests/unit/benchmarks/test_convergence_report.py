@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+from dataclasses import replace
 from subprocess import PIPE, TimeoutExpired
 from types import SimpleNamespace
 
@@ -295,3 +296,95 @@ def test_averaged_modes_run_with_what_is_recommended_or_given(given, settings, t
 def test_bad_arguments_are_refused(bad, tmp_path):
     with pytest.raises(SystemExit):
         quality.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *bad])
+
+
+# -- machines of a cluster -----------------------------------------------------------------
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """The machines that :func:`quality.run_machines` makes."""
+    made, make = [], quality.Machine.of
+
+    def of(*args):
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(quality.Machine, "of", of)
+    return made
+
+
+def cell(study, data, mode):
+    return quality.run_machines(study, data, {"mode": mode, "seed": 3})
+
+
+def test_without_a_round_in_between_two_machines_end_with_the_mean_of_what_they_trained(machines):
+    study = quality.study_of({"model": "logistic", "overrides": {"num_epochs": 2}})
+    data = study.load(None)
+    model, facts = cell(study, data, "mean-128")
+    assert facts["num_averagings"] == 1
+    alone = [quality.Machine.of(study, data, 3, 24) for _ in range(2)]
+    for epoch in range(2):
+        order = torch.from_numpy(quality.permutation(data.num_samples, epoch, 3))
+        for i, part in enumerate(torch.split(order, study.batch_size)):
+            alone[i % 2].train(study, tuple(c.index_select(0, part) for c in data.train))
+    mean = (
+        quality.snapshot(alone[0].model).params[0] + quality.snapshot(alone[1].model).params[0]
+    ) / 2
+    assert torch.allclose(quality.snapshot(model).params[0], mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["mean-8", "nesterov-8"])
+def test_rounds_leave_all_machines_alike_at_the_end_of_the_schedule(mode, machines):
+    study = quality.study_of({"model": "lenet", "overrides": {"num_epochs": 3}})
+    data = study.load(None)
+    model, facts = cell(study, data, mode)
+    assert facts["num_averagings"] == 3  # after 8 and 16 of 18 batches, and at the end
+    assert [m.schedule.last_epoch for m in machines] == [36, 36]
+    for a, b in zip(*(quality.averaged_state(m.model) for m in machines), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    again, _ = cell(study, data, mode)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_machines_train_during_a_round_counts_once(monkeypatch):
+    monkeypatch.setattr(
+        quality, "scheduler", lambda opt, _: torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)
+    )
+    study = replace(
+        STUDIES["logistic"],
+        make_optimizer=lambda params, lr: torch.optim.SGD(params, lr=1.0),
+        loss=lambda model, batch: sum(p.sum() for p in model.parameters()),
+        num_epochs=3,
+    )
+    data = study.load(None)
+    first = quality.snapshot(quality.make_model(study, data.num_symbols, 3)).params[0]
+    model, _ = cell(study, data, "mean-8")
+    assert torch.allclose(first - quality.snapshot(model).params[0], torch.tensor(18.0), atol=1e-4)
+
+
+def test_the_outer_optimizer_that_is_better_over_all_cells_is_the_default(tmp_path):
+    runs = {way: results([1.1, 1.0]) for way in quality.MACHINES if way.startswith("mean")}
+    runs |= {way: results([1.5, 1.6]) for way in quality.MACHINES if way.startswith("nesterov")}
+    report = quality.judge_machines({"toy": {**runs, "solo-small": results([1.0, 1.0])}})
+    assert report["default"] == "mean"
+    assert report["ways"]["nesterov-8"] == {
+        "mean": pytest.approx(0.55),
+        "num_worse": 1,
+        "num_models": 1,
+    }
+    report |= {"machine": quality.describe(), "notes": {"toy": {"definition": "", "missing": []}}}
+    text = quality.machines_markdown(report)
+    assert "| mean-8 | +5.0% ± 5.0% |" in text
+    assert "| nesterov-8 | **+55.0% ± 5.0%** |" in text
+    assert "The default follows: mean." in text
+
+
+def test_machines_are_compared_with_one_and_run_by_pairs_of_seeds(tmp_path):
+    given = ["machines", "--synthetic", "--out", str(tmp_path / "r"), "--models", "mlp"]
+    args = quality.parse_args([*given, "--seeds", "2", "--pair-solo"])
+    batches = [[job.name for job in jobs] for jobs in quality.batches_of_jobs(args)]
+    assert batches[0] == ["mlp solo-small seed 0", "mlp solo-small seed 1"]
+    assert batches[1] == ["mlp mean-8 seed 0", "mlp mean-8 seed 1"]
+    assert len(batches) == 7

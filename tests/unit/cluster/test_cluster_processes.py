@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from tests.support.machines import LighthouseProcess, needs_torchft
 
 pytestmark = needs_torchft
 SAMPLES = 12003
+ACCURACY_MARGIN = 0.02
+"""By how much the held-out accuracy of two machines may be below that of one: 7 of 359 images,
+some four standard deviations of what another seed changes in one machine's (0.5 %)."""
 
 
 class MachineProcess:
@@ -101,3 +105,35 @@ def test_the_lighthouse_dies_and_is_started_again(lighthouse):
     assert answers[0]["digest"] == answers[1]["digest"]
     assert answers[0]["num_effects"] == SAMPLES
     assert answers[0]["num_twice"] == 0
+
+
+class Example:
+    """``examples/digits.py`` in a process of its own, with one worker."""
+
+    def __init__(self, *args):
+        programs.preload("sklearn.datasets")
+        self._process = programs.Popen(
+            [
+                *(sys.executable, "examples/digits.py", "--workers", "1", "--epochs", "6"),
+                *map(str, args),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=programs.ROOT,
+        )
+
+    def result(self):
+        """Accuracy on the held-out images, and the part of the samples that it trained."""
+        out, _ = self._process.communicate(timeout=90)
+        assert self._process.returncode == 0
+        accuracy, part = re.search(r"accuracy ([\d.]+)%.*by rank: +(\d+)%", out).groups()
+        return float(accuracy) / 100, int(part) / 100
+
+
+def test_the_readme_s_commands_end_with_the_accuracy_of_one_machine(lighthouse):
+    together = ("--cluster", lighthouse.address, "--machines", 2)
+    (a, part_a), (b, part_b) = [m.result() for m in [Example(*together), Example(*together)]]
+    alone, whole = Example().result()
+    assert a == b >= alone - ACCURACY_MARGIN
+    assert part_a + part_b == pytest.approx(whole, abs=0.011)  # two roundings
+    assert min(part_a, part_b) > 0.1
