@@ -1,8 +1,9 @@
 """Held-out quality of averaged training against solo training and PyTorch's DDP.
 
 Usage: ``python -m benchmarks.quality --data FOLDER --out FILE [--minutes 90]``, as often as it
-takes, then ``--report TABLE.md`` with the same ``--out``; ``python -m benchmarks.quality machines``
-with the same arguments; or
+takes, then ``--report TABLE.md`` with the same ``--out``; with the same arguments
+``python -m benchmarks.quality sync`` compares ``SYNC`` with shares with ``CADENCE``, by loss and by
+the time to a loss, and ``python -m benchmarks.quality machines`` two machines with one; and
 ``python -m benchmarks.quality drift --data FOLDER [--every 2 3 6] [--json FILE]``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,12 +58,22 @@ from benchmarks.harness.studies import (
 )
 from coordinator.dispatch import permutation
 from coordinator.messages import Payload
-from runtime import ApplyPolicy, AverageBackend, Mean, Nesterov, OuterOptimizer, Trainer
+from runtime import (
+    ApplyPolicy,
+    AverageBackend,
+    Mean,
+    Nesterov,
+    OuterOptimizer,
+    Trainer,
+    current_worker,
+)
 from runtime.cluster import share
 
 RUN_S = 900.0
 """A run that takes longer is killed."""
 CHILD = "from benchmarks.quality import child; child()"
+RESULT = "result: "
+"""Begins the line of a run's result."""
 NUMBERS = {"lr": float, "num_epochs": int, "batch_size": int, "part": float}
 """What ``--override`` may change in a study."""
 SETTINGS = {
@@ -89,6 +100,7 @@ SOLO = {"solo-small": 1, "solo-global": WORLD_SIZE}
 """Modes of one process, with the size of their batch in batches of a worker."""
 RUNTIME = {
     "sync": (ApplyPolicy.SYNC, AverageBackend.AUTO),
+    "sync-shares": (ApplyPolicy.SYNC, AverageBackend.AUTO),
     "cpu-cadence": (ApplyPolicy.CADENCE, AverageBackend.CPU),
     "cpu-async": (ApplyPolicy.ASYNC, AverageBackend.CPU),
     "collective-cadence": (ApplyPolicy.CADENCE, AverageBackend.THREAD),
@@ -96,7 +108,21 @@ RUNTIME = {
 }
 AVERAGED = tuple(mode for mode, (policy, _) in RUNTIME.items() if policy is not ApplyPolicy.SYNC)
 """Modes whose replicas are averaged from time to time."""
-MODES = (*SOLO, "ddp", *RUNTIME)
+SLOWED = "-slowed"
+"""Ends the name of a mode of the runtime in which rank 1 is slowed."""
+CURVE_SAMPLES = 500
+"""Held-out samples by which the loss over time is told; that of the result is by all."""
+SLOWDOWN = 3.0
+"""How many times a slowed rank takes what it takes otherwise."""
+SYNC_MODES = (
+    "solo-global",
+    *("sync-shares", "cpu-cadence"),
+    *("sync-shares" + SLOWED, "cpu-cadence" + SLOWED),
+)
+"""Modes of ``sync``."""
+DEFAULT_MODES = (*SOLO, "ddp", "sync", *AVERAGED)
+"""Modes of the comparison without a command."""
+MODES = (*DEFAULT_MODES, *SYNC_MODES[1:2], *SYNC_MODES[3:])
 OUTER: dict[str, type[OuterOptimizer]] = {"mean": Mean, "nesterov": Nesterov}
 PERIODS = (8, 32, 128)
 MACHINES = {f"{name}-{period}": (name, period) for name in OUTER for period in PERIODS}
@@ -131,8 +157,43 @@ def warm_up(study: Study, data: Data) -> None:
     optimizer.step()
 
 
+class Curve:
+    """Copies of the weights over the time of a run; evaluated after it.
+
+    Its clock begins with its construction.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._states: list[tuple[float, dict[str, Tensor]]] = []
+
+    def keep(self, model: nn.Module, epoch: int) -> dict[str, float]:
+        """Copy the weights as they are; an ``eval_fn`` that has no values."""
+        del epoch
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self._states.append((time.perf_counter() - self._start, state))
+        return {}
+
+    def evaluate(self, study: Study, data: Data, seed: int) -> list[tuple[float, float]]:
+        """Seconds and loss on some held-out samples: of the initial weights, then each copy."""
+        model = make_model(study, data.num_symbols, seed)
+        some = tuple(column[:CURVE_SAMPLES] for column in data.held_out)
+        points = [(0.0, study.evaluate(model, some)["loss"])]
+        for at_s, state in self._states:
+            model.load_state_dict(state)
+            points.append((round(at_s, 4), study.evaluate(model, some)["loss"]))
+        return points
+
+
 def train_loop(
-    study: Study, model: nn.Module, data: Data, seed: int, batch_size: int, rank: int, size: int
+    study: Study,
+    model: nn.Module,
+    data: Data,
+    seed: int,
+    batch_size: int,
+    rank: int,
+    size: int,
+    after_epoch: Callable[[nn.Module, int], object] = lambda model, epoch: None,
 ) -> float:
     """The loop of the modes without the runtime: ``size`` processes take equal parts.
 
@@ -155,6 +216,7 @@ def train_loop(
             optimizer.step()
             lr.step()
             stepping_s += time.perf_counter() - start
+        after_epoch(model, epoch)
     return stepping_s
 
 
@@ -163,10 +225,14 @@ def run_solo(study: Study, data: Data, spec: Mapping[str, Any]) -> tuple[nn.Modu
     model = make_model(study, data.num_symbols, spec["seed"])
     initial = fingerprint(model)
     batch_size = study.batch_size * SOLO[spec["mode"]]
+    curve = Curve() if spec.get("curve") else None
+    more = () if curve is None else (curve.keep,)
     start = time.perf_counter()
-    stepping_s = train_loop(study, model, data, spec["seed"], batch_size, 0, 1)
+    stepping_s = train_loop(study, model, data, spec["seed"], batch_size, 0, 1, *more)
     train_s = time.perf_counter() - start
+    found = {} if curve is None else {"curve": curve.evaluate(study, data, spec["seed"])}
     return model, {
+        **found,
         "initial": initial,
         "train_s": train_s,
         "idle_share": max(0.0, 1 - stepping_s / train_s),
@@ -174,11 +240,28 @@ def run_solo(study: Study, data: Data, spec: Mapping[str, Any]) -> tuple[nn.Modu
     }
 
 
+class Slowed:
+    """Makes rank 1 slower: it sleeps in proportion to the CPU time of its thread."""
+
+    def __init__(self) -> None:
+        self._used_s: float | None = None
+
+    def sleep(self) -> None:
+        """In a step of rank 1: sleep for what its thread has used since the last call."""
+        if current_worker().rank == 1:
+            used_s = time.thread_time()
+            if self._used_s is not None:
+                time.sleep((SLOWDOWN - 1) * (used_s - self._used_s))
+            self._used_s = time.thread_time()
+
+
 def run_runtime(
     study: Study, data: Data, spec: Mapping[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Two CPU workers under one of the runtime's policies, defaults but for ``settings``."""
-    policy, backend = RUNTIME[spec["mode"]]
+    mode = spec["mode"].removesuffix(SLOWED)
+    policy, backend = RUNTIME[mode]
+    slowed = Slowed() if spec["mode"].endswith(SLOWED) else None
     num_positions = study.num_epochs * (data.num_samples // study.batch_size)
     initial: list[float] = []
 
@@ -189,7 +272,10 @@ def run_runtime(
         return model
 
     def train_fn(model: nn.Module, batch: Columns) -> torch.Tensor:
-        return study.loss(model, batch)
+        loss = study.loss(model, batch)
+        if slowed is not None:
+            slowed.sleep()
+        return loss
 
     builder = (
         Trainer.builder(factory, lambda params: study.make_optimizer(params, study.lr), train_fn)
@@ -206,6 +292,11 @@ def run_runtime(
     )
     for name, value in spec["settings"].items():
         getattr(builder, name)(value)
+    if mode == "sync-shares":
+        builder.balance(True)
+    curve = Curve() if spec.get("curve") else None
+    if curve is not None:
+        builder.eval_fn(curve.keep)
     start = time.perf_counter()
     handle = builder.run()
     state = handle.join(RUN_S)
@@ -214,7 +305,9 @@ def run_runtime(
     busy_s = sum(r.compute_s for r in statistics.ranks) / WORLD_SIZE
     model = study.make_model(data.num_symbols)
     model.load_state_dict(state.state_dict())
+    found = {} if curve is None else {"curve": curve.evaluate(study, data, spec["seed"])}
     return model, {
+        **found,
         "initial": initial[0],
         "train_s": train_s,
         "idle_share": max(0.0, 1 - busy_s / train_s),
@@ -382,7 +475,7 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
         model, facts = run_solo(study, data, spec)
     elif spec["mode"] in MACHINES:
         model, facts = run_machines(study, data, spec)
-    elif spec["mode"] in RUNTIME:
+    elif spec["mode"].removesuffix(SLOWED) in RUNTIME:
         model, facts = run_runtime(study, data, spec)
     else:
         model, facts = train_rank(study, data, spec["seed"])
@@ -391,18 +484,19 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def child() -> None:
-    """Make the run that the argument tells as JSON; the last line that is printed is its result.
+    """Make the runs that the arguments tell as JSON; each prints a line, its result.
 
-    The argument has ``model``, ``mode``, ``seed``, ``data`` (a folder, or null for the tiny
-    stand-in), ``overrides`` of the study's numbers and ``settings`` of the trainer's builder.
+    An argument has ``model``, ``mode``, ``seed``, ``data`` (a folder, or null for the tiny
+    stand-in), ``overrides`` of the study's numbers, ``settings`` of the trainer's builder, and
+    ``curve`` if the loss over time is wanted.
     """
-    spec = json.loads(sys.argv[1])
-    if spec["mode"] == "ddp":
-        with GlooGroup(WORLD_SIZE, "benchmarks.quality:run_rank") as group:
-            result = group.ask(RUN_S, spec=spec)
-    else:
-        result = run(spec)
-    print(json.dumps(result), flush=True)
+    for spec in map(json.loads, sys.argv[1:]):
+        if spec["mode"] == "ddp":
+            with GlooGroup(WORLD_SIZE, "benchmarks.quality:run_rank") as group:
+                result = group.ask(RUN_S, spec=spec)
+        else:
+            result = run(spec)
+        print(RESULT + json.dumps(result), flush=True)
 
 
 def run_rank(*, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -700,19 +794,29 @@ class Job:
     def key(self) -> Line:
         """What a line of the record must have to be this run's result."""
         kept = {name: self.spec[name] for name in ("model", "mode", "seed", "settings")}
-        return {**kept, "definition": self.definition}
+        more = {"with_curve": True} if self.spec["curve"] else {}
+        return {**kept, **more, "definition": self.definition}
+
+
+def overrides_of(args: argparse.Namespace, model: str) -> Line:
+    """What ``--override`` gives for a model: under its own name, or for all of them."""
+    given = {**args.override}
+    own = {name: given.pop(f"{model}.{name}") for name in NUMBERS if f"{model}.{name}" in given}
+    return {**{name: value for name, value in given.items() if name in NUMBERS}, **own}
 
 
 def make_job(args: argparse.Namespace, model: str, mode: str, seed: int) -> Job:
     """The run of one cell and seed under the arguments."""
-    study = replace(STUDIES[model], **args.override)
+    overrides = overrides_of(args, model)
+    study = replace(STUDIES[model], **overrides)
     spec = {
         "model": model,
         "mode": mode,
         "seed": seed,
         "data": None if args.synthetic else str(args.data.resolve()),
-        "overrides": args.override,
-        "settings": args.settings if mode in AVERAGED else {},
+        "overrides": overrides,
+        "settings": args.settings if mode.removesuffix(SLOWED) in AVERAGED else {},
+        "curve": args.command == "sync",
     }
     stand_in = " (on stand-in data)" if args.synthetic else ""
     return Job(spec=spec, definition=study.definition() + stand_in)
@@ -721,9 +825,17 @@ def make_job(args: argparse.Namespace, model: str, mode: str, seed: int) -> Job:
 def batches_of_jobs(args: argparse.Namespace) -> Iterator[list[Job]]:
     """All runs in the order they are made, those in one list at the same time.
 
-    Seeds go round by pairs, so that a record that is cut short has every cell.
+    Seeds go round by pairs, so that a record that is cut short has every cell. Those of
+    ``sync`` go round one by one, and a list is of one process, which makes one run after the
+    other: neighbours in time are compared.
     """
     seeds = range(args.seeds)
+    if args.command == "sync":
+        for seed in seeds:
+            for model in args.models:
+                modes = args.modes if seed % 2 == 0 else args.modes[::-1]
+                yield [make_job(args, model, mode, seed) for mode in modes]
+        return
     for pair in (seeds[i : i + 2] for i in range(0, len(seeds), 2)):
         for model in args.models:
             for mode in args.modes:
@@ -745,24 +857,30 @@ def read_record(file: Path) -> list[Line]:
 
 
 def find(record: Sequence[Line], job: Job) -> Line | None:
-    """The result of a run, if the record has it."""
-    key = job.key()
-    return next((line for line in record if all(line.get(k) == v for k, v in key.items())), None)
+    """The result of a run, if the record has it: the one that others disturbed least."""
+    key = {"with_curve": None} | job.key()
+    found = [line for line in record if all(line.get(k) == v for k, v in key.items())]
+    return min(found, key=lambda line: float(line["used_by_others"]), default=None)
 
 
-def run_together(jobs: Sequence[Job]) -> list[Line | None]:
-    """Make runs at the same time, each in a process of its own; ``None`` for one that failed."""
+def run_jobs(jobs: Sequence[Job], *, in_turn: bool) -> list[Line | None]:
+    """Make runs, at the same time and each in a process of its own, or in turn in one process.
+
+    Returns:
+        Their lines of the record; ``None`` for one that failed.
+    """
     env = environment(**ENVIRONMENT)
     load = MachineLoad()
+    by_child = [jobs] if in_turn else [[job] for job in jobs]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, json.dumps(job.spec)],
+            [sys.executable, "-c", CHILD, *(json.dumps(job.spec) for job in told)],
             stdout=subprocess.PIPE,
             env=env,
             text=True,
             start_new_session=True,
         )
-        for job in jobs
+        for told in by_child
     ]
     outputs: list[str] = []
     try:
@@ -778,15 +896,24 @@ def run_together(jobs: Sequence[Job]) -> list[Line | None]:
                 os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
     others = round(load.others(), 4)
-    return [
-        _line(job, output, others) if child.returncode == 0 else None
-        for job, child, output in zip(jobs, children, outputs, strict=True)
-    ]
+    lines: list[Line | None] = []
+    for told, output in zip(by_child, outputs, strict=True):
+        found = [x.removeprefix(RESULT) for x in output.splitlines() if x.startswith(RESULT)]
+        lines += [_line(job, result, others) for job, result in zip(told, found, strict=False)]
+        lines += [None] * (len(told) - len(found))
+    return lines
 
 
-def _line(job: Job, output: str, others: float) -> Line:
-    result = json.loads(output.splitlines()[-1])
-    return {**job.key(), **result, "used_by_others": others, "torch": torch.__version__}
+def _line(job: Job, result: str, others: float) -> Line:
+    more = {"used_by_others": others, "torch": torch.__version__}
+    return {**job.key(), **json.loads(result), **more}
+
+
+def _is_wanted(args: argparse.Namespace, job: Job, line: Line | None) -> bool:
+    """Whether a run is to be made: it is not there, or its time is wanted and was disturbed."""
+    if args.timed and job.spec["mode"] in SOLO:
+        return False
+    return line is None or (args.timed and line["used_by_others"] > QUIET)
 
 
 def make_runs(args: argparse.Namespace) -> bool:
@@ -798,13 +925,14 @@ def make_runs(args: argparse.Namespace) -> bool:
             file.write("\n")
     well = True
     for jobs in batches_of_jobs(args):
-        wanted = [job for job in jobs if find(record, job) is None]
+        wanted = [job for job in jobs if _is_wanted(args, job, find(record, job))]
         if not wanted:
             continue
         if until is not None and time.monotonic() > until:
             print("Out of time: call again to go on.")
             return well
-        for job, line in zip(wanted, run_together(wanted), strict=True):
+        made = run_jobs(wanted, in_turn=args.command == "sync")
+        for job, line in zip(wanted, made, strict=True):
             if line is None:
                 well = False
                 print(f"{job.name}: FAILED", flush=True)
@@ -818,16 +946,19 @@ def make_runs(args: argparse.Namespace) -> bool:
 def write_report(args: argparse.Namespace) -> None:
     """Judge the record's results that belong to the arguments; write Markdown and JSON."""
     results, notes, loads = results_of(args)
-    if args.of_machines:
+    if args.command == "machines":
         report = judge_machines(results) | {"machine": describe(), "notes": notes}
         args.report.write_text(machines_markdown(report))
     else:
         report = judge(results, args.modes)
         for model, note in notes.items():
             report["models"][model] |= note
+            if args.command == "sync":
+                report["models"][model]["rows"] = compare_sync(results[model], model)
         report |= {"machine": describe(), "settings": args.settings, "quiet": QUIET}
         report |= {"num_runs": len(loads), "num_disturbed": sum(load > QUIET for load in loads)}
-        args.report.write_text(markdown(report))
+        text = sync_markdown(report) if args.command == "sync" else markdown(report)
+        args.report.write_text(text)
     args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -937,6 +1068,152 @@ def _relative(found: Mapping[str, Any] | None) -> str:
     text = f"{found['mean']:+.1%}"
     text += "" if found["se"] is None else f" ± {found['se']:.1%}"
     return f"**{text}**" if found["verdict"] == "worse" else text
+
+
+# -- sync: SYNC with shares beside CADENCE, by loss and by the time to a loss ------------
+
+
+MARGINS = {
+    **{"logistic": 0.01, "mlp": 0.03, "lenet": 0.1, "autoencoder": 0.1},
+    **{"char-rnn": 0.01, "gpt": 0.01},
+}
+"""By what part a held-out loss may lie above that of one device at the global batch and still be
+no worse; where two seeds of one device differ by 2 to 20 %, about half of that."""
+REACHED = 0.9
+"""Part of the way from the initial loss to the last one of one device at the global batch."""
+SIZES = ["lenet.part=0.5", "autoencoder.part=0.5"]
+SIZES += [
+    f"{model}.{size}" for model in ("char-rnn", "gpt") for size in ("part=0.2", "num_epochs=4")
+]
+"""What ``sync`` overrides if nothing else is given: less data, more epochs, which are points."""
+
+
+def beside_solo(runs: Runs, mode: str, margin: float) -> Difference | None:
+    """By what part of it a mode's held-out loss is above solo's, paired by seed.
+
+    The verdict is ``"no worse"`` if the mean and two standard errors are within the margin,
+    ``"worse"`` if they are not and the mean is more than two above 0, else ``"undecided"``.
+    """
+    solo, mine = runs["solo-global"], runs[mode]
+    parts = {seed: mine[seed]["loss"] / solo[seed]["loss"] for seed in mine.keys() & solo.keys()}
+    found = compare(parts, dict.fromkeys(parts, 1.0), higher_is_better=False)
+    if found is None or found.se is None:
+        return found
+    if found.mean + LIMIT_SE * found.se <= margin:
+        return replace(found, verdict="no worse")
+    return found if found.verdict == "worse" else replace(found, verdict="undecided")
+
+
+def time_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
+    """Seconds until a loss is first reached, between the points of a curve by a straight line.
+
+    Args:
+        curve: Seconds and loss of each point, the first at the start.
+        loss: What is to be reached.
+
+    Returns:
+        The time; ``None`` if it is never reached.
+    """
+    before_s, before = curve[0]
+    for at_s, value in curve:
+        if value <= loss:
+            part = (before - loss) / (before - value) if before > value else 1.0
+            return before_s + part * (at_s - before_s)
+        before_s, before = at_s, value
+    return None
+
+
+def targets(solo: Result, margin: float) -> tuple[float, float]:
+    """The losses to which times are told: near one device's last one, and it with the margin."""
+    first, last = solo["curve"][0][1], solo["curve"][-1][1]
+    return first + REACHED * (last - first), last * (1 + margin)
+
+
+def times_of(runs: Runs, mode: str, margin: float) -> list[dict[int, float | None]]:
+    """For each target, the time of each seed in which nothing disturbed the run."""
+    solo = runs["solo-global"]
+    found: list[dict[int, float | None]] = [{}, {}]
+    for seed, result in runs[mode].items():
+        if seed in solo and result["used_by_others"] <= QUIET:
+            for times, loss in zip(found, targets(solo[seed], margin), strict=True):
+                times[seed] = time_to(result["curve"], loss)
+    return found
+
+
+def compare_sync(runs: Runs, model: str) -> list[dict[str, Any]]:
+    """For each mode but solo, its loss, its times, and those of CADENCE over them."""
+    margin, rows = MARGINS[model], []
+    for mode in SYNC_MODES[1:]:
+        if not runs.get(mode):
+            continue
+        difference = beside_solo(runs, mode, margin)
+        row: dict[str, Any] = {"mode": mode, "num_runs": len(runs[mode]), "targets": []}
+        row["loss"] = asdict(spread(result["loss"] for result in runs[mode].values()))
+        row["beside_solo"] = None if difference is None else asdict(difference)
+        cadence = times_of(runs, mode.replace("sync-shares", "cpu-cadence"), margin)
+        for mine, other in zip(times_of(runs, mode, margin), cadence, strict=True):
+            reached = {seed: at_s for seed, at_s in mine.items() if at_s is not None}
+            gains = [s / reached[seed] for seed, s in other.items() if s and seed in reached]
+            row["targets"].append(
+                {
+                    "num_timed": len(mine),
+                    "num_reached": len(reached),
+                    "median_s": statistics.median(reached.values()) if reached else None,
+                    "cadence_over_this": statistics.median(gains) if gains else None,
+                    "ends": [min(gains), max(gains)] if gains else None,
+                }
+            )
+        rows.append(row)
+    return rows
+
+
+def sync_markdown(report: Mapping[str, Any]) -> str:
+    """The comparison as Markdown: a table of losses, and one of times."""
+    head = ["model", "mode", "held-out loss", "above one device", "margin", "", "seeds"]
+    ahead = ["model", "mode"]
+    for what in (f"{REACHED:.0%} of the way", "its last loss and the margin"):
+        ahead += [f"s to {what}", "reached", "CADENCE takes"]
+    losses, times = [], []
+    for model, found in report["models"].items():
+        for row in found["rows"]:
+            d = row["beside_solo"]
+            shown = "" if d is None else f"{d['mean']:+.2%}"
+            shown += f" ± {d['se']:.2%}" if d and d["se"] is not None else ""
+            verdict = "" if d is None else d["verdict"]
+            verdict = f"**{verdict}**" if verdict == "worse" else verdict
+            loss, margin = f"{row['loss']['mean']:.5g}", f"{MARGINS[model]:.0%}"
+            losses.append([model, row["mode"], loss, shown, margin, verdict, f"{row['num_runs']}"])
+            cells = [model, row["mode"]]
+            for t in row["targets"]:
+                gain, ends = t["cadence_over_this"], t["ends"]
+                is_sync = row["mode"].startswith("sync")
+                cells.append("" if t["median_s"] is None else f"{t['median_s']:.2f}")
+                cells.append(f"{t['num_reached']} of {t['num_timed']}")
+                span = "" if gain is None else f"{gain:.2f} x ({ends[0]:.2f} to {ends[1]:.2f})"
+                cells.append(span if is_sync else "")
+            times.append(cells)
+    lines = ["# SYNC with shares beside CADENCE", ""]
+    machine = report["machine"]
+    lines += [
+        f"{machine['cores']} cores, torch {machine['torch']}; two CPU workers, one intra-op thread "
+        f"each; `{SLOWED[1:]}`: rank 1 takes {SLOWDOWN:g} times as long. Losses are paired by seed "
+        "with one device at the global batch, mean ± standard error; no worse: two of them are "
+        "within the margin. " + _settings(report["settings"]),
+        "",
+        table(head, losses, num_texts=2),
+        "",
+        "Times are medians of the runs that nothing disturbed, evaluated at the end of each "
+        "epoch with straight lines between; the ratio is the median of the seeds that both "
+        "reach, with both ends.",
+        "",
+        table(ahead, times, num_texts=2),
+        "",
+    ]
+    for model, found in report["models"].items():
+        lines += [f"- {model}: {found['definition']}."]
+        lines += [f"  - {fault}" for fault in found["faults"]]
+        lines += [f"  - Not there yet: {', '.join(found['missing'])}."] if found["missing"] else []
+    return "\n".join([*lines, ""])
 
 
 # -- drift: seldom and late averages, apart from what a machine's timing adds ------------
@@ -1141,26 +1418,30 @@ def _assignments(
     return values
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    given = sys.argv[1:] if argv is None else list(argv)
-    of_machines = given[:1] == ["machines"]
-    modes = (ONE_MACHINE, *MACHINES) if of_machines else MODES
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    command = argv[0] if argv[:1] in (["sync"], ["machines"]) else None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.set_defaults(of_machines=of_machines)
     add = parser.add_argument
     add("--data", type=Path, default=default_folder(), help="folder of the digits and the text")
     add("--out", type=Path, required=True, help="record of the runs: a line of JSON for each")
     add("--models", nargs="+", choices=STUDIES, default=list(STUDIES))
-    add("--modes", nargs="+", choices=modes, default=list(modes))
-    add("--seeds", type=int, default=5, help="runs of each cell (5)")
+    modes = {"sync": SYNC_MODES, "machines": (ONE_MACHINE, *MACHINES)}.get(command, DEFAULT_MODES)
+    sync = command == "sync"
+    add("--modes", nargs="+", choices=(*MODES, *MACHINES), default=list(modes))
+    add("--seeds", type=int, default=10 if sync else 5, help="runs of each cell (%(default)s)")
     add("--minutes", type=float, help="start no run after that long; call again to go on")
-    add(
-        "--pair-solo",
-        action="store_true",
-        help="two seeds at the same time where a mode is one thread",
-    )
+    add("--pair-solo", action="store_true", help="two seeds at once where a mode is one thread")
+    timed = "sync: only runs whose time counts, those that others disturbed once more"
+    add("--timed", action="store_true", help=timed)
     add("--report", type=Path, help="make no runs; write the tables to this .md and its .json")
-    add("--override", nargs="+", default=[], metavar="NAME=VALUE", help=", ".join(NUMBERS))
+    numbers = {f"{model}.{name}": kind for model in STUDIES for name, kind in NUMBERS.items()}
+    add(
+        "--override",
+        nargs="*",
+        default=SIZES if sync else [],
+        metavar="[MODEL.]NAME=VALUE",
+        help=f"{', '.join(NUMBERS)} (%(default)s)",
+    )
     add(
         "--set",
         nargs="*",
@@ -1169,10 +1450,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"{', '.join(SETTINGS)} ({' '.join(RECOMMENDED)}); nothing: the builder's defaults",
     )
     add("--synthetic", action="store_true", help="tiny stand-in data: for tests")
-    args = parser.parse_args(given[of_machines:])
+    args = parser.parse_args(argv[command is not None :])
+    args.command = command
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")
-    args.override = _assignments(parser, args.override, NUMBERS)
+    args.override = _assignments(parser, args.override, NUMBERS | numbers)
     args.settings = _assignments(parser, args.set, SETTINGS)
     if not (args.synthetic or args.report):
         try:
