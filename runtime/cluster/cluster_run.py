@@ -22,7 +22,7 @@ from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, EpochTally
 from coordinator.state import Phase, Statistics
-from runtime.checkpoint.format import CheckpointData
+from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster import share
 from runtime.cluster.engine import EngineClosed, EngineError, PeerRefused, Quorum, State
@@ -30,6 +30,7 @@ from runtime.cluster.keeping import KEY, Keeper, KeepOptions, cluster_state, of_
 from runtime.cluster.settings import ClusterSettings
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
+from runtime.results import TrainedState
 
 logger = logging.getLogger(__name__)
 
@@ -191,14 +192,19 @@ class ClusterRun:
         self._num_elsewhere = 0
         self._later: deque[_News] = deque()
         self._result: Payload | None = None
+        self._result_given = False  # to the run inside, before it made its own of what it has
         self._ended: _Ended | None = None
         self._over = False
         self._aborted = False
         self._num_runs = 0
-        self._stopped_at: float | None = None
+        self._stopped = False
 
     def _seat(self, resume: ResumePoint | None) -> Seat:
         told = {"idle": False, "began": False}
+
+        def result() -> Payload | None:
+            self._result_given = self._result is not None
+            return self._result
 
         def look(machine: Coordinator, event: m.Event) -> None:
             if isinstance(event, m.Granted):
@@ -215,7 +221,7 @@ class ClusterRun:
             resume=resume,
             look=look,
             take_share=self._news.put,
-            result=lambda: self._result,
+            result=result,
         )
 
     # What the handle calls, from any thread.
@@ -254,22 +260,15 @@ class ClusterRun:
 
     def _leave_in_time(self) -> None:
         """Whoever stops does not wait for ever for machines that do not come."""
-        if self._stopped_at is None:
-            self._stopped_at = time.monotonic()
-            timer = threading.Timer(LEAVE_S + self._settings.engine.timeout_s, self._close_engine)
-            timer.daemon = True
-            timer.start()
-            self._timer = timer
+        if not self._stopped:
+            self._stopped = True
+            self._engine.give_up(LEAVE_S + self._settings.engine.timeout_s)
 
     def abort(self) -> None:
         """End at once; the others notice."""
         self._aborted = True
         self._inner.abort()
-        self._close_engine()
-
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        self._engine.give_up(0.0)
 
     def save(self, timeout_s: float) -> CheckpointData:
         """The state after the next round between machines, or the last one."""
@@ -329,7 +328,7 @@ class ClusterRun:
     def _why_closed(self, closed: EngineClosed) -> BaseException | None:
         if self._aborted:
             return RunAborted("the run was aborted")
-        if self._stopped_at is not None:
+        if self._stopped:
             if not self._account.used:
                 return None
             logger.warning(
@@ -516,6 +515,8 @@ class ClusterRun:
         if self._ended is not None:
             self._answer_capture()
         else:
+            if self._leaving:  # where the run inside was replaced, stop() met the old one
+                self._inner.stop()
             self._inner.tell(m.ShareRequested(reserve_s=reserve_s))
 
     def _gather(self, command: c.Gather) -> None:
@@ -577,7 +578,7 @@ class ClusterRun:
             if used or self._closed:
                 self._replace_inner()
                 closed, grants = [], self._account.commit(command.grant, ledger)
-        if ledger.ended:
+        if ledger.ended or self._ended is not None:
             self._result = self._global
         delta = None
         if self._own is not self._global:
@@ -666,15 +667,27 @@ class ClusterRun:
                 self._await_end()
             ended = self._ended
             state, inner_error = (None, None) if ended is None else (ended.state, ended.error)
-            if error is None:
-                error = inner_error
+            error = error or inner_error
+            is_new = self._result is not None and not self._result_given
+            if state is not None and error is None and is_new:
+                state = self._of_all_machines(state)
         finally:
-            self._close_engine()
+            self._engine.close()
             self._keeper.close()
-            if self._stopped_at is not None:
-                self._timer.cancel()
             INTERRUPTS.remove(self)
             self._listener.finish(None if error else state, error)
+
+    def _of_all_machines(self, state: TrainedState) -> TrainedState:
+        """What the run inside has left, with the result of a round that came after its end."""
+        weights = {plain_key(key): t for key, t in self._checkpoint().weights.items()}
+        for metrics in self._closed[self._num_published :]:
+            self.publish(metrics)
+        return replace(
+            state,
+            params={name: weights.get(name, t) for name, t in state.params.items()},
+            buffers={name: weights.get(name, t) for name, t in state.buffers.items()},
+            metrics=(*state.metrics, *self._closed[len(state.metrics) :]),
+        )
 
     def _await_end(self) -> None:
         """Wait for the run inside; what it told before is of no use any more."""

@@ -45,7 +45,7 @@ class PeerRefused(EngineError):
 
 
 class EngineClosed(GpuWorkerError):
-    """:meth:`Engine.close` was called, before this call or while it waited."""
+    """The engine is closed, or the time of :meth:`Engine.give_up` has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,8 @@ def joined(host: str, port: int) -> str:
 class Engine(ABC):
     """One machine's connection to the others.
 
-    All calls come from one thread and block, but for :meth:`close`, which any thread may make.
+    All calls come from one thread and block, but for :meth:`give_up`.
+
     A round is ``quorum``, ``gather``, ``all_reduce``, ``commit``, in this order. After an
     :class:`EngineError` the round is void: go on with :meth:`commit` of ``False`` or with
     :meth:`quorum` at once.
@@ -232,8 +233,9 @@ class Engine(ABC):
 
         Raises:
             EngineError: A peer died, or the lighthouse is away for too long; try again.
-            PeerRefused: This machine may not take part: the others have another token, or
-                refuse what it sent; or the state that one of them sent is refused.
+            PeerRefused: Names this machine: it may not take part, since the others have
+                another token, or refuse what it sent. Names others: what they sent is refused;
+                try again.
             EngineClosed: The engine was closed.
         """
 
@@ -293,5 +295,16 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def give_up(self, within_s: float) -> None:
+        """Have the call that waits then, and all later ones, raise :class:`EngineClosed`.
+
+        Takes no lock and returns at once: for any thread, and for the handler of a signal. Of
+        several calls the earliest time holds.
+
+        Args:
+            within_s: Seconds from now; what waits notices a fraction of a second later.
+        """
+
+    @abstractmethod
     def close(self) -> None:
-        """Leave. Wakes a call that waits. Idempotent; from any thread."""
+        """Leave. Idempotent."""

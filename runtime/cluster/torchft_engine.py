@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
 import socket
 import threading
@@ -56,8 +57,12 @@ RETRIES = 30
 """How often torchft's manager connects to the lighthouse anew within a request."""
 RECONNECT_S = 2.0
 """How long each of these may take."""
+START_S = 30.0
+"""How long a machine that starts waits for a lighthouse that is away."""
 PAUSE_S = 0.2
 """Between two quorums where too few machines are there."""
+LOOK_S = 0.1
+"""How often a call that waits looks whether it is given up."""
 CLOSE_S = 1.0
 """How long :meth:`TorchftEngine.close` waits for a call that is under way."""
 
@@ -72,7 +77,8 @@ class TorchftEngine(Engine):
 
     Raises:
         ImportError: torchft is not installed; says how to install it.
-        EngineError: The lighthouse's name leads nowhere, or this machine has no such host.
+        EngineError: The lighthouse's name leads nowhere, or it does not answer for
+            :data:`START_S`; or this machine has no such host.
     """
 
     def __init__(self, options: EngineOptions, offer: Callable[[], State]) -> None:
@@ -81,6 +87,7 @@ class TorchftEngine(Engine):
         self._options = options
         self._offer = offer
         self._step = 0
+        self._is_new = True  # it has no part in any history yet
         self._failures = 0
         self._refused: dict[str, str] = {}
         self._banned: set[str] = set()
@@ -95,6 +102,7 @@ class TorchftEngine(Engine):
             self._store, port = own_store(self._host, self._timeout)
             self._store_address = joined(self._host, port)
             self._states = StateServer(self._host, options.token, options.timeout_s)
+            wait_for_lighthouse(options.address, min(START_S, options.lighthouse_timeout_s))
             self._manager: Any = torchft.ManagerServer(
                 replica_id=self.machine,
                 lighthouse_addr=f"http://{lighthouse}",
@@ -173,6 +181,7 @@ class TorchftEngine(Engine):
             self._failed()
             return False
         self._step += 1
+        self._is_new = False
         self._failures = 0
         if self._feedback is not None:
             self._feedback.keep()
@@ -181,8 +190,13 @@ class TorchftEngine(Engine):
     def reset(self, step: int = 0) -> None:
         """See :meth:`Engine.reset`."""
         self._step = step
+        self._is_new = self._is_new and step == 0
         if self._feedback is not None:
             self._feedback.forget()
+
+    def give_up(self, within_s: float) -> None:
+        """See :meth:`Engine.give_up`."""
+        self._calls.give_up(within_s)
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""
@@ -265,9 +279,10 @@ class TorchftEngine(Engine):
             if machine not in self._refused:
                 logger.warning("machine %s is refused: %s", machine, why)
         self._refused = group.refused
-        if group.members == (self.machine,) and group.refused and self._step == 0:
+        if self._is_new and group.members == (self.machine,) and group.refused:
+            others = ", ".join(sorted(group.refused))
             raise PeerRefused(
-                tuple(group.refused), "they have another token than this machine, or none"
+                (self.machine,), f"{others} have another token than this machine, or none"
             )
         return group
 
@@ -340,6 +355,7 @@ class TorchftEngine(Engine):
             )
         )
         self._step = top
+        self._is_new = False
         if self._feedback is not None:
             self._feedback.forget()
         return state
@@ -363,12 +379,12 @@ def _steps_and_addresses(
 
 
 class _Calls:
-    """Runs blocking calls on a thread of its own, so that :meth:`close` wakes who waits."""
+    """Runs blocking calls on a thread of its own, so that nobody has to wait for their end."""
 
     def __init__(self, name: str) -> None:
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._closed = False
+        self._ends = [math.inf]  # only appended to, so that no thread loses another's
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -376,7 +392,7 @@ class _Calls:
         """What a call returns or raises.
 
         Raises:
-            EngineClosed: Closed before or meanwhile; a call under way ends by its own timeout.
+            EngineClosed: Given up before or meanwhile; a call under way ends by its own timeout.
         """
         results: list[T] = []
         errors: list[BaseException] = []
@@ -390,10 +406,9 @@ class _Calls:
                 self._changed.notify_all()
 
         with self._changed:
-            if not self._closed:
+            if time.monotonic() < min(self._ends):
                 self._todo.put(work)
-            self._changed.wait_for(lambda: results or errors or self._closed)
-            if not results and not errors:
+            if not self._wait(lambda: bool(results or errors), math.inf):
                 raise EngineClosed("the engine is closed")
         if errors:
             raise errors.pop()
@@ -403,20 +418,34 @@ class _Calls:
         """Wait.
 
         Raises:
-            EngineClosed: Closed before or meanwhile.
+            EngineClosed: Given up before or meanwhile.
         """
         with self._changed:
-            if self._changed.wait_for(lambda: self._closed, seconds):
-                raise EngineClosed("the engine is closed")
+            self._wait(lambda: False, time.monotonic() + seconds)
+        if time.monotonic() >= min(self._ends):
+            raise EngineClosed("the engine is closed")
+
+    def _wait(self, ready: Callable[[], bool], until: float) -> bool:
+        """Wait, under the lock, until it is so, or until a time or the end; whether it is so.
+
+        Whoever gives up takes no lock, and so wakes nobody.
+        """
+        while not (done := ready()):
+            left_s = min(until, *self._ends) - time.monotonic()
+            if left_s <= 0:
+                break
+            self._changed.wait(min(left_s, LOOK_S))
+        return done
+
+    def give_up(self, within_s: float) -> None:
+        """See :meth:`Engine.give_up`."""
+        self._ends.append(time.monotonic() + within_s)
 
     def close(self) -> None:
-        """Wake who waits; wait a little for the call that is under way. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """Give up, and wait a little for the call that is under way. Idempotent."""
+        self.give_up(0.0)
         self._todo.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S)
 
     def _work(self) -> None:
         while (call := self._todo.get()) is not None:
@@ -454,6 +483,13 @@ def address_towards(address: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise EngineError(f"cluster({address!r}): no way to this host: {error}") from error
+
+
+def wait_for_lighthouse(address: str, timeout_s: float) -> None:
+    """Return once the lighthouse takes connections, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not answers(address) and time.monotonic() < deadline:
+        time.sleep(PAUSE_S)
 
 
 def answers(address: str) -> bool:

@@ -1,28 +1,37 @@
 """One machine of a cluster, as a program: ``python -m tests.support.cluster_program ADDRESS``.
 
-It trains a number for each sample, and prints what came of it as JSON.
+It trains numbers, as ``tests/support/clustering.py`` has them, says on stdout when it has started
+and when it has taken part in a round, and at last prints what came of it as JSON. SIGINT has it
+leave the cluster, SIGUSR1 ends the run on all machines, SIGUSR2 shows on stderr where its threads
+are.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
+import logging
+import signal
 import sys
+import time
 
 import torch
 
-from runtime import ApplyPolicy, Trainer
-from tests.support.clustering import Effects, Recorded
+from runtime import ApplyPolicy, Trainer, current_worker
+from tests.support.clustering import SLOTS, Counted, Effects, expected_rounds
+
+BATCH_SIZE = 4
 
 
-class Told(Recorded):
-    """Says when the first round has changed something."""
+class Told(Counted):
+    """Says when a round has changed something."""
 
     def step(self, old, change):
-        if not self.changes:
-            say("a round")
-        return super().step(old, change)
+        new = super().step(old, change)
+        say("a round")
+        return new
 
 
 def say(line):
@@ -38,26 +47,35 @@ def main():
     parser.add_argument("--policy", default="cadence")
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--period", type=float, default=0.3)
+    parser.add_argument("--timeout", type=float, default=3.0)
     parser.add_argument("--step-s", type=float, default=0.0, help="work of a step")
+    parser.add_argument("--sleep-s", type=float, default=0.0, help="how long a step waits")
     parser.add_argument("--token")
     parser.add_argument("--directory")
+    parser.add_argument("--log", help="file for what the runtime says")
     args = parser.parse_args()
+    if args.log:
+        form = "%(asctime)s.%(msecs)03d %(message).600s"
+        logging.basicConfig(filename=args.log, level=logging.DEBUG, format=form, datefmt="%X")
+    faulthandler.register(signal.SIGUSR2)
     outer = Told(args.samples)
 
     def train_fn(model, batch):
         (samples,) = batch
         if args.step_s:
             torch.ones(int(1e6 * args.step_s)).sin_()
-        return -model.w[samples].mean()
+        if args.sleep_s:
+            time.sleep(args.sleep_s)
+        return -model.numbers(samples, current_worker().current_epoch).mean()
 
     builder = (
         Trainer.builder(
-            lambda device: Effects(args.samples),
+            lambda device: Effects(args.samples, SLOTS),
             lambda params: torch.optim.SGD(params, 1.0),
             train_fn,
         )
         .dataset((torch.arange(args.samples),))
-        .batch_size(4)
+        .batch_size(BATCH_SIZE)
         .num_epochs(args.epochs)
         .devices(["cpu", "cpu"])
         .policy(ApplyPolicy(args.policy))
@@ -68,27 +86,39 @@ def main():
             period=args.period,
             outer=outer,
             token=args.token,
-            timeout=3.0,
+            timeout=args.timeout,
         )
     )
     if args.directory:
         builder.checkpoint_dir(args.directory, every_s=0.2).resume(args.directory, missing_ok=True)
     handle = builder.run()
+    signal.signal(signal.SIGUSR1, lambda *_: handle.stop(everywhere=True))
     say("started")
     try:
         state = handle.join()
     except KeyboardInterrupt:
         state = handle.state
     weights = state.params["w"]
-    answer = {
-        "digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-        "num_effects": int((weights != 0).sum()),
-        "num_twice": int((outer.rounds_of_each_sample() > args.epochs).sum()),
-        "num_samples": [metrics.num_samples for metrics in state.metrics],
-        "machines": len({m.machine for metrics in state.metrics for m in metrics.machines}),
-        "stopped": state.stopped,
-    }
-    say(json.dumps(answer))
+    ledger = handle._run._member.ledger
+    wanted = expected_rounds(ledger, args.samples, BATCH_SIZE)
+    say(
+        json.dumps(
+            {
+                "digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+                "step": ledger.step,
+                "num_batches": ledger.consumed,
+                "num_missing": int((outer.counts < wanted).sum()),
+                "num_twice": int((outer.counts > wanted).sum()),
+                "num_samples": [metrics.num_samples for metrics in state.metrics],
+                "num_trained": [
+                    sum(machine.num_samples for machine in metrics.machines)
+                    for metrics in state.metrics
+                ],
+                "machines": len({m.machine for metrics in state.metrics for m in metrics.machines}),
+                "stopped": state.stopped,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from collections import Counter
 import torch
 from torch import nn
 
+from coordinator.cluster import OPEN_EPOCHS
+from coordinator.dispatch import permutation
 from runtime import Mean, Trainer
 from runtime.cluster.engine import EngineOptions
 from runtime.cluster.settings import ClusterSettings
@@ -16,12 +18,21 @@ from tests.support.running import CADENCE, OVER_CPU, WAIT_S
 PERIOD_S = 0.05
 
 
-class Effects(nn.Module):
-    """A number for each sample, which a step on it changes, and no other."""
+SLOTS = OPEN_EPOCHS + 1
+"""Numbers of a sample, so that epochs which may be open at a time change different ones."""
 
-    def __init__(self, n):
+
+class Effects(nn.Module):
+    """A number for each sample, or several, which a step on it changes, and no other."""
+
+    def __init__(self, n, slots=1):
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(n, dtype=torch.float64))
+        self.n, self.slots = n, slots
+        self.w = nn.Parameter(torch.zeros(slots * n, dtype=torch.float64))
+
+    def numbers(self, samples, epoch):
+        """Those of some samples that an epoch changes."""
+        return self.w[samples + epoch % self.slots * self.n]
 
 
 class Recorded(Mean):
@@ -39,6 +50,36 @@ class Recorded(Mean):
         """In how many rounds each sample had an effect."""
         none = torch.zeros(self.n, dtype=torch.int64)
         return sum(((c[: self.n].abs() > 1e-9).long() for c in self.changes), none)
+
+
+class Counted(Mean):
+    """Counts the rounds in which each number has changed, over the whole history: the counts
+    heal machines and stand in checkpoints."""
+
+    def __init__(self, n):
+        self.counts = torch.zeros(SLOTS * n, dtype=torch.int64)
+
+    def step(self, old, change):
+        self.counts = self.counts + (change[0][: len(self.counts)].abs() > 1e-9)
+        return super().step(old, change)
+
+    def state(self):
+        return [self.counts]
+
+    def load_state(self, state):
+        (self.counts,) = state
+
+
+def expected_rounds(ledger, n, batch_size, seed=0):
+    """What :class:`Counted` has to say of a history in which each batch counts once."""
+    wanted = torch.zeros(SLOTS, n, dtype=torch.int64)
+    for epoch in range(ledger.first_open):
+        wanted[epoch % SLOTS] += 1
+    for epoch in ledger.open_epochs:
+        order = permutation(n, epoch, seed)
+        for span in ledger.consumed_of(epoch):
+            wanted[epoch % SLOTS, order[span.start * batch_size : span.stop * batch_size]] += 1
+    return wanted.view(-1)
 
 
 class Machine:

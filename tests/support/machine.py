@@ -95,9 +95,9 @@ class Program:
         """Leaves."""
         self._engine.close()
 
-    def close_soon(self, seconds):
-        """Leaves from another thread, in a while."""
-        threading.Timer(seconds, self._engine.close).start()
+    def give_up(self, within_s):
+        """Ends what waits then."""
+        self._engine.give_up(within_s)
 
     # -- faults ---------------------------------------------------------------------
 

@@ -126,6 +126,61 @@ class LighthouseProcess(_Process):
         return int(self.address.rpartition(":")[2])
 
 
+class TrainingMachine(_Process):
+    """``tests/support/cluster_program.py``: a whole run.
+
+    Attributes:
+        started: Whether it has said so.
+        num_rounds: In how many rounds it has taken part.
+        answer: What it printed at last; ``None``: it has not ended.
+    """
+
+    def __init__(self, address, *args, **kwargs):
+        programs.preload("tests.support.clustering")
+        super().__init__(
+            ["-m", "tests.support.cluster_program", address, *map(str, args)],
+            cwd=programs.ROOT,
+            **kwargs,
+        )
+        self.started = False
+        self.num_rounds = 0
+        self.answer = None
+
+    def look(self, timeout_s=0.0):
+        """Take in what it has said; wait for a line for a while."""
+        while self.answer is None:
+            ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+            if not ready and b"\n" not in self._rest:
+                return self
+            line, timeout_s = self._line(), 0.0
+            match line:
+                case "started":
+                    self.started = True
+                case "a round":
+                    self.num_rounds += 1
+                case _:
+                    self.answer = json.loads(line)
+        return self
+
+    def until(self, ready, timeout_s=ANSWER_S):
+        """Wait until it has said what makes ``ready(self)`` true."""
+        deadline = time.monotonic() + timeout_s
+        while not ready(self.look(0.05)):
+            assert time.monotonic() < deadline, f"nothing more within {timeout_s:g} s"
+        return self
+
+    def in_a_round(self):
+        """Wait until it has taken part in a round from now on."""
+        before = self.look().num_rounds
+        return self.until(lambda self: self.num_rounds > before)
+
+    def join(self, timeout_s=90.0):
+        """Wait for its end; gives what it printed."""
+        self.until(lambda self: self.answer is not None, timeout_s)
+        assert self.ended() == 0
+        return self.answer
+
+
 class Machine(_Process):
     """A machine that makes the calls it is told."""
 

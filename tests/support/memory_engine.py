@@ -13,6 +13,7 @@ beforehand, and counted::
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from runtime.cluster.engine import Engine, EngineClosed, EngineError, Quorum, State
 
+LOOK_S = 0.02
+"""How often who waits looks at the clock."""
 POINTS = ("quorum", "gather", "all_reduce", "commit")
 
 
@@ -170,7 +173,7 @@ class MemoryEngine(Engine):
         self._offer = offer
         self._step = 0
         self._calls = 0
-        self._closed = False
+        self._ends = [math.inf]
 
     @property
     def step(self) -> int:
@@ -186,7 +189,7 @@ class MemoryEngine(Engine):
                 self._check()
                 cluster.form()
                 if self.formed is None:
-                    cluster.changed.wait(0.02)  # the join timeout has no event
+                    cluster.changed.wait(LOOK_S)
             formed, self.broken, self._calls = self.formed, False, 0
         generation = formed.generation
         healed = None
@@ -231,9 +234,12 @@ class MemoryEngine(Engine):
     def reset(self, step: int = 0) -> None:
         self._step = step
 
+    def give_up(self, within_s: float) -> None:
+        self._ends.append(time.monotonic() + within_s)
+
     def close(self) -> None:
         with self._cluster.changed:
-            self._closed = True
+            self._ends.append(0.0)
             self._cluster.gone(self.machine)
 
     def _enter(self, point: str) -> str | None:
@@ -243,14 +249,14 @@ class MemoryEngine(Engine):
             self._check()
             kind = cluster.faults.take(self.machine, self._step, point)
             if kind == "die":
-                self._closed = True
+                self._ends.append(0.0)
                 cluster.gone(self.machine)
                 raise Died(self.machine)
             if kind == "fail":
                 raise self._fail(f"{self.machine} fails in {point}")
             while kind == "hang":
                 self._check()
-                cluster.changed.wait()
+                cluster.changed.wait(LOOK_S)
             if point in ("gather", "all_reduce") and (self.formed is None or self.broken):
                 raise EngineError("the round has failed: form a quorum first")
             return kind
@@ -279,11 +285,11 @@ class MemoryEngine(Engine):
                     raise self._fail(generation.failed)
                 if time.monotonic() > deadline:
                     raise self._fail(f"no answer within {cluster.timeout_s:g} s")
-                cluster.changed.wait(max(0.0, deadline - time.monotonic()))
+                cluster.changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
             return {member: posts[member] for member in needed}
 
     def _check(self) -> None:
-        if self._closed:
+        if time.monotonic() >= min(self._ends):
             raise EngineClosed("the engine is closed")
 
     def _fail(self, why: str) -> EngineError:

@@ -127,6 +127,8 @@ def test_a_machine_that_stops_hands_over_what_it_has_and_the_other_goes_on():
     b.handle.stop()
     left = b.join()
     assert left.stopped
+    handed_over = left.params["w"] != 0  # with what the other had trained until then
+    assert handed_over.sum() >= len(b.trained)
     assert not a.join().stopped
     assert a.trained + b.trained == dict.fromkeys(range(203), 3)
 
@@ -136,8 +138,10 @@ def test_a_stop_everywhere_ends_all_machines_with_the_same_state():
     a, b = (Machine(cluster, name, n=2003, epochs=50) for name in "ab")
     assert b.began.wait(WAIT_S)
     b.handle.stop(everywhere=True)
-    assert a.join().stopped
-    assert b.join().stopped
+    states = a.join(), b.join()
+    assert all(state.stopped for state in states)
+    assert same(*states)
+    assert len({len(state.metrics) for state in states}) == 1
     assert len(a.join().metrics) < 50
 
 
