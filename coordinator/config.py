@@ -158,7 +158,9 @@ class CoordinatorConfig:
         divergence_threshold: ``None``: no guard.
         partition_ratios: Fixed share of each rank.
         balance: Under ``SYNC``, cut each global batch by measured speed.
-        sync_batchnorm: Under ``SYNC``, each rank trains its part of a global batch at once.
+        sync_batchnorm: Under ``SYNC``, each rank trains its part of a global batch at once, for
+            its layers meet those of the others.
+        all_gather: Likewise, for its losses need rows of the others.
         advise_balance: Under ``SYNC`` with equal batches, say once what that would gain where
             ranks turn out unequal.
         progressive: Chunks on demand rather than one partition an epoch.
@@ -204,6 +206,7 @@ class CoordinatorConfig:
     partition_ratios: tuple[float, ...] | None = None
     balance: bool = False
     sync_batchnorm: bool = False
+    all_gather: bool = False
     advise_balance: bool = False
     progressive: bool = True
     machine: str = ""

@@ -482,8 +482,8 @@ class Core:
         So many that no part is more than their own batches together: a rank that has memory
         for its batch has it for its piece, however many others have died.
         """
-        if self.config.sync_batchnorm:
-            return 1  # the statistics are those of the global batch
+        if self.config.sync_batchnorm or self.config.all_gather:
+            return 1  # statistics, or losses, are those of the global batch
         own = self.config.batch_sizes or (self.config.batch_size,) * len(self.ranks)
         return -(-self.per_global * self.config.batch_size // sum(own[rank] for rank in ranks))
 

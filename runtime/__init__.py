@@ -8,7 +8,7 @@ from coordinator.state import RankStatistics, Statistics
 from runtime.callbacks import Callback, EarlyStopping, KeepBest, TimeLimit
 from runtime.cluster.outer import Mean, Nesterov, OuterOptimizer
 from runtime.collective import Collective, ReduceOp, create_collectives
-from runtime.core.context import WorkerLogFilter, current_worker, record_scalar
+from runtime.core.context import WorkerLogFilter, all_gather, current_worker, record_scalar
 from runtime.core.errors import (
     CheckpointError,
     ClusterError,
@@ -101,6 +101,7 @@ __all__ = [
     "WorkerFailed",
     "WorkerFailure",
     "WorkerLogFilter",
+    "all_gather",
     "average_gradients",
     "create_collectives",
     "current_worker",

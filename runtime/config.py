@@ -253,7 +253,7 @@ class TrainConfig:
         asked_mb = self.requested_bucket_mb
         if asked_mb is None:
             fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
-            beside = self.worker.cuda_graphs or self.worker.sync_batchnorm
+            beside = any(getattr(self.worker, name) for name in _BESIDE_BUCKETS)
             asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
         return max(1, int(asked_mb * 2**20)) if asked_mb else None
 
@@ -334,7 +334,8 @@ class TrainConfig:
             raise ValueError(
                 f"scheduler(metric={metric!r}) needs eval_fn(f), which gives {metric[5:]!r}"
             )
-        self._check_batchnorm(devices)
+        if len(devices) > 1:
+            self._check_meetings(devices)
         self._check_buckets()
         self._check_optimizers()
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
@@ -448,6 +449,7 @@ class TrainConfig:
             f"accumulate({self.worker.accumulate})": self.worker.accumulate > 1,
             "cuda_graphs(True)": self.worker.cuda_graphs,
             "sync_batchnorm(True)": self.worker.sync_batchnorm,
+            "all_gather(True)": self.worker.all_gather,
             "param_groups(f)": self.functions.param_groups is not None,
         }
         for name, is_set in obstacles.items():
@@ -467,33 +469,40 @@ class TrainConfig:
                 f"{self.coordinator.policy.name} none are: leave it out or call "
                 'policy("sync")'
             )
-        for name in ("cuda_graphs", "sync_batchnorm"):
+        for name in _BESIDE_BUCKETS:
             if getattr(self.worker, name):
                 raise ValueError(
                     f"{way} does not go with {name}(True): gradients cannot be exchanged within "
                     "its backward pass; leave one of them out"
                 )
 
-    def _check_batchnorm(self, devices: Sequence[torch.device]) -> None:
-        if not self.worker.sync_batchnorm or len(devices) == 1:
+    def _check_meetings(self, devices: Sequence[torch.device]) -> None:
+        """What lets ranks meet within their passes."""
+        asked = [name for name in ("sync_batchnorm", "all_gather") if getattr(self.worker, name)]
+        if not asked:
             return
+        way = f"{asked[0]}(True)"
         if self.coordinator.policy is not ApplyPolicy.SYNC:
             raise ValueError(
-                "sync_batchnorm(True) is for SYNC, where all ranks train one batch; under "
+                f"{way} is for SYNC, where all ranks train one batch; under "
                 f"{self.coordinator.policy.name} each trains its own: leave it out or call "
                 'policy("sync")'
             )
         if self.worker.cuda_graphs:
             raise ValueError(
-                "sync_batchnorm(True) does not go with cuda_graphs(True): ranks meet within the "
+                f"{way} does not go with cuda_graphs(True): ranks meet within the "
                 "forward pass, which a graph cannot hold; leave one of them out"
             )
         gpus = [device for device in devices if device.type == "cuda"]
         if len(set(gpus)) < len(gpus):
             raise ValueError(
-                "sync_batchnorm(True) needs a GPU for each rank: PyTorch runs the backward passes "
+                f"{way} needs a GPU for each rank: PyTorch runs the backward passes "
                 "of one GPU in one thread, where two ranks cannot wait for each other"
             )
+
+
+_BESIDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
+"""Settings under which gradients cannot travel within the backward pass."""
 
 
 def _names(settings: Any) -> set[str]:

@@ -304,9 +304,9 @@ class TrainerBuilder:
     def bucket_cap_mb(self, mb: float | None) -> TrainerBuilder:
         """Under ``SYNC``, exchange gradients in buckets of about so many MiB while the backward
         pass still computes others; the first bucket has 1 MiB at the most. ``None``: all at once
-        after it. The default is 25 over ``NCCL``, but for ``cuda_graphs`` and ``sync_batchnorm``,
-        which it does not go with, and ``None`` else: on the cores of a CPU the exchange would only
-        take time from the backward pass.
+        after it. The default is 25 over ``NCCL``, but for ``cuda_graphs``,
+        ``sync_batchnorm`` and ``all_gather``, which it does not go with, and ``None`` else: on the
+        cores of a CPU the exchange would only take time from the backward pass.
 
         Over ``NCCL`` and ``GLOO`` buckets travel as they come, in the order in which the backward
         pass of the first step computed them. Over ``THREAD`` they are reduced together at the
@@ -322,6 +322,13 @@ class TrainerBuilder:
         statistics of its own. A piece whose loss has the weight 0 counts in the statistics, and
         adds no gradient."""
         return self._set(sync_batchnorm=check_flag("sync_batchnorm", flag))
+
+    def all_gather(self, flag: bool) -> TrainerBuilder:
+        """Allow :func:`runtime.all_gather` in ``train_fn``, for losses that relate the samples of
+        the global batch to each other (default off). Under ``SYNC`` ranks then tell each other
+        before each step who has a batch, and a rank trains its piece at once, however large a
+        death has made it."""
+        return self._set(all_gather=check_flag("all_gather", flag))
 
     def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
         """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""

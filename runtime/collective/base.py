@@ -334,14 +334,14 @@ class Request(NamedTuple):
     Attributes:
         name: The method called.
         tensors: Tensors to reduce, or ``(output, input)``.
-        detail: The reduction, or the source rank.
+        detail: The reduction, the source rank, or what all ranks say alike.
         weight: Weight of this rank's tensors.
         tally: A number that is summed over the ranks.
     """
 
     name: str
     tensors: Sequence[Tensor] = ()
-    detail: ReduceOp | int | None = None
+    detail: ReduceOp | int | str | None = None
     weight: float = 1.0
     tally: float = 0.0
 
@@ -376,6 +376,11 @@ class Plan:
 Group = Rendezvous[Request, Plan]
 
 _MEANS = ("weighted_mean_", "mean_in_parts")
+_ROWS = "all_gather"
+_ROWS_REMEDY = (
+    "; in train_fn, all ranks that have a batch call all_gather equally often, in the same order, "
+    "and with tensors that differ in their first dimension alone"
+)
 
 
 class LateEnd(ABC):
@@ -546,6 +551,16 @@ class Collective(ABC):
         self._run(Request("tell", tally=number))
         return self._told
 
+    def tell_rows(self, num_rows: int, call: str) -> tuple[float, ...]:
+        """As :meth:`tell`, where rows are about to be gathered in a step.
+
+        Args:
+            num_rows: How many rows this rank gives.
+            call: Which call of the step it is, and of what rows; the same on every rank.
+        """
+        self._run(Request(_ROWS, detail=call, tally=num_rows))
+        return self._told
+
     def barrier(self) -> None:
         """Blocks until every rank has called it."""
         self._run(Request("barrier"))
@@ -604,7 +619,7 @@ class Collective(ABC):
         fault = find_fault(requests, self._placement_fault)
         if fault is not None:
             return Plan(fault=fault)
-        if first.name == "tell":
+        if first.name in ("tell", _ROWS):
             return Plan(told=tuple(request.tally for request in requests))
         num_elements = max(sum(t.numel() for t in request.tensors) for request in requests)
         if first.name not in _MEANS:
@@ -643,7 +658,8 @@ def find_fault(
     first = requests[0]
     for rank, request in enumerate(requests):
         if request.name != first.name:
-            return f"rank {rank} called {request.name}, rank 0 called {first.name}"
+            remedy = _ROWS_REMEDY if _ROWS in (request.name, first.name) else ""
+            return f"rank {rank} called {request.name}, rank 0 called {first.name}{remedy}"
         fault = _own_fault(request, len(requests), placement_fault)
         if fault is None and rank > 0:
             fault = _difference(request, first)
@@ -704,7 +720,8 @@ def _size_fault(name: str, tensors: Sequence[Tensor], world_size: int) -> str | 
 
 def _difference(request: Request, first: Request) -> str | None:
     if request.detail != first.detail:
-        return f"passed {request.detail!r}, rank 0 passed {first.detail!r}"
+        remedy = _ROWS_REMEDY if request.name == _ROWS else ""
+        return f"passed {request.detail!r}, rank 0 passed {first.detail!r}{remedy}"
     if len(request.tensors) != len(first.tensors):
         return f"passed {len(request.tensors)} tensors, rank 0 passed {len(first.tensors)}"
     for index, (mine, theirs) in enumerate(zip(request.tensors, first.tensors, strict=True)):

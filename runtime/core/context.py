@@ -62,6 +62,9 @@ class CurrentWorker(Protocol):
     def record_scalar(self, name: str, value: float | torch.Tensor) -> None:
         """See :func:`record_scalar`."""
 
+    def all_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """See :func:`all_gather`."""
+
     def forget_graphs(self) -> None:
         """Capture the step anew, after some eager ones."""
 
@@ -91,6 +94,17 @@ class LoaderView:
         raise RuntimeError(
             f"record_scalar({name!r}, ...) belongs to the batch being trained: call it in train_fn "
             "(a data set is read ahead); return the value with the batch, if it is the batch's"
+        )
+
+    def all_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """Refused: a data set is read ahead, on each rank when it needs a batch.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "all_gather belongs to the batch being trained, and a data set is read ahead: call it "
+            "in train_fn"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -153,6 +167,47 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
             "reduce it first, for instance with .mean()"
         )
     current_worker().record_scalar(name, value)
+
+
+def all_gather(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
+    """Gather rows of all ranks in ``train_fn``, for a loss that relates the samples of the whole
+    global batch to each other, such as those of CLIP and SimCLR. Needs ``all_gather(True)`` on the
+    builder, and ``policy("sync")`` if there is more than one device::
+
+        def train_fn(model, batch):
+            images, texts = model(*batch)           # (n, d) each: this rank's piece
+            all_texts, own = runtime.all_gather(texts)  # (N, d): the global batch
+            logits = images @ all_texts.T           # (n, N)
+            labels = torch.arange(own.start, own.stop, device=logits.device)
+            return F.cross_entropy(logits, labels)
+
+    Gradients go back to every rank's rows. A step is that of one device that computes the loss
+    of the global batch, whether each rank returns the mean over its own rows, as above, or all
+    of them return that of the whole: it is the gradient of the weighted mean of the ranks'
+    losses. Pieces may be of any size; a rank without a batch in a step gives no rows. With
+    ``accumulate(n)`` each micro-batch is gathered by itself. A rank whose loss has the weight 0
+    still gets the gradients of the others' losses for its rows, but for a weight that is a
+    tensor on a GPU, and with ``sync_batchnorm``: its gradients are zeros then.
+
+    All ranks that have a batch make the same calls in the same order, for each waits there for
+    the others, and once more in its backward pass.
+
+    Args:
+        tensor: Rows in dimension 0, shape ``(n, ...)``, on the worker's device, of any dtype. ``n``
+            may differ from rank to rank and may be 0; the rest may not.
+
+    Returns:
+        The rows of all ranks in order of rank, shape ``(N, ...)``, which is the order of the
+        global batch where a row belongs to a sample; and where this rank's own are. With one rank
+        they are ``tensor`` itself. Gradients of gradients do not pass.
+
+    Raises:
+        RuntimeError: Outside ``train_fn``, or without ``all_gather(True)``.
+        TypeError, ValueError: No tensor, or one without dimensions.
+        ValueError: Ranks called it in different ways; on every rank.
+        CollectiveAborted: Another rank has failed; let it pass through ``train_fn``.
+    """
+    return current_worker().all_gather(tensor)
 
 
 class WorkerLogFilter(logging.Filter):

@@ -414,7 +414,8 @@ CROSSED = (
     "forward returned tensors of shapes {shapes} for {sizes} samples on the replicas: each relates "
     "the samples of its piece to each other, and nothing those of different pieces. Return the "
     "features (z) and compute what relates them (z @ z.T) in the loop: model(x) gives those of the "
-    "whole batch, and gradients go back through them"
+    "whole batch, and gradients go back through them. In a train_fn of Trainer.builder, gather "
+    "them with runtime.all_gather(z)"
 )
 
 

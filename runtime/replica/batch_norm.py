@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,117 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runtime.collective import Collective
-from runtime.collective.subgroups import split
-from runtime.core.weight import Weight
-
-
-class BatchStatistics:
-    """Where one rank's layers meet those of the ranks that train a piece of the same batch.
-
-    Every rank takes part in :meth:`begin`, with samples or without; in what follows, the
-    layers of those that have some. They must be called in the same order everywhere. Over a
-    subgroup where a rank has nothing to train. In the rank's own thread, and in that of its
-    device's backward pass.
-
-    Args:
-        collective: Where the ranks meet.
-        comm: The context for collectives, see :meth:`Device.comm`.
-
-    Attributes:
-        weight: By what this rank's gradients are multiplied when all are added up.
-        live: Whether the micro-batch has a weight above 0; if not, its gradients may be NaN.
-    """
-
-    def __init__(
-        self,
-        collective: Collective,
-        comm: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._collective = collective
-        self._comm = comm
-        self._groups: dict[tuple[int, ...], Collective] = {}
-        self._batches: list[Collective | None] = []
-        self._group: Collective | None = None
-        self.weight: Weight = 1.0
-        self.live: bool | Tensor = True
-
-    def join(self, collective: Collective) -> None:
-        """Meet the other ranks there from now on."""
-        self.close()
-        self._collective = collective
-
-    def close(self) -> None:
-        """Leave the subgroups."""
-        groups, self._groups = self._groups, {}
-        for group in groups.values():
-            group.close()
-
-    def begin(self, num_batches: int) -> None:
-        """A step begins in which this rank trains so many micro-batches, from 0 up.
-
-        Raises:
-            CollectiveAborted, CollectiveTimeout: See :class:`~runtime.collective.Collective`.
-        """
-        counts = self._collective.tell(num_batches)
-        self._batches = []
-        for i in range(int(max(counts))):
-            members = tuple(rank for rank, count in enumerate(counts) if count > i)
-            group = self._of(members)
-            if i < num_batches:
-                self._batches.append(group if len(members) > 1 else None)
-        self._batches.reverse()
-
-    def _of(self, members: tuple[int, ...]) -> Collective:
-        """The group of these ranks; all ranks ask for the same ones, in the same order."""
-        if len(members) == self._collective.world_size:
-            return self._collective
-        if members not in self._groups:
-            self._groups[members] = split(self._collective, self._collective.rank in members)
-        return self._groups[members]
-
-    def next_batch(self) -> None:
-        """The next micro-batch of the step begins."""
-        self._group = self._batches.pop()
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank has samples of the micro-batch."""
-        return self._group is None
-
-    def gather(self, own: Tensor) -> Tensor:
-        """What every rank tells, of shape ``(ranks, *own.shape)``."""
-        if self._group is None:
-            return own[None]
-        found = own.new_empty((self._group.world_size, *own.shape))
-        with self._comm():
-            self._group.all_gather_into(found.view(-1), own)
-        return found
-
-    def add_up(self, own: Tensor) -> Tensor:
-        """The sum over the ranks of what is weighted as their gradients will be, as this rank's
-        gradients are to have it."""
-        if self._group is None:
-            return own
-        total = own * self.weight
-        if self.live is not True:
-            live = (
-                self.live if isinstance(self.live, Tensor) else own.new_zeros((), dtype=torch.bool)
-            )
-            total = torch.where(live, total, 0)
-        with self._comm():
-            self._group.all_reduce_(total)
-        return total / self.weight
-
-    def __deepcopy__(self, memo: object) -> BatchStatistics:
-        return self  # a copy of the model is this rank's too
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _nowhere, ()  # a model in a file has no peers
-
-
-def _nowhere() -> None:
-    return None
+from runtime.replica.global_batch import GlobalBatch
 
 
 class _Normalized(torch.autograd.Function):
@@ -134,7 +22,7 @@ class _Normalized(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        statistics: BatchStatistics,
+        statistics: GlobalBatch,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.double() if x.dtype is torch.float64 else x.float()
         dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -186,7 +74,7 @@ class _Normalized(torch.autograd.Function):
 class _Synchronised(_BatchNorm):
     """In train mode normalises by the statistics of all ranks."""
 
-    statistics: BatchStatistics | None
+    statistics: GlobalBatch | None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.statistics is None:
@@ -242,7 +130,7 @@ _KINDS: dict[type[nn.Module], type[_Synchronised]] = {
 }
 
 
-def synchronise(model: nn.Module, statistics: BatchStatistics) -> int:
+def synchronise(model: nn.Module, statistics: GlobalBatch) -> int:
     """Have a model's batch normalisation use the statistics of all ranks.
 
     Its layers stay the same objects, with the same parameters, buffers, hooks and keys.
@@ -270,4 +158,5 @@ def synchronise(model: nn.Module, statistics: BatchStatistics) -> int:
         module.__class__ = kind
         module.statistics = statistics  # type: ignore[assignment]
         num += 1
+    statistics.num_layers += num
     return num

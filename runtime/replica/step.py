@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from runtime.collective.base import LateEnd
 from runtime.core.weight import Mask, Weight, WindowWeight, check_read_weight, split_loss
 from runtime.device.timing import HostTimer, StepTimer
-from runtime.replica.batch_norm import BatchStatistics
 from runtime.replica.flat import NamedParams
+from runtime.replica.global_batch import GlobalBatch
 from runtime.replica.non_finite import StepJudge
 from runtime.replica.optimizers import kind_of, members_of
 from runtime.replica.reducer import GradientReducer, Packed
@@ -207,7 +207,8 @@ class Stepper:
         window: Weight of the step in progress; ``None``: its samples.
         trails: Whether steps may be made before the host knows that their gradients can be used;
             whoever makes them looks at :meth:`take_outcome`.
-        statistics: Where batch normalisation meets the other ranks; ``None``: it does not.
+        global_batch: Where forward and backward passes meet those of the other ranks; ``None``:
+            they do not.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Stepper:
         self.weight: Weight | None = None
         self.window: WindowWeight | None = None
         self.trails = False
-        self.statistics: BatchStatistics | None = None
+        self.global_batch: GlobalBatch | None = None
         self._last_of = 0
         self._units = 0.0  # of the step's micro-batches before the first that has a weight
         self._is_prompt = is_prompt
@@ -432,9 +433,9 @@ class Stepper:
         Returns:
             The loss, detached, still on the device; 0 where its weight is.
         """
-        statistics = self.statistics
-        if statistics is not None:
-            statistics.next_batch()
+        global_batch = self.global_batch
+        if global_batch is not None:
+            global_batch.next_batch()
         if self._dtype is None:
             result = train_fn(self._model, batch)
         else:
@@ -465,14 +466,19 @@ class Stepper:
             target = loss if fraction == 1.0 else loss * scale
         if self._scaler is not None:
             target = self._scaler.scale(target)
-        if statistics is not None:
+        if global_batch is not None:
             window = self.window
-            statistics.weight = num_samples / fraction if window is None else window.unit
-            statistics.live = live
-        if self._last_of:
-            self._reducing_backward(target, live)
+            global_batch.weight = num_samples / fraction if window is None else window.unit
+            global_batch.live = live
+            target, tied = global_batch.tie(target, live)
         else:
-            self._backward(target, live)
+            tied = live
+        if self._last_of:
+            self._reducing_backward(target, tied)
+        else:
+            self._backward(target, tied)
+        if global_batch is not None:
+            global_batch.end_batch()
         if not self._checked:
             self._check_gradients()
         # Unlike detach(), .data does not give up the interpreter: with 1 ms steps each

@@ -53,6 +53,7 @@ class WorkerConfig:
         balance: Whether pieces follow measured speed under ``SYNC``, and shrink where a device
             has no memory for them.
         sync_batchnorm: Whether batch normalisation uses the statistics of the global batch.
+        all_gather: Whether ``train_fn`` may gather rows of all ranks.
         bucket_bytes: Under ``SYNC``, about how much of the gradients travels at once, while the
             backward pass computes others; ``None``: all, after it.
         cuda_graphs: Whether steps are captured and replayed.
@@ -80,6 +81,7 @@ class WorkerConfig:
     falls_back: bool = False
     balance: bool = False
     sync_batchnorm: bool = False
+    all_gather: bool = False
     bucket_bytes: int | None = None
     cuda_graphs: bool = False
     metrics_every: int | None = None

@@ -17,9 +17,10 @@ from runtime.device.base import Device
 from runtime.device.timing import StepTimer
 from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.averaging import ReplicaAverager
-from runtime.replica.batch_norm import BatchStatistics, synchronise
+from runtime.replica.batch_norm import synchronise
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.flat import NamedParams, ParamSubset
+from runtime.replica.global_batch import GlobalBatch
 from runtime.replica.graphs import CapturableOptimizer
 from runtime.replica.non_finite import ReplicaJudge, StepJudge
 from runtime.replica.optimizers import Optimizers
@@ -227,9 +228,11 @@ class WorkerReplica:
             is_prompt=self.context.is_prompt,
             parts=parts,
         )
-        if config.sync_batchnorm and collective is not None:
-            stepper.statistics = BatchStatistics(collective, self.context.comm)
-            synchronise(self.model, stepper.statistics)
+        has_layers = config.sync_batchnorm and collective is not None
+        if has_layers or config.all_gather:
+            stepper.global_batch = GlobalBatch(collective, self.context.comm, timer)
+        if has_layers and stepper.global_batch is not None:
+            synchronise(self.model, stepper.global_batch)
         return stepper
 
     def _params_of(self, name: str) -> ParamSubset:
@@ -313,8 +316,8 @@ class WorkerReplica:
         before, self.averager.collective = self.averager.collective, collective
         for reducer in self._reducers:
             reducer.join(collective)
-        if self.stepper.statistics is not None:
-            self.stepper.statistics.join(collective)
+        if self.stepper.global_batch is not None:
+            self.stepper.global_batch.join(collective)
         if before is not None:
             before.close()
 

@@ -169,6 +169,7 @@ class WorkerSteps:
         self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._lockstep
         self._buckets = config.bucket_bytes is not None
+        self._gathers = config.all_gather
         self._late_weight: Tensor | None = None  # of steps since it was last told
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
@@ -210,8 +211,8 @@ class WorkerSteps:
         """Break the cycles of references, or only the collector of cycles frees the replica."""
         self._graphs = None
         self._await_batch = None
-        if self._stepper.statistics is not None:
-            self._stepper.statistics.close()
+        if self._stepper.global_batch is not None:
+            self._stepper.global_batch.close()
 
     def train_step(self, batch: Any, train_fn: TrainFns) -> StepResult:
         """One optimizer step on one batch, eagerly.
@@ -232,7 +233,7 @@ class WorkerSteps:
             loss, end = self._make_parts(train_fn, batch, samples)
         else:
             train_fn = _one(train_fn)
-            self._meet_statistics(1)
+            self._begin_global_batch(1)
             self._stepper.begin()
             loss = self._micro_step(train_fn, batch, samples, 1.0)
             end = self._stepper.finish(samples)
@@ -305,7 +306,7 @@ class WorkerSteps:
         )
         self._stepper.trails = not self._stepper.parts
         try:
-            self._meet_statistics(len(sizes))
+            self._begin_global_batch(len(sizes))
             end = self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout) as error:
             self._values.log.retract(before.mark)
@@ -382,13 +383,20 @@ class WorkerSteps:
         self._values.log.start_at(first.mark.step)
         self._put_back(first)
 
-    def _meet_statistics(self, num_batches: int) -> None:
-        """Tell the other ranks in how many batches this one's batch normalisation takes part."""
-        statistics = self._stepper.statistics
-        if statistics is not None:
-            self._timer.pause()
-            statistics.begin(num_batches)
-            self._timer.resume()
+    def _begin_global_batch(self, num_batches: int) -> None:
+        """Tell the other ranks in how many micro-batches the passes of this one meet theirs."""
+        if self._stepper.global_batch is not None:
+            self._stepper.global_batch.begin(num_batches)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
+        """See :func:`runtime.all_gather`."""
+        if not self._gathers:
+            raise RuntimeError(
+                "all_gather needs all_gather(True): call it on the builder, so that ranks without "
+                "a batch are known before others wait for them"
+            )
+        assert self._stepper.global_batch is not None, "made where it is asked for"
+        return self._stepper.global_batch.all_gather(tensor)
 
     def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
         """A copy of the buffers where a step under lockstep may have to be undone."""

@@ -243,6 +243,10 @@ class GpuWorker:
         """See :func:`runtime.record_scalar`."""
         self._values.record_scalar(name, value)
 
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
+        """See :func:`runtime.all_gather`."""
+        return self.steps.all_gather(tensor)
+
     def forget_graphs(self) -> None:
         """Capture the step anew, after some eager ones.
 

@@ -213,6 +213,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "partition_ratios": ((1, 2),),
         "balance": (False,),
         "sync_batchnorm": (False,),
+        "all_gather": (False,),
         "bucket_cap_mb": (None,),
         "progressive_dispatch": (True,),
         "max_grad_norm": (5,),

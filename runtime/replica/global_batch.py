@@ -1,0 +1,286 @@
+"""Where the passes of ranks that train pieces of one global batch meet, and all-gather in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from runtime.collective import Collective
+from runtime.collective.base import LOW_PRECISION
+from runtime.collective.subgroups import split
+from runtime.core.weight import Weight
+from runtime.device.timing import HostTimer, StepTimer
+
+
+class GlobalBatch:
+    """Where one rank's forward and backward passes meet those of the ranks that train a piece
+    of the same batch.
+
+    Every rank takes part in :meth:`begin`, with samples or without; in what follows, the ranks
+    that have some. They must meet equally often and in the same order. Over a subgroup where a
+    rank has nothing to train. In the rank's own thread, and in that of its device's backward
+    pass. The time that a rank waits there is not counted as its own.
+
+    Args:
+        collective: Where the ranks meet; ``None``: there is one rank.
+        comm: The context for collectives, see :meth:`Device.comm`.
+        timer: Times the rank's steps.
+
+    Attributes:
+        weight: By what this rank's gradients are multiplied when all are added up.
+        live: Whether the micro-batch has a weight above 0; if not, its gradients may be NaN.
+        num_layers: Layers of the model that meet in every pass.
+    """
+
+    def __init__(
+        self,
+        collective: Collective | None,
+        comm: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timer: StepTimer | None = None,
+    ) -> None:
+        self._collective = collective
+        self._comm = comm
+        self._timer = timer or HostTimer()
+        self._groups: dict[tuple[int, ...], Collective] = {}
+        self._batches: list[tuple[Collective | None, bool]] = []
+        self._group: Collective | None = None
+        self._changes = False  # whether other ranks meet after this micro-batch
+        self._is_open = False
+        self._num_batches = self._num_calls = 0  # of the step, and of the micro-batch
+        self._tokens: list[Tensor] = []
+        self.weight: Weight = 1.0
+        self.live: bool | Tensor = True
+        self.num_layers = 0
+
+    def join(self, collective: Collective) -> None:
+        """Meet the other ranks there from now on."""
+        self.close()
+        self._collective = collective
+
+    def close(self) -> None:
+        """Leave the subgroups."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            group.close()
+
+    def begin(self, num_batches: int) -> None:
+        """A step begins in which this rank trains so many micro-batches, from 0 up.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: See :class:`~runtime.collective.Collective`.
+        """
+        self._batches, self._num_batches = [], 0
+        if self._collective is None:
+            return
+        with self._apart():
+            counts = self._collective.tell(num_batches)
+            most = int(max(counts))
+            members = [_those(i, counts) for i in range(most)]
+            members.append(tuple(range(len(counts))))  # for the reduction
+            for i in range(most):
+                group = self._of(members[i])
+                if i < num_batches:
+                    changes = members[i] != members[i + 1]
+                    self._batches.append((group if len(members[i]) > 1 else None, changes))
+        self._batches.reverse()
+
+    def _of(self, members: tuple[int, ...]) -> Collective:
+        """The group of these ranks; all ranks ask for the same ones, in the same order."""
+        assert self._collective is not None, "one rank alone needs no group"
+        if len(members) == self._collective.world_size:
+            return self._collective
+        if members not in self._groups:
+            self._groups[members] = split(self._collective, self._collective.rank in members)
+        return self._groups[members]
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What is done here is no work of this rank's step."""
+        self._timer.pause()
+        try:
+            yield
+        finally:
+            self._timer.resume()
+
+    def next_batch(self) -> None:
+        """The next micro-batch of the step begins."""
+        if self._collective is not None:
+            self._group, self._changes = self._batches.pop()
+        self._is_open = True
+        self._num_batches += 1
+        self._num_calls = 0
+        self._tokens = []
+
+    def end_batch(self) -> None:
+        """The backward pass of the micro-batch is over.
+
+        Raises:
+            ValueError: Another rank waits for this one in a pass.
+        """
+        self._is_open = False
+        if self._group is not None and self._changes:
+            # Where others meet next, a rank that waits here would not be seen.
+            with self._apart():
+                self._group.barrier()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has samples of the micro-batch."""
+        return self._group is None
+
+    def gather(self, own: Tensor) -> Tensor:
+        """What every rank tells, of shape ``(ranks, *own.shape)``."""
+        if self._group is None:
+            return own[None]
+        found = own.new_empty((self._group.world_size, *own.shape))
+        with self._apart(), self._comm():
+            self._group.all_gather_into(found.view(-1), own)
+        return found
+
+    def add_up(self, own: Tensor) -> Tensor:
+        """The sum over the ranks of what is weighted as their gradients will be, as this rank's
+        gradients are to have it."""
+        if self._group is None:
+            return own
+        total = self._weighted(own)
+        with self._apart(), self._comm():
+            self._group.all_reduce_(total)
+        return total / self.weight
+
+    def _weighted(self, own: Tensor) -> Tensor:
+        """A gradient times the weight of this rank's piece; zeros where that is 0."""
+        total = own * self.weight
+        if self.live is True:
+            return total
+        live = self.live if isinstance(self.live, Tensor) else own.new_zeros((), dtype=torch.bool)
+        return torch.where(live, total, 0)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
+        """See :func:`runtime.all_gather`."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"all_gather({type(tensor).__name__}): pass a tensor")
+        if tensor.dim() == 0:
+            raise ValueError(
+                "all_gather takes rows, got a tensor without dimensions: pass one row for each "
+                "sample, shape (rows, ...)"
+            )
+        if not self._is_open:
+            raise RuntimeError(
+                "all_gather belongs to the batch being trained: call it in train_fn, where all "
+                "ranks train their pieces of one global batch"
+            )
+        num_rows = tensor.size(0)
+        if self._group is None:
+            return tensor, slice(0, num_rows)
+        has_grad = tensor.requires_grad and torch.is_grad_enabled()
+        self._num_calls += 1
+        call = (
+            f"call {self._num_calls} in micro-batch {self._num_batches}, rows of "
+            f"{tuple(tensor.shape[1:])} {tensor.dtype} {'with' if has_grad else 'without'} gradient"
+        )
+        with self._apart():
+            counts = [int(count) for count in self._group.tell_rows(num_rows, call)]
+        start = sum(counts[: self._group.rank])
+        rows = slice(start, start + num_rows)
+        if not has_grad:
+            return self._gather_rows(tensor.detach(), counts), rows
+        whole, token = _AllGather.apply(tensor, self, counts)  # type: ignore[no-untyped-call]
+        self._tokens.append(token)
+        return whole, rows
+
+    def tie(self, loss: Tensor, live: Tensor | bool) -> tuple[Tensor, Tensor | bool]:
+        """Have the backward pass of a loss reach every all-gather of its forward pass.
+
+        A rank whose loss does not need what it gathered has gradients all the same: those of
+        the other ranks' losses with respect to its rows.
+
+        Args:
+            loss: What backward starts from.
+            live: Whether the loss has a weight above 0; a tensor where the host does not know.
+
+        Returns:
+            From what to start, and whether its gradients count.
+        """
+        tokens, self._tokens = self._tokens, []
+        if not tokens:
+            return loss, live
+        if live is False and not self.num_layers:
+            # The loss counts for nothing, and its gradients may be NaN; the rows count.
+            return torch.stack([token.float() for token in tokens]).sum(), True
+        for token in tokens:  # zeros
+            loss = loss + token
+        return loss, live
+
+    def _gather_rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """All ranks' rows, in order of rank."""
+        group = self._group
+        assert group is not None, "a rank alone has all rows"
+        padded = _padded([own], [max(counts)])
+        found = own.new_empty((group.world_size * max(counts), *own.shape[1:]))
+        with self._apart(), self._comm():
+            group.all_gather_into(found, padded)
+        if min(counts) == max(counts):
+            return found
+        parts = found.split(max(counts))  # type: ignore[no-untyped-call]
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _scatter_gradient(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
+        """From the gradients of all ranks' losses with respect to all rows, that of this rank's
+        rows, as the reduction of its parameters' gradients is to find it."""
+        group = self._group
+        assert group is not None, "a rank alone has all rows"
+        wide = whole.float() if whole.dtype in LOW_PRECISION else whole
+        parts = self._weighted(wide).split(list(counts))  # type: ignore[no-untyped-call]
+        padded = _padded(parts, [max(counts)] * len(counts))
+        found = padded.new_empty((max(counts), *whole.shape[1:]))
+        with self._apart(), self._comm():
+            group.reduce_scatter_into(found, padded)
+        return (found[: counts[group.rank]] / self.weight).to(whole.dtype)
+
+    def __deepcopy__(self, memo: object) -> GlobalBatch:
+        return self  # a copy of the model is this rank's too
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _nowhere, ()  # a model in a file has no peers
+
+
+def _those(number: int, counts: Sequence[float]) -> tuple[int, ...]:
+    """The ranks that have a micro-batch of that number in the step."""
+    return tuple(rank for rank, count in enumerate(counts) if count > number)
+
+
+def _nowhere() -> None:
+    return None
+
+
+def _padded(parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """The parts end to end, each filled up with zeros to its length."""
+    if all(len(part) == length for part, length in zip(parts, lengths, strict=True)):
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+    found = parts[0].new_zeros((sum(lengths), *parts[0].shape[1:]))
+    start = 0
+    for part, length in zip(parts, lengths, strict=True):
+        found[start : start + len(part)] = part
+        start += length
+    return found
+
+
+class _AllGather(torch.autograd.Function):
+    """All ranks' rows, and a zero through which backward comes here in any case."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, batch: GlobalBatch, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.batch, ctx.counts = batch, counts
+        return batch._gather_rows(own, counts), own.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.batch._scatter_gradient(grad, ctx.counts), None, None
