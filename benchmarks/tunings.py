@@ -33,7 +33,7 @@ from benchmarks.harness.measure import (
     table,
 )
 from benchmarks.harness.models import WORKLOADS, tiny
-from coordinator import averaging
+from coordinator import averaging, rounds
 from coordinator.averaging import Averager
 from coordinator.messages import Payload
 from runtime import ApplyPolicy, AverageBackend
@@ -43,8 +43,6 @@ from runtime.replica import flat
 TARGET = 1.02
 """A tuning that gains less is not kept."""
 JOIN_S = 600.0
-ADAPT_S = 0.2
-"""What a run takes to follow a change."""
 WHOLE = 1 << 62
 """Bytes of a block that holds any tensor."""
 
@@ -67,13 +65,22 @@ def replaced(owner: Any, **others: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run with two workers under ``SYNC``, whose batches are counted in stretches of it.
+    """A run with two workers, whose batches are counted in stretches of it.
 
     Runs of the same program differ by more than a tenth in how their memory lies; stretches of
     one run do not.
+
+    Attributes:
+        model: Its name.
+        policy: The policy.
+        backend: How the ranks exchange what they average.
+        adapt_s: Seconds that a run takes to follow a change.
     """
 
     model: str
+    policy: ApplyPolicy = ApplyPolicy.SYNC
+    backend: AverageBackend = AverageBackend.THREAD
+    adapt_s: float = 0.2
 
     @contextmanager
     def __call__(self, seconds: float) -> Iterator[Measure]:
@@ -84,22 +91,22 @@ class Run:
             workload.make_data(min(workload.max_batches, 20_000) * workload.batch_size),
             [0, 0],
             num_epochs=10**6,
-            policy=ApplyPolicy.SYNC,
-            backend=AverageBackend.THREAD,
+            policy=self.policy,
+            backend=self.backend,
         ).run()
 
         def trained() -> int:
             return sum(rank.num_batches for rank in handle.statistics().ranks)
 
         def stretch() -> float:
-            time.sleep(ADAPT_S)
+            time.sleep(self.adapt_s)
             before, start = trained(), time.perf_counter()
             time.sleep(seconds)
             return (trained() - before) / (time.perf_counter() - start)
 
         try:
             while not trained():
-                time.sleep(ADAPT_S)
+                time.sleep(self.adapt_s)
             yield stretch
         finally:
             handle.stop()
@@ -185,6 +192,15 @@ TUNINGS = {
         what="small tensors are reduced by the rank that comes last",
         off=partial(replaced, thread, _SMALL=0),
         cases={"tiny": Run(model="tiny"), "mlp": Run(model="mlp")},
+    ),
+    "own_time": Tuning(
+        what="the coordinator's own time makes rounds rarer",
+        off=partial(replaced, rounds, OWN_SHARE=math.inf),
+        cases={
+            "mlp": Run(
+                model="mlp", policy=ApplyPolicy.CADENCE, backend=AverageBackend.CPU, adapt_s=1.0
+            )
+        },
     ),
     "serial": Tuning(
         what="small states are averaged without a team of threads",
