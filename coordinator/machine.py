@@ -254,7 +254,7 @@ class Coordinator:
         if info.state in (RankState.GONE, RankState.DEAD):
             return
         if self._core.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
-            # D1: a peer may wait for it in the collective.
+            # A peer may wait for it in the collective.
             error = RuntimeError(f"rank {rank} left before the run was over")
             self._on_death(Failure(error=error, rank=rank), now)
             return

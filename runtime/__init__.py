@@ -34,7 +34,7 @@ from runtime.loop import DdpConfig, ReplicatedModule
 from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator, shard_samples
 from runtime.loop.ddp import Ddp
 from runtime.monitor import Monitor
-from runtime.replica.gradients import average_gradients, has_non_finite
+from runtime.replica.reducer import average_gradients, has_non_finite
 from runtime.results import TrainedState, WorkerFailure
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer, TrainerBuilder, fit

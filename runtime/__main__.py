@@ -15,6 +15,7 @@ import torch.distributed
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from runtime.cluster.engine import VARIABLES
 from runtime.cluster.lighthouse import DEFAULT_PORT, Lighthouse
+from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.base import device_summary
 
@@ -30,8 +31,8 @@ def machine_report(devices: Sequence[torch.device] | None = None) -> str:
         gives them no work.
     """
     if devices is None:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        devices = [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")] * 2
+        found = default_devices()
+        devices = found * 2 if found[0].type == "cpu" else found
     lines = [device_summary(devices), ""]
     lines += [f"  {name:<10}{text}" for name, text in _facts(devices)]
     lines += ["", "backend(AUTO) would choose:"]

@@ -23,7 +23,7 @@ from coordinator.messages import LONGEST_REPORT_S
 from runtime.callbacks import Callback
 from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.settings import ClusterSettings
-from runtime.core.checks import check_directory
+from runtime.core.checks import check_directory, default_devices
 from runtime.data.path import DataOptions
 from runtime.data.stream import is_stream
 from runtime.device.cuda import devices_differ
@@ -259,10 +259,7 @@ class TrainConfig:
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The devices asked for, else every visible CUDA device, else one CPU."""
-        if self.requested_devices is not None:
-            return self.requested_devices
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
+        return self.requested_devices or default_devices()
 
     def resolved_anchor(self) -> int:
         """The anchor at the start of the run."""

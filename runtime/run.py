@@ -154,7 +154,7 @@ class Run:
             if stream is not None:
                 stream.restore(self._resume.stream)
         state = None if stream is None else stream.state
-        self._saves = Saves.of(config, self._compatible(), index.drawn, state)
+        self._saves = Saves(config, self._compatible(), index.drawn, state)
         self._machine, self._service = self._make_coordinator()
         if stream is not None:
             self._follow(stream)
@@ -518,7 +518,7 @@ class Run:
             self._listener.finish(None if error else state, error)
 
     def _join_workers(self) -> list[str]:
-        """Wait once for all workers' threads; one stuck in the user's code is named (D22)."""
+        """Wait once for all workers' threads; one stuck in the user's code is named."""
         self._workers_started.wait()  # a run can end before the last of them was started
         self._order.fail()
         # Ranks that did not leave in time after a failure have had their grace.

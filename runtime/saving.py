@@ -135,8 +135,8 @@ class Saves:
     """What a run writes. Every method may be called from any thread.
 
     Args:
-        directory: Where checkpoints go; ``None``: only where a call of ``save()`` says.
-        keep: How many stay there.
+        config: Says whether checkpoints go to a directory, and how many stay there; else they go
+            only where a call of ``save()`` says.
         compatible: The settings that must agree where one is continued.
         orders: See :meth:`EpochIndex.drawn <runtime.data.dataset.EpochIndex.drawn>`.
         stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
@@ -145,13 +145,15 @@ class Saves:
 
     def __init__(
         self,
-        directory: Path | None,
-        keep: int,
+        config: TrainConfig,
         compatible: dict[str, Any],
         orders: Orders,
         stream: StreamState | None,
     ) -> None:
-        self._writer = None if directory is None else CheckpointWriter(directory, keep)
+        self._writer: CheckpointWriter | None = None
+        if config.checkpoint_dir is not None:
+            _tell_of_others(config.checkpoint_dir, config.resume)
+            self._writer = CheckpointWriter(config.checkpoint_dir, config.checkpoint_dir_keep)
         self._compatible = compatible
         self._orders = orders
         self._stream = stream
@@ -164,27 +166,6 @@ class Saves:
         self._abandoned = False
         self._error: BaseException | None = None
         self._why: BaseException | None = None
-
-    @classmethod
-    def of(
-        cls,
-        config: TrainConfig,
-        compatible: dict[str, Any],
-        orders: Orders,
-        stream: StreamState | None,
-    ) -> Saves:
-        """What the settings say.
-
-        Args:
-            config: All of them.
-            compatible: Those that must agree where a run goes on from one of its checkpoints.
-            orders: See :class:`Saves`.
-            stream: Likewise.
-        """
-        directory, keep = config.checkpoint_dir, config.checkpoint_dir_keep
-        if directory is not None:
-            _tell_of_others(directory, config.resume)
-        return cls(directory, keep, compatible, orders, stream)
 
     def learn(self, model: nn.Module, state: FlatState) -> None:
         """Rank 0 is built: from here on weights have names."""

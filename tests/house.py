@@ -28,7 +28,6 @@ FLOORS = (
         "runtime/cluster",
         "runtime/monitor",
         "runtime/loggers",
-        "runtime/callbacks",
     ),
     ("runtime",),
 )

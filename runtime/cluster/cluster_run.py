@@ -30,7 +30,6 @@ from runtime.cluster.keeping import KEY, Keeper, KeepOptions, cluster_state, of_
 from runtime.cluster.settings import ClusterSettings
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
-from runtime.results import TrainedState
 
 logger = logging.getLogger(__name__)
 
@@ -677,8 +676,8 @@ class ClusterRun:
             INTERRUPTS.remove(self)
             self._listener.finish(None if error else state, error)
 
-    def _of_all_machines(self, state: TrainedState) -> TrainedState:
-        """What the run inside has left, with the result of a round that came after its end."""
+    def _of_all_machines(self, state: Any) -> Any:
+        """The ``TrainedState`` of the run inside, with a round that came after its end in it."""
         weights = {plain_key(key): t for key, t in self._checkpoint().weights.items()}
         for metrics in self._closed[self._num_published :]:
             self.publish(metrics)

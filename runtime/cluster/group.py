@@ -14,9 +14,14 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from runtime.cluster.compression import ErrorFeedback, is_compressed
 from runtime.cluster.engine import MAX_FACTS_BYTES, EngineError, PeerRefused
-from runtime.cluster.signing import MAX_OVERHEAD_BYTES, opened, sealed
+from runtime.cluster.wire import (
+    MAX_OVERHEAD_BYTES,
+    ErrorFeedback,
+    is_compressed,
+    opened,
+    sealed,
+)
 
 # Any: the type stubs leave out most of the names below.
 _c10d: Any = torch.distributed

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch import Tensor
 
-from runtime.cluster.compression import CODECS, ErrorFeedback
 from runtime.cluster.engine import (
     Engine,
     EngineClosed,
@@ -43,6 +42,7 @@ from runtime.cluster.engine import (
 from runtime.cluster.group import Group
 from runtime.cluster.lighthouse import load_torchft
 from runtime.cluster.transport import StateServer, fetch_state
+from runtime.cluster.wire import CODECS, ErrorFeedback
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from runtime.cluster.engine import EngineError, PeerRefused, State, host_and_port, joined
-from runtime.cluster.signing import MAC_BYTES, is_signed, signature
+from runtime.cluster.wire import MAC_BYTES, is_signed, signature
 
 logger = logging.getLogger(__name__)
 

@@ -67,34 +67,25 @@ class ThreadCollective(Collective):
         first = requests[0]
         op = first.detail if isinstance(first.detail, ReduceOp) else None
         num_elements = sum(tensor.numel() for tensor in first.tensors)
-        small = num_elements * self.world_size <= _SMALL or self.world_size == 1
-        shares = _shares(requests, 1 if small else self.world_size)
-        if not small:
-            return ThreadPlan(
-                done=False,
-                total=plan.total,
-                factors=plan.factors,
-                is_long=plan.is_long,
-                tally=plan.tally,
-                op=op,
-                shares=shares,
-            )
-        for steps in shares:
-            self._carry_out(steps, op, plan.factors)
-        return Plan(total=plan.total, tally=plan.tally)
+        if num_elements * self.world_size <= _SMALL or self.world_size == 1:
+            return reduce_at_once(self._group, self.rank, requests, plan)
+        return ThreadPlan(
+            done=False,
+            total=plan.total,
+            factors=plan.factors,
+            is_long=plan.is_long,
+            tally=plan.tally,
+            op=op,
+            shares=_shares(requests, self.world_size),
+        )
 
     def _take_part(self, request: Request, plan: Plan) -> None:
         assert isinstance(plan, ThreadPlan)
-        self._carry_out(plan.shares[self.rank], plan.op, plan.factors)
+        _carry_out(self._group, self.rank, plan.shares[self.rank], plan.op, plan.factors)
         self._group.part(self.rank)
 
-    def _carry_out(
-        self, steps: Sequence[Step], op: ReduceOp | None, factors: Sequence[float] | None
-    ) -> None:
-        carry_out(self._group, self.rank, steps, op, factors)
 
-
-def carry_out(
+def _carry_out(
     group: Group,
     rank: int,
     steps: Sequence[Step],
@@ -122,7 +113,7 @@ def reduce_at_once(group: Group, rank: int, requests: Sequence[Request], plan: P
     detail = requests[0].detail
     op = detail if isinstance(detail, ReduceOp) else None
     for steps in _shares(requests, 1):
-        carry_out(group, rank, steps, op, plan.factors)
+        _carry_out(group, rank, steps, op, plan.factors)
     return Plan(total=plan.total, tally=plan.tally)
 
 
@@ -341,7 +332,7 @@ class StagedThreadCollective(ThreadCollective):
         """Copy to pinned memory; on return it is there, and nothing else uses the memory."""
         pairs = list(zip(tensors, staged, read, strict=True))
         if not any(wanted and twin is not tensor for tensor, twin, wanted in pairs):
-            self._wait_returned()
+            self._sync.wait_host(self._returned)  # the last result has left the pinned memory
             return
         self._sync.wait(self._device, [self._returned])  # the stream may be another one now
         for tensor, twin, wanted in pairs:
@@ -357,10 +348,6 @@ class StagedThreadCollective(ThreadCollective):
             if wanted and twin is not tensor:
                 self._api.copy(tensor, twin)
         self._returned = self._sync.mark(self._device, self._returned)
-
-    def _wait_returned(self) -> None:
-        """Wait until the last result has left the pinned memory."""
-        self._sync.wait_host(self._returned)
 
     def _release(self) -> None:
         # The allocator of pinned memory keeps it until the copies that use it are over.

@@ -120,6 +120,12 @@ def check_devices(devices: object) -> tuple[torch.device, ...]:
     return tuple(found)
 
 
+def default_devices() -> tuple[torch.device, ...]:
+    """Every visible CUDA device, else one CPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
+
+
 PROJECT = "gpuworker"
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from coordinator.messages import Payload
+from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.memory import MemoryReading
 from runtime.device.timing import HostTimer, StepTimer
@@ -33,8 +34,7 @@ def device_summary(devices: Sequence[torch.device] | None = None) -> str:
         devices: Those of a run; ``None``: every CUDA device, else the CPU.
     """
     if devices is None:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        devices = [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
+        devices = default_devices()
     names = [_describe(d) for d in devices]
     parts = [f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()

@@ -31,7 +31,7 @@ from runtime.fsdp.sharded import (
     clip_by_,
     sharded_norm,
 )
-from runtime.replica.gradients import weigh_
+from runtime.replica.reducer import weigh_
 
 
 def guard(output: Any, parameters: Parameters) -> None:

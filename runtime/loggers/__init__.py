@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.loggers.base import CombinedLogger
-from runtime.loggers.csv_file import CsvLogger
-from runtime.loggers.tensorboard import TensorBoardLogger
-from runtime.loggers.trackers import MlflowLogger, WandbLogger
+from runtime.loggers.base import CombinedLogger, CsvLogger
+from runtime.loggers.trackers import MlflowLogger, TensorBoardLogger, WandbLogger
 
 __all__ = ["CombinedLogger", "CsvLogger", "MlflowLogger", "TensorBoardLogger", "WandbLogger"]

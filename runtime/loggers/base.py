@@ -1,16 +1,25 @@
-"""What loggers tell of an epoch, under harmless names, and how a run closes them."""
+"""What loggers tell of an epoch and how a run closes them; tables of it, and several at once."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import logging
 import math
+import os
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
+from runtime.core.checks import check_path
 from runtime.core.threads import Closing
+from runtime.timeline.export import table_cell
+from runtime.timeline.timeline import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -166,3 +175,132 @@ class CombinedLogger(RunLogger):
                 close(log)
             except Exception:
                 logger.exception("%r could not be closed", log)
+
+
+FIRST_COLUMNS = ("epoch", "time", *EPOCH_FIELDS)
+FIRST_STEP_COLUMNS = ("step", "epoch", "time", *STEP_FIELDS)
+_OF_RANK = re.compile(r"rank\d+/")
+
+
+class _Table:
+    """A CSV file that gets rows, and columns at its end. Not thread-safe.
+
+    Args:
+        path: The file; made with the first row.
+        first: The columns that each such file begins with.
+        reserved: Others that no scalar may have.
+
+    Raises:
+        ValueError: The file is there and begins otherwise.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, path: Path, first: tuple[str, ...], reserved: Iterable[str] = ()) -> None:
+        self._path = path
+        self._first = first
+        taken = {*first, *reserved}
+        self._names = Names(
+            table_cell, lambda column: column in taken or _OF_RANK.match(column) is not None
+        )
+        self._columns = self._read_columns() if path.exists() else []
+
+    def add(self, values: Mapping[str, object], scalars: Mapping[str, Number]) -> None:
+        """Write a row; the time is added."""
+        row = dict.fromkeys(self._first, "") | dict(values)
+        row["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row.update((self._names.of(name), value) for name, value in scalars.items())
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._widen([*self._columns, *new])
+        self._append([row.get(name, "") for name in self._columns])
+
+    def _read_columns(self) -> list[str]:
+        with self._path.open(encoding="utf-8", newline="") as file:
+            header = next(csv.reader(file), [])
+        if header and tuple(header[: len(self._first)]) != self._first:
+            raise ValueError(
+                f"CsvLogger({str(self._path)!r}): this file was written by something else and is "
+                "left as it is; pass another path"
+            )
+        return header
+
+    def _widen(self, columns: list[str]) -> None:
+        """Write the file anew with more columns; the old one is there until then."""
+        rows: list[list[str]] = []
+        if self._path.exists():
+            with self._path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.reader(file))[1:]
+        width = len(columns)
+        # Empty lines, and rows that a crash cut off, are kept too.
+        whole = [[*row, *[""] * (width - len(row))] if row else row for row in rows]
+        write_text(self._path, _lines([columns, *whole]))
+        self._columns = columns
+
+    def _append(self, row: Sequence[object]) -> None:
+        with self._path.open("ab+") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) not in b"\r\n":
+                    file.write(b"\n")
+            file.write(_lines([row]).encode("utf-8"))
+
+
+class CsvLogger(RunLogger):
+    """Writes one row an epoch into a CSV file, for ``metrics_fn``.
+
+    With ``metrics_every`` a second file, ``run.steps.csv`` beside ``run.csv``, gets a row for each
+    :class:`~runtime.StepMetrics`: ``FIRST_STEP_COLUMNS`` and one for each scalar.
+
+    Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
+    each rank (``rank0/num_samples``, ``rank0/throughput``, ``rank0/batch_share``),
+    ``divergence``, ``param_norm`` and ``learning_rate`` where they are known, and one for each
+    scalar under its own name. What appears later gets a new column at the end, for which the file
+    is written anew as a whole; rows without it have an empty cell. A name that a spreadsheet would
+    take for a formula, that has line breaks or is very long is made harmless.
+
+    A file that exists is gone on with: rows are added, none is ever taken away. Epochs that a
+    resumed run trains again therefore stand twice, and the later row counts. The file is
+    opened for each row and closed again, so that ``close()`` has nothing to do and nothing is
+    lost; a row that a crash cut off is left, and the next one begins a line of its own. Any
+    thread may call it; two loggers must not share a file.
+
+    Args:
+        path: The file; its directory is made if needed.
+
+    Raises:
+        TypeError: The path is no path.
+        ValueError: The file is there and was not written by this class.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = check_path("CsvLogger", path)
+        self._lock = threading.Lock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8"):
+            pass
+        self.steps_path = self.path.with_name(f"{self.path.stem}.steps.csv")
+        self._epochs = _Table(self.path, FIRST_COLUMNS, MEASURED)
+        self._steps = _Table(self.steps_path, FIRST_STEP_COLUMNS)
+
+    def __call__(self, metrics: EpochMetrics | StepMetrics) -> None:
+        """Write a row; on the disk, as far as the system goes, on return.
+
+        Raises:
+            OSError: It could not be written; the next call tries anew.
+        """
+        scalars = metrics.scalars.copy()  # which others may write to meanwhile
+        with self._lock:
+            if isinstance(metrics, StepMetrics):
+                where = {"step": metrics.step, "epoch": metrics.epoch}
+                self._steps.add(where | dict(step_values(metrics)), scalars)
+            else:
+                row = dict((*epoch_values(metrics), *rank_values(metrics)))
+                self._epochs.add({"epoch": metrics.epoch, **row}, scalars)
+
+
+def _lines(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

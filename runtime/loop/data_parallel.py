@@ -28,8 +28,8 @@ from runtime.loop.module import MakeModel, build_replicas, kind_of
 from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
 from runtime.loop.replica import LoopReplica, Options, ParamGroups, checked_loss, refuse_sparse
 from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
-from runtime.replica.gradients import average_gradients, gradient_norm, has_non_finite
 from runtime.replica.non_finite import first_bad
+from runtime.replica.reducer import average_gradients, gradient_norm, has_non_finite
 
 
 def shard_samples(samples: Any, num_shards: int) -> list[Any]:

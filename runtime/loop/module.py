@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from coordinator.config import AverageBackend
 from runtime.checkpoint.format import plain_key
 from runtime.collective import create_collectives
-from runtime.core.checks import check_callable, check_devices, check_float
+from runtime.core.checks import check_callable, check_devices, check_float, default_devices
 from runtime.core.context import announce
 from runtime.core.errors import ReplicaMismatch
 from runtime.core.threads import Closing
@@ -469,7 +469,7 @@ def set_up(
     """
     if not isinstance(config, DdpConfig):
         raise TypeError(f"config must be a DdpConfig, got {type(config).__name__}")
-    places = _visible() if devices is None else check_devices(devices)
+    places = default_devices() if devices is None else check_devices(devices)
     config.check(len(places))
     check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
     source = Source(model_or_factory, len(places))
@@ -673,8 +673,3 @@ def kind_of(device: torch.device) -> str:
     if device.type == "cpu":
         return device.type
     return str(torch.cuda.get_device_properties(device).name)
-
-
-def _visible() -> tuple[torch.device, ...]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)

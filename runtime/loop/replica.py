@@ -30,7 +30,7 @@ from runtime.device.base import Device
 from runtime.loop.scatter import Piece, Shard, carry, move, outside_autocast, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
-from runtime.replica.gradients import weigh_
+from runtime.replica.reducer import weigh_
 from runtime.replica.schedule import Schedule, SchedulerFactory
 
 

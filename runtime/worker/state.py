@@ -16,9 +16,8 @@ from runtime.core.errors import CheckpointError
 from runtime.device.base import Device
 from runtime.device.values import ValueLog
 from runtime.replica.averaging import ReplicaAverager
-from runtime.replica.flat import FlatState
+from runtime.replica.flat import FlatState, ModuleState
 from runtime.replica.schedule import Schedule
-from runtime.replica.state import ModuleState
 from runtime.replica.step import Stepper
 from runtime.worker.group import Lockstep
 

@@ -50,8 +50,7 @@ from runtime.worker.recording import Recorder
 from runtime.worker.replica import Peers, WorkerProgress, WorkerReplica, key_generator
 from runtime.worker.reporter import Reporter
 from runtime.worker.rounds import Answers
-from runtime.worker.step import BatchLog, WorkerSteps
-from runtime.worker.windows import Windows
+from runtime.worker.step import BatchLog, Windows, WorkerSteps
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from runtime.worker.config import WAKE, Wake, WorkerConfig
 from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.reporter import Reporter
-from runtime.worker.windows import Windows
+from runtime.worker.step import Windows
 from tests.simulation.effects import Batch, Traced, Violation, replica, squares_of
 from tests.simulation.replicas import Brought, Meeting
 

@@ -14,7 +14,7 @@ from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.rounds import Round, RoundKeeper
 from coordinator.state import Gate
 from runtime.worker.protocol import WorkerProtocol
-from runtime.worker.windows import Windows
+from runtime.worker.step import Windows
 from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.schedule import stopped_late

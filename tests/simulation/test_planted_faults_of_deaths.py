@@ -17,7 +17,7 @@ from coordinator.pool import ChunkPool, Ledger, LockstepPlan
 from coordinator.rounds import RoundKeeper
 from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol
-from runtime.worker.windows import Windows
+from runtime.worker.step import Windows
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Simulation, SimulationFailed
 from tests.simulation.schedule import Death, Pace, Schedule, draw_schedule

@@ -14,8 +14,8 @@ from runtime import current_worker
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
 from runtime.checkpoint.store import load_newest
-from runtime.replica import state as module_state
-from runtime.replica.state import mark
+from runtime.replica import flat as flat_file
+from runtime.replica.flat import mark
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 
 N = 16
@@ -122,7 +122,7 @@ def test_frozen_parameters_that_do_not_change_are_written_once(tmp_path):
     "dtype", [torch.bool, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.complex128]
 )
 def test_a_mark_changes_with_the_smallest_change(dtype, monkeypatch):
-    monkeypatch.setattr(module_state, "_PART", 64)
+    monkeypatch.setattr(flat_file, "_PART", 64)
     whole = torch.ones(3, 1000, dtype=torch.float32).to(dtype)
     t = whole.t()
     before = mark(t)

@@ -11,7 +11,6 @@ import threading
 import pytest
 import torch
 
-from runtime.cluster.compression import CODECS, ErrorFeedback, is_compressed
 from runtime.cluster.engine import (
     EngineClosed,
     EngineError,
@@ -21,8 +20,15 @@ from runtime.cluster.engine import (
     host_and_port,
 )
 from runtime.cluster.lighthouse import Lighthouse
-from runtime.cluster.signing import opened, sealed, signature
 from runtime.cluster.torchft_engine import TorchftEngine
+from runtime.cluster.wire import (
+    CODECS,
+    ErrorFeedback,
+    is_compressed,
+    opened,
+    sealed,
+    signature,
+)
 from tests.support import programs
 from tests.support.machines import LighthouseProcess, needs_torchft
 from tests.support.memory_engine import Died, MemoryCluster

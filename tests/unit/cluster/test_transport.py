@@ -15,8 +15,8 @@ from safetensors.torch import save
 
 from runtime.cluster import transport
 from runtime.cluster.engine import EngineError, PeerRefused, State
-from runtime.cluster.signing import MAC_BYTES, signature
 from runtime.cluster.transport import StateServer, fetch_state
+from runtime.cluster.wire import MAC_BYTES, signature
 
 STATE = State(
     tensors={

@@ -546,14 +546,14 @@ def test_a_rank_gets_its_tensor_back_only_when_all_peers_are_done_with_it(monkey
     tensors = [torch.full((256,), float(rank)) for rank in range(2)]
     with group_of(2, "thread") as ends:
         held, free = threading.Event(), threading.Event()
-        reduce = ends[1]._carry_out
+        reduce = ends[1]._take_part
 
         def hold(*args: Any) -> None:
             held.set()
             assert free.wait(TIMEOUT_S)
             reduce(*args)
 
-        monkeypatch.setattr(ends[1], "_carry_out", hold)
+        monkeypatch.setattr(ends[1], "_take_part", hold)
         futures = start_ranks(ends, lambda end: end.all_reduce_(tensors[end.rank]))
         assert held.wait(TIMEOUT_S)
         until(lambda: ends[0]._group.barrier._waiting == [0] or futures[0].done())
@@ -721,7 +721,7 @@ def test_a_rank_that_dies_at_its_work_takes_its_peers_out(kind, error, monkeypat
 
     timeout_s = 0.3  # which the peer of one that dies in the exchange sits out
     with group_of(2, kind, timeout_s=timeout_s) as ends:
-        target = "_carry_out" if kind in ("thread", "staged") else "_exchange"
+        target = "_take_part" if kind in ("thread", "staged") else "_exchange"
         monkeypatch.setattr(ends[1], target, die)
         begin = time.monotonic()
         errors = errors_of(ends, lambda end: end.all_reduce_(torch.ones(300)))

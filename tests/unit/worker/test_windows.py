@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.messages import EpochPlan
 from runtime import WorkerConfig
-from runtime.worker.windows import Windows
+from runtime.worker.step import Windows
 
 SPANS = [
     (),

@@ -1,0 +1,318 @@
+"""What watches a run and may end it: early stopping, the best weights, a limit of time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from coordinator.metrics import EpochMetrics, StepMetrics
+from runtime.checkpoint.files import save_weights
+from runtime.checkpoint.format import named_weights
+from runtime.core.checks import check_float, check_int, check_path
+
+logger = logging.getLogger(__name__)
+
+MODES = ("min", "max")
+
+
+class Running(Protocol):
+    """What a callback may do to its run."""
+
+    def stop(self) -> None:
+        """End it at a step boundary and keep its state; returns at once."""
+
+
+class Callback:
+    """Watches a run; for :meth:`TrainerBuilder.callbacks <runtime.TrainerBuilder.callbacks>`.
+
+    A subclass overrides what it needs. One object serves one run at a time, and may serve
+    another one afterwards. What a method raises once the run goes on is logged.
+
+    Attributes:
+        takes_weights: Whether :meth:`weights` is called.
+    """
+
+    takes_weights = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_in_use = False
+
+    def begin(self, run: Running) -> None:
+        """The run is about to start; in the thread that starts it.
+
+        Raises:
+            RuntimeError: The callback watches another run, which is not over.
+        """
+        with self._lock:
+            if self._is_in_use:
+                raise RuntimeError(
+                    f"{type(self).__name__} watches a run that is not over: make one for each run"
+                )
+            self._is_in_use = True
+
+    def __call__(self, metrics: EpochMetrics) -> object:
+        """An epoch has closed; ``False`` ends the run. On the metrics thread."""
+        return None
+
+    def step(self, metrics: StepMetrics) -> object:
+        """Some batches are trained, with :meth:`TrainerBuilder.metrics_every
+        <runtime.TrainerBuilder.metrics_every>`; ``False`` ends the run. On the metrics thread."""
+        return None
+
+    def tell(self, metrics: EpochMetrics | StepMetrics) -> object:
+        """Hand metrics to the method of their kind; called by the run."""
+        return self.step(metrics) if isinstance(metrics, StepMetrics) else self(metrics)
+
+    def weights(self, epoch: int, model: nn.Module) -> None:
+        """The averaged weights of an epoch that closes; its metrics come afterwards. On the thread
+        of a worker, which waits: copy what is to be kept."""
+
+    def end(self) -> None:
+        """The run is over."""
+        with self._lock:
+            self._is_in_use = False
+
+
+class Watched:
+    """A metric of each epoch, and the best one so far.
+
+    Args:
+        owner: Whose it is, for messages.
+        metric: A field of :class:`~runtime.EpochMetrics`, or a name in its ``scalars``.
+        mode: Whether less or more is better.
+        min_delta: What a value has to be better by.
+
+    Attributes:
+        best: The best value so far; ``None``: there was none.
+        best_epoch: Its epoch.
+    """
+
+    def __init__(self, owner: str, metric: str, mode: str, min_delta: float = 0.0) -> None:
+        if not isinstance(metric, str):
+            raise TypeError(f"{owner}(metric={metric!r}): pass a name, such as 'eval/loss'")
+        if mode not in MODES:
+            raise ValueError(f"{owner}(mode={mode!r}): pass one of {', '.join(MODES)}")
+        self._owner = owner
+        self._metric = metric
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._min_delta = min_delta
+        self._has_told = False
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+
+    def read(self, metrics: EpochMetrics) -> float | None:
+        """The value of an epoch; ``None``, and once an error in the log: it has none."""
+        value = metrics.value(self._metric)
+        if value is not None:
+            return value
+        if not self._has_told:
+            self._has_told = True
+            logger.error(
+                "%s: epoch %d has no metric %r; there are avg_loss and %s",
+                self._owner,
+                metrics.epoch,
+                self._metric,
+                ", ".join(sorted(metrics.scalars)) or "no scalars",
+            )
+        return None
+
+    def improves(self, value: float, epoch: int) -> bool:
+        """Whether this is better than all before; NaN never is."""
+        first = self.best is None and not math.isnan(value)
+        if not first and not (
+            self.best is not None and self._sign * (self.best - value) > self._min_delta
+        ):
+            return False
+        self.best, self.best_epoch = value, epoch
+        return True
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Whether a value is as good as this."""
+        return self._sign * (target - value) >= 0
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose metric gets no better, or has reached a target.
+
+    The run ends as by ``handle.stop()``: the weights are those at the end, not those of the
+    best epoch, which :class:`KeepBest` keeps. Epochs before a resume are not known.
+
+    Args:
+        metric: A field of :class:`~runtime.EpochMetrics`, or a name in its ``scalars``:
+            ``"avg_loss"``, ``"accuracy"`` of ``record_scalar``, ``"eval/loss"`` of ``eval_fn``.
+        patience: Epochs in a row without a better value after which the run ends.
+        mode: ``"min"``: less is better; ``"max"``: more.
+        min_delta: What a value has to be better by.
+        target: Ends the run as soon as the metric is as good as this.
+
+    Attributes:
+        best: The best value; ``None``: there was none.
+        best_epoch: Its epoch.
+        stopped_epoch: The epoch after which the run was ended; ``None``: it was not.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong type, or out of range.
+    """
+
+    def __init__(
+        self,
+        metric: str = "avg_loss",
+        patience: int = 3,
+        mode: str = "min",
+        min_delta: float = 0.0,
+        target: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_float("EarlyStopping: min_delta", min_delta, 0.0)
+        self._make = partial(Watched, "EarlyStopping", metric, mode, min_delta)
+        self._watched = self._make()
+        self._patience = check_int("EarlyStopping: patience", patience, 1)
+        self._target = target
+        self._num_worse = 0
+        self.stopped_epoch: int | None = None
+
+    @property
+    def best(self) -> float | None:
+        """The best value of the run."""
+        return self._watched.best
+
+    @property
+    def best_epoch(self) -> int | None:
+        """Its epoch."""
+        return self._watched.best_epoch
+
+    def begin(self, run: Running) -> None:
+        """See :meth:`Callback.begin`."""
+        super().begin(run)
+        self._watched, self._num_worse, self.stopped_epoch = self._make(), 0, None
+
+    def __call__(self, metrics: EpochMetrics) -> bool:
+        """``False`` if the run is to end."""
+        value = self._watched.read(metrics)
+        if value is None:
+            return True
+        self._num_worse = 0 if self._watched.improves(value, metrics.epoch) else self._num_worse + 1
+        reached = self._target is not None and self._watched.reaches(value, self._target)
+        if not reached and self._num_worse < self._patience:
+            return True
+        if self.stopped_epoch is None:
+            self.stopped_epoch = metrics.epoch
+            why = "has reached its target" if reached else f"{self._num_worse} epochs no better"
+            logger.info("the run ends after epoch %d: %g, %s", metrics.epoch, value, why)
+        return False
+
+
+class TimeLimit(Callback):
+    """Ends a run at a step boundary once it has lasted so long, in mid-epoch too.
+
+    Args:
+        limit: Seconds, or a ``timedelta``; counted anew in a run that was resumed.
+
+    Raises:
+        TypeError, ValueError: No number above 0.
+    """
+
+    def __init__(self, limit: float | timedelta) -> None:
+        super().__init__()
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+        self._limit_s = check_float("TimeLimit", seconds, 0.0, above=True)
+        self._timer: threading.Timer | None = None
+
+    def begin(self, run: Running) -> None:
+        """Start a thread that waits for the time, or for the end of the run."""
+        super().begin(run)
+
+        def stop() -> None:
+            logger.info("the run ends after %g s", self._limit_s)
+            run.stop()
+
+        self._timer = threading.Timer(self._limit_s, stop)
+        self._timer.name, self._timer.daemon = "time-limit", True
+        self._timer.start()
+
+    def end(self) -> None:
+        """End the thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+            self._timer = None
+        super().end()
+
+
+class KeepBest(Callback):
+    """Keeps the averaged weights of the epoch with the best metric in a safetensors file, which
+    a bare module loads: ``Net().load_state_dict(safetensors.torch.load_file(path))``.
+
+    The file is written in the metrics thread, whole or not at all. Until an epoch's metrics are
+    known its weights are held in the host's memory, once. In a run that was resumed the first
+    epoch counts as better than all before.
+
+    Args:
+        path: The file; its directory is made if needed.
+        metric: As for :class:`EarlyStopping`.
+        mode: ``"min"``: less is better; ``"max"``: more.
+
+    Attributes:
+        path: The file.
+        best: The best value; ``None``: there was none.
+        best_epoch: Its epoch, whose weights the file holds.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong type, or out of range.
+    """
+
+    takes_weights = True
+
+    def __init__(
+        self, path: str | os.PathLike[str], metric: str = "avg_loss", mode: str = "min"
+    ) -> None:
+        super().__init__()
+        self.path: Path = check_path("KeepBest", path)
+        self._make = partial(Watched, "KeepBest", metric, mode)
+        self._watched = self._make()
+        self._weights: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def best(self) -> float | None:
+        """The best value of the run."""
+        return self._watched.best
+
+    @property
+    def best_epoch(self) -> int | None:
+        """Its epoch."""
+        return self._watched.best_epoch
+
+    def begin(self, run: Running) -> None:
+        """Make the directory.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        super().begin(run)
+        self._watched = self._make()
+        self._weights = {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def weights(self, epoch: int, model: nn.Module) -> None:
+        """Copy an epoch's weights, whose metrics come later."""
+        copies = {k: t.detach().to("cpu", copy=True) for k, t in named_weights(model).items()}
+        with self._lock:
+            self._weights[epoch] = copies
+
+    def __call__(self, metrics: EpochMetrics) -> None:
+        """Write an epoch's weights if it is the best."""
+        with self._lock:
+            weights = self._weights.pop(metrics.epoch, None)
+        value = self._watched.read(metrics)
+        if weights is None or value is None or not self._watched.improves(value, metrics.epoch):
+            return
+        save_weights(self.path, weights)
