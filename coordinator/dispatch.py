@@ -378,7 +378,9 @@ class Shares:
         self._ranks: tuple[int, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._has_probed = False
-        self._limits: dict[int, int] = {}
+        self._failed: dict[int, int] = {}  # limits by pieces that were too large
+        self._limits: dict[int, int] = {}  # these, and those by measured memory
+        self._bounds: dict[int, int] = {}
         self._rests: dict[int, _Rest] = {}
 
     def observe(self, rank: int, num_samples: float, compute_s: float) -> None:
@@ -409,10 +411,31 @@ class Shares:
             Whether that is news; not where its piece was above its limit already, because the
             ranks that were left had no memory for a smaller global batch.
         """
-        known = self._limits.get(rank, num_samples)
+        known = self._failed.get(rank, num_samples)
         most = max(1, min(num_samples - 1, int(_BEARABLE * num_samples)))
-        self._limits[rank] = min(most, known)
+        self._failed[rank] = min(most, known)
+        self._set_limits()
         return num_samples <= known
+
+    def bound(self, rank: int, most: int | None) -> None:
+        """By its measured memory a rank bears pieces of at most so many samples.
+
+        Args:
+            rank: Whose memory it is.
+            most: Samples, from 1 up; ``None``: not known. The last one counts.
+        """
+        if most is not None and most != self._bounds.get(rank):
+            self._bounds[rank] = most
+            self._set_limits()
+
+    def _set_limits(self) -> None:
+        self._limits = dict(self._bounds)
+        for rank, most in self._failed.items():
+            self._limits[rank] = min(most, self._limits.get(rank, most))
+
+    def bearable(self, total: int, ranks: Sequence[int]) -> bool:
+        """Whether no failure so far says that these ranks have no memory for so many samples."""
+        return sum(self._failed.get(rank, total) for rank in ranks) >= total
 
     def fits(self, total: int, ranks: Sequence[int]) -> bool:
         """Whether the memory of these ranks bears so many samples, as far as is known."""
@@ -475,10 +498,10 @@ class Shares:
         probed = self._probed(best)
         if probed != best:
             return tuple(probed.values())
-        bearable = all(
+        within = all(
             n <= self._limits.get(r, n) for r, n in zip(self._ranks, self._sizes, strict=True)
         )
-        if ranks == self._ranks and sum(self._sizes) == total and bearable:
+        if ranks == self._ranks and sum(self._sizes) == total and within:
             now_s = _longest(costs, dict(zip(ranks, self._sizes, strict=True)))
             if now_s * (1 - _WORTH) <= _longest(costs, best):
                 return self._sizes

@@ -225,6 +225,8 @@ class Coordinator:
             before = plan.num_told(event.rank)
             plan.note(event.rank, num_batches, timed, tally.compute_s)
             num_batches = plan.num_told(event.rank) - before
+        if self._core.shares is not None:
+            self._core.shares.bound(event.rank, tally.most_samples)
         self._core.pool.trained(event.rank, num_batches)
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
@@ -355,7 +357,7 @@ class Coordinator:
         shares, ranks = self._core.shares, [r.rank for r in self._core.live]
         assert shares is not None, "only measured shares are made smaller"
         is_news = shares.limit(event.rank, event.too_large)
-        return is_news and shares.fits(self._core.slice_samples(ranks), ranks)
+        return is_news and shares.bearable(self._core.slice_samples(ranks), ranks)
 
     def _on_stop(self) -> None:
         if self._core.phase in (Phase.STARTING, Phase.RUNNING):

@@ -32,6 +32,8 @@ class Tally:
         losses: With ``metrics_every``, the mean loss of each batch and its weight, in step
             order, as far as they were read; of weight 0 where there is none.
         learning_rate: Of the optimizer's first group; ``None``: not known.
+        most_samples: In a micro-batch, by the measured memory of the device; ``None``: not
+            known, or not bounded.
     """
 
     num_batches: int = 0
@@ -44,6 +46,7 @@ class Tally:
     scalars: tuple[tuple[str, float, float], ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
     learning_rate: float | None = None
+    most_samples: int | None = None
 
 
 # A report is sent when its time has come, so the losses of an epoch are summed in pieces

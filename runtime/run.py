@@ -452,14 +452,17 @@ class Run:
     @property
     def facts(self) -> RunFacts:
         """What is known of the run when it begins."""
+        c = self.config.coordinator
+        sizes = c.batch_sizes or ()
         return RunFacts(
             devices=tuple(str(device) for device in self.devices),
-            policy=self.config.coordinator.policy.name,
+            policy=c.policy.name,
             backend=self.backend.name,
             backend_reason=self.backend_reason,
-            num_epochs=self.config.coordinator.num_epochs,
-            batch_size=self.config.coordinator.batch_size,
-            num_samples=self.config.coordinator.num_samples,
+            num_epochs=c.num_epochs,
+            batch_size=sum(sizes) // len(sizes) if sizes else c.batch_size,
+            batch_sizes=sizes,
+            num_samples=c.num_samples,
         )
 
     def watched(self, started: float, end: Callable[[], End | None]) -> WatchedRun:

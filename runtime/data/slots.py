@@ -25,7 +25,7 @@ from torch import Tensor
 
 from runtime.data.batches import parts_of
 from runtime.device.base import Device, Event
-from runtime.device.memory import MemoryReading
+from runtime.device.memory import MemoryReading, capacity_bytes, margin_bytes
 
 # A CUDA device gives the process ``total * vram_fraction`` bytes, the model included, or what
 # others have left. From that the worst peak of active memory is kept back, as seen in the
@@ -36,20 +36,7 @@ MAX_DEPTH = 8
 """Batches that are loaded ahead at most where the user names no depth."""
 HOST_FRACTION = 0.25
 """Part of the host's available memory that batches loaded ahead may take, all workers together."""
-MARGIN_FRACTION = 0.05
-MIN_MARGIN_BYTES = 64 * 2**20
 _BLOCK_BYTES = 512  # the CUDA allocator rounds up to it
-
-
-def capacity_bytes(reading: MemoryReading, fraction: float) -> int:
-    """What this process may reserve on the device, what it has reserved included."""
-    reachable = reading.free_bytes + reading.reserved_bytes
-    return min(int(reading.total_bytes * fraction), reachable)
-
-
-def margin_bytes(capacity: int) -> int:
-    """What is left over for fragments and rounding of the allocator."""
-    return max(MIN_MARGIN_BYTES, int(capacity * MARGIN_FRACTION))
 
 
 def padded_bytes(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from coordinator.messages import Payload
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
-from runtime.device.memory import MemoryReading
+from runtime.device.memory import MemoryReading, StepMemory
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.device.values import ValueLog
 
@@ -279,3 +279,7 @@ class Device:
 
     def reset_peak(self) -> None:
         """Let ``peak_bytes`` count from here on."""
+
+    def step_memory(self) -> StepMemory | None:
+        """Follows how large steps may be; ``None`` where memory is not followed, as on a CPU."""
+        return None

@@ -24,7 +24,7 @@ from runtime.device import cuda_api
 from runtime.device import memory as cuda_memory
 from runtime.device.base import Arrival, Device
 from runtime.device.cuda_api import GATE, CaptureGate, CudaApi, Event, Stream
-from runtime.device.memory import CudaMemory, MemoryReading
+from runtime.device.memory import CudaMemory, MemoryReading, StepMemory
 from runtime.device.timing import CudaTimer, EventPool, StepTimer
 from runtime.device.values import CudaLog, ValueLog
 
@@ -392,6 +392,10 @@ class CudaDevice(Device):
     def reset_peak(self) -> None:
         """Let peaks count from here on."""
         self._memory.reset_peak(self.device)
+
+    def step_memory(self) -> StepMemory:
+        """Follows how large steps may be within the device's memory."""
+        return StepMemory(self._memory, self.device, lambda: self._gate.num_workers(self.device))
 
 
 def _tensors(payload: Payload) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,8 @@ import logging
 import os
 import platform
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +37,21 @@ class MemoryReading:
     reserved_bytes: int
     active_bytes: int
     peak_bytes: int
+
+
+MARGIN_FRACTION = 0.05
+MIN_MARGIN_BYTES = 64 * 2**20
+
+
+def capacity_bytes(reading: MemoryReading, fraction: float) -> int:
+    """What this process may reserve on the device, what it has reserved included."""
+    reachable = reading.free_bytes + reading.reserved_bytes
+    return min(int(reading.total_bytes * fraction), reachable)
+
+
+def margin_bytes(capacity: int) -> int:
+    """What is left over for fragments and rounding of the allocator."""
+    return max(MIN_MARGIN_BYTES, int(capacity * MARGIN_FRACTION))
 
 
 # glibc gives large blocks back to the system at every free, and every training step then
@@ -179,6 +196,93 @@ class MemoryCaps:
 
 CAPS = MemoryCaps()
 """Those of the process."""
+
+
+_NUM_LOOKS = 3
+"""Steps of a new largest size that are looked at: the first ones allocate what stays."""
+_LOOK_STEPS = 64
+"""Steps between two looks from there on: others may take memory of the device."""
+_MOST_GROWTH = 2
+"""A size is at most so many times the largest one that was measured."""
+
+
+class StepMemory:
+    """How many samples the steps of a worker may have, by the peaks of its CUDA device.
+
+    The peak of a step is ``a + b n`` for ``n`` samples in its largest micro-batch. Peaks of the
+    two largest sizes give both numbers; before there are two, all that the step adds to what is
+    held between steps is taken to grow with the samples, which is too much. The budget is what
+    the allocator may reserve, less a margin and what graphs keep. Not thread-safe.
+
+    Args:
+        memory: Tells of the device.
+        device: The device.
+        num_workers: Tells how many workers of the process are on it now: each may add an equal
+            part of what is left.
+
+    Attributes:
+        most: Samples in a micro-batch at most; ``None``: nothing was measured yet.
+    """
+
+    def __init__(
+        self, memory: CudaMemory, device: torch.device, num_workers: Callable[[], int]
+    ) -> None:
+        self._memory = memory
+        self._device = device
+        self._num_workers = num_workers
+        self._graph_bytes = 0
+        self._largest = self._num_seen = self._num_steps = 0
+        self._peak = self._step = 0
+        self._before: tuple[int, int] | None = None
+        self.most: int | None = None
+
+    def stepped(self, num_samples: int) -> None:
+        """A step was given to the device; looks at its memory now and then, never waits.
+
+        Args:
+            num_samples: In its largest micro-batch.
+        """
+        self._num_steps += 1
+        if num_samples > self._largest:
+            self._before = (self._largest, self._peak) if self._num_seen >= _NUM_LOOKS else None
+            self._largest, self._num_seen = num_samples, 0
+        if num_samples == self._largest and self._num_seen < _NUM_LOOKS:
+            self._num_seen += 1
+        elif self._num_steps < _LOOK_STEPS:
+            return
+        self._num_steps = 0
+        reading = self._memory.read(self._device)
+        self._peak = reading.peak_bytes
+        self._step = reading.peak_bytes - reading.active_bytes
+        room = self._budget(reading) - self._graph_bytes - self._peak
+        extra = room / max(1, self._num_workers()) // max(1.0, self._sample_bytes())
+        self.most = max(1, min(self._largest + int(extra), _MOST_GROWTH * self._largest))
+
+    def has_room_for_graph(self, num_samples: int) -> bool:
+        """Whether another graph of such steps, with memory of its own, fits into the budget."""
+        if self._largest == 0:
+            return True
+        reading = self._memory.read(self._device)
+        wanted = self._step + (num_samples - self._largest) * self._sample_bytes()
+        return wanted <= self._budget(reading) - reading.reserved_bytes
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around a capture: what is reserved in it stays with the graph."""
+        before = self._memory.reserved_bytes(self._device)
+        try:
+            yield
+        finally:
+            self._graph_bytes += max(0, self._memory.reserved_bytes(self._device) - before)
+
+    def _budget(self, reading: MemoryReading) -> int:
+        capacity = capacity_bytes(reading, self._memory.fraction(self._device))
+        return capacity - margin_bytes(capacity)
+
+    def _sample_bytes(self) -> float:
+        if self._before is not None and self._peak > self._before[1]:
+            return (self._peak - self._before[1]) / (self._largest - self._before[0])
+        return self._step / self._largest
 
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")

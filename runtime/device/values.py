@@ -233,6 +233,7 @@ class StepMeter:
     Attributes:
         num_skipped: Samples whose effect was dropped because of values that are not finite.
         num_empty: Batches of which peers have trained all samples, and which nobody times.
+        most_samples: Told along: samples in a micro-batch that the device bears, if known.
     """
 
     def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
@@ -242,6 +243,7 @@ class StepMeter:
         self.num_samples = 0
         self.num_skipped = 0
         self.num_empty = 0
+        self.most_samples: int | None = None
         self.compute_s = 0.0
 
     def add_empty(self, num_batches: int) -> None:
@@ -281,6 +283,7 @@ class StepMeter:
             scalars=scalars,
             losses=self._take_losses(),
             learning_rate=learning_rate,
+            most_samples=self.most_samples,
         )
         self.num_batches = self.num_samples = self.num_skipped = self.num_empty = 0
         self.compute_s = 0.0

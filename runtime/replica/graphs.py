@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from runtime.core.weight import Weight, WindowWeight
 from runtime.data.batches import map_batch, parts_of
 from runtime.device.base import WARM_UP_STEPS, Device
+from runtime.device.memory import StepMemory
 from runtime.device.values import ValueLog
 from runtime.replica.reducer import Packed
 from runtime.replica.step import MADE, StepEnd, Stepper, TrainFn
@@ -637,6 +638,7 @@ class GraphedSteps:
         full: Sizes of the batches of a whole window.
         varies: Whether the ranks share each global batch, so that whole windows come in other
             sizes, too.
+        memory: Tells whether there is room for graphs of these; ``None``: nobody knows.
         fallbacks: Tells why something is made eagerly.
         generator: That of the worker, which steps may draw from.
         obstacle: Why no step can be captured; ``None``: it may be tried.
@@ -655,6 +657,7 @@ class GraphedSteps:
         log: ValueLog,
         full: Sequence[int],
         varies: bool = False,
+        memory: StepMemory | None = None,
         fallbacks: Fallbacks,
         generator: torch.Generator,
         obstacle: str | None = None,
@@ -669,6 +672,7 @@ class GraphedSteps:
         self._log = log
         self._full = tuple(full)
         self._varies = varies
+        self._memory = memory
         self._sizes: Counter[tuple[int, ...]] = Counter()  # how often other windows came
         self._served = {self._full}
         self._fallbacks = fallbacks
@@ -696,8 +700,16 @@ class GraphedSteps:
         if not self._varies or len(sizes) != len(self._full) or len(self._served) == MAX_SIZES:
             return False
         self._sizes[sizes] += 1
-        if self._sizes[sizes] > WARM_UP_STEPS:
-            self._served.add(sizes)
+        if self._sizes[sizes] == WARM_UP_STEPS + 1:
+            if self._memory is None or self._memory.has_room_for_graph(max(sizes)):
+                self._served.add(sizes)
+            else:
+                self._fallbacks.pass_by(
+                    self._rank,
+                    f"{self._device.device} has no room for a graph of {sum(sizes)} samples beside "
+                    "what steps and graphs keep already: raise vram_fraction, or use a smaller "
+                    "batch_size",
+                )
         return False
 
     def pass_by(self) -> None:
@@ -803,7 +815,8 @@ class GraphedSteps:
                 return None
             for _ in range(2):
                 try:
-                    return self._try(window, train_fn)
+                    with self._memory.capturing() if self._memory else nullcontext():
+                        return self._try(window, train_fn)
                 except StateMissing:
                     self._seen.clear()
                     return None

@@ -183,7 +183,8 @@ class RunFacts:
         backend: Over what.
         backend_reason: Why over that.
         num_epochs: How many are wanted.
-        batch_size: Samples in a batch.
+        batch_size: Samples in a batch, on the mean where ranks have sizes of their own.
+        batch_sizes: Of each rank, where they are not alike.
         num_samples: Length of the data set.
     """
 
@@ -193,6 +194,7 @@ class RunFacts:
     backend_reason: str = ""
     num_epochs: int = 0
     batch_size: int = 0
+    batch_sizes: tuple[int, ...] = ()
     num_samples: int = 0
 
 

@@ -232,15 +232,23 @@ class WorkerSteps:
         self._launched: deque[_Launched] = deque()
         self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._lockstep
+        varies = self._lockstep and (config.balance or config.batch_sizes is not None)
+        self._memory = replica.context.step_memory() if varies else None
         self._buckets = config.bucket_bytes is not None
         self._gathers = config.all_gather
         self._late_weight: Tensor | None = None  # of steps since it was last told
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
-            self._graphs = self._make_graphs(config, self._capturable, fallbacks or Fallbacks())
+            fallbacks = fallbacks or Fallbacks()
+            self._graphs = self._make_graphs(config, self._capturable, fallbacks, varies=varies)
 
     def _make_graphs(
-        self, config: WorkerConfig, optimizer: CapturableOptimizer, fallbacks: Fallbacks
+        self,
+        config: WorkerConfig,
+        optimizer: CapturableOptimizer,
+        fallbacks: Fallbacks,
+        *,
+        varies: bool,
     ) -> GraphedSteps:
         obstacle = None
         if config.precision == "fp16":
@@ -255,7 +263,8 @@ class WorkerSteps:
             redirect=self._values.redirected,
             log=self._values.log,
             full=[config.own_batch_size] * config.accumulate,
-            varies=self._lockstep and (config.balance or config.batch_sizes is not None),
+            varies=varies,
+            memory=self._memory,
             fallbacks=fallbacks,
             generator=self.replica.generator,
             obstacle=obstacle,
@@ -380,6 +389,9 @@ class WorkerSteps:
                 raise cause from error
             raise
         self._timer.stop(len(sizes))
+        if self._memory is not None and sizes:
+            self._memory.stepped(max(sizes))
+            self._meter.most_samples = self._memory.most
         self._together.stepped(0 if end.dropped else total)
         outcome = self._stepper.take_outcome()
         if outcome is None and not self._launched:

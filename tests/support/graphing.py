@@ -15,6 +15,7 @@ from runtime import run as run_module
 from runtime.data.path import DataPath
 from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice
+from runtime.device.memory import CudaMemory, MemoryReading
 from tests.support.fake_cuda import GPU, FakeCuda
 from tests.support.running import CADENCE, OVER_CPU, WAIT_S, builder
 
@@ -49,16 +50,33 @@ def capturable_on_cpu(monkeypatch):
         monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
 
 
+class Boundless(CudaMemory):
+    """Memory of which nothing is ever used up."""
+
+    def read(self, device):
+        return MemoryReading(
+            total_bytes=2**50, free_bytes=2**50, reserved_bytes=0, active_bytes=0, peak_bytes=0
+        )
+
+    def reserved_bytes(self, device):
+        return 0
+
+    def fraction(self, device):
+        return 1.0
+
+
 class Posing:
     """Runs on CPU devices that take them for GPUs.
 
     Attributes:
         shared: Whether all workers are on one GPU; else each has its own.
+        memory: That of the devices; as much as anybody wants unless a test sets another.
     """
 
     def __init__(self, monkeypatch):
         self.fake = FakeCuda(patience=2)
         self.shared = False
+        self.memory = Boundless()
         indices = count(GPU.index)
 
         def data_path(config, adapter, index, contexts):
@@ -66,7 +84,7 @@ class Posing:
 
         def open_posing(device, num_cpu_workers):
             gpu = GPU if self.shared else torch.device("cuda", next(indices))
-            return CudaDevice(gpu, api=self.fake)
+            return CudaDevice(gpu, api=self.fake, memory=self.memory)
 
         monkeypatch.setattr(run_module, "open_device", open_posing)
         monkeypatch.setattr(run_module, "DataPath", data_path)

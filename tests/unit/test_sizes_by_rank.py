@@ -8,11 +8,13 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
-from runtime import AverageBackend, CheckpointError, current_worker
+from runtime import AverageBackend, CheckpointError, StepMetrics, Timeline, current_worker
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, WAIT_S, builder
 
 N, EPOCHS = 203, 2
+SIZES = 12, 8
 WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU), (ASYNC, AverageBackend.GLOO)]
 
 
@@ -33,11 +35,31 @@ class Seen:
         return 1e-3 * model(torch.ones(len(index), 1)).mean()
 
 
-def run(seen, sizes, way, **more):
+class Stream(IterableDataset):
+    """Gives the numbers of samples."""
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        return ((torch.tensor(i),) for i in range(N))
+
+
+class Indexed(Dataset):
+    """The same by index, for loader processes."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return (torch.tensor(index),)
+
+
+def run(seen, sizes, way, dataset=None, **more):
     b = builder(
         model=lambda device: nn.Linear(1, 1),
         train=seen,
-        dataset=(torch.arange(N),),
+        dataset=(torch.arange(N),) if dataset is None else dataset,
         batch_size=list(sizes),
         epochs=EPOCHS,
         ranks=len(sizes),
@@ -58,8 +80,55 @@ EACH_ONCE = Counter({(epoch, i): 1 for epoch in range(EPOCHS) for i in range(N)}
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("more", [{}, {"accumulate": 3}, {"partition_ratios": (1, 2)}])
 def test_each_rank_has_batches_of_its_size_and_each_sample_comes_once(way, more):
-    seen, sizes = Seen(), (12, 8)
-    state = run(seen, sizes, way, **more).join(WAIT_S)
+    seen = Seen()
+    check(run(seen, SIZES, way, **more), seen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", [{}, {"accumulate": 3}])
+def test_a_stream_is_handed_out_in_batches_of_each_ranks_size(way, more):
+    seen = Seen()
+    check(run(seen, SIZES, way, Stream(), **more), seen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_death_loses_no_item_of_a_stream(way):
+    seen = Seen(fails_at=3)
+    handle = run(seen, (12, 8, 4), way, Stream(), on_worker_failure="continue")
+    state = handle.join(WAIT_S)
+    assert trained(seen).keys() == EACH_ONCE.keys()
+    assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
+
+
+def test_loader_processes_give_batches_of_each_ranks_size():
+    seen = Seen()
+    check(run(seen, SIZES, WAYS[0], Indexed(), loader_workers=1), seen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_metrics_of_steps_count_batches_of_the_mean_size(way):
+    """Both ranks' losses are in each, in the proportion of what they have told."""
+    seen, found = Seen(), []
+    handle = run(seen, SIZES, way, metrics_every=4, metrics_fn=found.append)
+    state = handle.join(WAIT_S)
+    steps = [entry for entry in found if isinstance(entry, StepMetrics)]
+    assert [entry.step for entry in steps] == [4 * (i + 1) for i in range(10)]  # 406 samples
+    assert [entry.num_batches for entry in steps] == [4] * 10
+    losses = [entry.avg_loss for entry in steps]
+    assert min(losses) <= max(m.avg_loss for m in state.metrics)
+    assert max(losses) >= min(m.avg_loss for m in state.metrics)
+    assert [entry.epoch for entry in steps] == sorted(entry.epoch for entry in steps)
+
+
+def test_the_facts_of_a_run_name_the_sizes():
+    timeline = Timeline()
+    run(Seen(), SIZES, WAYS[0], timeline=timeline).join(WAIT_S)
+    facts = timeline.summary().facts
+    assert (facts.batch_size, facts.batch_sizes) == (10, SIZES)
+
+
+def check(handle, seen, sizes=SIZES):
+    state = handle.join(WAIT_S)
     assert trained(seen) == EACH_ONCE
     assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
     for epoch in range(EPOCHS):

@@ -45,7 +45,8 @@ function build() {
   add("policy", `${facts.policy} over ${facts.backend}`);
   view.policy = told.querySelector("b");
   add("ranks", facts.devices.length);
-  add("batch size", number(facts.batch_size));
+  const sizes = facts.batch_sizes?.length ? facts.batch_sizes : [facts.batch_size];
+  add("batch size", sizes.map(number).join(", "));
   add("samples", number(facts.num_samples, 6));
   add("begun", new Date(facts.begun * 1000).toLocaleString());
   view.fill = node("div", { class: "fill" });

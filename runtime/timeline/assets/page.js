@@ -97,6 +97,8 @@
     if (facts) {
       add("policy", `${facts.policy} over ${facts.backend}`);
       add("ranks", facts.devices.length);
+      const sizes = facts.batch_sizes?.length ? facts.batch_sizes : [facts.batch_size];
+      if (sizes[0]) add("batch size", sizes.map((n) => number(n)).join(", "));
       add("time", seconds(wall));
       if (facts.num_epochs) add("epochs", `${summary.num_epochs} of ${facts.num_epochs}`);
       add("samples", number(summary.ranks.reduce((n, r) => n + r.num_samples, 0), 6));

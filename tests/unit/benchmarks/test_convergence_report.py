@@ -278,6 +278,85 @@ def test_a_record_is_made_in_sittings_and_by_pairs_of_seeds(tmp_path):
     assert settings == [{}, {}, {}, {"anchor": 2}], "what is averaged in each step needs none"
 
 
+# -- sync: by a margin, and by the time to a loss --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict"),
+    [
+        ([1.0, 1.002, 0.998, 1.0], "no worse"),
+        ([1.006, 1.007, 1.008, 1.007], "no worse"),  # worse, but within the margin
+        ([1.011, 1.012, 1.013, 1.012], "worse"),
+        ([1.009, 1.01, 1.009, 1.01], "worse"),  # it may be beyond the margin
+        ([0.98, 1.03, 0.99, 1.03], "undecided"),
+    ],
+)
+def test_a_loss_within_the_margin_is_no_worse(parts, verdict):
+    solo = results([0.5, 0.6, 0.7, 0.8])
+    mine = results([part * solo[seed]["loss"] for seed, part in enumerate(parts)])
+    found = quality.beside_solo({"solo-global": solo, "sync-shares": mine}, "sync-shares", 0.01)
+    assert found.verdict == verdict
+
+
+def test_the_time_to_a_loss_lies_on_the_line_between_two_points():
+    curve = [(0.0, 2.0), (10.0, 1.0), (20.0, 1.2), (30.0, 0.8)]
+    found = [quality.time_to(curve, loss) for loss in (2.0, 1.5, 1.0, 0.9, 0.8, 0.7)]
+    assert found == [0.0, 5.0, 10.0, pytest.approx(27.5), 30.0, None]
+
+
+def test_times_are_of_undisturbed_runs_and_those_of_cadence_are_beside_them():
+    def timed(losses, end_s, others):
+        curve = {"curve": [(0.0, 3.0), (end_s / 2, 1.0), (end_s, losses[0])]}
+        return results(losses, used_by_others=others, **curve)
+
+    runs = {
+        "solo-global": timed([0.5, 0.5], 8.0, 0.3),
+        "sync-shares": timed([0.5, 0.5], 4.0, 0.01),
+        "cpu-cadence": timed([0.6, 0.6], 5.0, 0.01),
+        "cpu-cadence-slowed": timed([0.5, 0.5], 5.0, 0.2),
+    }
+    sync, cadence, disturbed = quality.compare_sync(runs, "gpt")
+    near, last = sync["targets"]
+    # 90 % of the way from 3 to 0.5 is 0.75; its last loss and the margin is 0.505.
+    assert near["median_s"] == pytest.approx(3.0)
+    assert near["cadence_over_this"] == pytest.approx((2.5 + 2.5 * 0.25 / 0.4) / 3)
+    assert (last["num_reached"], last["cadence_over_this"]) == (2, None)
+    assert cadence["targets"][1]["num_reached"] == 0
+    assert disturbed["targets"][0]["num_timed"] == 0
+    report = {"models": {"gpt": {"rows": [sync], "faults": [], "missing": [], "definition": ""}}}
+    machine = {"cores": 2, "torch": "2"}
+    text = quality.sync_markdown(report | {"machine": machine, "settings": {}})
+    assert "| gpt | sync-shares | 3.00 | 2 of 2 | 1.35 x (1.35 to 1.35) |" in text
+
+
+def test_sync_makes_the_modes_of_a_seed_in_one_process_and_those_disturbed_once_more(
+    tmp_path, forked
+):
+    record = tmp_path / "record.jsonl"
+    args = ["sync", "--synthetic", "--out", str(record), "--models", "logistic", "--seeds", "1"]
+    args += ["--override", "num_epochs=9", "logistic.num_epochs=2"]
+    assert quality.main(args) == 0
+    lines = quality.read_record(record)
+    assert [line["mode"] for line in lines] == list(quality.SYNC_MODES)
+    assert [len(line["curve"]) for line in lines] == [3] * 5
+    assert len({line["initial"] for line in lines}) == 1
+    assert all("2 epochs" in line["definition"] for line in lines)
+    by_mode = {line["mode"]: line for line in lines}
+    for mode in ("sync-shares", "sync-shares-slowed"):
+        assert by_mode[mode]["loss"] == pytest.approx(by_mode["solo-global"]["loss"], rel=1e-3)
+    assert quality.main(args) == 0
+    assert quality.read_record(record) == lines
+    for line, others in zip(lines, (0.5, 0.01, 0.5, 0.01, 0.01), strict=True):
+        line["used_by_others"] = others
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert quality.main([*args, "--timed"]) == 0
+    more = quality.read_record(record)[5:]
+    assert [line["mode"] for line in more] == ["cpu-cadence"]
+    table = tmp_path / "table.md"
+    quality.main([*args, "--report", str(table)])
+    assert "| logistic | sync-shares-slowed |" in table.read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "settings"),
     [

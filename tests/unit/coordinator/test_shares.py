@@ -231,6 +231,34 @@ def test_a_piece_above_a_known_limit_is_no_news():
     assert [shares.limit(0, n) for n in (10, 8, 9, 6)] == [True, True, False, True]
 
 
+def test_measured_memory_bounds_a_piece_until_more_is_measured():
+    ranks = Ranks([(0, 1e-3), (0, 3e-3)], 80)
+    for _ in range(9):
+        ranks.train()
+    assert ranks.sizes == (60, 20)
+    for most, size in ((50, 50), (55, 55), (None, 55), (90, 60)):
+        ranks.shares.bound(0, most)
+        ranks.train()
+        assert ranks.sizes[0] == size
+    ranks.shares.limit(0, 60)  # what has failed holds on
+    ranks.train()
+    assert ranks.sizes[0] == 48
+    ranks.shares.bound(0, 40)
+    ranks.train()
+    assert ranks.sizes[0] == 40
+
+
+def test_what_is_only_measured_is_no_reason_to_give_up():
+    """Memory that a rank has no room for by its peaks may still be there."""
+    shares = Shares(2)
+    shares.bound(0, 20)
+    shares.limit(1, 30)
+    assert not shares.fits(60, (0, 1))
+    assert shares.bearable(60, (0, 1))
+    shares.limit(0, 40)
+    assert not shares.bearable(60, (0, 1))
+
+
 def test_a_rank_that_delays_nobody_with_one_sample_keeps_it():
     ranks = Ranks([(0, 1e-3), (0.03, 1e-2)], 40)
     for _ in range(100):
