@@ -1,7 +1,8 @@
 """What the runtime adds to a step, what recording and being watched cost, what prefetch gives.
 
 Usage: ``python benchmarks/overhead.py SECTION [--json FILE] ...``, where a section is one of
-``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets`` and ``parts``.
+``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets``, ``draws``, ``loaders``
+and ``parts``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
@@ -59,10 +60,12 @@ from runtime import (
     AverageBackend,
     Monitor,
     Timeline,
+    Trainer,
     TrainerBuilder,
     TrainerHandle,
     current_worker,
 )
+from runtime.core import draws as own_draws
 
 JOIN_S = 600.0
 
@@ -359,10 +362,12 @@ def fitting_width() -> int:
     return width
 
 
-def builder_of(way: str, width: int, num_batches: int) -> TrainerBuilder:
+def builder_of(
+    way: str, width: int, num_batches: int, loss: Callable[..., Tensor] = classification_loss
+) -> TrainerBuilder:
     """The run that is measured: three epochs, the first of which warms up."""
     num_workers, policy, backend = WAYS[way]
-    workload = of_width(width)
+    workload = replace(of_width(width), loss=loss)
     return (
         runtime_builder(
             workload,
@@ -398,14 +403,6 @@ def recorded_rates(way: str, width: int, num_batches: int, judged: bool) -> Rate
     builder = builder_of(way, width, num_batches)
     if judged:
         builder.timeline(Timeline())
-    return timed(builder.run())
-
-
-def told_rates(way: str, width: int, num_batches: int, judged: bool) -> Rates:
-    """With metrics of steps, or with those of epochs alone; somebody takes them in both."""
-    builder = builder_of(way, width, num_batches).metrics_fn(lambda _: None)
-    if judged:
-        builder.metrics_every(METRICS_EVERY)
     return timed(builder.run())
 
 
@@ -470,33 +467,89 @@ def in_runs(rates: Callable[[int, int, bool], Rates], width: int, count: int) ->
     yield partial(rates, width, count)
 
 
-@contextmanager
-def in_stretches(way: str, width: int, count: int) -> Iterator[Measured]:
-    """One watched run, with half-sent requests to its monitor in some stretches of it.
+def stretches(
+    handle: TrainerHandle,
+    stretch_s: float,
+    judge: Callable[[], AbstractContextManager[None]],
+    settle_s: float = SETTLE_S,
+) -> Measured:
+    """Stretches of one run, with what is judged in some of them.
 
     Runs of the same program differ by more than a tenth in how their memory lies; stretches of one
-    run do not. Each has the batches of two epochs.
+    run do not.
+
+    Args:
+        handle: The run.
+        stretch_s: Length of a stretch.
+        judge: What is there in those that are judged.
+        settle_s: Rest between two stretches.
     """
-    stretch_s = 2 * count * STEP_S
+
+    def stretch(judged: bool) -> Rates:
+        with judge() if judged else nullcontext():
+            start, cpu_start = time.perf_counter(), time.process_time()
+            before = sum(rank.num_batches for rank in handle.statistics().ranks)
+            time.sleep(stretch_s)
+            trained = sum(rank.num_batches for rank in handle.statistics().ranks) - before
+            elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        time.sleep(settle_s)
+        return trained / elapsed_s, trained / cpu_s
+
+    return stretch
+
+
+@contextmanager
+def in_stretches(way: str, width: int, count: int) -> Iterator[Measured]:
+    """One watched run, with half-sent requests to its monitor in some stretches of it, each of
+    which has the batches of two epochs."""
     builder = builder_of(way, width, count).num_epochs(10**6)
     with Monitor() as monitor, viewer(monitor.url):
         handle = builder.run()
         handle.attach(monitor)
         handle.next_metrics(JOIN_S)
-
-        def stretch(judged: bool) -> Rates:
-            with half_sent(monitor.port) if judged else nullcontext():
-                start, cpu_start = time.perf_counter(), time.process_time()
-                before = sum(rank.num_batches for rank in handle.statistics().ranks)
-                time.sleep(stretch_s)
-                trained = sum(rank.num_batches for rank in handle.statistics().ranks) - before
-                elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-            time.sleep(SETTLE_S)  # the monitor lets go of what is left
-            return trained / elapsed_s, trained / cpu_s
-
-        yield stretch
+        yield stretches(handle, 2 * count * STEP_S, lambda: half_sent(monitor.port))
         handle.stop()
         handle.join(JOIN_S)
+
+
+class StepsTold:
+    """Switches the metrics of steps of a run on and off, in the workers' threads.
+
+    A worker that keeps no losses for them tells the coordinator none, so that nothing is left of
+    them but the settings.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._is_on = False
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The workload's; brings the worker that calls it to what is set."""
+        log = current_worker()._values.log  # type: ignore[attr-defined]
+        if (log.each is None) is self._is_on:
+            log.each = [] if self._is_on else None
+        return self._workload.loss(model, batch)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Metrics of steps are made meanwhile."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+
+@contextmanager
+def told_in_stretches(way: str, width: int, count: int) -> Iterator[Measured]:
+    """One run, with metrics of steps in some stretches of it; somebody takes them."""
+    told = StepsTold(of_width(width))
+    builder = builder_of(way, width, count, loss=told.loss).num_epochs(10**6)
+    handle = builder.metrics_fn(lambda _: None).metrics_every(METRICS_EVERY).run()
+    handle.next_metrics(JOIN_S)
+    yield stretches(handle, 2 * count * STEP_S, told.on, SETTLE_S / 10)
+    handle.stop()
+    handle.join(JOIN_S)
 
 
 def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]:
@@ -567,7 +620,7 @@ def timeline(args: argparse.Namespace) -> None:
 
 def metrics(args: argparse.Namespace) -> None:
     """What metrics of every ten batches cost."""
-    cases = {(way,): partial(in_runs, partial(told_rates, way)) for way in args.ways}
+    cases = {(way,): partial(told_in_stretches, way) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, METRICS_TARGET))
 
 
@@ -630,6 +683,155 @@ def buckets(args: argparse.Namespace) -> None:
                 flush=True,
             )
             save(args.json, result)
+
+
+# -- draws: what kernels that draw from a worker's generator cost ----------------------------
+
+DRAWS_TARGET = 1.01
+DRAWING = {
+    "no draws": lambda width: [],
+    "dropout": lambda width: [nn.Dropout(0.1)],
+}
+DRAWS_BLOCK_S = 0.2
+DRAWS_WARM = 10
+"""Steps before each block: the first ones after kernels were exchanged take longer."""
+
+
+def draws(args: argparse.Namespace) -> None:
+    """What a step of a millisecond takes with kernels that draw from the thread's generator, over
+    PyTorch's own: blocks of one loop in turn, in one thread."""
+    result = begin() | {"models": {}}
+    width = fitting_width()
+    generator = torch.Generator()
+    print("| model | step | with over without | 95 % interval | target |")
+    print("| --- " * 5 + "|")
+    for name, layers in DRAWING.items():
+        base = of_width(width)
+        model = base.make_model()
+        model = nn.Sequential(*model[:2], *layers(width), *model[2:])  # type: ignore[index]
+        optimizer = base.make_optimizer(model.parameters())
+        batch = base.make_data(base.batch_size)
+        ratios, times = [], []
+        for pair in range(args.pairs + SKIPPED):
+            found = {}
+            for own in (False, True) if pair % 2 == 0 else (True, False):
+                with kernels_of_workers(generator) if own else nullcontext():
+                    found[own] = block_s(base, model, optimizer, batch)
+            if pair >= SKIPPED:
+                ratios.append(found[True] / found[False])
+                times.append(found[False])
+        ratio, low, high = median_interval(ratios)
+        result["models"][name] = {"ratios": ratios, "wall": (ratio, low, high)}
+        verdict = Check(what="", measured=ratio, wanted=DRAWS_TARGET, at_most=True).verdict
+        print(
+            f"| {name} | {median(times) * 1e3:.3f} ms | {ratio:.4f} | {low:.4f} to {high:.4f} "
+            f"| {DRAWS_TARGET} {verdict} |",
+            flush=True,
+        )
+    save(args.json, result)
+
+
+@contextmanager
+def kernels_of_workers(generator: torch.Generator) -> Iterator[None]:
+    """The kernels of :mod:`runtime.core.draws` instead of PyTorch's, with a generator to draw from;
+    nothing else may run meanwhile."""
+    default = torch.random.default_generator
+    own_draws.allow_own_draws()
+    try:
+        with own_draws.draws_from(generator):
+            yield
+    finally:
+        for library in own_draws._installed:
+            library._destroy()  # type: ignore[no-untyped-call]
+        own_draws._installed.clear()
+        torch.random.default_generator = default  # type: ignore[attr-defined]
+
+
+def block_s(workload: Workload, model: nn.Module, optimizer: Any, batch: Batch) -> float:
+    """The mean time of a step, over a block of them, when some have warmed up."""
+    for _ in range(DRAWS_WARM):
+        train_step(workload, model, optimizer, batch)
+    num, start = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - start) < DRAWS_BLOCK_S:
+        train_step(workload, model, optimizer, batch)
+        num += 1
+    return elapsed_s / num
+
+
+# -- loaders: the first batch of loader processes ---------------------------------------------
+
+LOADERS_TARGET = 1.5
+LOADERS_PER_WORKER, LOADERS_WORKERS = 2, 2
+
+
+class Slow(torch.utils.data.Dataset[Tensor]):
+    """A data set for loader processes, whose samples take a moment."""
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.001)
+        return torch.full((8,), float(index))
+
+
+def first_of_ours() -> float:
+    """Seconds from ``run()`` to the first batch that a worker trains."""
+    begun: list[float] = []
+
+    def train_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        begun.append(time.perf_counter())
+        return model(batch).square().mean()
+
+    builder = Trainer.builder(
+        lambda device: nn.Linear(8, 1), lambda params: torch.optim.SGD(params, 1e-3), train_fn
+    )
+    builder.dataset(Slow()).batch_size(16).num_epochs(1).devices(LOADERS_WORKERS).policy("sync")
+    builder.loader_workers(LOADERS_PER_WORKER).max_steps(8)
+    start = time.perf_counter()
+    builder.run().join(JOIN_S)
+    return min(begun) - start
+
+
+def first_of_plain() -> float:
+    """Seconds to the first batch of one DataLoader with as many processes."""
+    start = time.perf_counter()
+    loader = torch.utils.data.DataLoader(
+        Slow(),
+        batch_size=16,
+        num_workers=LOADERS_PER_WORKER * LOADERS_WORKERS,
+        multiprocessing_context="forkserver",
+    )
+    batches_of = iter(loader)
+    next(batches_of)
+    return time.perf_counter() - start
+
+
+FIRST = {"plain": first_of_plain, "ours": first_of_ours}
+
+
+def loaders(args: argparse.Namespace) -> None:
+    """The first batch of ``loader_workers(2)`` with two workers, over that of a plain DataLoader
+    with four processes, each in a process of its own, in turn."""
+    if args.child:
+        print(FIRST[args.child]())
+        return
+    result = begin()
+    seconds: dict[str, list[float]] = {name: [] for name in FIRST}
+    for pair in range(args.pairs):
+        for name in FIRST if pair % 2 == 0 else reversed(FIRST):
+            command = [sys.executable, __file__, "loaders", "--child", name]
+            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            seconds[name].append(float(told.split()[-1]))
+    ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
+    ratio, low, high = median_interval(ratios)
+    result |= {"seconds": seconds, "ratios": ratios, "ratio": (ratio, low, high)}
+    rows = [[name, f"{median(found):.2f}"] for name, found in seconds.items()]
+    print(table(["first batch of", "s"], rows), end="\n\n")
+    print(f"95 % interval of the ratio: {low:.2f} to {high:.2f}")
+    what = "loader_workers(2), two workers / a DataLoader with four processes"
+    print(Check(what=what, measured=ratio, wanted=LOADERS_TARGET, at_most=True))
+    save(args.json, result)
 
 
 # -- parts: what a timeline adds to a step, to a message, and what a reading takes --------
@@ -758,6 +960,8 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "metrics": metrics,
     "monitor": monitor,
     "buckets": buckets,
+    "draws": draws,
+    "loaders": loaders,
     "parts": parts,
 }
 
@@ -794,6 +998,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mb", nargs="+", type=float, default=[0.25, 25.0], help="sizes of buckets")
     add("--pairs", type=int, default=11, help="pairs of runs for each")
     add("--seconds", type=float, default=4.0, help="length of one run, about")
+    adds["draws"]("--pairs", type=int, default=100, help="pairs of blocks for each")
+    add = adds["loaders"]
+    add("--pairs", type=int, default=7, help="pairs of processes")
+    add("--child", choices=FIRST, help=argparse.SUPPRESS)
     add = adds["parts"]
     add("--count", type=int, default=5_000, help="steps of a worker in a run")
     add("--readings", type=int, default=20)

@@ -38,6 +38,11 @@ class Optimizers(torch.optim.Optimizer):
         for each in self.members.values():
             each.step(closure)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters."""
+        for each in self.members.values():
+            each.zero_grad(set_to_none)
+
     def state_dict(self) -> dict[str, Any]:
         """In the form of one optimizer's."""
         state: dict[Any, Any] = {}

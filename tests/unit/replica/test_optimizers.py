@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from runtime import CheckpointError, Trainer, current_worker, record_scalar
 from runtime.core.errors import WorkerFailed
+from runtime.replica.optimizers import Optimizers
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S
 
 N, BATCH, EPOCHS = 46, 4, 2
@@ -289,3 +290,14 @@ def test_weights_are_refused():
     with pytest.raises(WorkerFailed) as raised:
         run(gan(losses=losses))
     assert "with a weight" in str(raised.value.__cause__)
+
+
+def test_all_of_them_forget_their_gradients_together():
+    """As a plain loop calls it; the class is an optimizer only by its interface."""
+    model = Gan()
+    both = Optimizers(
+        {name: OPTIMIZERS[name](getattr(model, name).parameters()) for name in LOSSES}
+    )
+    (judge_loss(model, (DATA[:4],)) + maker_loss(model, (DATA[:4],))).backward()
+    both.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
