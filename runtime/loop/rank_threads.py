@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from coordinator.errors import GpuWorkerError
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.core.threads import IntraOpThreads, Living, resolve_vector_math
+from runtime.core.threads import IntraOpThreads, Living, prepare_threads
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class RankThreads:
         self._closed = False
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
         ending = _Ending(len(contexts), on_end)
-        resolve_vector_math()
+        prepare_threads()
         self._threads = [
             threading.Thread(
                 target=_serve,
