@@ -39,7 +39,7 @@ from runtime.core.errors import (
     error_of,
 )
 from runtime.core.signals import INTERRUPTS
-from runtime.core.threads import IntraOpThreads, resolve_vector_math
+from runtime.core.threads import IntraOpThreads, prepare_threads
 from runtime.data.dataset import DatasetAdapter, EpochIndex
 from runtime.data.path import DataPath
 from runtime.data.stream import StreamAdapter
@@ -236,7 +236,7 @@ class Run:
 
     def start(self, listener: Listener) -> None:
         """Start everything; on failure, end what was started and raise."""
-        resolve_vector_math()
+        prepare_threads()
         allow_own_draws()
         self._listener = listener
         c = self.config

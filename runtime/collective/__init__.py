@@ -12,7 +12,7 @@ from runtime.collective.nccl import NcclCollective, create_nccl_groups
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import StagedThreadCollective, ThreadCollective
-from runtime.core.threads import resolve_vector_math
+from runtime.core.threads import prepare_threads
 
 __all__ = [
     "AbortableBarrier",
@@ -61,7 +61,7 @@ def create_collectives(
     if devices is not None and len(devices) != world_size:
         raise ValueError(f"{len(devices)} devices for {world_size} ranks; pass one for each rank")
     placed = [_place(device) for device in devices or ["cpu"] * world_size]
-    resolve_vector_math()  # each rank is a thread that computes
+    prepare_threads()  # each rank is a thread that computes
     if kind == "thread":
         group = Group(world_size, timeout_s)
         return [_thread_end(rank, group, device) for rank, device in enumerate(placed)]

@@ -50,7 +50,7 @@ class Communicators:
 
     Attributes:
         called_off: In pinned memory: 1 once the group is aborted, before any backend is; else 0.
-            What a stream reads of it behind an exchange is 0 only if no abort can have ended that
+            What a kernel reads of it behind an exchange is 0 only if no abort can have ended that
             exchange. There from the first backend on.
     """
 
@@ -201,7 +201,7 @@ class Followed(LateEnd):
         name: Of the exchange.
         begun: Recorded in front of it.
         ended: Recorded behind it, and behind ``seen``.
-        seen: What a stream has read behind it of ``Communicators.called_off``.
+        seen: What a kernel has read behind it of ``Communicators.called_off``.
     """
 
     def __init__(
@@ -273,7 +273,6 @@ class NcclCollective(ProcessGroupCollective):
     """
 
     kind = "nccl"
-    trails = True
 
     def __init__(
         self,
@@ -290,6 +289,7 @@ class NcclCollective(ProcessGroupCollective):
         self._device = devices[rank]
         self._communicators = communicators
         self._event: Any = None
+        self._read_host: Callable[[Tensor, Tensor], None] | None = None
         self._events = EventPool(self._api)
         self._first_sent: Event | None = None  # in front of the exchange in progress
         super().__init__(rank, len(devices), store, prefix, timeout_s, gate)
@@ -298,12 +298,26 @@ class NcclCollective(ProcessGroupCollective):
         device = self._device
         with self._api.on_device(device):
             self._event = self._api.new_event()
+            self._read_host = self._load_reader()
+            self.trails = self._read_host is not None
             backend = new_backend(store, self.rank, self.world_size, self._timeout_s)
             self._communicators.add(self.rank, backend)
             # Nobody connects before all can: a connection cannot be broken off (D29).
             self._group.barrier.wait(self.rank, self._timeout_s)
             backend.eager_connect_single_device(device)
         return backend
+
+    def _load_reader(self) -> Callable[[Tensor, Tensor], None] | None:
+        try:
+            return self._api.host_reader()
+        except (AttributeError, OSError, RuntimeError) as error:
+            logger.warning(
+                "rank %d: the host waits for each reduction, since the kernel that would see an "
+                "abort on the device cannot be loaded: %s",
+                self.rank,
+                error,
+            )
+            return None
 
     def abort(self) -> None:
         """As :meth:`Collective.abort`; the exchange in progress ends on every rank."""
@@ -414,8 +428,9 @@ class NcclCollective(ProcessGroupCollective):
 
     def _follow(self, name: str, called_off: Tensor) -> LateEnd:
         """As :meth:`ProcessGroupCollective._follow`; the thread of the group keeps the limit."""
+        assert self._read_host is not None
         seen = torch.empty_like(called_off)
-        self._api.copy(called_off, self._communicators.called_off)
+        self._read_host(called_off, self._communicators.called_off)
         self._api.copy(seen, called_off)
         exchange = Followed(self, name, self._take_first_sent(), self._events.record(), seen)
         self._communicators.watch(exchange)

@@ -1,4 +1,4 @@
-"""PyTorch's intra-op threads, and what is closed when a block or the process ends."""
+"""Threads that compute with PyTorch, and what is closed when a block or the process ends."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ FUNCTIONS = (
 _LOCK = threading.Lock()
 
 
-def resolve_vector_math() -> None:
-    """Have MKL look up all its kernels; only the first call of the process does anything.
+def prepare_threads() -> None:
+    """Mend what PyTorch gets wrong when several threads compute; once in a process.
 
     To be called before threads are started that compute. Takes a few milliseconds.
     Thread-safe; blocks while another thread is in it.
     """
     with _LOCK:
-        _resolve()
+        _resolve_vector_math()
+        _leave_device_guard_alone()
 
 
 @functools.cache
-def _resolve() -> None:
+def _resolve_vector_math() -> None:
     # Without MKL in PyTorch this does no harm.
     # The caller may be under inference mode or a default device.
     with torch.inference_mode():
@@ -61,6 +62,24 @@ def _resolve() -> None:
             x = torch.full((16,), 0.5, dtype=dtype, device="cpu")
             for name in FUNCTIONS:
                 getattr(torch, name)(x)
+
+
+@functools.cache
+def _leave_device_guard_alone() -> None:
+    # Where a build with CUDA finds no GPU, a fake tensor mode (torch.compile enters one) replaces
+    # the process's device guard of CUDA by one that belongs to its thread: thread_local in
+    # c10/core/impl/DeviceGuardImplInterface.cpp up to PyTorch 2.12, static in 2.13. When that
+    # thread ends, the process crashes at the guard's next use. The main thread outlives the rest;
+    # fake CUDA tensors, which the new guard is for, are not to be had in other threads.
+    replace = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if replace is None or torch.__version__ >= "2.13":
+        return
+
+    def replace_in_main_thread() -> None:
+        if threading.current_thread() is threading.main_thread():
+            replace()
+
+    torch._C._ensureCUDADeviceGuardSet = replace_in_main_thread
 
 
 T = TypeVar("T")

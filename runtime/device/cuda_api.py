@@ -28,6 +28,26 @@ Graph = Any
 """Work that was recorded once and can be given to a stream again and again."""
 
 
+_READ_HOST = """
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry read_host(.param .u64 target, .param .u64 source)
+{
+    .reg .u64 %address<2>;
+    .reg .f32 %value;
+    ld.param.u64 %address0, [target];
+    ld.param.u64 %address1, [source];
+    ld.volatile.global.f32 %value, [%address1];
+    st.global.f32 [%address0], %value;
+    ret;
+}
+"""
+"""For the driver, which compiles it for any later GPU. The PTX ISA gives a volatile load the
+semantics of ``ld.relaxed.sys``: it sees what the host has written by then. Pinned memory has the
+same address on host and device."""
+
+
 def pinned_bytes(num_bytes: int) -> int:
     """What a block of pinned memory of ``num_bytes`` takes: the next power of two.
 
@@ -110,6 +130,26 @@ class CudaApi:
         recorded behind the copy is complete.
         """
         target.copy_(source, non_blocking=True)
+
+    def host_reader(self) -> Callable[[Tensor, Tensor], None] | None:
+        """Load a kernel for the current device that reads pinned memory when it runs.
+
+        A copy promises less: what changes its source before it is over may be seen or not, for
+        CUDA may read a small source when the copy is issued.
+
+        Returns:
+            Gives the kernel to the current stream: ``target[0] = source[0]``, both float32, the
+            target on the device, the source pinned. ``None``: PyTorch is built for ROCm.
+        """
+        if torch.version.hip is not None:
+            return None
+        load: Any = torch.cuda._utils._cuda_load_module
+        kernel = load(_READ_HOST, ["read_host"])["read_host"]
+
+        def read(target: Tensor, source: Tensor) -> None:
+            kernel(args=[target, source])
+
+        return read
 
     def generator_state(self, device: torch.device) -> Tensor:
         """State of a device's default generator, on the CPU."""

@@ -25,7 +25,7 @@ from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
 from runtime.core.nested import flatten
-from runtime.core.threads import IntraOpThreads, Living, resolve_vector_math
+from runtime.core.threads import IntraOpThreads, Living, prepare_threads
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.replica import LoopReplica
@@ -188,7 +188,7 @@ class RankThreads:
         self._closed = False
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
         ending = _Ending(len(contexts), on_end)
-        resolve_vector_math()
+        prepare_threads()
         self._threads = [
             threading.Thread(
                 target=_serve,

@@ -24,7 +24,7 @@ from runtime.collective import Collective
 from runtime.core.context import worker_context
 from runtime.core.draws import allow_own_draws, draws_from
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
-from runtime.core.threads import resolve_vector_math
+from runtime.core.threads import prepare_threads
 from runtime.data.loader import Loader
 from runtime.device.base import Device
 from runtime.device.cuda import open_device
@@ -112,7 +112,7 @@ class GpuWorker:
         resume: ResumePoint | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        resolve_vector_math()  # where no run did it
+        prepare_threads()  # where no run did it
         allow_own_draws()
         self.config = config
         self.rank = config.rank

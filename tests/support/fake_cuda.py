@@ -178,11 +178,31 @@ class FakeCuda(CudaApi):
 
     def copy(self, target, source):
         stream = self._used(None, "a copy")
+        given = source.clone() if self.is_pinned(source) else None
+
+        def run():
+            if given is not None and not torch.equal(given, source):
+                self._forbid("the source of a copy changed before the copy was over")
+            target.copy_(source)
+
         with self._lock:
-            stream.queue.append(("run", lambda: target.copy_(source)))
+            stream.queue.append(("run", run))
             self._note("copy", stream.name)
             if self.prompt and self.device_of(target).type != "cpu":
                 self.run(stream)
+
+    def host_reader(self):
+        self._note("load")
+
+        def read(target, source):
+            assert self.is_pinned(source)
+            stream = self._used(None, "a kernel")
+            with self._lock:
+                stream.queue.append(("run", lambda: target.copy_(source)))
+                if self.prompt:
+                    self.run(stream)
+
+        return read
 
     def generator_state(self, device):
         return torch.tensor([7], dtype=torch.uint8)

@@ -477,6 +477,20 @@ def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadl
     assert sorted(rank for name, rank in stuck.calls if name == "abort") == [0, 1]
 
 
+@pytest.mark.parametrize("found", [None, RuntimeError("planted")])
+def test_without_the_kernel_that_sees_an_abort_the_host_waits(scene, monkeypatch, caplog, found):
+    def host_reader():
+        if found is not None:
+            raise found
+
+    monkeypatch.setattr(scene.fake, "host_reader", host_reader)
+    (end,) = scene.group(1)
+    assert not end.trails
+    ((outcome, _),) = on_ranks([end], scene.on_stream(lambda end: late_mean(scene, end)))
+    assert outcome is None
+    assert ("planted" in caplog.text) is (found is not None)
+
+
 def test_an_error_that_the_backend_notices_behind_the_step_ends_the_run(scene):
     """The step was made with what it left: no other rank has a state to go on from."""
 

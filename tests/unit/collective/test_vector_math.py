@@ -32,7 +32,7 @@ class Calls(TorchDispatchMode):
 
 def test_each_function_is_called_in_both_precisions():
     with Calls() as calls:
-        vector_math._resolve.__wrapped__()
+        vector_math._resolve_vector_math.__wrapped__()
     dtypes = (torch.float32, torch.float64)
     expected = {(name, dtype) for name in vector_math.FUNCTIONS for dtype in dtypes}
     assert expected <= calls.seen
@@ -46,9 +46,9 @@ def test_the_functions_are_those_that_pytorch_hands_to_mkl():
 
 
 def test_they_are_called_once_in_a_process():
-    vector_math.resolve_vector_math()
+    vector_math.prepare_threads()
     with Calls() as calls:
-        vector_math.resolve_vector_math()
+        vector_math.prepare_threads()
     assert calls.seen == set()
 
 
@@ -61,7 +61,7 @@ def threads_then(monkeypatch):
     def resolve():
         found.append({thread.name for thread in threading.enumerate() if thread not in before})
 
-    monkeypatch.setattr(vector_math, "_resolve", resolve)
+    monkeypatch.setattr(vector_math, "_resolve_vector_math", resolve)
     return found
 
 
