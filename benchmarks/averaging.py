@@ -1,13 +1,12 @@
 """The averaging on the CPU path: its arithmetic against the memory's speed, and whole rounds.
 
-Usage: ``python benchmarks/averaging.py [--parameters 1e6 1e7 1e8] [--cluster] [--json FILE]``.
+Usage: ``python benchmarks/averaging.py [--parameters 1e6 1e7 1e8] [--json FILE]``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
@@ -38,9 +37,6 @@ from coordinator import averaging as host_memory
 from coordinator.averaging import Averager
 from coordinator.messages import Payload
 from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
-from runtime.cluster.engine import COMPRESSIONS, EngineOptions, State
-from runtime.cluster.lighthouse import Lighthouse
-from runtime.cluster.torchft_engine import TorchftEngine
 from runtime.replica.flat import add_progress, copy_measured
 from runtime.replica.non_finite import all_finite
 
@@ -61,13 +57,6 @@ ALLOCATING = "stack, then mean (unweighted)"
 """The way that takes and gives back memory of the models' size, which slows those after it."""
 # Copies are made with several intra-op threads.
 ENVIRONMENT = {k: v for k, v in ONE_THREAD.items() if k != "OMP_NUM_THREADS"}
-
-CLUSTER_TARGET_S = 0.015
-"""Bound of a round between two machines on one host, at 1e6 parameters, nothing compressed."""
-CLUSTER_TARGET_PARAMETERS = 10**6
-NUM_MACHINES, WARM_ROUNDS, CLUSTER_ROUNDS = 2, 5, 50
-CALLS = ("quorum", "gather", "all_reduce", "commit")
-FACTS = bytes(200)
 
 Work = Callable[[], object]
 
@@ -271,94 +260,6 @@ def round_table(rounds: Sequence[dict[str, Any]]) -> str:
     return table(head, cells)
 
 
-def cluster_machine(address: str, rank: int, size: int, compression: str | None, out: Any) -> None:
-    """One machine's rounds; puts the seconds of each call of each round into a queue."""
-    state = State(tensors={"weights": torch.zeros(size)}, meta={})
-    options = EngineOptions(
-        address=address,
-        min_machines=NUM_MACHINES,
-        machine=f"machine-{rank}",
-        token="benchmark",
-        compression=compression,
-    )
-    engine = TorchftEngine(options, lambda: state)
-    delta = torch.full((size,), 0.5)
-    seconds = []
-    for _ in range(WARM_ROUNDS + CLUSTER_ROUNDS):
-        x = delta.clone()
-        calls: list[Work] = [
-            engine.quorum,
-            lambda: engine.gather(FACTS),
-            lambda x=x: engine.all_reduce([x]),
-            lambda: engine.commit(True),
-        ]
-        seconds.append([time_of(call) for call in calls])
-    assert torch.allclose(x, delta * NUM_MACHINES, atol=0.05)
-    out.put((rank, seconds[WARM_ROUNDS:]))
-    engine.close()
-
-
-def measure_cluster(size: int, compression: str | None) -> dict[str, Any]:
-    """Rounds of machines that are processes of this host: medians of a whole one and its calls."""
-    spawn = multiprocessing.get_context("spawn")
-    out: Any = spawn.Queue()
-    lighthouse = Lighthouse(port=0, min_machines=NUM_MACHINES)
-    load = MachineLoad()
-    processes = [
-        spawn.Process(
-            target=cluster_machine, args=(lighthouse.address, rank, size, compression, out)
-        )
-        for rank in range(NUM_MACHINES)
-    ]
-    for process in processes:
-        process.start()
-    found = dict(out.get(timeout=JOIN_S) for _ in processes)
-    for process in processes:
-        process.join(JOIN_S)
-    lighthouse.close()
-    rounds = found[0]
-    return {
-        "parameters": size,
-        "compression": compression or "none",
-        "rounds": len(rounds),
-        "round_s": statistics.median(map(sum, rounds)),
-        "calls_s": {
-            name: statistics.median(calls)
-            for name, calls in zip(CALLS, zip(*rounds, strict=True), strict=True)
-        },
-        "used_by_others": load.others(),
-    }
-
-
-def cluster_table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each size and compression."""
-    head = ["parameters", "compression", "round: ms", *CALLS]
-    cells = [
-        [
-            f"{row['parameters']:.0e}",
-            row["compression"],
-            milliseconds(row["round_s"]),
-            *(milliseconds(row["calls_s"][name]) for name in CALLS),
-        ]
-        for row in rows
-    ]
-    return table(head, cells)
-
-
-def judge_cluster(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """The verdict on the size that the target speaks of."""
-    return [
-        Check(
-            what=f"a round of {NUM_MACHINES} machines, 1e6 parameters, in seconds",
-            measured=row["round_s"],
-            wanted=CLUSTER_TARGET_S,
-            at_most=True,
-        )
-        for row in rows
-        if row["parameters"] == CLUSTER_TARGET_PARAMETERS and row["compression"] == "none"
-    ]
-
-
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--parameters", nargs="+", type=float, default=[1e6, 1e7, 1e8])
@@ -367,9 +268,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--repeat", type=int, default=7, help="turns of all ways")
     parser.add_argument("--no-round", action="store_true", help="the arithmetic alone")
-    parser.add_argument(
-        "--cluster", action="store_true", help="rounds between machines, and nothing else"
-    )
     args = parser.parse_args()
     if args.repeat < 1 or min(args.parameters) < 1 or min(args.threads) < 1:
         parser.error("--repeat, --parameters and --threads must be at least 1")
@@ -380,16 +278,6 @@ def main() -> None:
     args = parse_args()
     result: dict[str, Any] = {**begin(ENVIRONMENT), "repeat": args.repeat, "arithmetic": []}
     sizes = [int(number) for number in args.parameters]
-    if args.cluster:
-        rows = [measure_cluster(size, kind) for size in sizes for kind in COMPRESSIONS]
-        print(f"{NUM_MACHINES} machines on this host, medians of {CLUSTER_ROUNDS} rounds:\n")
-        print(cluster_table(rows), end="\n\n")
-        checks = judge_cluster(rows)
-        print("\n".join(map(str, checks)))
-        share = max(row["used_by_others"] for row in rows)
-        print(f"Other processes used up to {share:.0%} of the cores; quiet is {QUIET:.0%}.")
-        save(args.json, {**result, "cluster": rows, "targets": [c.record() for c in checks]})
-        return
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, medians of {args.repeat} turns\n")
     for size in sizes:
         for threads in args.threads:

@@ -1,0 +1,654 @@
+"""Clusters: unequal machines, what a round costs, others on the same model, a deal for many.
+
+Usage: ``python benchmarks/cluster.py [--sections speeds cost peers rounds deal] [--json FILE]``.
+What is measured and how stands in ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if not __package__:  # run as a file
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.harness import environment, processes
+from benchmarks.harness.measure import (
+    ENVIRONMENT,
+    QUIET,
+    Check,
+    MachineLoad,
+    begin,
+    median_interval,
+    milliseconds,
+    parser_of,
+    save,
+    table,
+)
+from benchmarks.harness.models import Batch, Workload, batches, classification_loss, train_step
+from benchmarks.harness.processes import Child, GlooGroup, Step, serve
+from coordinator import cluster as c
+from runtime import Mean, Trainer
+from runtime.cluster.engine import COMPRESSIONS, EngineOptions, State
+from runtime.cluster.lighthouse import Lighthouse
+from runtime.cluster.torchft_engine import TorchftEngine
+
+SLOWED = (1.0, 2.5, 5.0)
+"""By how much longer a machine takes for a batch: speeds of 5 : 2 : 1."""
+SPEED_TARGET = 0.90
+"""Bound of what unequal machines train together over the sum of their own rates."""
+SPEED_PERIOD_S = 5.0
+COST_TARGET_S, COST_TARGET_SHARE = 0.015, 0.01
+"""Bounds of what a round takes from the training of a machine, and of its part of a period."""
+COST_PERIOD_S, DEFAULT_PERIOD_S = 1.0, 30.0
+AROUND_S = 0.25
+"""What of the time before and behind a round counts as its own."""
+NUM_DEALT, DEAL_TARGET_S = 1000, 0.020
+ROUND_TARGET_S = 0.015
+"""Bound of a round's calls between two machines on one host, nothing compressed."""
+TARGET_PARAMETERS = 10**6
+SIZES = (10**6, 10**7)
+NUM_MACHINES, WARM_ROUNDS, NUM_ROUNDS = 2, 5, 50
+CALLS = ("quorum", "gather", "all_reduce", "commit")
+FACTS = bytes(200)
+JOIN_S = 170.0
+
+# -- machines in processes of their own ---------------------------------------------------
+
+
+def make_million() -> nn.Module:
+    """512-986-500 with ReLU."""
+    return nn.Sequential(nn.Linear(512, 986), nn.ReLU(), nn.Linear(986, 500))
+
+
+def make_data(num_samples: int) -> Batch:
+    """Synthetic samples; what they hold does not matter here."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 512, generator=generator)
+    labels = torch.randint(500, (num_samples,), generator=generator)
+    return x[torch.arange(num_samples) % 1024], labels
+
+
+MILLION = Workload(
+    name="million",
+    what="MLP 512-986-500 (999,318 parameters), batch 32, AdamW fused",
+    batch_size=32,
+    sample_bytes=512 * 4,
+    make_model=make_million,
+    make_optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True),
+    loss=classification_loss,
+    make_data=make_data,
+)
+
+
+class Clocked(Mean):
+    """Notes when a round's result is there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:
+        """See :meth:`OuterOptimizer.step`."""
+        self.times.append(time.monotonic())
+        return super().step(old, change)
+
+
+def train(
+    *,
+    address: str | None,
+    num_machines: int,
+    period_s: float,
+    pause_s: float,
+    num_samples: int,
+    num_epochs: int,
+    stop_after_s: float | None,
+) -> dict[str, Any]:
+    """One machine's run, in its process; ``address`` ``None``: without the others.
+
+    Returns:
+        When each step began and each round's result was there, by the clock that all processes
+        of a host share, and how many samples are in the result.
+    """
+    steps: list[float] = []
+    outer, began = Clocked(), threading.Event()
+
+    def train_fn(model: nn.Module, batch: Batch) -> Tensor:
+        steps.append(time.monotonic())
+        began.set()
+        loss = MILLION.loss(model, batch)
+        if pause_s:
+            time.sleep(pause_s * len(batch[0]) / MILLION.batch_size)
+        return loss
+
+    builder = (
+        Trainer.builder(lambda device: make_million(), MILLION.make_optimizer, train_fn)
+        .dataset(make_data(num_samples))
+        .batch_size(MILLION.batch_size)
+        .num_epochs(num_epochs)
+        .devices(["cpu"])
+        .seed(0)
+        .tune_allocator(False)
+        .progress(False)
+    )
+    if address is not None:
+        builder.cluster(address, min_machines=num_machines, period=period_s, outer=outer)
+    handle = builder.run()
+    if stop_after_s is not None:
+        assert began.wait(JOIN_S)
+        time.sleep(stop_after_s)
+        handle.stop()
+    state = handle.join(JOIN_S)
+    trained = sum(metrics.num_samples for metrics in state.metrics)
+    return {"steps": steps, "rounds": outer.times, "num_samples": trained}
+
+
+def serve_machine() -> None:
+    """Be a machine that trains when it is asked to."""
+    torch.set_num_threads(1)
+    step_seconds()  # PyTorch imports and prepares much at the first step
+    serve(train)
+
+
+@contextmanager
+def machines(num: int) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """Processes that stay for several measurements; gives what has them all train at once."""
+    env = environment(**ENVIRONMENT)
+    code = "from benchmarks.cluster import serve_machine; serve_machine()"
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(Child(f"machine {i}", ["-c", code], env)) for i in range(num)
+        ]
+        for child in children:
+            child.answer()
+
+        def ask(pauses_s: Sequence[float], **request: Any) -> list[dict[str, Any]]:
+            for child, pause_s in zip(children, pauses_s, strict=True):
+                child.put({"num_machines": num, "pause_s": pause_s, **request})
+            return [child.answer(JOIN_S) for child in children]
+
+        yield ask
+
+
+def own_rates(ask: Callable[..., list[dict[str, Any]]], pauses_s: Sequence[float]) -> list[float]:
+    """Samples/s of each machine without exchange, all at once."""
+    found = ask(
+        pauses_s,
+        address=None,
+        period_s=1.0,
+        num_samples=MILLION.batch_size * 1000,
+        num_epochs=1000,
+        stop_after_s=OWN_S,
+    )
+    start = max(one["steps"][0] for one in found) + 1.0
+    stop = min(one["steps"][-1] for one in found)
+    counts = [sum(start <= at < stop for at in one["steps"]) for one in found]
+    return [count * MILLION.batch_size / (stop - start) for count in counts]
+
+
+OWN_S = 7.0
+CLUSTER_S, NUM_EPOCHS = 36.0, 3
+
+
+def cluster_rate(
+    ask: Callable[..., list[dict[str, Any]]],
+    pauses_s: Sequence[float],
+    rate: float,
+    period_s: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """Samples/s of machines in a cluster, from the second round to the end of the last.
+
+    Args:
+        ask: Has the machines train.
+        pauses_s: Sleep of each in a step.
+        rate: What they may reach together, which sizes the data.
+        period_s: Between two rounds.
+        seconds: About how long it shall take.
+    """
+    per_epoch = int(rate * seconds / NUM_EPOCHS / MILLION.batch_size) * MILLION.batch_size
+    lighthouse = Lighthouse(port=0, min_machines=len(pauses_s))
+    found = ask(
+        pauses_s,
+        address=lighthouse.address,
+        period_s=period_s,
+        num_samples=per_epoch,
+        num_epochs=NUM_EPOCHS,
+        stop_after_s=None,
+    )
+    lighthouse.close()
+    total = per_epoch * NUM_EPOCHS
+    assert all(one["num_samples"] == total for one in found)
+    trained = sum(len(one["steps"]) for one in found) * MILLION.batch_size
+    start = max(one["rounds"][1] for one in found)
+    end = max(one["rounds"][-1] for one in found)
+    before = sum(at < start for one in found for at in one["steps"]) * MILLION.batch_size
+    return {
+        "rate": (total - before) / (end - start),
+        "seconds": end - start,
+        "rounds": min(len(one["rounds"]) for one in found),
+        "trained_twice": trained - total,
+        "machines": found,
+    }
+
+
+def step_seconds() -> float:
+    """Of a bare loop."""
+    model = make_million()
+    optimizer = MILLION.make_optimizer(model.parameters())
+    order = batches(make_data(MILLION.batch_size * 100), MILLION.batch_size, seed=0)
+    times = []
+    for batch in itertools.islice(order, 300):
+        start = time.perf_counter()
+        train_step(MILLION, model, optimizer, batch, 0.0)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[100:])
+
+
+# -- sections -----------------------------------------------------------------------------
+
+
+def speeds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
+    """Machines of unequal speed: what they train together over the sum of their own rates."""
+    step_s = step_seconds()
+    pauses_s = [(slowed - 1) * step_s for slowed in SLOWED]
+    rows = []
+    with machines(len(SLOWED)) as ask:
+        for _ in range(args.repeat):
+            load = MachineLoad()
+            own = own_rates(ask, pauses_s)
+            found = cluster_rate(ask, pauses_s, sum(own), SPEED_PERIOD_S, CLUSTER_S)
+            rows.append(
+                {
+                    "own": own,
+                    **{name: value for name, value in found.items() if name != "machines"},
+                    "ratio": found["rate"] / sum(own),
+                    "used_by_others": load.others(),
+                }
+            )
+    head = ["own rates: samples/s", "together", "ratio", "rounds", "trained twice"]
+    cells = [
+        [
+            " + ".join(f"{rate:,.0f}" for rate in row["own"]),
+            f"{row['rate']:,.0f}",
+            f"{row['ratio']:.3f}",
+            str(row["rounds"]),
+            str(row["trained_twice"]),
+        ]
+        for row in rows
+    ]
+    print(f"Machines slowed {SLOWED}, a round every {SPEED_PERIOD_S:g} s; {MILLION.what}:\n")
+    print(table(head, cells), end="\n\n", flush=True)
+    ratio = statistics.median(row["ratio"] for row in rows)
+    what = f"machines 5 : 2 : 1 in speed, period {SPEED_PERIOD_S:g} s, over their own rates"
+    return {"rows": rows}, [Check(what=what, measured=ratio, wanted=SPEED_TARGET)]
+
+
+def lost_seconds(found: dict[str, Any]) -> list[float]:
+    """What each round took from a machine's training: its steps beside those between rounds."""
+    steps = found["steps"]
+    rounds = [at for at in found["rounds"][2:-1] if at < steps[-1] - 2 * AROUND_S]
+
+    def near(at: float) -> bool:
+        return any(abs(at - round_at) < AROUND_S for round_at in rounds)
+
+    gaps = list(itertools.pairwise(steps))
+    begun = found["rounds"][1] + AROUND_S
+    calm = [b - a for a, b in gaps if a > begun and not near(a) and not near(b)]
+    usual = statistics.fmean(sorted(calm)[: math.ceil(0.99 * len(calm))])
+    lost = []
+    for at in rounds:
+        own = [b - a for a, b in gaps if abs(a - at) < AROUND_S]
+        lost.append(sum(own) - usual * len(own))
+    return lost
+
+
+def cost(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
+    """What a round between two machines takes from the training of each."""
+    load = MachineLoad()
+    with machines(NUM_MACHINES) as ask:
+        own = sum(own_rates(ask, [0.0] * NUM_MACHINES))
+        found = cluster_rate(ask, [0.0] * NUM_MACHINES, own, COST_PERIOD_S, CLUSTER_S)
+    lost = [seconds for machine in found["machines"] for seconds in lost_seconds(machine)]
+    middle, low, high = median_interval(lost)
+    print(
+        f"What a round of two machines takes from the training of each; {MILLION.what}:\n\n"
+        f"median of {len(lost)}: {milliseconds(middle)} ms ({low * 1e3:.2f} to {high * 1e3:.2f})\n",
+        flush=True,
+    )
+    result = {"lost_s": lost, "median": middle, "used_by_others": load.others()}
+    return result, [
+        Check(
+            what="a round of two machines, 1e6 parameters: seconds of a machine's training",
+            measured=middle,
+            wanted=COST_TARGET_S,
+            at_most=True,
+        ),
+        Check(
+            what=f"its part of a period of {DEFAULT_PERIOD_S:g} s",
+            measured=middle / DEFAULT_PERIOD_S,
+            wanted=COST_TARGET_SHARE,
+            at_most=True,
+        ),
+    ]
+
+
+@contextmanager
+def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
+    """torchft's own ``DiLoCo``, each rank as a replica group of one."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo
+
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    model = make_million()
+    optimizer = MILLION.make_optimizer(model.parameters())
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=dist.get_world_size(),
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=f"http://{address}",
+        replica_id=f"rank-{dist.get_rank()}",
+        hostname="127.0.0.1",
+    )
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    with DiLoCo(manager, [model], optimizer, outer, sync_every=period):
+        yield lambda batch: train_step(MILLION, model, optimizer, batch, pause_s)
+    dist.barrier()  # who leaves first fails the other's round
+    manager.shutdown(wait=False)
+
+
+PEERS = {
+    "DDP, as torchrun starts it": "ddp",
+    "Accelerate's LocalSGD": "local_sgd",
+    "torchft's DiLoCo": "diloco",
+}
+NEEDS = {"local_sgd": "accelerate", "diloco": "torchft"}
+PEER_S = 6.0
+_data: list[Batch] = []
+
+
+def peer_rate(
+    *, system: str, period: int, num_steps: int, pauses_s: list[float], address: str
+) -> float:
+    """Samples/s of all ranks of another system, from a barrier to a barrier; in each of them."""
+    rank = dist.get_rank()
+    if not _data:
+        _data.append(make_data(MILLION.batch_size * 1000))
+    processes.PERIOD = period
+    torch.manual_seed(0)
+    order = batches(_data[0], MILLION.batch_size, seed=rank)
+    made = (
+        diloco(pauses_s[rank], period, address)
+        if system == "diloco"
+        else processes.PEERS[system](MILLION, pauses_s[rank])
+    )
+    with made as step:
+        for batch in itertools.islice(order, min(period, 100)):
+            step(batch)
+        dist.barrier()
+        start = time.perf_counter()
+        for batch in itertools.islice(order, num_steps):
+            step(batch)
+        dist.barrier()
+        elapsed_s = time.perf_counter() - start
+    return len(pauses_s) * num_steps * MILLION.batch_size / elapsed_s
+
+
+def peers(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
+    """Two machines against what trains two processes otherwise, with equal and unequal ones."""
+    step_s = step_seconds()
+    period = max(2, round(SPEED_PERIOD_S / step_s / 2))  # two processes share what one has alone
+    rows: dict[str, dict[str, float]] = {}
+    skipped = {
+        name: f"{NEEDS[system]} is not installed"
+        for name, system in PEERS.items()
+        if system in NEEDS and importlib.util.find_spec(NEEDS[system]) is None
+    }
+    load = MachineLoad()
+    for slowed in (1.0, 2.0):
+        pauses_s = [0.0, (slowed - 1) * step_s]
+        cells: dict[str, float] = {}
+        with machines(NUM_MACHINES) as ask:
+            cells["own rates"] = sum(own_rates(ask, pauses_s))
+            found = cluster_rate(ask, pauses_s, cells["own rates"], SPEED_PERIOD_S, CLUSTER_S / 2)
+            cells["this runtime"] = found["rate"]
+        lighthouse = Lighthouse(port=0, min_machines=NUM_MACHINES)
+        with GlooGroup(NUM_MACHINES, "benchmarks.cluster:peer_rate") as group:
+            for name, system in PEERS.items():
+                if name not in skipped:
+                    cells[name] = group.ask(
+                        system=system,
+                        period=period,
+                        num_steps=round(PEER_S / step_s / slowed / period + 0.5) * period,
+                        pauses_s=pauses_s,
+                        address=lighthouse.address,
+                    )
+        lighthouse.close()
+        rows[f"second machine slowed {slowed:g} times"] = cells
+    head = ["", *next(iter(rows.values()))]
+    shown = [[what, *(f"{rate:,.0f}" for rate in cells.values())] for what, cells in rows.items()]
+    print(
+        f"Samples/s of two machines, an average every {SPEED_PERIOD_S:g} s, of LocalSGD and DiLoCo "
+        f"every {period} steps; {MILLION.what}:\n\n{table(head, shown)}\n"
+    )
+    for name, why in skipped.items():
+        print(f"{name} is skipped: {why}.")
+    print(flush=True)
+    result = {"rows": rows, "period": period, "skipped": skipped}
+    return result | {"used_by_others": load.others()}, []
+
+
+def timeit(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def cluster_machine(address: str, rank: int, size: int, compression: str | None, out: Any) -> None:
+    """One machine's rounds; puts the seconds of each call of each round into a queue."""
+    state = State(tensors={"weights": torch.zeros(size)}, meta={})
+    options = EngineOptions(
+        address=address,
+        min_machines=NUM_MACHINES,
+        machine=f"machine-{rank}",
+        token="benchmark",
+        compression=compression,
+    )
+    engine = TorchftEngine(options, lambda: state)
+    delta = torch.full((size,), 0.5)
+    seconds = []
+    for _ in range(WARM_ROUNDS + NUM_ROUNDS):
+        x = delta.clone()
+        calls: list[Callable[[], object]] = [
+            engine.quorum,
+            lambda: engine.gather(FACTS),
+            lambda x=x: engine.all_reduce([x]),
+            lambda: engine.commit(True),
+        ]
+        seconds.append([timeit(call) for call in calls])
+    assert torch.allclose(x, delta * NUM_MACHINES, atol=0.05)
+    out.put((rank, seconds[WARM_ROUNDS:]))
+    engine.close()
+
+
+def measure_rounds(size: int, compression: str | None) -> dict[str, Any]:
+    """Rounds of machines that are processes of this host: medians of a whole one and its calls."""
+    spawn = multiprocessing.get_context("spawn")
+    out: Any = spawn.Queue()
+    lighthouse = Lighthouse(port=0, min_machines=NUM_MACHINES)
+    load = MachineLoad()
+    processes = [
+        spawn.Process(
+            target=cluster_machine, args=(lighthouse.address, rank, size, compression, out)
+        )
+        for rank in range(NUM_MACHINES)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(out.get(timeout=JOIN_S) for _ in processes)
+    for process in processes:
+        process.join(JOIN_S)
+    lighthouse.close()
+    rounds = found[0]
+    return {
+        "parameters": size,
+        "compression": compression or "none",
+        "rounds": len(rounds),
+        "round_s": statistics.median(map(sum, rounds)),
+        "calls_s": {
+            name: statistics.median(calls)
+            for name, calls in zip(CALLS, zip(*rounds, strict=True), strict=True)
+        },
+        "used_by_others": load.others(),
+    }
+
+
+def rounds_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each size and compression."""
+    head = ["parameters", "compression", "round: ms", *CALLS]
+    cells = [
+        [
+            f"{row['parameters']:.0e}",
+            row["compression"],
+            milliseconds(row["round_s"]),
+            *(milliseconds(row["calls_s"][name]) for name in CALLS),
+        ]
+        for row in rows
+    ]
+    return table(head, cells)
+
+
+def judge_rounds(rows: Sequence[dict[str, Any]]) -> list[Check]:
+    """The verdict on the size that the target speaks of."""
+    return [
+        Check(
+            what=f"a round of {NUM_MACHINES} machines, 1e6 parameters, in seconds",
+            measured=row["round_s"],
+            wanted=ROUND_TARGET_S,
+            at_most=True,
+        )
+        for row in rows
+        if row["parameters"] == TARGET_PARAMETERS and row["compression"] == "none"
+    ]
+
+
+def rounds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
+    """The calls of a round, without a training beside them."""
+    rows = [measure_rounds(size, kind) for size in SIZES for kind in COMPRESSIONS]
+    print(f"Rounds of {NUM_MACHINES} machines on this host, medians of {NUM_ROUNDS}:\n")
+    print(rounds_table(rows), end="\n\n", flush=True)
+    return {"rows": rows}, judge_rounds(rows)
+
+
+def facts_of(
+    ledger: c.ClusterLedger, seconds: Sequence[float], rng: random.Random
+) -> list[c.Facts]:
+    """What machines of these speeds would tell at the end of a period."""
+    found = []
+    for i, batch_s in enumerate(seconds):
+        name = f"machine-{i:04}"
+        granted = ledger.grants.get(name, c.Grant()).batches
+        todo = round(rng.uniform(0.9, 1.1) * ledger.period_s / batch_s)
+        done, kept = [], []
+        for epoch, spans in granted:
+            for span in spans:
+                cut = min(len(span), todo)
+                todo -= cut
+                done.append((epoch, (span[:cut],)))
+                kept.append((epoch, (span[cut : cut + 4],)))
+        found.append(
+            c.Facts(
+                machine=name,
+                step=ledger.step,
+                lineage=ledger.lineage,
+                consumed=ledger.consumed,
+                settings=ledger.settings,
+                done=c.normal(done),
+                kept=c.normal(kept),
+                weight=1.0,
+                seconds_per_batch=batch_s,
+            )
+        )
+    return found
+
+
+def deal(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
+    """CPU time of what every machine computes in a round of many: the deal, and the whole."""
+    rng = random.Random(0)
+    seconds = [rng.uniform(0.05, 0.5) for _ in range(NUM_DEALT)]
+    ledger = c.ClusterLedger(
+        settings={}, num_epochs=3, batches_per_epoch=600 * NUM_DEALT, period_s=30.0
+    )
+    deals, wholes = [], []
+    while not ledger.complete and len(deals) < 40:
+        facts = facts_of(ledger, seconds, rng)
+        start = time.process_time()
+        verdict = c.judge(ledger, facts)
+        wholes.append(time.process_time() - start)
+        assert not verdict.void, verdict.void
+        ledger = verdict.ledger
+        start = time.process_time()
+        again = c.deal(ledger, facts, period_s=ledger.period_s)
+        deals.append(time.process_time() - start)
+        assert again == ledger.grants
+    middle = statistics.median(deals)
+    print(
+        f"CPU time of a round of {NUM_DEALT} machines on each of them, medians of {len(deals)}: "
+        f"the deal {milliseconds(middle)} ms (at most {milliseconds(max(deals))}), the whole "
+        f"verdict {milliseconds(statistics.median(wholes))} ms.\n",
+        flush=True,
+    )
+    what = f"one deal for {NUM_DEALT} machines, seconds of CPU time"
+    check = Check(what=what, measured=middle, wanted=DEAL_TARGET_S, at_most=True)
+    return {"deals_s": deals, "verdicts_s": wholes}, [check]
+
+
+# -- the command line ---------------------------------------------------------------------
+
+SECTIONS = {"speeds": speeds, "cost": cost, "peers": peers, "rounds": rounds, "deal": deal}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--repeat", type=int, default=3, help="pairs of speeds")
+    args = parser.parse_args()
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    result = begin(ENVIRONMENT)
+    checks: list[Check] = []
+    load = MachineLoad()
+    for name in args.sections:
+        found, judged = SECTIONS[name](args)
+        checks += judged
+        result |= {name: found, "targets": [check.record() for check in checks]}
+        save(args.json, result)
+    print("\n".join(map(str, checks)))
+    print(f"Other processes used {load.others():.0%} of the cores; quiet is {QUIET:.0%}.")
+
+
+if __name__ == "__main__":
+    main()
