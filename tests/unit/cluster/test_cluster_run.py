@@ -162,7 +162,9 @@ def test_a_run_that_ends_within_a_round_does_not_take_back_what_the_others_train
     cluster = Cluster()
     a, b = (Machine(cluster, name, n=4003) for name in "ab")
     runs.append(b.handle._run)
-    assert b.join().stopped
+    left = b.join()
+    assert left.stopped
+    assert torch.equal(left.params["w"] != 0, b.outer.rounds_of_each_sample() > 0)
     a.join()
     # Training only adds.
     assert all((change < 1e-9).all() for change in a.outer.changes)
