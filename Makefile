@@ -1,7 +1,7 @@
 # make demo   train on scikit-learn's digits, then with every policy and backend
 # make test   run the tests
 # make test-long  many more schedules: SEED=0 COUNT=200000 CLUSTERS=10000 says which, SCALE=5 how
-#             many in the tests
+#             many in the tests; and FAULTS=100 of machines in real processes
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make lint   ruff and mypy
 # make compat  models and recipes of others through each way in, into docs/compatibility.md
@@ -32,13 +32,16 @@ test: $(VENV)/.stamp-test browser
 SEED  ?= 0
 COUNT ?= 200000
 CLUSTERS ?= 10000
+FAULTS ?= 100
 SCALE ?= 5
 
 test-long: $(VENV)/.stamp-test
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS)
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS) --late
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(CLUSTERS) --jobs $(JOBS) --cluster
-	TEST_SCALE=$(SCALE) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/simulation
+	$(PY) -m tests.storm --seed $(SEED) --count $(FAULTS)
+	TEST_SCALE=$(SCALE) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/simulation \
+		tests/unit/cluster/test_cluster_processes.py
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) tests/gpu/run.py

@@ -14,7 +14,7 @@ import torch.distributed
 
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from runtime.cluster.engine import VARIABLES
-from runtime.cluster.lighthouse import DEFAULT_PORT, Lighthouse
+from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.base import device_summary
@@ -117,9 +117,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     server.add_argument(
         "--join-timeout",
         type=float,
-        default=60.0,
+        default=JOIN_TIMEOUT_S,
         metavar="SECONDS",
-        help="how long a round waits for machines that live and are not ready",
+        help="how long a round waits for machines that live and are not ready: above the period",
     )
     server.add_argument(
         "--heartbeat-timeout",

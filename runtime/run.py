@@ -254,7 +254,8 @@ class Run:
             self._keeps_memory = True
         self._recording.begin(self.facts, self.devices, self._machine, self._service)
         started = False
-        INTERRUPTS.add(self)
+        if self._seat is None:  # else the cluster's part of it is told, and ends this
+            INTERRUPTS.add(self)
         try:
             self._saves.claim()
             for context in self._contexts:

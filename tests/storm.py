@@ -98,7 +98,7 @@ class Storm:
             case "lighthouse":
                 if self._server_back_at is not None:
                     return False
-                self._server.kill()
+                self._server.close()
                 seconds = self._draw.choice((0.0, 1.0, 4.0))
                 self._server_back_at = time.monotonic() + seconds
                 return self._tell(kind, f"is back after {seconds:g} s")

@@ -176,7 +176,8 @@ class ClusterRun:
         self._commands: deque[c.MemberCommand] = deque()
         self._account = share.Account()
         self._capturing = False
-        self._leaving = False  # only the last state of the run inside will do
+        self._leaving = False  # with the round in progress
+        self._delta_is_new = False  # told to the run inside, and in no capture since
         self._share: SaveCheckpoint | None = None  # the last capture of the run inside
         # What the replicas hold but for what they have trained since: the last capture, or what
         # the last round has made of it.
@@ -252,16 +253,20 @@ class ClusterRun:
         return self._inner.backend_reason
 
     def stop(self, *, everywhere: bool = False) -> None:
-        """Leave the cluster in order: the others go on, unless all shall stop."""
-        self._news.put(c.Stop(everywhere=everywhere))
-        self._leave_in_time()
-        self._inner.stop()
+        """Leave the cluster in order: the others go on, unless all shall stop.
 
-    def _leave_in_time(self) -> None:
+        The run inside goes on until the last round: what it is told meanwhile of the others'
+        training has to be in what it hands over.
+        """
+        self._news.put(c.Stop(everywhere=everywhere))
+        self._leave_in_time(nothing_to_say=not everywhere and not self._account.used)
+
+    def _leave_in_time(self, *, nothing_to_say: bool = False) -> None:
         """Whoever stops does not wait for ever for machines that do not come."""
         if not self._stopped:
             self._stopped = True
-            self._engine.give_up(LEAVE_S + self._settings.engine.timeout_s)
+            within_s = 0.0 if nothing_to_say else LEAVE_S + self._settings.engine.timeout_s
+            self._engine.give_up(within_s)
 
     def abort(self) -> None:
         """End at once; the others notice."""
@@ -344,7 +349,12 @@ class ClusterRun:
         self._own = self._global = self._share.payload
         data = self._data
         ledger = ClusterLedger(
-            settings={**data.settings, "model": self._inner.model_digest},
+            settings={
+                **data.settings,
+                "model": self._inner.model_digest,
+                "outer": self._settings.outer.name,
+                "compression": self._settings.engine.compression,
+            },
             num_epochs=data.num_epochs,
             batches_per_epoch=data.num_batches,
             period_s=self._settings.period_s,
@@ -382,6 +392,8 @@ class ClusterRun:
                 raise news.error or EngineClosed("the run was stopped before it began")
             if isinstance(news, SaveFailed):
                 raise news.error
+            if isinstance(news, c.Stop) and self._member is None:
+                self._inner.stop()
             self._later.append(news)
 
     def _feed(self, event: c.MemberEvent) -> None:
@@ -427,7 +439,7 @@ class ClusterRun:
     def _on_share(self, news: SaveCheckpoint | SaveFailed) -> None:
         if isinstance(news, SaveCheckpoint):
             self._share = news
-            if self._capturing and (news.final or not self._leaving):
+            if self._capturing:
                 self._answer_capture()
         elif self._capturing:
             self._capturing = False
@@ -437,8 +449,14 @@ class ClusterRun:
         assert self._member is not None
         assert self._share is not None
         self._capturing = False
-        self._own = self._share.payload
-        self._feed(self._account.capture(self._share, self._member.ledger))
+        if self._share.final and self._delta_is_new:
+            # It ended before all ranks took what the others have changed, which its state would
+            # take back.
+            self._feed(share.NOTHING)
+            return
+        self._own, self._delta_is_new = self._share.payload, False
+        captured = self._account.capture(self._share, self._member.ledger)
+        self._feed(replace(captured, kept=()) if self._leaving else captured)
 
     def _execute(self, command: c.MemberCommand) -> None:
         logger.debug("machine %s: %s", self._machine, command)
@@ -514,18 +532,24 @@ class ClusterRun:
         if self._ended is not None:
             self._answer_capture()
         else:
-            if self._leaving:  # where the run inside was replaced, stop() met the old one
-                self._inner.stop()
             self._inner.tell(m.ShareRequested(reserve_s=reserve_s))
 
     def _gather(self, command: c.Gather) -> None:
+        self._leaving = command.facts.leaving
         try:
             found = self._engine.gather(command.facts.to_json())
-            facts = tuple(c.Facts.from_json(told) for told in found)
-        except (EngineError, ValueError) as error:
+        except EngineError as error:
             self._feed(c.GatherFailed(error=str(error)))
             return
-        self._feed(c.Gathered(facts=facts))
+        assert self._quorum is not None
+        facts = []
+        for machine, told in zip(self._quorum.members, found, strict=True):
+            try:
+                facts.append(c.Facts.from_json(told))
+            except ValueError as error:
+                self._feed(c.GatherFailed(error=f"machine {machine} tells no facts: {error}"))
+                return
+        self._feed(c.Gathered(facts=tuple(facts)))
 
     def _reduce(self, command: c.Reduce) -> None:
         assert self._quorum is not None
@@ -568,6 +592,7 @@ class ClusterRun:
                     share.from_the_wire(s, t) for t, s in zip(old.taken, taken, strict=True)
                 ),
             )
+        self._sums = []
         ledger = self._member.ledger
         used = self._account.used or bool(self._closed)
         grants = self._account.commit(command.grant, ledger)
@@ -577,16 +602,17 @@ class ClusterRun:
             if used or self._closed:
                 self._replace_inner()
                 closed, grants = [], self._account.commit(command.grant, ledger)
-        if ledger.ended or self._ended is not None:
+        if ledger.ended or self._leaving:
             self._result = self._global
         delta = None
         if self._own is not self._global:
             assert self._own is not None
             delta = share.difference(self._global, self._own)
         elsewhere = self._account.num_elsewhere(ledger)
-        if ledger.stopped and not ledger.complete:
+        if self._leaving or (ledger.stopped and not ledger.complete):
             self._inner.stop()  # with the state of all machines as its result
         elif self._ended is None:
+            self._delta_is_new = self._delta_is_new or delta is not None
             self._inner.tell(
                 m.Granted(
                     epochs=(*closed, *grants),
@@ -630,6 +656,7 @@ class ClusterRun:
         old.abort()
         self._await_end()
         self._ended = None
+        self._delta_is_new = False
         self._account = share.Account()
         self._own = self._global
         self._num_elsewhere = self._account.num_elsewhere(self._member.ledger)
@@ -656,39 +683,44 @@ class ClusterRun:
         return self._inner.checkpoint(command)
 
     def _end(self, error: BaseException | None) -> None:
-        """Everything is over: wait for the run inside, and tell the handle."""
+        """Everything is over: wait for the run inside, and tell the handle, whatever fails."""
+        state: Any = None
         try:
             if self._ended is None:
                 if error is not None:
                     self._inner.abort()
                 elif self._result is None:
                     self._inner.stop()
-                self._await_end()
-            ended = self._ended
-            state, inner_error = (None, None) if ended is None else (ended.state, ended.error)
-            error = error or inner_error
-            is_new = self._result is not None and not self._result_given
-            if state is not None and error is None and is_new:
+            ended = self._await_end()
+            state, error = ended.state, error or ended.error
+            if error is None and state is not None and self._result is not None:
                 state = self._of_all_machines(state)
-        finally:
+        except BaseException as caught:
+            error = error or caught
+        try:
             self._engine.close()
             self._keeper.close()
+        except BaseException as caught:
+            error = error or caught
+        finally:
             INTERRUPTS.remove(self)
             self._listener.finish(None if error else state, error)
 
     def _of_all_machines(self, state: Any) -> Any:
         """The ``TrainedState`` of the run inside, with a round that came after its end in it."""
-        weights = {plain_key(key): t for key, t in self._checkpoint().weights.items()}
         for metrics in self._closed[self._num_published :]:
             self.publish(metrics)
+        state = replace(state, metrics=(*state.metrics, *self._closed[len(state.metrics) :]))
+        if self._result_given:
+            return state
+        weights = {plain_key(key): t for key, t in self._checkpoint().weights.items()}
         return replace(
             state,
             params={name: weights.get(name, t) for name, t in state.params.items()},
             buffers={name: weights.get(name, t) for name, t in state.buffers.items()},
-            metrics=(*state.metrics, *self._closed[len(state.metrics) :]),
         )
 
-    def _await_end(self) -> None:
+    def _await_end(self) -> _Ended:
         """Wait for the run inside; what it told before is of no use any more."""
         while self._ended is None:
             news = self._news.get()
@@ -696,3 +728,4 @@ class ClusterRun:
                 self._ended = news
             elif isinstance(news, c.Stop):
                 self._later.append(news)
+        return self._ended

@@ -71,8 +71,8 @@ class Quorum:
         rank: This machine's place in ``members``.
         members: Ids of the machines, sorted, the same on all of them.
         healed: The state received, if this machine was behind; its step is now the others'.
-        refused: Machines that want to take part and may not, for they have another token, or
-            sent what no machine sends.
+        refused: Machines that want to take part and may not, for they have another token or
+            version, or sent what no machine sends.
     """
 
     generation: int

@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from coordinator.cluster import FORMAT
 from runtime.cluster.engine import MAX_FACTS_BYTES, EngineError, PeerRefused
 from runtime.cluster.wire import (
     MAX_OVERHEAD_BYTES,
@@ -223,8 +224,9 @@ def _exchange_hellos(
     banned: Sequence[str],
     timeout: timedelta,
 ) -> dict[str, list[str] | None]:
-    """By machine whom it refuses; ``None`` where its hello is not signed with the token."""
-    body = json.dumps(sorted(banned)).encode()
+    """By machine whom it refuses; ``None`` where its hello is not signed with the token, or of
+    another version of what machines tell each other."""
+    body = json.dumps([FORMAT, sorted(banned)]).encode()
     store.set(f"{session}/{rank}", sealed(token, session, rank, candidates[rank], body))
     keys = [f"{session}/{i}" for i in range(len(candidates))]
     store.wait(keys, timeout)
@@ -233,7 +235,9 @@ def _exchange_hellos(
         try:
             if len(content) > MAX_HELLO_BYTES:
                 raise ValueError(f"{len(content)} bytes")
-            names = json.loads(opened(token, session, i, machine, content))
+            version, names = json.loads(opened(token, session, i, machine, content))
+            if version != FORMAT:
+                raise ValueError(f"version {version!r}")
             hellos[machine] = [str(name) for name in names]
         except (PeerRefused, ValueError, TypeError, RecursionError):
             hellos[machine] = None
@@ -246,11 +250,12 @@ def _refused(hellos: dict[str, list[str] | None], machine: str) -> dict[str, str
     Raises:
         PeerRefused: This machine takes none.
     """
-    refused = {name: "it has another token" for name, told in hellos.items() if told is None}
+    other = "it has another token or version"
+    refused = {name: other for name, told in hellos.items() if told is None}
     for name, told in hellos.items():
-        for other in told or ():
-            if other == machine and name != machine:
+        for peer in told or ():
+            if peer == machine and name != machine:
                 raise PeerRefused((machine,), f"{name} refuses this machine for what it sent")
-            if other in hellos and other != machine:
-                refused.setdefault(other, f"{name} refuses it for what it sent")
+            if peer in hellos and peer != machine:
+                refused.setdefault(peer, f"{name} refuses it for what it sent")
     return refused

@@ -11,6 +11,8 @@ from runtime.cluster.engine import joined
 from runtime.core.checks import check_float, check_int, need
 
 DEFAULT_PORT = 29510
+JOIN_TIMEOUT_S = 60.0
+"""How long a round waits, by default, for machines that live and do not want one yet."""
 TICK_MS = 20
 """How often the lighthouse looks whose heartbeat is late."""
 
@@ -48,7 +50,8 @@ class Lighthouse:
         port: 0 picks one that is free.
         min_machines: Fewest machines that make a round.
         join_timeout_s: How long machines that want a round wait for others that live and
-            do not want one yet, in seconds. Rounds in which all take part never wait.
+            do not want one yet, in seconds: longer than the period. Rounds in which all take
+            part never wait.
         heartbeat_timeout_s: After how many seconds of silence a machine counts as dead.
 
     Raises:
@@ -65,7 +68,7 @@ class Lighthouse:
         host: str = "127.0.0.1",
         port: int = DEFAULT_PORT,
         min_machines: int = 1,
-        join_timeout_s: float = 60.0,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
         heartbeat_timeout_s: float = 5.0,
     ) -> None:
         check_int("port", port, 0, 65535)

@@ -28,6 +28,12 @@ class OuterOptimizer(ABC):
             New tensors, of the dtypes of ``old``.
         """
 
+    @property
+    def name(self) -> str:
+        """What must be equal on all machines: its ``repr``, where it has one of its own."""
+        kind = type(self)
+        return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(self)
+
     def state(self) -> list[Tensor]:
         """What heals a machine and stands in checkpoints; nobody writes to it any more."""
         return []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.cluster.engine import Engine, EngineOptions, State
+from runtime.cluster.lighthouse import JOIN_TIMEOUT_S
 from runtime.cluster.outer import Mean, OuterOptimizer
 from runtime.core.checks import check_float
+
+logger = logging.getLogger(__name__)
 
 PERIOD = "GPUWORKER_CLUSTER_PERIOD"
 """The environment variable for ``period``."""
@@ -42,6 +46,16 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         check_float("cluster(period=)", self.period_s, 0.0, above=True)
+        if self.period_s >= JOIN_TIMEOUT_S:
+            # What the lighthouse was started with, it tells nobody.
+            logger.warning(
+                "cluster(period=%g) is not below the %g s for which a lighthouse waits by default "
+                "for machines that still train: start it with --join-timeout %g, or rounds leave "
+                "them out",
+                self.period_s,
+                JOIN_TIMEOUT_S,
+                2 * self.period_s,
+            )
         if not isinstance(self.outer, OuterOptimizer):
             raise TypeError(
                 f"cluster(outer={self.outer!r:.80}): pass runtime.Mean() or runtime.Nesterov()"

@@ -17,7 +17,7 @@ from coordinator.messages import EpochGrant, Payload, SaveCheckpoint
 from coordinator.metrics import EpochMetrics, EpochTally, MachineTally
 
 _PARTS = ("params", "buffers", "taken")
-_NOTHING = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
+NOTHING = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
 
 
 class Account:
@@ -30,7 +30,7 @@ class Account:
         self._granted: defaultdict[int, BatchSet] = defaultdict(BatchSet)
         self._committed: defaultdict[int, BatchSet] = defaultdict(BatchSet)
         self._returned: Batches = ()
-        self._last = _NOTHING
+        self._last = NOTHING
         # Samples and weight of each open epoch.
         self._captured: dict[int, tuple[int, float]] = {}
         self._brought: dict[int, tuple[int, float]] = {}
@@ -81,7 +81,7 @@ class Account:
         returned, self._returned = self._returned, ()
         for epoch, spans in returned:
             self._granted[epoch].put_back(spans)
-        self._last = _NOTHING
+        self._last = NOTHING
         return tuple(EpochGrant(epoch=epoch, batches=spans) for epoch, spans in returned)
 
     def commit(self, grant: Grant, ledger: ClusterLedger) -> tuple[EpochGrant, ...]:
@@ -109,7 +109,7 @@ class Account:
             if more or elsewhere:
                 told.append(EpochGrant(epoch=epoch, batches=more.spans, num_elsewhere=elsewhere))
         self._returned = ()
-        self._last = _NOTHING
+        self._last = NOTHING
         return tuple(told)
 
     def num_elsewhere(self, ledger: ClusterLedger) -> int:
@@ -249,10 +249,11 @@ def from_tensors(tensors: Mapping[str, Tensor], like: Payload) -> tuple[Payload,
                 raise ValueError(f"the state received has another {name}.{i} than this model")
             found.append(t)
         parts[name] = tuple(found)
-    outer = [tensors[key] for key in sorted(tensors) if key.startswith("outer.")]
-    if len(outer) not in (0, len(like.params)):
-        raise ValueError(f"the state received has {len(outer)} tensors of an outer optimizer")
-    return Payload(**parts), outer
+    num_outer = sum(key.startswith("outer.") for key in tensors)
+    try:
+        return Payload(**parts), [tensors[f"outer.{i}"] for i in range(num_outer)]
+    except KeyError as error:
+        raise ValueError(f"the state received has no tensor {error}") from error
 
 
 def run_state(

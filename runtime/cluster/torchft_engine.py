@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -98,30 +99,34 @@ class TorchftEngine(Engine):
         self._timeout = timedelta(seconds=options.timeout_s)
         lighthouse = joined(*host_and_port("address", options.address))
         self._host = options.host.strip("[]") or address_towards(options.address)
-        try:
-            self._store, port = own_store(self._host, self._timeout)
-            self._store_address = joined(self._host, port)
-            self._states = StateServer(self._host, options.token, options.timeout_s)
-            wait_for_lighthouse(options.address, min(START_S, options.lighthouse_timeout_s))
-            self._manager: Any = torchft.ManagerServer(
-                replica_id=self.machine,
-                lighthouse_addr=f"http://{lighthouse}",
-                hostname=f"[{self._host}]" if ":" in self._host else self._host,
-                bind=joined(self._host, 0),
-                store_addr=self._store_address,
-                world_size=1,
-                heartbeat_interval=timedelta(seconds=options.heartbeat_s),
-                connect_timeout=timedelta(seconds=RECONNECT_S),
-                quorum_retries=RETRIES,
-            )
-            self._client: Any = torchft.ManagerClient(
-                self._manager.address(), connect_timeout=self._timeout
-            )
-        except (OSError, RuntimeError, TimeoutError) as error:
-            raise EngineError(
-                f"cluster(): cannot listen on {self._host!r} or reach the lighthouse at "
-                f"{lighthouse}: {error}"
-            ) from error
+        with ExitStack() as opened:
+            try:
+                self._store, port = own_store(self._host, self._timeout)
+                self._store_address = joined(self._host, port)
+                wait_for_lighthouse(options.address, min(START_S, options.lighthouse_timeout_s))
+                self._states = StateServer(self._host, options.token, options.timeout_s)
+                opened.callback(self._states.close)
+                self._manager: Any = torchft.ManagerServer(
+                    replica_id=self.machine,
+                    lighthouse_addr=f"http://{lighthouse}",
+                    hostname=f"[{self._host}]" if ":" in self._host else self._host,
+                    bind=joined(self._host, 0),
+                    store_addr=self._store_address,
+                    world_size=1,
+                    heartbeat_interval=timedelta(seconds=options.heartbeat_s),
+                    connect_timeout=timedelta(seconds=RECONNECT_S),
+                    quorum_retries=RETRIES,
+                )
+                opened.callback(self._manager.shutdown)
+                self._client: Any = torchft.ManagerClient(
+                    self._manager.address(), connect_timeout=self._timeout
+                )
+            except (OSError, RuntimeError, TimeoutError) as error:
+                raise EngineError(
+                    f"cluster(): cannot listen on {self._host!r} or reach the lighthouse at "
+                    f"{lighthouse}: {error}"
+                ) from error
+            opened.pop_all()
         self._calls = _Calls(f"cluster-{self.machine}")
 
     @property
@@ -282,7 +287,8 @@ class TorchftEngine(Engine):
         if self._is_new and group.members == (self.machine,) and group.refused:
             others = ", ".join(sorted(group.refused))
             raise PeerRefused(
-                (self.machine,), f"{others} have another token than this machine, or none"
+                (self.machine,),
+                f"{others} have another token than this machine, or none, or another version",
             )
         return group
 

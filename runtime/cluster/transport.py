@@ -192,11 +192,18 @@ def _ask(
                 (machine,), f"it answers {answer.status} with {size} bytes; {max_bytes} may come"
             )
         content = bytearray()
+        enough, deadline = PIECE_BYTES, time.monotonic() + timeout_s
         while len(content) < size:
-            piece = answer.read(min(PIECE_BYTES, size - len(content)))
-            if not piece:
-                raise EngineError(f"{machine} sent {len(content)} of {size} bytes of its state")
+            piece = answer.read1(min(PIECE_BYTES, size - len(content)))
             content += piece
+            now = time.monotonic()
+            if len(content) >= enough:
+                enough, deadline = len(content) + PIECE_BYTES, now + timeout_s
+            if not piece or now > deadline:
+                how = "and no more" if not piece else "and is too slow"
+                raise EngineError(
+                    f"{machine} sent {len(content)} of {size} bytes of its state, {how}"
+                )
         mac, whole = bytes(content[-MAC_BYTES:]), bytes(memoryview(content)[:-MAC_BYTES])
         if not is_signed(mac, token, "state", path.encode(), number.encode(), whole):
             raise PeerRefused((machine,), "its state is not signed with this machine's token")

@@ -51,6 +51,7 @@ def main():
     parser.add_argument("--step-s", type=float, default=0.0, help="work of a step")
     parser.add_argument("--sleep-s", type=float, default=0.0, help="how long a step waits")
     parser.add_argument("--token")
+    parser.add_argument("--clock-s", type=float, default=0.0, help="how far every clock is off")
     parser.add_argument("--directory")
     parser.add_argument("--log", help="file for what the runtime says")
     args = parser.parse_args()
@@ -58,6 +59,10 @@ def main():
         form = "%(asctime)s.%(msecs)03d %(message).600s"
         logging.basicConfig(filename=args.log, level=logging.DEBUG, format=form, datefmt="%X")
     faulthandler.register(signal.SIGUSR2)
+    if args.clock_s:
+        for name in ("time", "monotonic"):
+            true = getattr(time, name)
+            setattr(time, name, lambda true=true: true() + args.clock_s)
     outer = Told(args.samples)
 
     def train_fn(model, batch):

@@ -87,9 +87,9 @@ class Program:
             self._value = value
         return {"done": done, "step": self._engine.step}
 
-    def reset(self):
-        """Forgets the step."""
-        self._engine.reset()
+    def reset(self, step=0):
+        """Counts on from another step."""
+        self._engine.reset(step)
 
     def close(self):
         """Leaves."""

@@ -42,13 +42,15 @@ class CallFailed(Exception):
 
 
 class _Process:
-    def __init__(self, args, **kwargs):
+    def __init__(self, module, *args, namespace=None):
         programs.preload("tests.support.machine")
+        if namespace is not None:  # see tests/support/namespaces.py
+            module, args = "tests.support.namespaces", (namespace, module, *args)
         self._process = programs.Popen(
-            [sys.executable, *args],
+            [sys.executable, "-m", module, *map(str, args)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            **kwargs,
+            cwd=programs.ROOT,
         )
         self._rest = b""
 
@@ -91,15 +93,16 @@ class LighthouseProcess(_Process):
         line: All that it prints.
     """
 
-    def __init__(self, *, port=0, min_machines=1, join_timeout_s=10.0):
+    def __init__(
+        self, *, host="127.0.0.1", port=0, min_machines=1, join_timeout_s=10.0, namespace=None
+    ):
         super().__init__(
-            [
-                *("-m", "runtime", "lighthouse", "--port", str(port)),
-                *("--min-machines", str(min_machines)),
-                *("--join-timeout", str(join_timeout_s)),
-                *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
-            ],
-            cwd=programs.ROOT,
+            "runtime",
+            *("lighthouse", "--host", host, "--port", port),
+            *("--min-machines", min_machines),
+            *("--join-timeout", join_timeout_s),
+            *("--heartbeat-timeout", HEARTBEAT_TIMEOUT_S),
+            namespace=namespace,
         )
         self.line = self._line()
         self.address = self.line.split()[2].rstrip(";")
@@ -135,13 +138,9 @@ class TrainingMachine(_Process):
         answer: What it printed at last; ``None``: it has not ended.
     """
 
-    def __init__(self, address, *args, **kwargs):
+    def __init__(self, address, *args, namespace=None):
         programs.preload("tests.support.clustering")
-        super().__init__(
-            ["-m", "tests.support.cluster_program", address, *map(str, args)],
-            cwd=programs.ROOT,
-            **kwargs,
-        )
+        super().__init__("tests.support.cluster_program", address, *args, namespace=namespace)
         self.started = False
         self.num_rounds = 0
         self.answer = None
@@ -177,7 +176,7 @@ class TrainingMachine(_Process):
     def join(self, timeout_s=90.0):
         """Wait for its end; gives what it printed."""
         self.until(lambda self: self.answer is not None, timeout_s)
-        assert self.ended() == 0
+        assert self._process.wait(timeout_s) == 0
         return self.answer
 
 
@@ -186,7 +185,7 @@ class Machine(_Process):
 
     def __init__(self, address, name, **options):
         given = {"address": address, "machine": name, "timeout_s": 10.0, **options}
-        super().__init__(["-m", "tests.support.machine", json.dumps(given)], cwd=programs.ROOT)
+        super().__init__("tests.support.machine", json.dumps(given))
         self.name = name
         assert json.loads(self._line()) == {"ready": True}
 

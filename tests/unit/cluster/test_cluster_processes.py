@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -13,6 +14,8 @@ from runtime.checkpoint.store import entries
 from tests.storm import Storm, broken
 from tests.support import programs
 from tests.support.machines import LighthouseProcess, TrainingMachine, needs_torchft
+from tests.support.namespaces import SUBNET, Namespaces
+from tests.support.pairs import SCALE
 
 pytestmark = needs_torchft
 SAMPLES = 12003
@@ -23,24 +26,30 @@ some four standard deviations of what another seed changes in one machine's (0.5
 
 @pytest.fixture
 def start():
-    """Starts machines that end with the test; also a lighthouse, where it is given no other."""
+    """Starts machines that end with the test; before the first a lighthouse, if there is none."""
     processes = []
 
-    def machine(*args, samples=SAMPLES, port=None):
-        if not processes or port is not None:
-            processes.append(LighthouseProcess(port=port or 0, join_timeout_s=3.0))
-        address = processes[0].address
-        processes.append(TrainingMachine(address, "--samples", samples, *args))
+    def light(**kwargs):
+        processes.append(LighthouseProcess(join_timeout_s=3.0, **kwargs))
         return processes[-1]
 
-    machine.processes = processes
+    def machine(*args, samples=SAMPLES, namespace=None):
+        address = (processes or [light()])[0].address
+        args = ("--samples", samples, *args)
+        processes.append(TrainingMachine(address, *args, namespace=namespace))
+        return processes[-1]
+
+    machine.light, machine.processes = light, processes
     yield machine
     for process in processes:
         process.close()
 
 
-def is_once(answer):
-    return (answer["num_missing"], answer["num_twice"]) == (0, 0)
+def check_once(*answers):
+    """Each batch counts once, and all have the same parameters."""
+    wrong = [(answer["num_missing"], answer["num_twice"]) for answer in answers]
+    assert wrong == [(0, 0)] * len(answers)
+    assert len({answer["digest"] for answer in answers}) == 1
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
@@ -51,10 +60,8 @@ def test_one_is_killed_another_comes_late_and_each_sample_counts_once(start, pol
     b.in_a_round().kill()
     c = start(*args, samples=samples)
     first, late = a.join(), c.join()
-    assert first["digest"] == late["digest"]
+    check_once(first, late)
     assert first["num_samples"] == late["num_samples"] == [samples]
-    assert is_once(first)
-    assert is_once(late)
 
 
 def test_ctrl_c_on_one_machine_leaves_its_part_to_the_other(start):
@@ -64,7 +71,7 @@ def test_ctrl_c_on_one_machine_leaves_its_part_to_the_other(start):
     answer = a.join()
     assert not answer["stopped"]
     assert answer["num_samples"] == [SAMPLES]
-    assert is_once(answer)
+    check_once(answer)
 
 
 def test_the_lighthouse_dies_and_is_started_again(start):
@@ -72,10 +79,9 @@ def test_the_lighthouse_dies_and_is_started_again(start):
     b.in_a_round()
     lighthouse = start.processes[0]
     lighthouse.kill()
-    start.processes.append(LighthouseProcess(port=lighthouse.port, join_timeout_s=3.0))
+    start.light(port=lighthouse.port)
     answers = [machine.join() for machine in (a, b)]
-    assert answers[0]["digest"] == answers[1]["digest"]
-    assert is_once(answers[0])
+    check_once(*answers)
 
 
 def test_a_machine_that_was_stopped_comes_back_and_ends_with_the_others(start):
@@ -89,9 +95,16 @@ def test_a_machine_that_was_stopped_comes_back_and_ends_with_the_others(start):
     c.in_a_round()
     b.signal(signal.SIGUSR1)
     answers = [machine.join() for machine in machines]
-    assert len({answer["digest"] for answer in answers}) == 1
-    assert all(map(is_once, answers))
+    check_once(*answers)
     assert all(answer["stopped"] for answer in answers)
+
+
+def test_clocks_that_are_off_do_no_harm(start):
+    years_s = 3e8
+    machines = [start("--machines", 3, "--clock-s", off) for off in (0.0, years_s, -years_s)]
+    answers = [machine.join() for machine in machines]
+    check_once(*answers)
+    assert answers[0]["machines"] == 3
 
 
 def test_all_are_killed_and_one_machine_less_goes_on_from_the_checkpoint(start, tmp_path):
@@ -101,10 +114,52 @@ def test_all_are_killed_and_one_machine_less_goes_on_from_the_checkpoint(start, 
     for machine in machines:
         machine.kill()
     answers = [machine.join() for machine in [start(*args) for _ in "de"]]
-    assert answers[0]["digest"] == answers[1]["digest"]
-    assert all(map(is_once, answers))
+    check_once(*answers)
     assert answers[0]["machines"] > 2  # some of it was trained by those that are gone
     assert answers[0]["num_samples"] == [SAMPLES]
+
+
+@pytest.fixture
+def network():
+    try:
+        found = Namespaces()
+    except OSError as error:
+        pytest.skip(f"no network namespaces can be made here: {error}")
+    yield found
+    found.close()
+
+
+# Numbers in the network: the lighthouse is 1, and the first of the machines has the store.
+@pytest.mark.parametrize("cut", [1, 2, 4] if SCALE > 1 else [4])
+def test_a_link_that_is_down_makes_no_second_history(start, network, cut):
+    down_s = 10.0 if SCALE > 1 else 4.0
+    start.light(host=f"{SUBNET}.1", namespace=network.join(1))
+    args = ("--machines", 2, "--timeout", 1.0, "--sleep-s", 0.01, "--epochs", 100_000)
+    machines = {
+        number: start(*args, samples=803, namespace=network.join(number)) for number in (2, 3, 4)
+    }
+    began = time.monotonic()
+    for machine in machines.values():
+        machine.in_a_round()
+    start_s = time.monotonic() - began
+    network.cut(cut)
+    cut_at = time.monotonic()
+    time.sleep(0.5)  # a round that was under way
+    before = {number: machine.look().num_rounds for number, machine in machines.items()}
+    time.sleep(down_s - 0.5)
+    after = {number: machine.look().num_rounds for number, machine in machines.items()}
+    network.mend(cut)
+    back = time.monotonic()
+    for number, machine in machines.items():
+        grew = after[number] > before[number]
+        assert grew == (cut not in (1, number)), (number, before, after)
+        machine.in_a_round()
+    took_s = time.monotonic() - back
+    print(f"{cut} was cut off for {back - cut_at:.1f} s; all in a round {took_s:.2f} s later")
+    assert took_s < 5.0 + start_s
+    machines[2].signal(signal.SIGUSR1)
+    answers = [machine.join() for machine in machines.values()]
+    check_once(*answers)
 
 
 def test_a_few_faults_of_a_storm():

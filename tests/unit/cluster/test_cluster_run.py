@@ -122,15 +122,53 @@ def test_a_round_that_fails_changes_nothing(point):
 
 def test_a_machine_that_stops_hands_over_what_it_has_and_the_other_goes_on():
     cluster = MemoryCluster()
-    a, b = (Machine(cluster, name, epochs=3) for name in "ab")
-    assert b.began.wait(WAIT_S)
+    a, b = (Machine(cluster, name, n=4003) for name in "ab")
+    wait_until(lambda: len(b.outer.changes) > 1)
     b.handle.stop()
     left = b.join()
     assert left.stopped
-    handed_over = left.params["w"] != 0  # with what the other had trained until then
-    assert handed_over.sum() >= len(b.trained)
+    # It returns the state of both after its last round.
+    assert torch.equal(left.params["w"] != 0, b.outer.rounds_of_each_sample() > 0)
     assert not a.join().stopped
-    assert a.trained + b.trained == dict.fromkeys(range(203), 3)
+    assert once(a, 4003)
+
+
+def test_a_machine_that_has_trained_nothing_leaves_at_once():
+    a = Machine(MemoryCluster(min_machines=2), "a")
+    start = time.monotonic()
+    a.handle.stop()
+    assert a.join().stopped
+    assert time.monotonic() - start < 10.0  # and does not wait to hand over what it has not
+
+
+def test_a_run_that_ends_within_a_round_does_not_take_back_what_the_others_trained():
+    runs = []
+
+    class Cluster(MemoryCluster):
+        def engine(self, machine, offer):
+            engine = super().engine(machine, offer)
+            commit = engine.commit
+
+            def ended_first(ok):
+                if machine == "b" and engine.step == 3:
+                    wait_until(lambda: runs)
+                    runs[0]._inner.stop()
+                    runs[0]._inner.wait_threads(WAIT_S)
+                return commit(ok)
+
+            engine.commit = ended_first
+            return engine
+
+    cluster = Cluster()
+    a, b = (Machine(cluster, name, n=4003) for name in "ab")
+    runs.append(b.handle._run)
+    left = b.join()
+    assert left.stopped
+    assert torch.equal(left.params["w"] != 0, b.outer.rounds_of_each_sample() > 0)
+    a.join()
+    # Training only adds.
+    assert all((change < 1e-9).all() for change in a.outer.changes)
+    assert once(a, 4003)
 
 
 def test_a_stop_everywhere_ends_all_machines_with_the_same_state():
@@ -169,6 +207,17 @@ def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on()
     assert a.began.wait(WAIT_S)
     c = Machine(cluster, "c", batch_size=5, epochs=2)
     with pytest.raises(ClusterError, match=r"machine c .*batch_size is 5, not 4"):
+        c.join()
+    a.handle.stop()
+    assert a.join().stopped
+
+
+def test_a_machine_with_another_outer_optimizer_is_refused():
+    cluster = MemoryCluster()
+    a = Machine(cluster, "a", epochs=5000)
+    assert a.began.wait(WAIT_S)
+    c = Machine(cluster, "c", epochs=5000, outer=Nesterov())
+    with pytest.raises(ClusterError, match=r"outer is 'Nesterov.*, not 'Mean"):
         c.join()
     a.handle.stop()
     assert a.join().stopped

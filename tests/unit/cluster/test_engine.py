@@ -19,7 +19,8 @@ from runtime.cluster.engine import (
     State,
     host_and_port,
 )
-from runtime.cluster.lighthouse import Lighthouse
+from runtime.cluster.lighthouse import JOIN_TIMEOUT_S, Lighthouse
+from runtime.cluster.settings import ClusterSettings
 from runtime.cluster.torchft_engine import TorchftEngine
 from runtime.cluster.wire import (
     CODECS,
@@ -89,6 +90,14 @@ def test_options_from_the_environment():
         EngineOptions.from_environment({})
     with pytest.raises(ValueError, match="GPUWORKER_CLUSTER_TIMEOUT='soon'"):
         EngineOptions.from_environment({**environ, "GPUWORKER_CLUSTER_TIMEOUT": "soon"})
+
+
+def test_a_period_that_the_lighthouse_may_not_wait_for_is_warned_of(caplog):
+    options = EngineOptions(address="host:1")
+    ClusterSettings(engine=options, period_s=JOIN_TIMEOUT_S / 2)
+    assert not caplog.records
+    ClusterSettings(engine=options, period_s=JOIN_TIMEOUT_S)
+    assert "--join-timeout 120" in caplog.text
 
 
 def test_without_torchft_the_error_names_the_extra(monkeypatch):

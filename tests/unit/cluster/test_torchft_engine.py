@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from runtime.cluster import torchft_engine
 from tests.support.machine import contribution
 from tests.support.machines import (
     HEARTBEAT_TIMEOUT_S,
@@ -143,6 +144,16 @@ def test_a_lighthouse_that_is_killed_and_restarted_is_waited_for(cluster):
     make_round(machines)
 
 
+def test_a_machine_that_starts_waits_for_a_lighthouse_that_is_away(monkeypatch):
+    answers = iter([False, False, True])
+    monkeypatch.setattr(torchft_engine, "answers", lambda address: next(answers))
+    monkeypatch.setattr(torchft_engine, "PAUSE_S", 0.0)
+    torchft_engine.wait_for_lighthouse("host:1", 10.0)
+    assert list(answers) == []
+    monkeypatch.setattr(torchft_engine, "answers", lambda address: False)
+    torchft_engine.wait_for_lighthouse("host:1", 0.0)
+
+
 def test_generations_that_are_counted_again_do_not_meet_old_addresses(cluster):
     first = cluster.light()
     machines = cluster.machines("ab")
@@ -169,6 +180,18 @@ def test_two_histories_of_one_step_are_not_healed_unless_one_is_reset(cluster):
     assert [(q["step"], q["healed"]) for q in quorums] == [(2, None), (2, None)]
     b.make("reset")
     assert [q["healed"] for q in make_round(machines)] == [None, 2.0]
+
+
+def test_a_loser_whose_winner_dies_goes_on_alone(cluster):
+    a, b = machines = cluster.machines("ab")
+    make_round(machines, value=1.0)
+    b.make("reset")  # its history has lost, and it is to be healed
+    a.kill()
+    [quorum] = together([b], "quorum")
+    assert (quorum["step"], quorum["healed"], tuple(quorum["members"])) == (0, None, ("b",))
+    b.make("reset", step=1)  # nobody is there to be healed from
+    b.make("gather")
+    assert b.make("commit", value=2.0) == {"done": True, "step": 2}
 
 
 def test_a_machine_that_did_not_commit_heals(cluster):

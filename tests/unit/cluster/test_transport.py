@@ -209,6 +209,28 @@ def test_a_peer_that_is_silent_or_gone_is_an_error():
         fetch(address, timeout_s=0.2)
 
 
+def test_a_state_that_drips_in_is_an_error():
+    over = threading.Event()
+
+    def drip(listener):
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            transport._request(connection)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while not over.wait(0.02):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        try:
+            with pytest.raises(EngineError, match="too slow"):
+                fetch(f"127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
+        finally:
+            over.set()
+            thread.join()
+
+
 def test_close_ends_answers_under_way_and_is_idempotent(server):
     server.offer(3, State(tensors={"w": torch.zeros(30_000_000)}, meta={}))
     host, port = server.address.split(":")

@@ -290,6 +290,31 @@ def test_of_two_histories_under_one_step_one_goes_on_and_the_other_is_healed():
     assert resets == [ledger.lineage != max(x.lineage for x in ledgers) for ledger in ledgers]
 
 
+def test_a_loser_whose_winner_dies_goes_on_with_its_own_history():
+    own, winning = new_ledger(), new_ledger()
+    commit_all(own, ("a",))
+    for _ in range(2):
+        commit_all(winning, ("b",))
+    lineage = own.lineage
+    member = c.Member("a", own)
+    member.handle(c.Built(), 0.0)
+    member.handle(formed("a", "b"), 0.0)
+    nothing = c.CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
+    (gather,) = member.handle(nothing, 0.0)
+    lost = member.handle(c.Gathered(facts=(gather.facts, told(winning, "b"))), 0.0)
+    assert c.ResetHistory(step=0) in lost
+    assert member.handle(Tick(), 1.0) == [c.FormQuorum()]
+    back, capture = member.handle(formed("a"), 1.0)  # nobody is there to be healed from
+    assert back == c.ResetHistory(step=1)
+    assert isinstance(capture, c.TakeCapture)
+    (gather,) = member.handle(nothing, 1.0)
+    assert (gather.facts.step, gather.facts.lineage) == (1, lineage)
+    member.handle(c.Gathered(facts=(gather.facts,)), 1.0)
+    (apply,) = member.handle(c.Committed(ok=True), 1.0)
+    assert not apply.restart
+    assert member.step == 2
+
+
 def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on():
     even, odd = new_ledger(), new_ledger(batch_size=8)
     commit_all(even, ("b",))
