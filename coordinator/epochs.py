@@ -284,15 +284,24 @@ class Epochs:
                 return closing.epoch
         return None
 
+    def asks_lead(self, epoch: Epoch) -> bool:
+        """Whether the lead needs no averaging for what it does with a closed epoch.
+
+        Under lockstep, and where one rank is left, the live weights are the average. In a
+        cluster the state of all machines is at hand.
+        """
+        return self._core.lockstep or self._core.alone or epoch.epoch in self._core.common
+
     def ask_lead(self, epoch: Epoch) -> None:
-        """Have the first live rank evaluate and hand over its weights as they are."""
+        """Have the first live rank evaluate and hand over its weights as they are, or the state
+        of all machines."""
         evaluate, checkpoint = self.per_epoch(epoch)
-        lead = self._core.live[0].rank
+        lead, state = self._core.live[0].rank, self._core.common.get(epoch.epoch)
         epoch.lead = lead
         if evaluate is not None:
-            self._core.send(lead, m.Evaluate(epoch=evaluate))
+            self._core.send(lead, m.Evaluate(epoch=evaluate, state=state))
         if checkpoint is not None:
-            self._core.send(lead, m.Checkpoint(version=checkpoint))
+            self._core.send(lead, m.Checkpoint(version=checkpoint, state=state))
 
     def close(self, now: float) -> None:
         """Close epochs whose every batch is settled, in order.
@@ -310,7 +319,7 @@ class Epochs:
     def _close_settled(self) -> None:
         while (epoch := self._core.pool.oldest) is not None and epoch.settled:
             work = self.has_work(epoch.epoch)
-            if self._core.lockstep or self._core.alone:
+            if self.asks_lead(epoch):
                 if self._core.lockstep and any(r.num_queued for r in self._core.live):
                     return
                 if work and not epoch.worked:
@@ -330,6 +339,7 @@ class Epochs:
         """
         while self._closing and (anyway or self._done_with(self._closing[0].epoch)):
             head = self._closing.popleft()
+            self._core.common.pop(head.epoch.epoch, None)
             if self._core.steps is not None:
                 self._core.publish_steps(self._core.steps.flush())
             metrics = head.epoch.tally.close(

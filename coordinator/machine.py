@@ -379,6 +379,9 @@ class Coordinator:
             if grant.complete:
                 epoch.complete = True
                 epoch.num_samples, epoch.others = grant.num_samples, grant.others
+                if event.state is not None:
+                    core.common[grant.epoch] = event.state
+        core.machine_round = event.round or core.machine_round
         if event.over:
             core.pool.end()
         if event.delta is not None:
@@ -475,7 +478,7 @@ class Coordinator:
         if self._core.phase in (Phase.RUNNING, Phase.STOPPING):
             self._epochs.close(now)
             orphan = self._epochs.orphan()
-            if orphan is not None and (self._core.alone or self._core.lockstep):
+            if orphan is not None and self._epochs.asks_lead(orphan):
                 self._epochs.ask_lead(orphan)
         self._epochs.publish()
         if not self._rounds.round.in_flight:

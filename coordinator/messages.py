@@ -42,6 +42,7 @@ __all__ = [
     "Granted",
     "Halt",
     "Halted",
+    "MachineRound",
     "ParamSnapshot",
     "Payload",
     "Ready",
@@ -274,16 +275,28 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Evaluate on the live weights, which hold the average (``SYNC``, one device)."""
+    """Evaluate on the live weights, which hold the average (``SYNC``, one device).
+
+    Attributes:
+        epoch: Epoch to evaluate.
+        state: In a cluster, what to evaluate in place of the live weights; read-only.
+    """
 
     epoch: int
+    state: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Hand the live weights, which hold the average, to the checkpoint function."""
+    """Hand the live weights, which hold the average, to the checkpoint function.
+
+    Attributes:
+        version: Of the checkpoint.
+        state: In a cluster, what to hand over in place of the live weights; read-only.
+    """
 
     version: int
+    state: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -849,6 +862,25 @@ class EpochGrant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRound:
+    """A committed round between machines.
+
+    Attributes:
+        step: Counts them.
+        machines: Who took part, by name.
+        num_samples: What each has brought into it.
+        num_granted: Batches that each may train until the next one.
+        round_s: Seconds that it took, as this machine saw it.
+    """
+
+    step: int
+    machines: tuple[str, ...]
+    num_samples: tuple[int, ...]
+    num_granted: tuple[int, ...]
+    round_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
     """A round between machines is over; from outside.
 
@@ -858,12 +890,17 @@ class Granted:
         num_batches: Batches that other machines have trained since the last round, which move
             the schedule.
         over: Whether the run ends once its open epochs are closed.
+        state: What all machines have come to with it, which closes the complete epochs; it is
+            only read from here on.
+        round: What is told of the round; ``None``: it failed.
     """
 
     epochs: tuple[EpochGrant, ...] = ()
     delta: Payload | None = None
     num_batches: int = 0
     over: bool = False
+    state: Payload | None = None
+    round: MachineRound | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from coordinator.messages import (
     Allowance,
     Command,
     FinalSnapshot,
+    MachineRound,
     Payload,
     PublishSteps,
     Send,
@@ -165,6 +166,7 @@ class Statistics:
         backend: The transport in use.
         backend_reason: Why, in a sentence.
         ranks: One record for each rank.
+        machine_round: In a cluster, the last round between machines; ``None``: none yet.
     """
 
     epoch: int
@@ -179,6 +181,7 @@ class Statistics:
     backend: AverageBackend
     backend_reason: str
     ranks: tuple[RankStatistics, ...]
+    machine_round: MachineRound | None = None
 
 
 # Every rule is a function of the present state, evaluated after each event, so that no
@@ -379,6 +382,9 @@ class Core:
         shares: Under lockstep, whose pieces are how large, where global batches are cut.
         shifts: What other machines' training has changed, not yet sent to the ranks.
         num_shifts: Shifts sent to the ranks.
+        common: In a cluster, by epoch that has closed and is not yet published, what all machines
+            have come to with it.
+        machine_round: The last round between machines; ``None``: there was none.
         now: Time of the event being handled.
         spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
             where nobody measures it.
@@ -450,6 +456,8 @@ class Core:
         self.steps = StepTally(every, world, equal=self.lockstep) if every else None
         self.shifts: list[Payload] = []
         self.num_shifts = 0
+        self.common: dict[int, Payload] = {}
+        self.machine_round: MachineRound | None = None
         self.now = 0.0
         self.spent_s = 0.0
 
@@ -581,6 +589,7 @@ class Core:
                 )
                 for r in self.ranks
             ),
+            machine_round=self.machine_round,
         )
 
 

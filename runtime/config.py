@@ -355,6 +355,13 @@ class TrainConfig:
             )
         if is_stream(self.dataset):
             raise ValueError(f"{way}and a stream has none: use a data set that is read by index")
+        sizes = self.coordinator.batch_sizes
+        if sizes is not None and len(set(sizes)) > 1:
+            raise ValueError(
+                f"{way}which must be of one size on all of them, and batch_size({list(sizes)}) "
+                "names several: pass one number; devices of a machine get batches by their speed, "
+                "and under SYNC balance(True) cuts each step by it"
+            )
 
     def cluster_facts(self, num_samples: int) -> DataFacts:
         """What every machine of a cluster must have alike, for a data set of that length."""

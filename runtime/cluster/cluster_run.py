@@ -185,6 +185,8 @@ class ClusterRun:
         self._global: Payload | None = None
         self._sums: list[torch.Tensor] = []
         self._quorum: Quorum | None = None
+        self._facts: tuple[c.Facts, ...] = ()  # of the last round
+        self._round_began = 0.0
         self._closed: list[EpochMetrics] = []
         if resume is not None:
             self._closed = [metrics_of(saved) for saved in resume.run["metrics"]]
@@ -490,6 +492,7 @@ class ClusterRun:
     def _form_quorum(self) -> None:
         try:
             self._quorum = self._engine.quorum()
+            self._round_began = time.monotonic()
         except EngineError as error:
             if isinstance(error, PeerRefused) and self._machine in error.machines:
                 raise ClusterError(f"the cluster does not take this machine: {error}") from error
@@ -549,7 +552,8 @@ class ClusterRun:
             except ValueError as error:
                 self._feed(c.GatherFailed(error=f"machine {machine} tells no facts: {error}"))
                 return
-        self._feed(c.Gathered(facts=tuple(facts)))
+        self._facts = tuple(facts)
+        self._feed(c.Gathered(facts=self._facts))
 
     def _reduce(self, command: c.Reduce) -> None:
         assert self._quorum is not None
@@ -619,10 +623,22 @@ class ClusterRun:
                     delta=delta,
                     num_batches=max(0, elsewhere - self._num_elsewhere),
                     over=ledger.ended,
+                    state=self._global,
+                    round=self._told_round(ledger),
                 )
             )
         self._own, self._num_elsewhere = self._global, elsewhere
         self._keeper.after_round(ledger, self._checkpoint)
+
+    def _told_round(self, ledger: ClusterLedger) -> m.MachineRound:
+        """What timelines and monitors show of the round."""
+        return m.MachineRound(
+            step=ledger.step,
+            machines=tuple(told.machine for told in self._facts),
+            num_samples=tuple(told.num_samples for told in self._facts),
+            num_granted=tuple(len(ledger.grants[told.machine]) for told in self._facts),
+            round_s=time.monotonic() - self._round_began,
+        )
 
     def _close(self, closed: ClosedEpoch) -> m.EpochGrant:
         """What the run inside is told of an epoch that has closed."""

@@ -17,6 +17,7 @@ from coordinator.state import Statistics
 from runtime.device.memory import MEMORY
 from runtime.timeline.events import Cause, Event, Kind, RunFacts, TimelineSummary
 from runtime.timeline.export import embedded, one_line
+from runtime.timeline.recorder import machine_shares
 from runtime.timeline.resources import ResourcePoller, Row, Thinned
 from runtime.timeline.timeline import Timeline
 
@@ -134,7 +135,10 @@ def _object(**items: str) -> str:
 MAX_AT_ONCE = 40
 """Events that are told of one look; the newest."""
 
-_OF_COORDINATOR = (Kind.EPOCH, Kind.AVERAGING, Kind.ANCHOR, Kind.TRANSPORT, Kind.STOP)
+_OF_COORDINATOR = (
+    *(Kind.EPOCH, Kind.AVERAGING, Kind.ANCHOR, Kind.TRANSPORT, Kind.STOP),
+    Kind.MACHINES,
+)
 _OF_RANKS = (Kind.CHECKPOINT, Kind.EVALUATION, Kind.FAILURE, Kind.THROTTLE)
 _OFTEN = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
 
@@ -200,6 +204,14 @@ class Happenings:
                 "reason": statistics.backend_reason,
             }
             found.append(_event(Kind.TRANSPORT.value, elapsed_s, None, **told))
+        last = statistics.machine_round
+        if last is not None and last != before.machine_round:
+            round_args: Json = {
+                "round": last.step,
+                "machines": machine_shares(last),
+                "lasted_s": last.round_s,
+            }
+            found.append(_event(Kind.MACHINES.value, elapsed_s, None, **round_args))
         for was, rank in zip(before.ranks, statistics.ranks, strict=True):
             throttles = rank.num_throttles - was.num_throttles
             if throttles > 0:
@@ -448,6 +460,7 @@ class Reader:
             "divergence": None if statistics.divergence is None else _finite(statistics.divergence),
             "param_norm": None if statistics.param_norm is None else _finite(statistics.param_norm),
             "ranks": [_rank(rank, summary) for rank in statistics.ranks],
+            "machines": _machines(statistics),
         }
 
     def _left_s(self, elapsed_s: float, step: int) -> float | None:
@@ -477,6 +490,18 @@ class Reader:
                 [round(rank.causes[cause.label], 3) for cause in Cause] for rank in summary.ranks
             ]
         return tick
+
+
+def _machines(statistics: Statistics) -> list[Json]:
+    """Who took part in the last round between machines, and how much each brought and was dealt."""
+    last = statistics.machine_round
+    if last is None:
+        return []
+    parts = zip(last.machines, last.num_samples, last.num_granted, strict=True)
+    return [
+        {"machine": one_line(name), "num_samples": samples, "num_granted": granted}
+        for name, samples, granted in parts
+    ]
 
 
 def _rank(rank: Any, summary: TimelineSummary | None) -> Json:

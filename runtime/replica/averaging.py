@@ -7,7 +7,8 @@ optimizer step and before the next forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -192,6 +193,31 @@ class ReplicaAverager:
         self.version += 1
         self._arrival = self._device.arrival()
         return self._arrival
+
+    @contextmanager
+    def holding(self, state: Payload | None) -> Iterator[None]:
+        """The live state is exactly this one meanwhile, and then what it was, bit for bit.
+
+        Args:
+            state: On the CPU, only read; ``None``: the live state stays.
+        """
+        if state is None:
+            yield
+            return
+        self._state.check_payload(state)
+        own = self._copy_out(None)
+        # Memory of its own: the snapshot of a round may be on its way.
+        staged = self._staged(state, self._device.host_twin(state))
+        with self._device.comm():
+            self._state.load(staged)
+        try:
+            yield
+        finally:
+            with self._device.comm():
+                self._state.load(own)
+            arrival = self._device.arrival()
+            if arrival is not None:
+                arrival.wait()
 
     @torch.no_grad()
     def shift(self, delta: Payload) -> None:

@@ -91,6 +91,8 @@ class Kind(Enum):
     EPOCH_FN = "epoch_fn"
     FAILURE = "failure"
     STOP = "stop"
+    MACHINES = "machines"
+    """A round between the machines of a cluster was committed."""
 
 
 ARGS: Mapping[Kind, tuple[str, ...]] = {
@@ -108,6 +110,7 @@ ARGS: Mapping[Kind, tuple[str, ...]] = {
     Kind.EPOCH_FN: ("epoch",),
     Kind.FAILURE: ("rank", "epoch", "step", "error"),
     Kind.STOP: ("reason",),
+    Kind.MACHINES: ("round", "machines", "lasted_s"),
 }
 """Names of what an event of each kind carries, in order."""
 

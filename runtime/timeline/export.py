@@ -89,6 +89,7 @@ _INSTANTS = {
     Kind.RESUME,
     Kind.ANCHOR,
     Kind.TRANSPORT,
+    Kind.MACHINES,
     Kind.FAILURE,
     Kind.STOP,
 }
@@ -194,6 +195,8 @@ def title(event: Event) -> str:
             return str(args.get("phase"))
         case Kind.ANCHOR:
             return f"anchor {args.get('before')} to {args.get('anchor')}"
+        case Kind.MACHINES:
+            return f"round {args.get('round')} of {args.get('machines')}"
         case Kind.TRANSPORT:
             return f"over {args.get('backend')}"
         case Kind.FAILURE:

@@ -98,6 +98,18 @@ EpochRecord = dict[str, Any]
 """What is kept of a closed epoch: plain numbers under harmless names."""
 
 
+NUM_NAMED = 16
+"""Machines of a round that are told by name."""
+
+
+def machine_shares(found: m.MachineRound) -> str:
+    """Who took part in a round between machines, and the samples that each brought into it."""
+    pairs = zip(found.machines, found.num_samples, strict=True)
+    told = [f"{name} {samples}" for name, samples in pairs][:NUM_NAMED]
+    left_out = len(found.machines) - len(told)
+    return ", ".join([*told, *([f"{left_out} more"] if left_out else [])])
+
+
 class CoordinatorLane:
     """Rounds, epochs, anchor, throughput and failures of a run.
 
@@ -208,6 +220,10 @@ class CoordinatorLane:
             case m.Failed():
                 told = error_text(event.error)
                 self._note(Kind.FAILURE, now, now, event.rank, event.epoch, event.step, told)
+            case m.Granted() if event.round is not None:
+                round_ = event.round
+                shares = machine_shares(round_)
+                self._note(Kind.MACHINES, now, now, round_.step, shares, round_.round_s)
             case m.StopRequested():
                 self._note(Kind.STOP, now, now, "stop requested")
             case m.AbortRequested():

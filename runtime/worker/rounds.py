@@ -117,10 +117,12 @@ class Answers:
                 self._take_update(work)
             case m.Evaluate():
                 self._judge.require_finite()
-                self._per_epoch(work.epoch, None)
+                with self._averager.holding(work.state):
+                    self._per_epoch(work.epoch, None)
             case m.Checkpoint():
                 self._judge.require_finite()
-                self._per_epoch(None, work.version)
+                with self._averager.holding(work.state):
+                    self._per_epoch(None, work.version)
             case m.Rollback():
                 self._averager.undo_all_reduce()
             case m.Halt():

@@ -63,8 +63,10 @@ function build() {
   view.ended.hidden = true;
   view.error = node("p", { class: "error", id: "error" });
   view.error.hidden = true;
+  view.machines = node("p", { id: "machines" });
+  view.machines.hidden = true;
   view.events = node("ol");
-  head.append(told, bar, box, view.ended, view.error);
+  head.append(told, bar, box, view.ended, view.error, view.machines);
   page.append(ranks(), node("div", { class: "charts", id: "charts" }),
     node("section", { id: "events" }, node("h2", {}, "Events"), view.events));
   chart("loss", "Loss", "per epoch", { across: "epoch", series: () => [{ name: "loss", points: curve("loss") }] });
@@ -153,6 +155,8 @@ function update() {
   write(view.ended, over ? `${words[now.state] || "The run has ended"} after ${seconds(now.elapsed_s)}.` : "");
   view.error.hidden = !now.error;
   write(view.error, now.error || "");
+  view.machines.hidden = !now.machines.length;
+  write(view.machines, `Machines: ${now.machines.map((m) => `${m.machine} (${number(m.num_samples, 6)} samples in the last round)`).join(", ")}`);
   now.ranks.forEach((rank, index) => updateRank(panels[index], rank, speeds[index]));
 }
 
@@ -224,6 +228,7 @@ function say(event) {
     case "averaging": return `averaged${times}${lasted}`;
     case "throttle": return `parked${times}${lasted}`;
     case "anchor": return `anchor ${a.before} → ${a.anchor}${a.times > 1 ? ` in ${a.times} steps` : ""}`;
+    case "machines": return `round ${a.round} between machines: ${a.machines} samples`;
     case "transport": return `averages over ${a.backend}: ${a.reason}`;
     case "checkpoint": return `checkpoint ${a.version}`;
     case "evaluation": return `evaluated epoch ${a.epoch}`;

@@ -9,7 +9,14 @@ from collections import Counter
 import pytest
 import torch
 
-from runtime import CheckpointError, ClusterError, Nesterov, RunAborted, WorkerFailed
+from runtime import (
+    CheckpointError,
+    ClusterError,
+    Nesterov,
+    RunAborted,
+    Timeline,
+    WorkerFailed,
+)
 from runtime.checkpoint.store import entries, load_newest
 from tests.support.clustering import Effects, Machine, same
 from tests.support.memory_engine import MemoryCluster
@@ -283,10 +290,69 @@ def test_nesterov_on_two_machines_heals_a_third_with_its_momentum():
     assert same(*(m.join() for m in machines), late.join())
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_all_machines_evaluate_and_hand_over_the_state_that_they_have_in_common(way, ranks):
+    cluster = MemoryCluster(min_machines=2)
+    handed = {name: [] for name in "ab"}
+    ballast = torch.ones(20_000)
+
+    def value(model):
+        return float((model.w.detach() * torch.arange(203)).sum())
+
+    def configured(name):
+        def configure(builder):
+            builder.checkpoint_fn(lambda version, model: handed[name].append(value(model)))
+            return builder.eval_fn(lambda model, epoch: {"at": value(model)}).checkpoint_every(1)
+
+        return configure
+
+    a, b = (
+        Machine(
+            cluster,
+            name,
+            way=way,
+            ranks=ranks,
+            epochs=4,
+            configure=configured(name),
+            before_step=lambda: ballast.sin(),  # so that both are amid the next epoch
+        )
+        for name in "ab"
+    )
+    states = a.join(), b.join()
+    assert same(*states)
+    assert a.trained + b.trained == dict.fromkeys(range(203), 4)
+    seen = [[m.scalars["eval/at"] for m in state.metrics] for state in states]
+    assert seen[0] == seen[1] == handed["a"] == handed["b"]
+    assert len(seen[0]) == 4
+    assert seen[0][-1] == float((states[0].params["w"] * torch.arange(203)).sum())
+
+
+def test_a_timeline_and_the_statistics_show_who_took_part_in_each_round():
+    cluster, timeline = MemoryCluster(min_machines=2), Timeline()
+    a = Machine(cluster, "a", epochs=2, configure=lambda builder: builder.timeline(timeline))
+    b = Machine(cluster, "b", epochs=2)
+    a.join()
+    b.join()
+    found = [e for e in timeline.events() if e.kind.value == "machines"]
+    steps = [e.args["round"] for e in found]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert all(e.args["lasted_s"] < WAIT_S for e in found)
+    shares = [dict(pair.split() for pair in e.args["machines"].split(", ")) for e in found]
+    assert all(set(share) == {"a", "b"} for share in shares)
+    assert sum(int(n) for share in shares for n in share.values()) == 2 * 203
+    last = a.handle.statistics().machine_round
+    assert last.step == steps[-1]
+    assert last.machines == ("a", "b")
+
+
 def test_what_does_not_go_with_a_cluster_is_said_before_anything_starts():
     cluster = MemoryCluster()
     with pytest.raises(ValueError, match="sampler"):
         Machine(cluster, "a", configure=lambda b: b.sampler(range(203)))
+    with pytest.raises(ValueError, match=r"batch_size\(\[6, 2\]\) names several: pass one number"):
+        Machine(cluster, "b", batch_size=[6, 2])
+    assert Machine(cluster, "c", batch_size=[4, 4]).join().metrics[0].num_samples == 203
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])

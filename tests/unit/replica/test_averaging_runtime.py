@@ -188,6 +188,32 @@ VALUES = [
 WEIGHTS = [30, 10, 0]
 
 
+def test_a_state_is_held_for_a_while_and_a_round_under_way_goes_on():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    averager = ReplicaAverager(FlatState(model), Device(1), None)
+    other = averager.snapshot(reuse=False)
+    for t in (*other.params, *other.buffers, *other.taken):
+        t.copy_(t * 3 + 2)
+    kept = averager.snapshot(reuse=True)  # the coordinator averages it meanwhile
+    before = [t.clone() for t in kept.params]
+    with torch.no_grad():
+        for t in model.state_dict().values():
+            t.add_(1)  # trained since
+    own = {name: t.clone() for name, t in model.state_dict().items()}
+    with averager.holding(other):
+        held = averager.snapshot(reuse=False)
+        for name in ("params", "buffers", "taken"):
+            for found, wanted in zip(getattr(held, name), getattr(other, name), strict=True):
+                assert torch.equal(found, wanted)
+    assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())
+    assert all(torch.equal(a, b) for a, b in zip(kept.params, before, strict=True))
+    with pytest.raises(KeyError), averager.holding(other):
+        raise KeyError("in the user's function")
+    assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())
+    with averager.holding(None):
+        assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())
+
+
 def average_over_cpu(replicas, weights):
     averagers = [ReplicaAverager(state, Device(1), None) for _, state in replicas]
     payloads = [a.snapshot(reuse=True) for a in averagers]
