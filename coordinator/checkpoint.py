@@ -425,6 +425,7 @@ def _metrics_check(num_samples: int) -> Check:
         "param_norm": real(),
         "learning_rate": real(),
         "machines": items(_MACHINE_METRICS),
+        "partial": of_type(bool),
     }
 
     def check(value: Any, where: str) -> None:

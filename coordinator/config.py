@@ -170,6 +170,8 @@ class CoordinatorConfig:
         max_steps: End after this many batches over all ranks.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         evaluate: Whether there is an evaluation function.
+        eval_every: Batches over all ranks between two evaluations within an epoch; ``None``: at its
+            end alone.
         checkpoint_every: Epochs between two calls of the checkpoint function.
         scheduler_metric: What of each closed epoch ranks are told, to step a scheduler by.
         save_every: Epochs between two saves of the whole state, which is also saved at the
@@ -214,6 +216,7 @@ class CoordinatorConfig:
     max_steps: int | None = None
     metrics_every: int | None = None
     evaluate: bool = False
+    eval_every: int | None = None
     checkpoint_every: int | None = None
     scheduler_metric: str | None = None
     save_every: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from coordinator import messages as m
 from coordinator.dispatch import Shares
 from coordinator.messages import PublishEpoch
+from coordinator.metrics import StepMetrics
 from coordinator.pool import Epoch, LockstepPlan
 from coordinator.state import Core, Rank
 
@@ -35,11 +37,16 @@ class Epochs:
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
         self._values: tuple[float | None, ...] = ()
+        self._num_evaluated = 0  # multiples of eval_every that are behind
+        self._asked: tuple[int, int] | None = None  # who evaluates, after how many batches
+        self._before = 0  # batches that an interrupted run had trained
         self.resumed_s = 0.0
 
     def begin(self, now: float) -> None:
         """The run starts, or goes on :attr:`resumed_s` after the last epoch closed."""
         self._last_close = now - self.resumed_s
+        self._before = self._core.position - self._core.num_trained
+        self._pass_evaluation()
 
     @property
     def elapsed_s(self) -> float:
@@ -66,8 +73,88 @@ class Epochs:
                 return closing.epoch
         return self._core.pool.find(number)
 
+    @property
+    def _num_trained(self) -> int:
+        """Batches of all ranks since the run began, before an interruption too."""
+        return self._before + self._core.num_trained
+
+    @property
+    def evaluates_within(self) -> bool:
+        """Whether a rank is evaluating within an epoch."""
+        return self._asked is not None and self._core.is_live(self._asked[0])
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the open epoch is to be evaluated as it is now."""
+        every, oldest = self._core.config.eval_every, self._core.pool.oldest
+        if every is None or oldest is None or self.evaluates_within:
+            return False
+        return self._num_trained // every > self._num_evaluated
+
+    def begin_evaluation(self, lead: int) -> tuple[int, int]:
+        """A rank is to evaluate within the open epoch.
+
+        Returns:
+            The epoch, and the batches after which it is evaluated.
+        """
+        oldest = self._core.pool.oldest
+        assert oldest is not None, "asked whether one is due"
+        self._asked = lead, self._num_trained
+        return oldest.epoch, self._num_trained
+
+    def drop_evaluation(self, at: int | None) -> None:
+        """The weights that were to be evaluated there are none: it is due again."""
+        if self._asked is not None and self._asked[1] == at:
+            self._asked = None
+
+    def evaluate_if_due(self) -> None:
+        """Have the first live rank evaluate the weights that it has."""
+        if self.evaluation_due:
+            lead = self._core.live[0].rank
+            epoch, at = self.begin_evaluation(lead)
+            self._core.send(lead, m.Evaluate(epoch=epoch, at=at))
+
+    def _pass_evaluation(self) -> None:
+        """What is due now is evaluated, or was before."""
+        every = self._core.config.eval_every
+        if every is not None:
+            self._num_evaluated = self._num_trained // every
+
+    def _left_to_evaluation(self, plan: LockstepPlan | None) -> int | None:
+        """Batches to deal before all ranks stop for an evaluation; ``None``: there is none.
+
+        Args:
+            plan: What was dealt last; ``None``: it is trained.
+        """
+        core, every = self._core, self._core.config.eval_every
+        if every is None:
+            return None
+        dealt = self._num_trained if plan is None else plan.first_step + plan.num_batches
+        left = (self._num_evaluated + 1) * every - dealt
+        in_step = core.config.accumulate * (core.per_global if core.lockstep else 1)
+        return max(0, -(-left // in_step) * in_step)
+
+    def _on_evaluated_within(self, event: m.EvalReport, at: int) -> None:
+        if self._asked != (event.rank, at):
+            return  # of an average that was undone
+        self._asked = None
+        self._pass_evaluation()
+        told = StepMetrics(
+            step=at,
+            epoch=event.epoch,
+            num_batches=0,
+            avg_loss=math.nan,
+            scalars={f"eval/{name}": value for name, value in event.values},
+            learning_rate=math.nan,
+            throughput=math.nan,
+        )
+        self._core.publish_steps([told])
+
     def on_evaluated(self, event: m.EvalReport) -> None:
-        """The lead has evaluated an epoch."""
+        """The lead has evaluated an epoch, or within it."""
+        if event.at is not None:
+            self._on_evaluated_within(event, event.at)
+            return
         epoch = self._find(event.epoch)
         if epoch is not None:
             epoch.evaluation = dict(event.values)
@@ -93,6 +180,15 @@ class Epochs:
             return
         lead = self._core.config.max_batch_diff
         max_chunk = None if lead is None else lead + 1
+        limit: int | None = None
+        if self._core.alone and self._core.config.eval_every is not None:
+            # The rank stops for each evaluation.
+            if any(rank.num_queued for rank in self._core.live):
+                return
+            self.evaluate_if_due()
+            limit = self._left_to_evaluation(None)
+            if self.evaluates_within or limit == 0:
+                return
         shares, seconds = self._core.elche.shares, self._core.elche.seconds_per_batch
         for depth in (1, 2):
             for rank in wanting:
@@ -104,6 +200,7 @@ class Epochs:
                     shares=shares,
                     seconds_per_batch=seconds,
                     max_chunk=max_chunk,
+                    limit=limit,
                 )
                 if chunk is not None:
                     self._tell_older(rank, chunk[0])
@@ -161,6 +258,11 @@ class Epochs:
         oldest = core.pool.oldest
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
             return False  # they have yet to hear of an epoch that other machines have trained
+        if not most_queued:
+            self.evaluate_if_due()
+        left = self._left_to_evaluation(before)
+        if self.evaluates_within or left == 0:
+            return False
         follows = core.config.balance or core.config.granted
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
         dealt = core.pool.deal_epoch(
@@ -168,6 +270,7 @@ class Epochs:
             [r.rank for r in live],
             core.elche.shares,
             steps * accumulate * core.per_global if cuts else None,
+            left,
         )
         if dealt is None:
             return False
@@ -235,7 +338,9 @@ class Epochs:
                     pieces=tuple(plan.pieces.get(info.rank, ())),
                     per_global=core.per_global if plan.pieces else 0,
                     num_slices=plan.num_slices,
-                    more=bool(plan.pieces) and core.pool.has_more(core.pool.epochs[0]),
+                    more=bool(plan.pieces)
+                    and core.pool.has_more(core.pool.epochs[0])
+                    and self._left_to_evaluation(plan) != 0,
                 ),
             )
 
@@ -329,6 +434,8 @@ class Epochs:
             for rank in self._core.live:
                 self._tell_older(rank, epoch.epoch + 1)
             self._core.pool.pop_oldest()
+            if self._core.config.evaluate:
+                self._pass_evaluation()
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
 
     def publish(self, *, anyway: bool = False) -> None:
@@ -340,22 +447,35 @@ class Epochs:
         while self._closing and (anyway or self._done_with(self._closing[0].epoch)):
             head = self._closing.popleft()
             self._core.common.pop(head.epoch.epoch, None)
-            if self._core.steps is not None:
-                self._core.publish_steps(self._core.steps.flush())
-            metrics = head.epoch.tally.close(
-                epoch=head.epoch.epoch,
-                epoch_s=head.epoch_s,
-                num_samples=head.epoch.num_samples,
-                num_retrained=head.epoch.num_retrained,
-                num_averagings=head.epoch.num_averagings,
-                devices=self._core.config.devices,
-                divergence=head.epoch.divergence,
-                param_norm=head.epoch.norm,
-                machine=self._core.config.machine,
-                others=head.epoch.others,
-                extra_scalars={f"eval/{k}": v for k, v in (head.epoch.evaluation or {}).items()},
-            )
-            self._core.outcome.metrics.append(metrics)
-            # Users may write to what they are given, while a checkpoint reads what is kept.
-            given = replace(metrics, scalars=metrics.scalars.copy())
-            self._core.out.append(PublishEpoch(metrics=given))
+            self._publish(head.epoch, head.epoch_s, head.epoch.num_samples)
+
+    def publish_cut(self) -> None:
+        """Publish what was trained of the epochs within which ``max_steps`` ends the run."""
+        cut = [e for e in self._core.pool.epochs if e.tally.num_samples]
+        for epoch in cut:
+            num_samples = epoch.tally.num_samples - epoch.num_retrained
+            self._publish(epoch, self.elapsed_s / len(cut), num_samples, partial=True)
+
+    def _publish(
+        self, epoch: Epoch, epoch_s: float, num_samples: int, *, partial: bool = False
+    ) -> None:
+        if self._core.steps is not None:
+            self._core.publish_steps(self._core.steps.flush())
+        metrics = epoch.tally.close(
+            epoch=epoch.epoch,
+            epoch_s=epoch_s,
+            num_samples=num_samples,
+            num_retrained=epoch.num_retrained,
+            num_averagings=epoch.num_averagings,
+            devices=self._core.config.devices,
+            divergence=epoch.divergence,
+            param_norm=epoch.norm,
+            machine=self._core.config.machine,
+            others=epoch.others,
+            extra_scalars={f"eval/{k}": v for k, v in (epoch.evaluation or {}).items()},
+            partial=partial,
+        )
+        self._core.outcome.metrics.append(metrics)
+        # Users may write to what they are given, while a checkpoint reads what is kept.
+        given = replace(metrics, scalars=metrics.scalars.copy())
+        self._core.out.append(PublishEpoch(metrics=given))

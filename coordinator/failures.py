@@ -212,6 +212,9 @@ class Publishes(Protocol):
     def publish(self, *, anyway: bool = False) -> None:
         """Publish closed epochs; ``anyway``: those that wait for an answer, too."""
 
+    def publish_cut(self) -> None:
+        """Publish what was trained of the epochs within which ``max_steps`` ends the run."""
+
 
 class Survival:
     """Takes ranks out of a run and brings the others together again.
@@ -471,6 +474,10 @@ class Ending:
             ):
                 self._survival.recount(steps)
             self._saving.freeze_end(finals)
+            limited = self._core.config.max_steps is not None and not self._core.config.granted
+            if limited and not self._core.outcome.stopped:
+                # Not in the checkpoint: a run that goes on tells of the whole epoch.
+                self._epochs.publish_cut()
         if len(finals) <= 1 or not any(weights):
             self._core.outcome.payload = finals[0].payload if finals else None
             self._saving.emit_end(self._core.outcome.payload)

@@ -409,6 +409,7 @@ class Coordinator:
         rnd, broken = self._rounds.round, self._rounds.transport.waits
         if counts and rnd.fault is not None:
             self._rounds.note_fault(now)
+        self._epochs.drop_evaluation(rnd.at)
         for rank in self._rounds.give_up():
             self._core.send(rank, m.Rollback(round=rnd.id))
         if not counts:
@@ -525,14 +526,20 @@ class Coordinator:
         if orphan is not None:
             self._rounds.start(now, orphan, self._epochs.per_epoch(orphan))
             return
-        if not self._epochs.all_published and self._rounds.next_transport.waits:
+        busy = self._epochs.evaluates_within or not self._epochs.all_published
+        if busy and self._rounds.next_transport.waits:
             return  # peers would wait for the lead, which is evaluating, inside the collective
         oldest = self._core.pool.oldest
         if oldest is not None and not self._core.pool.fully_trained(oldest):
             oldest = None
-        if oldest is not None or self._may_save() or self._core.gate.due(live):
+        evaluates = oldest is None and self._epochs.evaluation_due
+        if oldest is not None or evaluates or self._may_save() or self._core.gate.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
-            self._rounds.start(now, oldest, work)
+            at = None
+            if evaluates:
+                epoch, at = self._epochs.begin_evaluation(live[0].rank)
+                work = epoch, None
+            self._rounds.start(now, oldest, work, at)
 
 
 def _no_memory(event: m.Halted) -> BaseException:

@@ -177,6 +177,7 @@ class SyncNow:
         round: Id of the round.
         allowance: How far to go after it.
         evaluate: Epoch to evaluate on the averaged weights, if any.
+        at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
         capture: Whether the acknowledgement shall carry the rank's own state.
     """
@@ -184,6 +185,7 @@ class SyncNow:
     round: int
     allowance: Allowance = field(default_factory=Allowance)
     evaluate: int | None = None
+    at: int | None = None
     checkpoint: int | None = None
     capture: bool = False
 
@@ -223,6 +225,7 @@ class Update:
         num_samples: Sum of the weights; 0: the round changes nothing.
         allowance: How far to go after it.
         evaluate: Epoch to evaluate on the average, if any.
+        at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
     """
 
@@ -231,6 +234,7 @@ class Update:
     num_samples: float = 1
     allowance: Allowance = field(default_factory=Allowance)
     evaluate: int | None = None
+    at: int | None = None
     checkpoint: int | None = None
 
 
@@ -278,11 +282,13 @@ class Evaluate:
     """Evaluate on the live weights, which hold the average (``SYNC``, one device).
 
     Attributes:
-        epoch: Epoch to evaluate.
+        epoch: The epoch.
+        at: Batches of all ranks after which it is evaluated; ``None``: at its end.
         state: In a cluster, what to evaluate in place of the live weights; read-only.
     """
 
     epoch: int
+    at: int | None = None
     state: Payload | None = None
 
 
@@ -426,7 +432,7 @@ class PublishEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishSteps:
-    """Some more batches are trained, with ``metrics_every``."""
+    """Some more batches are trained, with ``metrics_every``, or were evaluated."""
 
     metrics: StepMetrics
 
@@ -682,10 +688,11 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """What the evaluation function returned for an epoch."""
+    """What the evaluation function returned for an epoch, or within it; see :class:`Evaluate`."""
 
     rank: int
     epoch: int
+    at: int | None = None
     values: tuple[tuple[str, float], ...]
 
 

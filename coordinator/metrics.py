@@ -273,6 +273,8 @@ class EpochMetrics:
             with one rank at its end; NaN where it was not measured.
         learning_rate: Of the first group of the optimizer, as the lowest rank that trained told
             it last in the epoch; NaN where none is known.
+        partial: Whether ``max_steps`` ended the run within the epoch: all this is of what was
+            trained of it, and nothing was evaluated.
     """
 
     epoch: int
@@ -291,6 +293,7 @@ class EpochMetrics:
     param_norm: float = math.nan
     learning_rate: float = math.nan
     machines: tuple[MachineMetrics, ...] = ()
+    partial: bool = False
 
     def value(self, name: str) -> float | None:
         """A scalar, or else a field, of that name; ``None``: there is no such number."""
@@ -432,6 +435,7 @@ class EpochTally:
         param_norm: float | None = None,
         machine: str = "",
         others: Sequence[MachineTally] = (),
+        partial: bool = False,
     ) -> EpochMetrics:
         """Make the metrics of the epoch; changes nothing, so it can be called again.
 
@@ -447,6 +451,7 @@ class EpochTally:
             param_norm: Norm of the parameters at its end; ``None``: not measured.
             machine: The name of this machine in a cluster.
             others: What the other machines have told; they count in all that is not of ranks.
+            partial: Whether the run ends within the epoch.
 
         Returns:
             The metrics, losses that are not finite included.
@@ -479,7 +484,13 @@ class EpochTally:
             param_norm=_or_nan(param_norm),
             learning_rate=_or_nan(whole.learning_rate),
             machines=_machines(every) if machine else (),
+            partial=partial,
         )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that this machine's ranks have trained, repeats included."""
+        return sum(sums.num_samples for sums in self._ranks)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """The partial sums of one rank as they are now, as plain numbers and lists."""

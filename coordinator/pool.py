@@ -433,6 +433,7 @@ class ChunkPool:
         shares: Sequence[float],
         seconds_per_batch: Sequence[float] | None,
         max_chunk: int | None = None,
+        limit: int | None = None,
     ) -> tuple[int, tuple[range, ...]] | None:
         """Next chunk for a rank as ``(epoch, ranges)``, or ``None``: nothing for it now.
 
@@ -441,7 +442,7 @@ class ChunkPool:
         Schonberg and Flynn 1992). Near the end a rank gets nothing if the others would be done
         with the rest before it had trained one more batch; it then starts on the next epoch.
         With ``max_chunk``, for ranks that are held together, chunks are no longer than that and
-        no rank is refused.
+        no rank is refused. With ``limit`` they are no longer than that either.
         """
         if self._budget == 0:
             return None
@@ -458,6 +459,7 @@ class ChunkPool:
                 count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
             else:
                 count = self._chunk_size(epoch, rank, shares, None, older, max_chunk)
+            count = count if limit is None else min(count, limit * self._sizes[rank])
             if count > 0:
                 return epoch.epoch, self._assign(epoch, rank, count)
             older += len(epoch.open)
@@ -528,6 +530,7 @@ class ChunkPool:
         ranks: Sequence[int],
         shares: Sequence[float],
         most: int | None = None,
+        limit: int | None = None,
     ) -> tuple[int, dict[int, tuple[range, ...]]] | None:
         """Deal what is open in the oldest epoch at once, for lockstep training.
 
@@ -541,6 +544,7 @@ class ChunkPool:
             shares: Each rank's part of the work.
             most: For global batches that are cut into pieces: deal one range of no more than so
                 many batches, all to the first rank; ``None``: all of them.
+            limit: Deal no more than so many batches; ``None``: all.
 
         Returns:
             The epoch and the ranges of each rank, or ``None`` at the end of the run.
@@ -551,6 +555,7 @@ class ChunkPool:
         left = len(epoch.open) if self._budget is None else min(len(epoch.open), self._budget)
         if left == 0:
             return None
+        left = left if limit is None else min(left, limit)
         if most is not None:
             spans = epoch.open.take(min(left, most, len(epoch.open.spans[0])))
             dealt = {rank: spans if rank == ranks[0] else () for rank in ranks}

@@ -103,6 +103,7 @@ class Round:
     generation: int = 0
     doomed: bool = False
     evaluate: int | None = None
+    at: int | None = None
     checkpoint: int | None = None
     capture: bool = False
     deadline: float | None = None
@@ -139,6 +140,7 @@ class Round:
         generation: int,
         evaluate: int | None,
         checkpoint: int | None,
+        at: int | None = None,
         capture: bool = False,
         backend: AverageBackend = AverageBackend.CPU,
         now: float = 0.0,
@@ -158,6 +160,7 @@ class Round:
         self.generation = generation
         self.doomed = False
         self.evaluate = evaluate
+        self.at = at
         self.checkpoint = checkpoint
         self.capture = capture
         self.deadline = None
@@ -407,6 +410,7 @@ class SnapshotTransport(Transport):
                     num_samples=event.num_samples,
                     allowance=allowance,
                     evaluate=rnd.evaluate if lead else None,
+                    at=rnd.at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
                 ),
             )
@@ -447,6 +451,7 @@ class CollectiveTransport(Transport):
                     round=rnd.id,
                     allowance=allowance,
                     evaluate=rnd.evaluate if lead else None,
+                    at=rnd.at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
                     capture=rnd.capture,
                 ),
@@ -555,7 +560,11 @@ class RoundKeeper:
         return self._transports[self._core.choice.next]
 
     def start(
-        self, now: float, epoch: Epoch | None = None, work: tuple[int | None, int | None] = _NONE
+        self,
+        now: float,
+        epoch: Epoch | None = None,
+        work: tuple[int | None, int | None] = _NONE,
+        at: int | None = None,
     ) -> None:
         """Ask every live rank for its part; if a checkpoint is due it is made of the round.
 
@@ -563,6 +572,7 @@ class RoundKeeper:
             now: The time.
             epoch: The epoch that the average closes, or one whose lead died.
             work: Epoch to evaluate and version to hand over on the average.
+            at: See :class:`~coordinator.messages.Evaluate`.
         """
         evaluate, checkpoint = work
         ranks = tuple(r.rank for r in self._core.live)
@@ -577,6 +587,7 @@ class RoundKeeper:
             generation=self._core.generation,
             evaluate=evaluate,
             checkpoint=checkpoint,
+            at=at,
             capture=capture,
             backend=self._core.choice.next,
             now=now,

@@ -110,11 +110,12 @@ class Watched:
         self.best_epoch: int | None = None
 
     def read(self, metrics: EpochMetrics) -> float | None:
-        """The value of an epoch; ``None``, and once an error in the log: it has none."""
+        """The value of an epoch; ``None``, and once an error in the log: it has none. One that
+        ``max_steps`` has cut was not evaluated."""
         value = metrics.value(self._metric)
         if value is not None:
             return value
-        if not self._has_told:
+        if not (self._has_told or metrics.partial):
             self._has_told = True
             logger.error(
                 "%s: epoch %d has no metric %r; there are avg_loss and %s",

@@ -317,6 +317,7 @@ class TrainConfig:
                 check_directory(name, path)
         if c.checkpoint_every is not None and self.functions.checkpoint_fn is None:
             raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
+        self._check_eval_every()
         if self.requested_balance and c.partition_ratios is not None:
             raise ValueError(
                 "balance(True) measures shares, partition_ratios fixes them: leave one of them out"
@@ -361,6 +362,11 @@ class TrainConfig:
                 f"{way}which must be of one size on all of them, and batch_size({list(sizes)}) "
                 "names several: pass one number; devices of a machine get batches by their speed, "
                 "and under SYNC balance(True) cuts each step by it"
+            )
+        if self.coordinator.eval_every is not None:
+            raise ValueError(
+                "cluster(): eval_every(n) counts batches of one machine: leave it out, eval_fn is "
+                "called when an epoch closes"
             )
 
     def cluster_facts(self, num_samples: int) -> DataFacts:
@@ -442,6 +448,19 @@ class TrainConfig:
             raise ValueError(
                 f"batch_size({sizes}): the sizes add up to {sum(sizes)}, which is no multiple of "
                 f"the {world} devices, as {least} and {least + world} are; change one of them"
+            )
+
+    def _check_eval_every(self) -> None:
+        c = self.coordinator
+        if c.eval_every is None:
+            return
+        if self.functions.eval_fn is None:
+            raise ValueError(f"eval_every({c.eval_every}) needs eval_fn(f)")
+        if c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None:
+            raise ValueError(
+                f"eval_every({c.eval_every}) does not go with partition_ratios under SYNC, which "
+                "deal a whole epoch at once: leave one of them out, or give sizes with "
+                "batch_size([...])"
             )
 
     def _check_optimizers(self) -> None:

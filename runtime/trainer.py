@@ -401,7 +401,8 @@ class TrainerBuilder:
         return self._set(param_groups=f)
 
     def max_steps(self, n: int) -> TrainerBuilder:
-        """End after ``n`` batches over all ranks. An epoch that is cut has no metrics."""
+        """End after ``n`` batches over all ranks. The metrics of an epoch that is cut tell of what
+        was trained; see ``EpochMetrics.partial``."""
         return self._set(max_steps=check_int("max_steps", n, 1))
 
     def eval_fn(self, f: EvalFn) -> TrainerBuilder:
@@ -409,6 +410,16 @@ class TrainerBuilder:
         mode; in ``EpochMetrics.scalars`` under ``eval/``."""
         check_callable("eval_fn", f, "(model, epoch) -> dict of floats")
         return self._set(eval_fn=f)
+
+    def eval_every(self, n: int) -> TrainerBuilder:
+        """Call :meth:`eval_fn` also within an epoch, for every ``n`` batches over all ranks
+        (default: when an epoch closes). Its values come as a :class:`~runtime.StepMetrics` with
+        ``num_batches=0`` to ``metrics_fn``, loggers and callbacks, under ``eval/``.
+
+        Under ``SYNC`` and with one device training stops after the first step that has reached a
+        multiple of ``n``; under ``CADENCE`` and ``ASYNC`` an averaging is made soon after, and
+        evaluations that fall behind a long one are left out."""
+        return self._set(eval_every=check_int("eval_every", n, 1))
 
     def epoch_fn(self, f: Callable[[int, Any], object]) -> TrainerBuilder:
         """``f(epoch, worker)`` in each worker's thread, once an epoch, before its first

@@ -118,7 +118,7 @@ class Answers:
             case m.Evaluate():
                 self._judge.require_finite()
                 with self._averager.holding(work.state):
-                    self._per_epoch(work.epoch, None)
+                    self._per_epoch(work.epoch, None, work.at)
             case m.Checkpoint():
                 self._judge.require_finite()
                 with self._averager.holding(work.state):
@@ -184,7 +184,7 @@ class Answers:
                 )
             )
         if ok:
-            self._per_epoch(message.evaluate, message.checkpoint)
+            self._per_epoch(message.evaluate, message.checkpoint, message.at)
 
     def _all_reduce(self, healthy: bool) -> ReducedState:
         """See :meth:`ReplicaAverager.all_reduce`."""
@@ -235,7 +235,7 @@ class Answers:
         def per_epoch() -> None:
             nonlocal aside
             before = self._clock.now()
-            self._per_epoch(message.evaluate, message.checkpoint)
+            self._per_epoch(message.evaluate, message.checkpoint, message.at)
             aside = self._clock.now() - before
 
         wanted = message.evaluate is not None or message.checkpoint is not None
@@ -267,7 +267,9 @@ class Answers:
         self._judge.healed(self._protocol.forget_samples())
         return arrival
 
-    def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> None:
+    def _per_epoch(
+        self, evaluate: int | None, checkpoint: int | None, at: int | None = None
+    ) -> None:
         """What is to be done while the live state is an average."""
         if evaluate is None and checkpoint is None:
             return
@@ -276,7 +278,9 @@ class Answers:
         with worker_context(self._worker), draws_from(None):
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
-                self._reporter.put(m.EvalReport(rank=self._rank, epoch=evaluate, values=values))
+                self._reporter.put(
+                    m.EvalReport(rank=self._rank, epoch=evaluate, at=at, values=values)
+                )
             if checkpoint is not None and f.checkpoint_fn is not None:
                 hand_over(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
                 self._reporter.put(m.CheckpointDone(rank=self._rank, version=checkpoint))

@@ -12,6 +12,7 @@ from coordinator.config import ApplyPolicy
 from coordinator.dispatch import batch_bounds, count_batches, seconds, split_by_cost
 from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import Average, Command, PublishEpoch, Send
+from coordinator.metrics import EpochMetrics
 from coordinator.state import Failure, RankState
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
@@ -52,6 +53,8 @@ class Checks:
         self._done_per_epoch: list[tuple[str, int]] = []
         self.saves = SaveChecks(sim)
         self._is_cut_anyhow = c.max_steps is not None
+        self._evaluated_at: int | None = None
+        self._partial: list[EpochMetrics] = []
         self._resumed: frozenset[Batch] = frozenset()
         if sim.origin is not None:
             self._resumed = sim.origin.held
@@ -166,6 +169,9 @@ class Checks:
 
     def _on_publish(self, command: PublishEpoch) -> None:
         metrics, c = command.metrics, self._config
+        if metrics.partial:
+            self._partial.append(metrics)  # judged with the result
+            return
         if metrics.epoch != len(self._closed):
             raise Violation(f"epoch {metrics.epoch} closes after {self._closed}")
         self._closed.append(metrics.epoch)
@@ -299,6 +305,22 @@ class Checks:
         self._done_per_epoch.append((what, epoch))
         self._must_hold(epoch, held, what)
 
+    def on_evaluated_within(self, rank: int, at: int) -> None:
+        """The rank evaluates after so many batches, within an epoch."""
+        c, last = self._config, self._evaluated_at
+        assert c.eval_every is not None
+        undone = self._sim.dead or self._sim.num_faults
+        if last is not None and at // c.eval_every <= last // c.eval_every and not undone:
+            raise Violation(f"evaluated after {last} and after {at} batches of {c.eval_every}")
+        if c.policy is ApplyPolicy.SYNC:
+            in_step = c.accumulate * c.world_size
+            if at % c.eval_every >= in_step and not (undone or self._resumed):
+                raise Violation(f"evaluated after {at} batches, by steps of {in_step}")
+            busy = [w.rank for w in self._sim.workers if w.protocol.plan or w.protocol.plans]
+            if busy and not undone:
+                raise Violation(f"rank {rank} evaluates while {busy} have a plan")
+        self._evaluated_at = at
+
     # -- the end ---------------------------------------------------------------------------
 
     def at_end(self) -> None:
@@ -322,6 +344,7 @@ class Checks:
         if payload.held is not None:
             expect_payload(payload, "the result")
         effects = payload.base.union(payload.local)
+        self._cut_epochs(effects)
         if len(effects) != len(payload.base) + len(payload.local):
             raise Violation("a batch is in the result twice")
         if effects - self._trained.keys():
@@ -348,6 +371,19 @@ class Checks:
         if 0 in sim.dead and not sim.workers[0].was_built:
             return
         raise Violation("the run failed although it could go on") from failure.error
+
+    def _cut_epochs(self, effects: frozenset[Batch]) -> None:
+        """What is told of epochs that max_steps has cut is what the result holds of them."""
+        told = {metrics.epoch: metrics.num_samples for metrics in self._partial}
+        if len(told) != len(self._partial) or (told and self._config.max_steps is None):
+            raise Violation(f"told of epochs that were cut: {self._partial}")
+        held: Counter[int] = Counter()
+        for batch in effects:
+            held[batch[0]] += self._sim.samples_of(batch)
+        wanted = {epoch: num for epoch, num in held.items() if epoch not in self._closed}
+        limited = self._config.max_steps is not None
+        if limited and not self._sim.machine.outcome.stopped and told != wanted:
+            raise Violation(f"{wanted} samples are in the result of epochs that were cut: {told}")
 
     def _all_was_done(self, num_effects: int, stopped: bool) -> None:
         c = self._config

@@ -206,7 +206,17 @@ class Draw:
 
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
-    return with_transports(with_sizes(with_shares(with_saves(Draw(seed).schedule()))))
+    drawn = with_transports(with_sizes(with_shares(with_saves(Draw(seed).schedule()))))
+    return with_evaluations(drawn)
+
+
+def with_evaluations(schedule: Schedule) -> Schedule:
+    """The schedule with evaluations within epochs in half of the runs that have some."""
+    c, rng = schedule.config, random.Random(f"evaluations of {schedule.seed}")
+    fits = c.evaluate and not (c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None)
+    if not fits or rng.random() < 0.5:
+        return schedule
+    return replace(schedule, config=replace(c, eval_every=rng.randint(1, 40)))
 
 
 def with_sizes(schedule: Schedule) -> Schedule:

@@ -438,7 +438,7 @@ class SimWorker:
             case m.Update():
                 yield from self._take_update(work)
             case m.Evaluate():
-                yield from self._per_epoch(work.epoch, None)
+                yield from self._per_epoch(work.epoch, None, work.at)
             case m.Checkpoint():
                 yield from self._per_epoch(None, work.version)
             case m.Capture():
@@ -492,7 +492,7 @@ class SimWorker:
                 )
             )
         if ok:
-            yield from self._per_epoch(message.evaluate, message.checkpoint)
+            yield from self._per_epoch(message.evaluate, message.checkpoint, message.at)
 
     def _all_reduce(self, round_id: int) -> Steps:
         self._check_samples()
@@ -564,16 +564,22 @@ class SimWorker:
         if self.replica is not None and (message.num_samples > 0 or wanted):
             self.replica.take(average, wanted=wanted)
         self._expect("updated")
-        yield from self._per_epoch(evaluated, checkpoint)
+        yield from self._per_epoch(evaluated, checkpoint, message.at)
         self._reporter.put(m.SyncAck(rank=self.rank, round=message.round))
 
-    def _per_epoch(self, evaluate: int | None, checkpoint: int | None) -> Steps:
+    def _per_epoch(
+        self, evaluate: int | None, checkpoint: int | None, at: int | None = None
+    ) -> Steps:
         c = self._sim.schedule.config
         held = self.base if self._sim.num_live > 1 else self.base.union(self.local)
         if evaluate is not None and c.evaluate:
-            self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)
+            if at is None:
+                self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)
+            else:
+                self._sim.checks.on_evaluated_within(self.rank, at)
             yield self._sim.schedule.evaluate_s
-            self._reporter.put(m.EvalReport(rank=self.rank, epoch=evaluate, values=(("e", 0.0),)))
+            values = (("e", 0.0),)
+            self._reporter.put(m.EvalReport(rank=self.rank, epoch=evaluate, at=at, values=values))
         if checkpoint is not None and c.checkpoint_every is not None:
             self._sim.checks.on_per_epoch(self.rank, "checkpointed", checkpoint - 1, held)
             self._reporter.put(m.CheckpointDone(rank=self.rank, version=checkpoint))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import signal
 import threading
@@ -294,8 +295,63 @@ def test_max_steps_ends_after_that_many_batches_of_all_ranks(way):
     handle = builder(train=trace, dataset=10, batch_size=2, epochs=9, way=way).max_steps(17).run()
     state = handle.join(WAIT_S)
     assert sum(trace.steps.values()) == 17
-    assert len(state.metrics) == 3
     assert len(trace.of_epoch(3)) == 2
+    assert [metrics.partial for metrics in state.metrics] == [False] * 3 + [True]
+    assert [metrics.epoch for metrics in handle.metrics()] == [0, 1, 2, 3]
+    last = state.metrics[-1]
+    assert last.num_samples == 4
+    assert sum(rank.num_batches for rank in last.per_rank) == 2
+    assert math.isfinite(last.avg_loss)
+    assert not any(name.startswith("eval/") for name in last.scalars)
+    assert 0 < last.epoch_s < WAIT_S
+
+
+@every_way
+def test_an_epoch_that_max_steps_ends_with_is_whole(way):
+    state = builder(dataset=10, batch_size=2, epochs=9, way=way).max_steps(10).run().join(WAIT_S)
+    assert [(e.epoch, e.num_samples, e.partial) for e in state.metrics] == [
+        (0, 10, False),
+        (1, 10, False),
+    ]
+
+
+def test_after_a_stop_the_epoch_that_was_cut_has_no_metrics():
+    """Also where max_steps is set."""
+
+    def stops(model, batch):
+        if current_worker().local_step == 2:
+            handle.stop()
+        return count_up(model, batch)
+
+    begun = threading.Event()
+    handle = builder(
+        train=lambda model, batch: (begun.wait(WAIT_S), stops(model, batch))[1],
+        dataset=100,
+        ranks=2,
+        way=(SYNC, THREAD),
+    )
+    handle = handle.max_steps(40).run()
+    begun.set()
+    assert handle.join(WAIT_S).metrics == ()
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_run_that_goes_on_tells_of_the_whole_epoch_that_max_steps_had_cut(way, tmp_path):
+    """With one entry for it, though the run before has told of its part."""
+
+    def run(**more):
+        b = builder(dataset=20, batch_size=2, epochs=2, way=way).checkpoint_dir(tmp_path)
+        for name, value in more.items():
+            getattr(b, name)(value)
+        return b.run().join(WAIT_S)
+
+    first = run(max_steps=13)
+    assert [(e.num_samples, e.partial) for e in first.metrics] == [(20, False), (6, True)]
+    second = run(resume=tmp_path)
+    assert [(e.epoch, e.num_samples, e.partial) for e in second.metrics] == [
+        (0, 20, False),
+        (1, 20, False),
+    ]
 
 
 # -- the process around it -----------------------------------------------------
