@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from runtime import (
     CheckpointError,
     ClusterError,
+    Monitor,
     Nesterov,
     RunAborted,
     Timeline,
@@ -328,12 +330,18 @@ def test_all_machines_evaluate_and_hand_over_the_state_that_they_have_in_common(
     assert seen[0][-1] == float((states[0].params["w"] * torch.arange(203)).sum())
 
 
-def test_a_timeline_and_the_statistics_show_who_took_part_in_each_round():
+def test_a_timeline_a_monitor_and_the_statistics_show_who_took_part_in_a_round(tmp_path):
     cluster, timeline = MemoryCluster(min_machines=2), Timeline()
     a = Machine(cluster, "a", epochs=2, configure=lambda builder: builder.timeline(timeline))
     b = Machine(cluster, "b", epochs=2)
-    a.join()
-    b.join()
+    with Monitor(poll_s=0.05) as monitor:
+        b.handle.attach(monitor)
+        a.join()
+        b.join()
+        monitor.save_html(tmp_path / "page.html")
+    assert re.search(
+        r'"machines":\[\{"machine":"a","num_samples":', (tmp_path / "page.html").read_text()
+    )
     found = [e for e in timeline.events() if e.kind.value == "machines"]
     steps = [e.args["round"] for e in found]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
