@@ -655,6 +655,7 @@ def follow_once(before: float, after: float, change_at: int) -> tuple[int, float
         )
         .dataset((torch.zeros(FOLLOW_STEPS * 2 * FOLLOW_BATCH, 1),))
         .batch_size(FOLLOW_BATCH)
+        .num_epochs(1)
         .devices(["cpu", "cpu"])
         .policy(ApplyPolicy.SYNC)
         .balance(True)
