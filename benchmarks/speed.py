@@ -14,6 +14,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -55,7 +57,8 @@ from benchmarks.harness.models import (
     workload_of,
 )
 from benchmarks.harness.processes import Child, GlooGroup, serve
-from runtime import ApplyPolicy, AverageBackend
+from coordinator.shares import seconds, split_by_cost
+from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
 
 WORLDS = (1, 2, 4, 6, 8)
 WORLD_STEP_S = 0.010
@@ -67,6 +70,12 @@ COORDINATED = ((8, 0.007), (2, 0.0014))
 LONGER = 6.0
 """Times a measurement, in ``efficiency`` and ``coordinator``: with epochs of about 2 seconds their
 ends, where plans are short, count as in short training, and no more."""
+FOLLOW_AT, FOLLOW_STEPS, FOLLOW_STEADY = 60, 140, 20
+"""Steps before rank 1 changes its speed, in all, and those before it that are looked at."""
+FOLLOW_BATCH, FOLLOW_SAMPLE_S = 64, 3e-4
+"""Samples of a rank, and the time that it sleeps for each."""
+NEAR = 0.05
+"""Steps are near the shortest ones if they take this part more."""
 MIN_STEPS = 40
 """Of each worker in a measurement, however long they take."""
 
@@ -592,6 +601,78 @@ def _shares_cells(cells: Cells, step_s: float, slowdown: float) -> list[Cell]:
     ]
 
 
+def follow(options: Options) -> Section:
+    """How soon shares follow a rank that changes its speed, and how steady they are before."""
+    section, rows = Section(), []
+    for before, after in ((1.0, 3.0), (3.0, 1.0)):
+        found = [follow_once(before, after, FOLLOW_AT + i) for i in range(options.repeat)]
+        steps, excess = (list(column) for column in zip(*found, strict=True))
+        what = f"rank 1 from {before:g} to {after:g} times as slow"
+        rows.append([what, f"{max(steps)}", f"{max(excess):.1%}", f"{len(found)}"])
+        section.record[what] = {"steps": steps, "excess": excess}
+        section.checks += [
+            Check(what=f"{what}: steps, the most", measured=max(steps), wanted=20, at_most=True),
+            Check(
+                what=f"{what}: steady steps above the shortest ones, the most",
+                measured=max(excess),
+                wanted=NEAR,
+                at_most=True,
+            ),
+        ]
+    head = ("change", "steps until the shares fit", "steady steps longer by", "runs")
+    section.markdown.append(table(head, rows))
+    return section
+
+
+def follow_once(before: float, after: float, change_at: int) -> tuple[int, float]:
+    """One run of two workers that sleep for each sample, of which rank 1 changes its speed.
+
+    Args:
+        before: Times that rank 1 sleeps at first, of what rank 0 does.
+        after: Likewise from its step ``change_at`` on.
+        change_at: A step, so late that shares are steady.
+
+    Returns:
+        Steps from the change until all that follow are near the shortest that shares could make
+        them; and by what part those right before the change are longer than theirs, the most.
+    """
+    pieces: list[list[int]] = [[], []]
+
+    def factor(step: int) -> float:
+        return before if step < change_at else after
+
+    def train_fn(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        rank, num_samples = current_worker().rank, len(batch[0])
+        times = factor(len(pieces[1])) if rank else 1.0
+        pieces[rank].append(num_samples)
+        time.sleep(times * FOLLOW_SAMPLE_S * num_samples)
+        loss: Tensor = model(batch[0]).mean()
+        return loss
+
+    builder = (
+        Trainer.builder(
+            lambda device: nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), train_fn
+        )
+        .dataset((torch.zeros(FOLLOW_STEPS * 2 * FOLLOW_BATCH, 1),))
+        .batch_size(FOLLOW_BATCH)
+        .num_epochs(1)
+        .devices(["cpu", "cpu"])
+        .policy(ApplyPolicy.SYNC)
+        .balance(True)
+        .tune_allocator(False)
+        .progress(False)
+    )
+    builder.run().join()
+    excess = []
+    for step, (own, other) in enumerate(zip(*pieces, strict=True)):
+        costs = [(0.0, 1.0), (0.0, factor(step))]
+        best = max(map(seconds, costs, split_by_cost(own + other, costs)))
+        excess.append(max(map(seconds, costs, (own, other))) / best - 1)
+    late = [step for step in range(change_at, len(excess)) if excess[step] > NEAR]
+    num_steps = late[-1] + 1 - change_at if late else 0
+    return num_steps, max(excess[change_at - FOLLOW_STEADY : change_at])
+
+
 def transports(options: Options) -> Section:
     """``backend(AUTO)`` beside each transport that it may choose, two workers."""
     section = Section()
@@ -745,6 +826,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Options], Section]]] = {
     "peers": ("Against its peers", peers),
     "efficiency": ("CADENCE against two bare threads, pair by pair", efficiency),
     "shares": ("SYNC with shares by measured speed", shares),
+    "follow": ("SYNC with shares: a rank that changes its speed", follow),
     "transports": ("AUTO against a fixed transport", transports),
     "world": (f"More workers, asleep {WORLD_STEP_S * 1e3:g} ms a step", world),
     "model": (f"Larger models, 2 workers, asleep {MODEL_STEP_S * 1e3:g} ms a step", model),

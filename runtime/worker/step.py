@@ -391,7 +391,8 @@ class WorkerSteps:
         self._timer.stop(len(sizes))
         if self._memory is not None and sizes:
             self._memory.stepped(max(sizes))
-            self._meter.most_samples = self._memory.most
+            if self._shrinks:  # shares that are fixed stay as they are
+                self._meter.most_samples = self._memory.most
         self._together.stepped(0 if end.dropped else total)
         outcome = self._stepper.take_outcome()
         if outcome is None and not self._launched:

@@ -161,6 +161,16 @@ def test_a_share_stays_within_the_budget_before_an_out_of_memory(bears, posing, 
     assert max(pieces[0]) == min(bears, 6)
 
 
+def test_shares_that_are_fixed_stay_whatever_is_measured(posing):
+    memory = posing.memory = WrittenMemory(each=836 / 4.1)
+    pieces = defaultdict(list)
+    b = a_run(
+        loss=peaking(memory, pieces), way=(SYNC, THREAD), ranks=2, dataset=(DATA[:64],), epochs=8
+    )
+    train(b.batch_size([5, 3]).cuda_graphs(False))
+    assert set(pieces[0]) == {5}
+
+
 def test_a_size_without_room_for_a_graph_is_trained_eagerly_and_told_once(
     posing, monkeypatch, caplog
 ):
