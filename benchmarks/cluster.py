@@ -103,14 +103,18 @@ PAUSES = (Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.AVERAGING, Cause.CALLBACKS
 
 
 class Clocked(Mean):
-    """Notes when a round's result is there."""
+    """Notes when a round's result is there, and how long the worker has paused until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.times: list[float] = []
+        self.pauses_s: list[float] = []
+        self._timeline = timeline
 
     def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:
         """See :meth:`OuterOptimizer.step`."""
         self.times.append(time.monotonic())
+        causes = self._timeline.summary().ranks[0].causes
+        self.pauses_s.append(sum(causes[cause.label] for cause in PAUSES))
         return super().step(old, change)
 
 
@@ -134,7 +138,7 @@ def train(
     steps: list[float] = []
     cpu: list[float] = []
     timeline = Timeline(min_gap_s=3600.0)
-    outer, began = Clocked(), threading.Event()
+    outer, began = Clocked(timeline), threading.Event()
 
     def train_fn(model: nn.Module, batch: Batch) -> Tensor:
         steps.append(time.monotonic())
@@ -165,13 +169,11 @@ def train(
         handle.stop()
     state = handle.join(JOIN_S)
     trained = sum(metrics.num_samples for metrics in state.metrics)
-    causes = timeline.summary().ranks[0].causes
-    paused_s = sum(causes[cause.label] for cause in PAUSES)
     return {
         "steps": steps,
         "cpu": cpu,
         "rounds": outer.times,
-        "paused_s": paused_s,
+        "pauses_s": outer.pauses_s,
         "num_samples": trained,
     }
 
@@ -346,7 +348,11 @@ def cost(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     with machines(NUM_MACHINES) as ask:
         own = sum(own_rates(ask, [0.0] * NUM_MACHINES))
         found = cluster_rate(ask, [0.0] * NUM_MACHINES, own, COST_PERIOD_S, CLUSTER_S / 2)
-    pauses = [one["paused_s"] / len(one["rounds"]) for one in found["machines"]]
+    # From the second round, as the first waits for the other machine to have begun.
+    pauses = [
+        (one["pauses_s"][-1] - one["pauses_s"][1]) / (len(one["rounds"]) - 2)
+        for one in found["machines"]
+    ]
     taken = [seconds for machine in found["machines"] for seconds in round_cpu_s(machine)]
     middle, low, high = median_interval(taken)
     print(
