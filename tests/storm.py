@@ -155,6 +155,7 @@ class Storm:
         """Do what is due, and take in what the machines say."""
         now = time.monotonic()
         if self._server_back_at is not None and now >= self._server_back_at:
+            self._server.close()
             self._server = LighthouseProcess(port=self._port, join_timeout_s=3.0)
             self._server_back_at = None
         for name in [name for name, at in self._stopped.items() if now >= at]:

@@ -53,6 +53,7 @@ ALLOWED = {
     ("runtime/device/values.py", "_read", "tolist"): "the log of a CPU",
     ("runtime/data/dataset.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
+    ("runtime/data/loader.py", "__next__", "numpy"): "indices, of the CPU",
     ("runtime/device/values.py", "_land", "tolist"): "pinned memory, behind its event",
 }
 """Reads that are none of a device, or documented."""

@@ -46,7 +46,7 @@ function build() {
   view.policy = told.querySelector("b");
   add("ranks", facts.devices.length);
   const sizes = facts.batch_sizes?.length ? facts.batch_sizes : [facts.batch_size];
-  add("batch size", sizes.map(number).join(", "));
+  add("batch size", sizes.map((n) => number(n)).join(", "));
   add("samples", number(facts.num_samples, 6));
   add("begun", new Date(facts.begun * 1000).toLocaleString());
   view.fill = node("div", { class: "fill" });

@@ -14,6 +14,7 @@ from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica import build as replica
 from tests.support.fake_cuda import GPU, FakeCuda, standing_in
+from tests.support.graphing import Boundless
 from tests.support.running import ASYNC, CADENCE, LOCAL_WAYS, SYNC, WAIT_S, builder, train
 from tests.unit.worker.test_worker import BATCH, Alone
 
@@ -173,7 +174,7 @@ def pose(monkeypatch, make_fake=lambda: FakeCuda(patience=2)):
 
     def open_posing(device, num_cpu_workers):
         fakes.append(make_fake())
-        return CudaDevice(GPU, api=fakes[-1])
+        return CudaDevice(GPU, api=fakes[-1], memory=Boundless())
 
     def data_path(config, adapter, index, contexts):
         return DataPath(config, adapter, index, [Device(1) for _ in contexts])
