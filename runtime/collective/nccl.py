@@ -128,21 +128,29 @@ class Communicators:
                 self._watched.remove(exchange)
 
     def _watch(self) -> None:
-        barrier, timeout_s = self._group.barrier, self._group.timeout_s
+        barrier = self._group.barrier
         while True:
             with self._changed:
                 if self._aborted or self._ended:
                     self._watched.clear()
                     return
-                late = None
-                if not barrier.aborted:
-                    late = next((x for x in self._watched if x.is_late(timeout_s)), None)
-                if late is None and not barrier.aborted:
+                reason = None if barrier.aborted else self._reason_to_abort()
+                if reason is None and not barrier.aborted:
                     self._changed.wait(_WATCH_S if self._watched else None)
                     continue
-            if late is not None:
-                barrier.abort(f"{late.name} did not end within {timeout_s:g} s")
+            if reason is not None:
+                barrier.abort(reason)
             self.abort()
+
+    def _reason_to_abort(self) -> str | None:
+        timeout_s = self._group.timeout_s
+        for exchange in self._watched:
+            try:
+                if exchange.is_late(timeout_s):
+                    return f"{exchange.name} did not end within {timeout_s:g} s"
+            except RuntimeError as error:  # of its device, whose peers would wait for ever
+                return f"{exchange.name} failed: {error}"
+        return None
 
     def settle(self, timeout_s: float) -> bool:
         """Wait for the aborts, or the end, that were begun; whether they are over."""

@@ -477,6 +477,26 @@ def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadl
     assert sorted(rank for name, rank in stuck.calls if name == "abort") == [0, 1]
 
 
+def test_an_exchange_on_a_device_that_fails_is_aborted_on_every_rank(stuck, monkeypatch):
+    """The thread that looks at it would end, and the peers wait for ever."""
+    stuck.fake.prompt = False
+    ends = stuck.group()
+    is_complete = stuck.fake.is_complete
+
+    def failing(event):
+        if threading.current_thread().name == "collective-watch":
+            raise RuntimeError("planted")
+        return is_complete(event)
+
+    monkeypatch.setattr(stuck.fake, "is_complete", failing)
+    found = on_ranks(ends, stuck.on_stream(lambda end: late_mean(stuck, end)))
+    for outcome, _ in found:
+        with pytest.raises(CollectiveAborted):
+            outcome.wait()
+    with pytest.raises(CollectiveAborted, match="mean_in_parts failed: planted"):
+        ends[0].check()
+
+
 @pytest.mark.parametrize("found", [None, RuntimeError("planted")])
 def test_without_the_kernel_that_sees_an_abort_the_host_waits(scene, monkeypatch, caplog, found):
     def host_reader():
