@@ -232,7 +232,7 @@ class Survival:
         self._last_step = -1
         self.recovery = Recovery.NONE
         self._agreed_step = 0
-        self._was_counted = False
+        self._counts = False  # the halt in progress
         self.num_halts = 0
         self.fault: str | None = None
 
@@ -247,10 +247,8 @@ class Survival:
         core.outcome.failures.append(failure)
         core.elche.drop(failure.rank)
         if core.lockstep:
-            if self.recovery is Recovery.HALTING and self._was_counted:
-                self.num_halts -= 1  # the others halted because of this death, told after them
-                self._was_counted = False
             self.halt()
+            self._counts = False  # the others may have halted because of this death
             return
         lost = not self._rounds.holds(failure.rank)
         core.pool.take_back(failure.rank, core.elche.shares, in_round=lost)
@@ -302,7 +300,7 @@ class Survival:
             return
         core = self._core
         self.recovery = Recovery.HALTING
-        self._was_counted = False
+        self._counts = False
         self._halted = {}
         core.out.append(AbortCollective(generation=core.generation))
         for rank in self.survivors:
@@ -315,10 +313,7 @@ class Survival:
         if self.recovery is not Recovery.HALTING:
             # As far as is known nobody died: a peer did not come in time, or had no memory.
             self.halt()
-            if not event.too_large:
-                self.num_halts = self.num_halts + 1 if event.step == self._last_step else 1
-                self._last_step = event.step
-                self._was_counted = True
+            self._counts = not event.too_large
         self._halted[event.rank] = event
 
     @property
@@ -328,10 +323,15 @@ class Survival:
             r.rank in self._halted for r in self.survivors
         )
 
-    def find_fault(self) -> None:
-        """All have halted: what was wrong with the transport, if one of them says so."""
+    def judge(self) -> None:
+        """All have halted: how often they have in a row, and what was wrong with the transport, if
+        one of them says so. Whoever came furthest tells whether they have gone on since."""
         halted = [self._halted[r.rank] for r in self.survivors]
         self.fault = next((h.fault for h in halted if h.fault is not None), None)
+        if self._counts:
+            step = max(h.step for h in halted)
+            self.num_halts = self.num_halts + 1 if step == self._last_step else 1
+            self._last_step = step
 
     def agree(self, *, regroup: bool) -> None:
         """All have halted: agree on the steps that count, and bring the ranks there.

@@ -329,7 +329,7 @@ class Coordinator:
         """Every rank has said where it stands: they go on from there, perhaps over another
         transport; peers that do not come again and again end the run."""
         core, survival = self._core, self._survival
-        survival.find_fault()
+        survival.judge()
         fault, limit = survival.fault, core.config.max_failed_rounds
         if fault is not None and survival.num_halts >= limit:
             why = f"{survival.num_halts} reductions failed in a row: {fault}"

@@ -596,6 +596,22 @@ def test_so_many_halts_in_a_row_as_may_fail_end_the_run(fault):
     assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
 
 
+def test_a_halt_after_a_step_that_another_rank_has_made_is_the_first_in_a_row():
+    """The rank that halts first may be one that has not come so far."""
+    settings = {"backend": NCCL, "max_failed_rounds": 3, "continue_on_failure": True}
+    run = Run(policy=ApplyPolicy.SYNC, **settings)
+    tally = m.Tally(num_batches=1, num_samples=1)
+    report = m.BatchReport(rank=1, epoch=0, tally=tally)
+    for generation, made in enumerate((0, 0, 1)):
+        halted = m.Halted(rank=0, generation=generation, step=0, num_syncs=0)
+        run.tell(halted)
+        run.tell(replace(halted, rank=1, step=made, report=report if made else None))
+        for rank in range(2):
+            run.tell(m.Regrouped(rank=rank, generation=generation + 1))
+    assert run.machine.outcome.failure is None
+    assert run.machine.core.phase is Phase.RUNNING
+
+
 def test_groups_have_rising_numbers():
     run = Run(world=4, backend=THREAD, continue_on_failure=True)
     for rank in (3, 2):
