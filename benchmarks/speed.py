@@ -28,8 +28,6 @@ from torch import Tensor, nn
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from coordinator.shares import seconds, split_by_cost
-
 from benchmarks.harness import ROOT
 from benchmarks.harness.cells import POLICIES, WAY_TITLES, WAYS, Cells, Outcome
 from benchmarks.harness.measure import (
@@ -59,6 +57,7 @@ from benchmarks.harness.models import (
     workload_of,
 )
 from benchmarks.harness.processes import Child, GlooGroup, serve
+from coordinator.dispatch import seconds, split_by_cost
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
 
 WORLDS = (1, 2, 4, 6, 8)
