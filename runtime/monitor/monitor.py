@@ -12,7 +12,6 @@ from runtime.core.checks import check_float, check_int, need
 from runtime.core.threads import Closing
 from runtime.monitor import page
 from runtime.monitor.feed import Feed, WatchedRun
-from runtime.monitor.server import allowed_names, is_loopback, listen, url_of
 from runtime.timeline.timeline import write_text
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Monitor(Closing):
     ) -> None:
         need("Monitor", ("aiohttp", "plotly"), "monitor")
         # Only now: it needs the extra.
-        from runtime.monitor.server import Server
+        from runtime.monitor.server import Server, allowed_names, is_loopback, listen, url_of
 
         number = check_int("Monitor: port", port, 0, 65535)
         if not isinstance(host, str) or not host:
