@@ -141,7 +141,23 @@ class Watched:
         return self._sign * (target - value) >= 0
 
 
-class EarlyStopping(Callback):
+class _Watching(Callback):
+    """A callback that follows a metric."""
+
+    _watched: Watched
+
+    @property
+    def best(self) -> float | None:
+        """The best value of the run."""
+        return self._watched.best
+
+    @property
+    def best_epoch(self) -> int | None:
+        """Its epoch."""
+        return self._watched.best_epoch
+
+
+class EarlyStopping(_Watching):
     """Ends a run whose metric gets no better, or has reached a target.
 
     The run ends as by ``handle.stop()``: the weights are those at the end, not those of the
@@ -180,16 +196,6 @@ class EarlyStopping(Callback):
         self._target = target
         self._num_worse = 0
         self.stopped_epoch: int | None = None
-
-    @property
-    def best(self) -> float | None:
-        """The best value of the run."""
-        return self._watched.best
-
-    @property
-    def best_epoch(self) -> int | None:
-        """Its epoch."""
-        return self._watched.best_epoch
 
     def begin(self, run: Running) -> None:
         """See :meth:`Callback.begin`."""
@@ -249,7 +255,7 @@ class TimeLimit(Callback):
         super().end()
 
 
-class KeepBest(Callback):
+class KeepBest(_Watching):
     """Keeps the averaged weights of the epoch with the best metric in a safetensors file, which
     a bare module loads: ``Net().load_state_dict(safetensors.torch.load_file(path))``.
 
@@ -281,16 +287,6 @@ class KeepBest(Callback):
         self._make = partial(Watched, "KeepBest", metric, mode)
         self._watched = self._make()
         self._weights: dict[int, dict[str, Tensor]] = {}
-
-    @property
-    def best(self) -> float | None:
-        """The best value of the run."""
-        return self._watched.best
-
-    @property
-    def best_epoch(self) -> int | None:
-        """Its epoch."""
-        return self._watched.best_epoch
 
     def begin(self, run: Running) -> None:
         """Make the directory.
