@@ -455,12 +455,25 @@ def test_the_device_reads_behind_an_exchange_whether_it_can_be_used(scene):
         outcome.wait()
 
 
-def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadline(stuck):
+def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadline(
+    stuck, monkeypatch
+):
     """Its time runs from when the device comes to it, which may be behind by some steps."""
     stuck.fake.prompt = False
     ends = stuck.group(2, timeout_s=0.3)
+    is_complete, looks = stuck.fake.is_complete, []
+    looked = threading.Event()  # twice after the time was over, had it begun before
+
+    def watched(event):
+        if threading.current_thread().name == "collective-watch":
+            looks.append(time.monotonic())
+            if len(looks) > 4 and looks[-5] - looks[0] > 0.3:
+                looked.set()
+        return is_complete(event)
+
+    monkeypatch.setattr(stuck.fake, "is_complete", watched)
     found = on_ranks(ends, stuck.on_stream(lambda end: late_mean(stuck, end)))
-    time.sleep(0.5)  # nothing happens meanwhile
+    assert looked.wait(TIMEOUT_S)
     assert "abort" not in stuck.names()
     begin = time.monotonic()
     for outcome, _ in found:
