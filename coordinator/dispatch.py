@@ -367,6 +367,9 @@ class Shares:
         world_size: Number of ranks.
         first: Sizes of the first pieces; ``None``: equal ones.
         fixed: Whether pieces stay like the first ones, whatever is measured.
+
+    Attributes:
+        num_plans: How often sizes were given.
     """
 
     def __init__(
@@ -382,6 +385,7 @@ class Shares:
         self._limits: dict[int, int] = {}  # these, and those by measured memory
         self._bounds: dict[int, int] = {}
         self._rests: dict[int, _Rest] = {}
+        self.num_plans = 0
 
     def observe(self, rank: int, num_samples: float, compute_s: float) -> None:
         """Take the mean time of some micro-batches of a rank.
@@ -451,6 +455,7 @@ class Shares:
         Returns:
             The size of each rank's piece; their sum is ``total``. 0: 1 would delay the others.
         """
+        self.num_plans += 1
         self._sizes = self._next(total, tuple(ranks))
         self._ranks = tuple(ranks)
         return self._sizes

@@ -17,6 +17,9 @@ from coordinator.state import Core, Rank
 PLAN_STEPS = 5
 """Optimizer steps in a plan where shares are measured, or batches granted. While ranks train one
 the next lies with them, so that a new speed is followed in the fourth plan at the latest."""
+FIRST_PLANS, FIRST_PLAN_STEPS = 5, 2
+"""The first plans where shares are measured are short: as many as it takes until what the sizes of
+the probe took is known. Until then the slowest rank has as many samples as the others."""
 FIXED_PLAN_STEPS = 50
 """Optimizer steps in a plan of pieces that follow nothing, and so need fewer messages."""
 
@@ -265,6 +268,8 @@ class Epochs:
             return False
         follows = core.config.balance or core.config.granted
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
+        if core.config.balance and self._shares.num_plans < FIRST_PLANS:
+            steps = FIRST_PLAN_STEPS
         dealt = core.pool.deal_epoch(
             now,
             [r.rank for r in live],

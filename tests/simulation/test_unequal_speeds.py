@@ -91,6 +91,34 @@ def test_lockstep_with_shares_comes_near_the_sum_of_the_ranks(slowness):
     assert run.now <= 0.85 * equal_s
 
 
+class Sizes(Hooks):
+    """The size of rank 1's piece, with the time, in each of its steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def before_step(self, worker):
+        if worker.rank == 1:
+            plan = worker.protocol.plan
+            self.steps.append((worker._sim.now, plan.pieces[0][1] - plan.pieces[0][0]))
+
+
+def test_lockstep_with_shares_knows_the_speeds_after_a_dozen_steps():
+    schedule = schedule_of(
+        ApplyPolicy.SYNC,
+        AverageBackend.THREAD,
+        slowness=(1.0, 5.0),
+        jitter=0.0,
+        num_samples=40 * 20,
+        num_epochs=1,
+        balance=True,
+    )
+    sizes = Sizes()
+    Simulation(schedule, hooks=sizes).run()
+    assert [size for _, size in sizes.steps[:6]] == [10] * 6
+    assert {size for _, size in sizes.steps[8:]} <= {3, 4}
+
+
 def test_lockstep_with_shares_follows_a_rank_that_slows_down_within_20_steps():
     schedule = schedule_of(
         ApplyPolicy.SYNC,
@@ -103,17 +131,10 @@ def test_lockstep_with_shares_follows_a_rank_that_slows_down_within_20_steps():
     )
     slower = Pace(start_s=50 * FAST_S, batch_s=3 * FAST_S)
     paces = (schedule.paces[0], (*schedule.paces[1], slower))
-    steps = []
-
-    class Sizes(Hooks):
-        def before_step(self, worker):
-            if worker.rank == 1:
-                plan = worker.protocol.plan
-                steps.append((worker._sim.now, plan.pieces[0][1] - plan.pieces[0][0]))
-
-    Simulation(Schedule(config=schedule.config, paces=paces), hooks=Sizes()).run()
-    after = [size for now, size in steps if now > slower.start_s]
-    assert [size for now, size in steps if now < slower.start_s][-1] == 10
+    sizes = Sizes()
+    Simulation(Schedule(config=schedule.config, paces=paces), hooks=sizes).run()
+    after = [size for now, size in sizes.steps if now > slower.start_s]
+    assert [size for now, size in sizes.steps if now < slower.start_s][-1] == 10
     assert set(after[20:]) == {5}
 
 
