@@ -311,6 +311,8 @@ class _Fit:
     num_seen: int = 0
     first: tuple[float, float] | None = None
     was_off: int = 0
+    least: float = math.inf
+    """The fewest samples that were measured: below them the fixed part is a guess."""
 
     @property
     def known(self) -> bool:
@@ -320,6 +322,7 @@ class _Fit:
         self.num_seen += 1
         if self.num_seen == 1:
             return  # libraries load and allocators grow in the first steps
+        self.least = min(self.least, n)
         if self.first is not None and abs(n / self.first[0] - 1) > _DIFFERENT:
             slope = (time_s - self.first[1]) / (n - self.first[0])
             fixed_s = self.first[1] - slope * self.first[0]
@@ -358,8 +361,8 @@ class Shares:
     measurement is left out; the second is of equal pieces, the third of unequal ones, and
     both together give ``a``. From there ``b`` follows what is measured: smoothly, but at once
     where a time is far off for the second time in a row. New sizes are given only where they
-    save a few percent of the step. A rank that would delay the others with 1 sample gets
-    nothing, and 1 sample in a plan now and then, to see whether it still would.
+    save a few percent of the step. A rank that was seen to delay the others with 1 sample gets
+    nothing, and 1 sample in a plan now and then, to see whether it still does.
 
     Deterministic and not thread-safe: no clock and no thread of its own.
 
@@ -529,6 +532,8 @@ class Shares:
             others = [rank for rank in some if rank != slow]
             if best[slow] > 1 or not others or not self.fits(total, others):
                 return best
+            if self._fits[slow].least > 1:
+                return best  # it gets 1 sample first, which shows whether it delays
             without = dict.fromkeys(ranks, 0) | self._cut(total, others, costs)
             if _longest(costs, without) > (1 - _REST) * _longest(costs, best):
                 return best

@@ -210,6 +210,20 @@ def test_a_rank_that_would_delay_the_others_with_one_sample_gets_none_and_is_pro
     assert min(ranks.sizes) >= 19
 
 
+def test_a_rank_whose_time_was_misjudged_gets_one_sample_before_it_gets_none():
+    ranks = Ranks([(2e-3, 1.7e-3), (2e-3, 9.3e-3)], 16)
+    for n, compute_s in ((8, 0.07), (8, 0.067), (6, 0.061)):  # of which most would be fixed
+        ranks.shares.observe(1, n, compute_s)
+        ranks.shares.observe(0, 16 - n, seconds(ranks.costs[0], 16 - n))
+        ranks.sizes = ranks.shares.sizes(16, (0, 1))
+    sizes = [ranks.sizes]
+    for _ in range(10):
+        ranks.train()
+        sizes.append(ranks.sizes)
+    assert min(n for _, n in sizes) == 1
+    assert ranks.sizes == (14, 2)
+
+
 @pytest.mark.parametrize(
     ("total", "sizes", "parts"),
     [
@@ -278,6 +292,8 @@ def test_of_several_ranks_that_get_nothing_one_that_would_help_gets_some(monkeyp
     }
     shares, ranks = Shares(5), list(costs)
     shares._has_probed = True
+    for fit in shares._fits:
+        fit.least = 1
     first = shares.sizes(25, ranks)
     assert first[0] == first[1] == first[4] == 0
     costs[2], costs[3] = (0.00028, 0.0000282), (0.00031, 0.00029)  # they have become slower
