@@ -235,6 +235,7 @@ def efficiency_checks(
 SHARED = {
     "threads": "2 bare threads",
     "balanced": "SYNC, balance(True)",
+    "alike": "2 bare threads with its shares, free lockstep",
     "sync": "SYNC, equal batches",
     "cadence": "CADENCE",
     "ddp": "DistributedDataParallel",
@@ -595,6 +596,7 @@ def _shares_cells(cells: Cells, step_s: float, slowdown: float) -> list[Cell]:
     return [
         cells.threads(cell("threads", slowdown), pauses),
         cells.runtime(cell("balanced", slowdown), sync, pauses, balance=True),
+        cells.threads(cell("alike", slowdown), pauses, like=cell("balanced", slowdown)),
         cells.runtime(cell("sync", slowdown), sync, pauses),
         cells.runtime(cell("cadence", slowdown), cadence, pauses),
         cells.peer(cell("ddp", slowdown), "ddp", pauses),

@@ -333,10 +333,19 @@ class Cells:
 
         return Cell(key=key, guess=self._rate(pause_s), run=run)
 
-    def threads(self, key: str, pauses_s: tuple[float, ...]) -> Cell:
-        """Bare loops side by side; the sum of their rates."""
+    def threads(self, key: str, pauses_s: tuple[float, ...], like: str = "") -> Cell:
+        """Bare loops side by side.
+
+        Args:
+            key: The cell's.
+            pauses_s: Sleep of each loop within a step.
+            like: Key of a run of the runtime, measured before, whose shares of the global batch
+                are the loops' batches; empty: equal batches.
+        """
 
         def run(expected: float) -> float:
+            total = len(pauses_s) * self._workload.batch_size
+            shares = self.outcomes[like][-1].details["shares"] if like else ()
             return threads_rate(
                 self._workload,
                 self._at_most(self._batches(expected)),
@@ -344,6 +353,7 @@ class Cells:
                 warmup_s=self._seconds / 5,
                 measure_s=self._seconds,
                 pauses_s=pauses_s,
+                sizes=tuple(max(1, round(total * share)) for share in shares),
             )
 
         return Cell(key=key, guess=sum(map(self._rate, pauses_s)), run=run)

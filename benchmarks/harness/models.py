@@ -300,8 +300,23 @@ def threads_rate(
     warmup_s: float,
     measure_s: float,
     pauses_s: tuple[float, ...] = (),
+    sizes: tuple[int, ...] = (),
 ) -> float:
-    """Sum of the samples/s of bare loops that run at the same time and share only the data."""
+    """Samples/s of bare loops that run at the same time and share only the data.
+
+    Args:
+        workload: What is trained.
+        data: The data set.
+        num_threads: Loops, each in a thread.
+        warmup_s: Seconds before the clock starts.
+        measure_s: Seconds that are timed.
+        pauses_s: Sleep of each loop within a step of the workload's batch size.
+        sizes: Samples in a step of each loop, if not as the workload says.
+
+    Returns:
+        The sum of the loops' rates. With ``sizes``, what loops would reach together if each
+        waited in every step for the slowest, and that cost nothing.
+    """
     rates = [0.0] * num_threads
     together = threading.Barrier(num_threads)
 
@@ -314,6 +329,7 @@ def threads_rate(
             measure_s=measure_s,
             seed=index,
             pause_s=pauses_s[index] if pauses_s else 0.0,
+            batch_size=sizes[index] if sizes else None,
         )
 
     threads = [
@@ -326,6 +342,8 @@ def threads_rate(
         thread.join(WAIT_S)
     if not all(rates):
         raise RuntimeError("a bare training thread did not finish")
+    if sizes:
+        return sum(sizes) * min(rate / size for rate, size in zip(rates, sizes, strict=True))
     return sum(rates)
 
 
