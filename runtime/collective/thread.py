@@ -125,7 +125,7 @@ def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) ->
     """
     values = step.sources
     if factors is not None:
-        return _weighted_sum(values, factors)
+        return weighted_sums([[value] for value in values], factors)[0]
     result = values[0]
     if len(values) == 1:
         return result
@@ -145,19 +145,28 @@ def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) ->
     return result
 
 
-def _weighted_sum(values: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
-    # What has the factor 0 is left out, for it may be NaN.
-    live = [rank for rank, factor in enumerate(factors) if factor]
-    result = values[live[0]]
-    if len(live) == 1:
-        return result
-    if result.dtype in LOW_PRECISION:
-        result = result.float()
+def weighted_sums(values: Sequence[list[Tensor]], factors: Sequence[float]) -> list[Tensor]:
+    """Weighted sums over the ranks, in order of rank; what has the factor 0 is not read.
+
+    Args:
+        values: ``values[rank][i]``, of the same shapes and one dtype.
+        factors: One for each rank, not all 0.
+
+    Returns:
+        The tensors of the first rank that counts, changed in place, or new ones in float32
+        for float16 and bfloat16; the same ones, unchanged, where no other rank counts.
+    """
+    first, *others = [rank for rank, factor in enumerate(factors) if factor]
+    sums = values[first]
+    if not others:
+        return sums
+    if sums[0].dtype in LOW_PRECISION:
+        sums = [tensor.float() for tensor in sums]
     # Scaled before the sum, so that huge values (masks) do not overflow.
-    result.mul_(factors[live[0]])
-    for rank in live[1:]:
-        result.add_(values[rank], alpha=factors[rank])
-    return result
+    torch._foreach_mul_(sums, factors[first])
+    for rank in others:
+        torch._foreach_add_(sums, values[rank], alpha=factors[rank])
+    return sums
 
 
 def _shares(requests: Sequence[Request], num_shares: int) -> Sequence[Sequence[Step]]:

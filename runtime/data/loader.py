@@ -214,10 +214,11 @@ class _Failure:
     error: BaseException
 
 
-class Loader(ABC):
-    """Gives one worker the batches of its plans. Used by that worker's thread alone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSpec:
+    """What one worker's loader reads, and where to.
 
-    Args:
+    Attributes:
         adapter: The data set, shared with the other ranks.
         index: Which samples a batch holds, shared with the other ranks.
         device: Where ``try_next`` puts the tensors.
@@ -226,23 +227,29 @@ class Loader(ABC):
         worker: What ``current_worker()`` delegates to while the data set reads.
     """
 
-    def __init__(
-        self,
-        adapter: DatasetAdapter,
-        index: EpochIndex,
-        *,
-        device: torch.device,
-        seed: int,
-        rank: int,
-        worker: object = None,
-    ) -> None:
-        self.rank = rank
-        self._adapter = adapter
-        self._index = index
-        self._device = device
-        self._seed = seed
-        self._worker = worker
-        self._moves = device.type != "cpu" or not adapter.on_cpu
+    adapter: DatasetAdapter
+    index: EpochIndex
+    device: torch.device
+    seed: int
+    rank: int
+    worker: object = None
+
+
+class Loader(ABC):
+    """Gives one worker the batches of its plans. Used by that worker's thread alone.
+
+    Args:
+        spec: What it reads.
+    """
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        self.rank = spec.rank
+        self._adapter = spec.adapter
+        self._index = spec.index
+        self._device = spec.device
+        self._seed = spec.seed
+        self._worker = spec.worker
+        self._moves = spec.device.type != "cpu" or not spec.adapter.on_cpu
         self._positions = PlanQueue()
         self._forget_order()
 
@@ -331,22 +338,12 @@ class InlineLoader(Loader):
     copy, and a data set may write to what it gave.
 
     Args:
-        adapter: See :class:`Loader`; so are the arguments that are not listed here.
-        copies: The worker's way to its device; ``None``: ``device`` is the CPU.
+        spec: What it reads.
+        copies: The worker's way to its device; ``None``: that is the CPU.
     """
 
-    def __init__(
-        self,
-        adapter: DatasetAdapter,
-        index: EpochIndex,
-        *,
-        device: torch.device,
-        seed: int,
-        rank: int,
-        worker: object = None,
-        copies: Device | None = None,
-    ) -> None:
-        super().__init__(adapter, index, device=device, seed=seed, rank=rank, worker=worker)
+    def __init__(self, spec: LoaderSpec, *, copies: Device | None = None) -> None:
+        super().__init__(spec)
         self._copies = Device() if copies is None else copies
         self._closed = False
 
@@ -387,30 +384,16 @@ class ThreadLoader(Loader):
     """Loads ahead in a daemon thread ``prefetch-{rank}``, started by the first plan.
 
     Args:
-        adapter: See :class:`Loader`; so are the arguments that are not listed here.
+        spec: What it reads.
         on_ready: Called in the loader's thread after each batch that became ready or
             failed. A call may be late: by then the batch can be taken or cancelled.
-        depth: How many loaded batches may wait; 0: each is loaded when it is asked for.
-        stage: Carries batches to the device and says, in place of ``depth``, how many
-            may wait.
+        stage: Carries batches to the device and says how many may wait; not shared.
     """
 
-    def __init__(
-        self,
-        adapter: DatasetAdapter,
-        index: EpochIndex,
-        *,
-        device: torch.device,
-        seed: int,
-        rank: int,
-        on_ready: Callable[[], None],
-        worker: object = None,
-        depth: int = 1,
-        stage: Stage | None = None,
-    ) -> None:
-        super().__init__(adapter, index, device=device, seed=seed, rank=rank, worker=worker)
+    def __init__(self, spec: LoaderSpec, *, on_ready: Callable[[], None], stage: Stage) -> None:
+        super().__init__(spec)
         self._on_ready = on_ready
-        self._stage = Stage(depth) if stage is None else stage
+        self._stage = stage
         self._moves = self._moves and not self._stage.brings
         self._thread: threading.Thread | None = None
         # The condition guards everything below, and the positions.
@@ -592,36 +575,22 @@ class ProcessLoader(ThreadLoader):
     processes too; they ignore it, so that a run can still finish in order.
 
     Args:
-        adapter: See :class:`ThreadLoader`; so are the arguments that are not listed here.
-            Each process gets a copy (tensors are shared, memory maps opened again). If one
-            dies, ``try_next`` raises ``RuntimeError`` within about five seconds, and for
-            every later batch.
+        spec: What it reads. Each process gets a copy of the data set (tensors are shared,
+            memory maps opened again). If one dies, ``try_next`` raises ``RuntimeError``
+            within about five seconds, and for every later batch.
+        on_ready: See :class:`ThreadLoader`; so is ``stage``.
         num_processes: How many processes to start.
     """
 
     def __init__(
         self,
-        adapter: DatasetAdapter,
-        index: EpochIndex,
+        spec: LoaderSpec,
         *,
-        device: torch.device,
-        seed: int,
-        rank: int,
         on_ready: Callable[[], None],
+        stage: Stage,
         num_processes: int,
-        depth: int = 1,
-        stage: Stage | None = None,
     ) -> None:
-        super().__init__(
-            adapter,
-            index,
-            device=device,
-            seed=seed,
-            rank=rank,
-            on_ready=on_ready,
-            depth=depth,
-            stage=stage,
-        )
+        super().__init__(spec, on_ready=on_ready, stage=stage)
         self._num_processes = num_processes
         self._dataloader: Any = None
         self._batches: Any = None  # the DataLoader's one iterator, restarted by each pass

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from runtime.data.loader import (
     HostStage,
     InlineLoader,
     Loader,
+    LoaderSpec,
     Pace,
     ProcessLoader,
     Stage,
@@ -157,11 +158,7 @@ class DataPath:
             return  # a gather from memory is faster than any process
         for rank, context in enumerate(self._contexts):
             loader = ProcessLoader(
-                self._adapter,
-                self._index,
-                device=context.device,
-                seed=c.seed,
-                rank=rank,
+                self._spec(rank),
                 on_ready=wake(rank),
                 num_processes=c.loader_workers,
                 stage=self._slots(rank) if context.device.type == "cuda" else self._waiting(1),
@@ -206,39 +203,29 @@ class DataPath:
                 self._snapshot_bytes += sum(map(pinned_bytes, sizes.values()))
         if rank in self._processes:
             return self._processes[rank]
+        spec, copies = self._spec(rank, worker), self._contexts[rank]
         if self._resides(device):
-            return ResidentLoader(
-                self._adapter,
-                self._index,
-                data=self._data[device],
-                copies=self._contexts[rank],
-                rank=rank,
-            )
-        common: dict[str, Any] = {
-            "seed": self._options.seed,
-            "rank": rank,
-            "worker": worker,
-        }
+            return ResidentLoader(spec, data=self._data[device], copies=copies)
         if self._loads_inline(device):
-            copies = self._contexts[rank]
-            return InlineLoader(self._adapter, self._index, device=device, copies=copies, **common)
+            return InlineLoader(spec, copies=copies)
         if device.type == "cuda":
             return PrefetchLoader(
-                self._adapter,
-                self._index,
-                stage=self._slots(rank),
-                copies=self._contexts[rank],
-                num_threads=self._gather_threads(),
+                spec,
                 on_ready=wake,
-                **common,
+                stage=self._slots(rank),
+                copies=copies,
+                num_threads=self._gather_threads(),
             )
-        return ThreadLoader(
-            self._adapter,
-            self._index,
-            device=device,
-            on_ready=wake,
-            stage=self._waiting(None),
-            **common,
+        return ThreadLoader(spec, on_ready=wake, stage=self._waiting(None))
+
+    def _spec(self, rank: int, worker: object = None) -> LoaderSpec:
+        return LoaderSpec(
+            adapter=self._adapter,
+            index=self._index,
+            device=self._contexts[rank].device,
+            seed=self._options.seed,
+            rank=rank,
+            worker=worker,
         )
 
     def _gather_threads(self) -> int:

@@ -26,7 +26,7 @@ from runtime.data.batches import (
     pin_batch,
 )
 from runtime.data.dataset import ColumnAdapter, DatasetAdapter, EpochIndex
-from runtime.data.loader import InlineLoader, LoadedBatch, Pace, Stage, ThreadLoader
+from runtime.data.loader import InlineLoader, LoadedBatch, LoaderSpec, Pace, Stage, ThreadLoader
 from runtime.data.slots import (
     MAX_DEPTH,
     BatchLayout,
@@ -147,23 +147,13 @@ class ResidentLoader(InlineLoader):
     """Batches of resident data, in the worker's thread. Brings the data with the first plan.
 
     Args:
-        adapter: The data set.
-        index: Which samples a batch holds.
-        data: Its columns on the device.
+        spec: What it reads.
+        data: The data set's columns on the device.
         copies: The worker's way to its device.
-        rank: The worker's rank.
     """
 
-    def __init__(
-        self,
-        adapter: DatasetAdapter,
-        index: EpochIndex,
-        *,
-        data: ResidentData,
-        copies: Device,
-        rank: int,
-    ) -> None:
-        super().__init__(adapter, index, device=copies.device, seed=0, rank=rank, copies=copies)
+    def __init__(self, spec: LoaderSpec, *, data: ResidentData, copies: Device) -> None:
+        super().__init__(spec, copies=copies)
         self._moves = False
         self._data = data
         self._reader: ResidentReader | None = None
@@ -450,8 +440,8 @@ class PrefetchLoader(ThreadLoader):
     call; a tensor of it that is to be kept must be cloned.
 
     Args:
-        adapter: See :class:`~runtime.data.loader.ThreadLoader`; so are the arguments that are not
-            listed here.
+        spec: What it reads.
+        on_ready: See :class:`~runtime.data.loader.ThreadLoader`.
         stage: Carries the batches; not shared.
         copies: The worker's way to its device.
         num_threads: Intra-op threads that gather a batch; one thread copies memory at a
@@ -460,27 +450,14 @@ class PrefetchLoader(ThreadLoader):
 
     def __init__(
         self,
-        adapter: DatasetAdapter,
-        index: EpochIndex,
+        spec: LoaderSpec,
         *,
+        on_ready: Callable[[], None],
         stage: SlotStage,
         copies: Device,
         num_threads: int = 1,
-        seed: int,
-        rank: int,
-        on_ready: Callable[[], None],
-        worker: object = None,
     ) -> None:
-        super().__init__(
-            adapter,
-            index,
-            device=copies.device,
-            seed=seed,
-            rank=rank,
-            on_ready=on_ready,
-            worker=worker,
-            stage=stage,
-        )
+        super().__init__(spec, on_ready=on_ready, stage=stage)
         self._slots = stage
         self._copies = copies
         self._num_threads = num_threads

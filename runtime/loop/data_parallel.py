@@ -23,10 +23,10 @@ from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
 from runtime.core.threads import Closing
 from runtime.core.weight import Weighted, check_weight
 from runtime.data.batches import move_batch, parts_of
-from runtime.loop.alike import Mirror
+from runtime.loop.alike import Likeness
 from runtime.loop.module import MakeModel, build_replicas, kind_of
 from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
-from runtime.loop.replica import LoopReplica, Options, ParamGroups, checked_loss, refuse_sparse
+from runtime.loop.replica import LoopReplica, Options, checked_loss, refuse_sparse
 from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
 from runtime.replica.non_finite import first_bad
 from runtime.replica.reducer import average_gradients, gradient_norm, has_non_finite
@@ -441,15 +441,11 @@ class DataParallelCoordinator(Closing):
             raise
         self._shards = Shards(self._replicas, loss_fn)
         self._unlike = len({kind_of(device) for device in self._devices}) > 1
-        self._mirror = Mirror(self._replicas)
-        self._groups = ParamGroups(self._replicas)
-        # Appended to: the hook must not keep this object and its threads alive.
-        self._loaded: list[torch.optim.Optimizer] = []
+        self._likeness = Likeness(self._replicas, self._runner)
         for replica in self._replicas:
             replica.guard.close()  # a step by hand is the user's own affair
             # PyTorch takes the tensors of a state as they are, and each replica needs its own.
             replica.optimizer.register_load_state_dict_pre_hook(lambda _, s: copy.deepcopy(s))
-        self._replicas[0].optimizer.register_load_state_dict_post_hook(self._loaded.append)
 
     @property
     def num_devices(self) -> int:
@@ -526,11 +522,11 @@ class DataParallelCoordinator(Closing):
             shards = shard_samples(samples, self.num_devices)
             counts = [count_samples(shard) for shard in shards]
             self._follow()
-            self._groups.check()
-            if self._loaded:
-                self._copy_from_primary(lambda r: r.copy_optimizer(self._replicas[0]))
-                self._loaded.clear()
-            if not self._alike or self._mirror.is_changed():
+            self._likeness.groups.check()
+            if self._likeness.loaded:
+                self._copy_from_primary("copy_optimizer")
+                self._likeness.loaded = False
+            if not self._alike or self._likeness.is_changed():
                 self._copy_all()
             self._alike = False  # until the end: Ctrl-C may come between any two lines
             try:
@@ -612,13 +608,13 @@ class DataParallelCoordinator(Closing):
         if self._max_grad_norm is not None:
             factor = min(1.0, self._max_grad_norm / (norm + 1e-6))
         source = self._replicas[next(rank for rank, n in enumerate(counts) if n)]
-        options = self._groups.options()
+        options = self._likeness.groups.options()
         self._run(
             lambda rank: self._shards.step(rank, factor, source, options if rank else None),
             changes=True,
         )
         if self._unlike:
-            self._copy_from_primary(lambda r: r.copy_params(self._replicas[0]))
+            self._copy_from_primary("copy_params")
 
     def sync_params(self) -> None:
         """Give every replica the primary's parameters, frozen ones too, and buffers.
@@ -635,14 +631,14 @@ class DataParallelCoordinator(Closing):
 
     def _follow(self) -> None:
         """Parts, modes and frozen parameters of the primary hold for all."""
-        self._mirror.check()
+        self._likeness.check()
         for module in self._replicas[0].modules:
             for key, buffer in module._buffers.items():
                 # Made by a forward in inference mode: nobody else may write to it.
                 if buffer is not None and buffer.is_inference():
                     with torch.inference_mode(False):
                         module._buffers[key] = buffer.clone()
-        self._mirror.flags(always=True)  # loss_fn may have changed those of any replica
+        self._likeness.flags(always=True)  # loss_fn may have changed those of any replica
 
     def _copy_all(self) -> None:
         """Give every replica all tensors of the primary's."""
@@ -657,18 +653,18 @@ class DataParallelCoordinator(Closing):
         if not self._alike:
             self._undo()  # of a batch that was interrupted; nothing where it was stepped
         self._alike = False
-        self._copy_from_primary(lambda r: r.copy_weights(self._replicas[0]))
+        self._copy_from_primary("copy_weights")
         self._are_alike()
 
     def _undo(self) -> None:
         self._run(self._shards.undo, changes=True)
 
     def _are_alike(self) -> None:
-        self._mirror.are_alike()
+        self._likeness.are_alike()
         self._alike = True
 
-    def _copy_from_primary(self, copy: Callable[[LoopReplica], None]) -> None:
-        self._run(lambda rank: copy(self._replicas[rank]) if rank else None, changes=True)
+    def _copy_from_primary(self, method: str) -> None:
+        self._likeness.copy(method, self._what, changes=True)
 
     def _run(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
-from runtime.collective.base import LOW_PRECISION
+from runtime.collective.thread import weighted_sums
 from runtime.core.checks import check_devices
 from runtime.core.errors import ReplicaMismatch
 from runtime.core.threads import Closing
@@ -67,7 +67,11 @@ class CpuReduction(Reduction):
         factors = [weight / total for weight in weights]
         with torch.no_grad():
             for block in _blocks(tensors[0]):
-                _mean_of_block([[own[i] for i in block] for own in tensors], factors)
+                values = [[own[i] for i in block] for own in tensors]
+                mean = weighted_sums(values, factors)
+                for target in values:
+                    if target is not mean:
+                        torch._foreach_copy_(target, mean)
 
 
 def _blocks(tensors: Tensors) -> Iterator[list[int]]:
@@ -84,22 +88,6 @@ def _blocks(tensors: Tensors) -> Iterator[list[int]]:
         size += tensor.numel()
     if block:
         yield block
-
-
-def _mean_of_block(tensors: list[list[Tensor]], factors: Sequence[float]) -> None:
-    # What has the factor 0 is left out, for it may be NaN.
-    first, *others = [rank for rank, factor in enumerate(factors) if factor]
-    mean = tensors[first]
-    if mean[0].dtype in LOW_PRECISION:
-        mean = [tensor.float() for tensor in mean]
-    if others:
-        # Scaled before the sum, so that huge values do not overflow.
-        torch._foreach_mul_(mean, factors[first])
-        for rank in others:
-            torch._foreach_add_(mean, tensors[rank], alpha=factors[rank])
-    for target in tensors:
-        if target is not mean:
-            torch._foreach_copy_(target, mean)
 
 
 class _Packed:
@@ -138,99 +126,17 @@ class _Packed:
         return flat[:num_elements]
 
 
-class StagedReduction(Reduction):
-    """Some replicas are on GPUs: the calling thread reduces in pinned memory of the CPU.
-
-    GPUs may stand more than once, and replicas on the CPU may take part. The call blocks
-    until the ranks' work is done and the mean is formed; the copies back are only issued.
-
-    Args:
-        devices: The device of each rank.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._stages = [_Stage(device) for device in devices]
-
-    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
-        """As :meth:`Reduction.mean_`."""
-        with torch.no_grad():
-            for stage, own in zip(self._stages, tensors, strict=True):
-                stage.fetch(own)
-            CpuReduction().mean_([stage.arrived() for stage in self._stages], weights)
-            for stage, own in zip(self._stages, tensors, strict=True):
-                stage.put_back(own)
-
-    def close(self) -> None:
-        """As :meth:`Reduction.close`; the allocator keeps memory until its copies are over."""
-        self._stages = []
-
-
-class _Stage:
-    """One rank's way to the CPU's memory and back."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._api = cuda_api.API
-        self._packed = _Packed()
-        self._sync = StreamSync()
-        self._pinned: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._flats: list[Tensor] = []
-        self._twins: list[Tensor] = []
-        self._fetched: Event | None = None
-        self._returned: Event | None = None
-
-    def fetch(self, tensors: Tensors) -> None:
-        """Start to copy a rank's tensors."""
-        if self._device.type == "cpu":
-            self._flats = self._twins = self._packed.load(tensors)
-            return
-        # The stream may be another one now: what the last call copies must have left.
-        self._sync.wait_host(self._returned)
-        with self._api.on_device(self._device):
-            self._flats = self._packed.load(tensors)
-            self._twins = []  # or a block that is too small now would stay
-            self._twins = [self._twin(i, flat) for i, flat in enumerate(self._flats)]
-            for twin, flat in zip(self._twins, self._flats, strict=True):
-                self._api.copy(twin, flat)
-            self._fetched = self._sync.mark(self._device, self._fetched)
-
-    def arrived(self) -> list[Tensor]:
-        """The tensors in the CPU's memory, flat. Blocks until they are there."""
-        self._sync.wait_host(self._fetched)
-        return self._twins
-
-    def put_back(self, tensors: Tensors) -> None:
-        """Start to copy what became of them to where they came from."""
-        if self._device.type == "cpu":
-            self._packed.store(tensors)
-            return
-        with self._api.on_device(self._device):
-            for flat, twin in zip(self._flats, self._twins, strict=True):
-                self._api.copy(flat, twin)
-            self._packed.store(tensors)
-            self._returned = self._sync.mark(self._device, self._returned)
-
-    def _twin(self, index: int, flat: Tensor) -> Tensor:
-        # Two flat tensors may have one dtype: complex ones are seen as real.
-        key, num_elements = (index, flat.dtype), flat.numel()
-        pinned = self._pinned.pop(key, None)
-        if pinned is None or pinned.numel() < num_elements:
-            pinned = None  # its block is free before a larger one is taken
-            num_bytes = cuda_api.pinned_bytes(flat.nbytes)
-            pinned = self._api.empty_pinned((num_bytes // flat.itemsize,), flat.dtype)
-        self._pinned[key] = pinned
-        return pinned[:num_elements]
-
-
 class GroupReduction(Reduction):
-    """The replicas' means are formed by a process group, one internal thread for each rank.
+    """The replicas' means are formed by a group of ranks, one internal thread for each.
 
-    The call blocks until the result is there. After a failure the tensors are as they were,
-    and the group is aborted for good.
+    The call blocks until the work in front of it is done and the mean is formed; copies back to
+    the gradients are only issued. After a failure the tensors are as they were, and the group
+    is aborted for good.
 
     Args:
         devices: The device of each rank.
-        kind: ``"nccl"`` or ``"gloo"``.
+        kind: ``"nccl"`` or ``"gloo"``; ``"thread"``: in the CPU's memory, through pinned memory
+            for ranks on GPUs, which may stand more than once.
         timeout_s: How long an exchange may take, in seconds.
     """
 
@@ -256,9 +162,10 @@ class GroupReduction(Reduction):
         with torch.no_grad():
             flats = [self._load(rank, own) for rank, own in enumerate(tensors)]
 
-            def exchange(rank: int) -> None:
+            def exchange(rank: int) -> Event | None:
                 self._sync.wait(self._devices[rank], [self._events[rank]])
                 self._ends[rank].weighted_mean_(flats[rank], weights[rank])
+                return self._sync.mark(self._devices[rank])
 
             job = Job([partial(exchange, rank) for rank in range(len(flats))])
             try:
@@ -273,14 +180,22 @@ class GroupReduction(Reduction):
             failure = first_failure(job.outcomes)
             if failure is not None:
                 raise failure[1]
-            for packed, own in zip(self._packed, tensors, strict=True):
-                packed.store(own)
+            for rank, (own, outcome) in enumerate(zip(tensors, job.outcomes, strict=True)):
+                self._store(rank, own, outcome.value)
 
     def _load(self, rank: int, tensors: Tensors) -> list[Tensor]:
-        device = self._devices[rank]
+        device, event = self._devices[rank], self._events[rank]
+        # The stream may be another one now: what the last call copies must have left.
+        self._sync.wait(device, [event])
         flats = self._packed[rank].load(tensors)
-        self._events[rank] = self._sync.mark(device, self._events[rank])
+        self._events[rank] = self._sync.mark(device, event)
         return flats
+
+    def _store(self, rank: int, tensors: Tensors, reduced: Event | None) -> None:
+        device = self._devices[rank]
+        self._sync.wait(device, [reduced])
+        self._packed[rank].store(tensors)
+        self._events[rank] = self._sync.mark(device, self._events[rank])
 
     def close(self) -> None:
         """End the threads and the group; blocks for that."""
@@ -578,9 +493,9 @@ class Ddp(Closing):
                 may be shared between them, trainable parameters may not.
             devices: One for each model; a device may stand more than once.
             backend: ``AUTO``: NCCL with distinct CUDA devices, else the calling thread
-                reduces in CPU memory, through pinned memory where replicas are on GPUs
-                (``THREAD`` and ``CPU`` are the same here). ``NCCL`` and ``GLOO`` take one
-                internal thread for each replica.
+                reduces where all replicas are on the CPU, and the others are reduced in CPU
+                memory, through pinned memory (``THREAD`` and ``CPU`` are the same here). What
+                the calling thread does not reduce takes one internal thread for each replica.
 
         Raises:
             TypeError: Something is no module, no device or no backend.
@@ -660,7 +575,7 @@ class Ddp(Closing):
                 frozen on some alone.
             TypeError: A weight is no number and no tensor.
             RuntimeError: Closed, or a parameter was replaced or moved.
-            CollectiveAborted, CollectiveTimeout: Over NCCL or Gloo; the gradients hold what
+            CollectiveAborted, CollectiveTimeout: With internal threads; the gradients hold what
                 they held before, and the models must be wrapped again.
         """
         checked = _check_weights(weights, self.world_size)
@@ -708,11 +623,10 @@ class Ddp(Closing):
 
 def make_reduction(backend: AverageBackend, devices: Sequence[torch.device]) -> Reduction:
     """What averages over replicas on these devices; ``backend`` is a resolved one."""
-    if backend in (AverageBackend.NCCL, AverageBackend.GLOO):
-        return GroupReduction(devices, backend.value)
-    if all(device.type == "cpu" for device in devices):
+    over_group = backend in (AverageBackend.NCCL, AverageBackend.GLOO)
+    if not over_group and all(device.type == "cpu" for device in devices):
         return CpuReduction()
-    return StagedReduction(devices)
+    return GroupReduction(devices, backend.value if over_group else "thread")
 
 
 def _check_models(models: object) -> list[nn.Module]:

@@ -223,7 +223,8 @@ class Team:
         self._cadence = cadence
         self._journal = journal
         self._max_grad_norm = max_grad_norm
-        self._likeness = Likeness(replicas, runner, drifting=drifting)
+        self._drifting = drifting
+        self._likeness = Likeness(replicas, runner)
         self._turn = Turn(runner.check_thread)
         self._window = Window.EMPTY
         self._counts = [0] * len(replicas)
@@ -399,7 +400,9 @@ class Team:
                 with self._timing_sync(self._first, 1):
                     self._direct.spread()
             self._runner.run(tasks, "step", (), self._meeting(True))
-            self._likeness.stepped()
+            if self._drifting:
+                self._likeness.copy("copy_params")
+            self._likeness.are_alike()
         except BaseException:
             self._likeness.broken = True
             if not self._runner.interrupted:
@@ -556,13 +559,15 @@ class Team:
         """Set an attribute of every replica."""
         with self._turn():
             self._settle()
-            self._likeness.set_attribute(name, value)
+            for replica in self._replicas:
+                replica.set_attribute(name, value)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
         """Add a buffer to every replica."""
         with self._turn():
             self._settle()
-            self._likeness.register_buffer(name, tensor, persistent)
+            for replica in self._replicas:
+                replica.register_buffer(name, tensor, persistent)
 
     def close(self) -> None:
         """End the replicas' threads, after what they are doing if that ends in time."""

@@ -17,7 +17,7 @@ from coordinator.machine import Coordinator
 from coordinator.service import Service
 from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import InlineLoader
+from runtime.data.loader import InlineLoader, LoaderSpec
 from runtime.replica.build import BuildOrder
 from runtime.worker.config import WorkerEndpoints
 from tests.deadlock.faults import BOUND_S
@@ -106,11 +106,13 @@ class Stage:
                 UserFunctions(model_factory=counter, optim_factory=plain_sgd, train_fn=self._train),
                 WorkerEndpoints(self._outboxes[0], self._inbox),
                 make_loader=lambda worker, wake: InlineLoader(
-                    adapt_dataset(numbers(config.num_samples)),
-                    EpochIndex(config.num_samples, 1, 0),
-                    device=CPU,
-                    seed=0,
-                    rank=0,
+                    LoaderSpec(
+                        adapter=adapt_dataset(numbers(config.num_samples)),
+                        index=EpochIndex(config.num_samples, 1, 0),
+                        device=CPU,
+                        seed=0,
+                        rank=0,
+                    )
                 ),
                 collective=self.collectives[0],
                 build_order=BuildOrder(alone=True),

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import Pace
+from runtime.data.loader import LoaderSpec, Pace
 from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
 from runtime.data.slots import DeviceBudget
 from runtime.device.base import Device
@@ -89,12 +89,9 @@ class Rig:
             data=ResidentData(adapter) if resident else None,
         )
         self.loader = PrefetchLoader(
-            adapter,
-            self.index,
+            LoaderSpec(adapter=adapter, index=self.index, device=copies.device, seed=0, rank=0),
             stage=self.stage,
             copies=copies,
-            seed=0,
-            rank=0,
             on_ready=self.ready.release,
         )
         self._sums, self._wanted = [], []

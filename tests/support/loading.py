@@ -12,7 +12,7 @@ from coordinator.messages import EpochPlan
 from runtime.core.context import current_worker
 from runtime.data.batches import batch_generator
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import InlineLoader, ProcessLoader
+from runtime.data.loader import InlineLoader, LoaderSpec, ProcessLoader, Stage
 
 N, SIZE, SEED = 23, 4, 5
 CPU = torch.device("cpu")
@@ -53,18 +53,16 @@ INDEX = EpochIndex(N, SIZE, SEED)
 class Consumer:
     """A loader with the wake-ups that it sends; closes it at the end."""
 
-    def __init__(self, kind, dataset, *, rank=0, **kwargs):
+    def __init__(self, kind, dataset, *, rank=0, worker=None, depth=1, **kwargs):
         self.ready = threading.Semaphore(0)
         if kind is not InlineLoader:
-            kwargs["on_ready"] = self.ready.release
-        self.loader = kind(
-            adapt_dataset(dataset),
-            EpochIndex(N, SIZE, SEED),
-            device=CPU,
-            seed=SEED,
-            rank=rank,
-            **kwargs,
+            kwargs = {"stage": Stage(depth), "on_ready": self.ready.release, **kwargs}
+        index = EpochIndex(N, SIZE, SEED)
+        adapter = adapt_dataset(dataset)
+        spec = LoaderSpec(
+            adapter=adapter, index=index, device=CPU, seed=SEED, rank=rank, worker=worker
         )
+        self.loader = kind(spec, **kwargs)
 
     def __enter__(self):
         if isinstance(self.loader, ProcessLoader):

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import Pace
+from runtime.data.loader import LoaderSpec, Pace
 from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
 from runtime.data.slots import DeviceBudget
 from tests.support.fake_streams import DelayedCopies
@@ -64,13 +64,16 @@ class Rig(Consumer):
             data=data,
         )
         self.loader = PrefetchLoader(
-            adapter,
-            EpochIndex(N, SIZE, SEED),
+            LoaderSpec(
+                adapter=adapter,
+                index=EpochIndex(N, SIZE, SEED),
+                device=self.copies.device,
+                seed=SEED,
+                rank=0,
+            ),
             stage=self.stage,
             copies=self.copies,
             num_threads=threads,
-            seed=SEED,
-            rank=0,
             on_ready=self.ready.release,
         )
 

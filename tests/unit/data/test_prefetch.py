@@ -12,7 +12,7 @@ import torch
 from coordinator.messages import EpochPlan
 from runtime.data import prefetch as prefetch_module
 from runtime.data.dataset import ColumnAdapter, EpochIndex, adapt_dataset
-from runtime.data.loader import Pace, ProcessLoader
+from runtime.data.loader import LoaderSpec, Pace, ProcessLoader
 from runtime.data.prefetch import SlotStage
 from runtime.data.slots import DeviceBudget
 from runtime.device.base import Device
@@ -390,11 +390,13 @@ def test_batches_of_loader_processes_go_through_slots():
         pace=Pace(CALIBRATION),
     )
     loader = ProcessLoader(
-        adapt_dataset(Noisy()),
-        EpochIndex(N, SIZE, SEED),
-        device=copies.device,
-        seed=SEED,
-        rank=0,
+        LoaderSpec(
+            adapter=adapt_dataset(Noisy()),
+            index=EpochIndex(N, SIZE, SEED),
+            device=copies.device,
+            seed=SEED,
+            rank=0,
+        ),
         on_ready=ready.release,
         num_processes=1,
         stage=stage,

@@ -11,6 +11,7 @@ from runtime.data import path as data_path
 from runtime.data import prefetch as resident
 from runtime.data.batches import Position
 from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.loader import LoaderSpec
 from runtime.data.prefetch import ResidentData, ResidentLoader, ResidentReader, can_reside
 from runtime.device.base import Device
 from runtime.device.memory import MemoryReading
@@ -29,13 +30,10 @@ def mapped(tmp_path, values):
 
 def loader_of(dataset, copies=None):
     adapter = adapt_dataset(dataset)
-    return ResidentLoader(
-        adapter,
-        EpochIndex(N, SIZE, SEED),
-        data=ResidentData(adapter),
-        copies=Device() if copies is None else copies,
-        rank=0,
-    )
+    copies = Device() if copies is None else copies
+    index = EpochIndex(N, SIZE, SEED)
+    spec = LoaderSpec(adapter=adapter, index=index, device=copies.device, seed=SEED, rank=0)
+    return ResidentLoader(spec, data=ResidentData(adapter), copies=copies)
 
 
 def test_only_rows_can_reside():

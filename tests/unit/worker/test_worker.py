@@ -22,7 +22,7 @@ from runtime import (
 )
 from runtime.core.errors import CollectiveAborted
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import InlineLoader, ThreadLoader
+from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
 from runtime.device.base import Arrival
 from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
@@ -64,11 +64,17 @@ class Alone:
 
     @staticmethod
     def _loader(worker, wake, stalls):
-        common = {"device": CPU, "seed": 0, "rank": worker.rank, "worker": worker}
-        index = EpochIndex(N, SIZE, 0)
+        spec = LoaderSpec(
+            adapter=adapt_dataset(numbers(N) if stalls is None else stalls),
+            index=EpochIndex(N, SIZE, 0),
+            device=CPU,
+            seed=0,
+            rank=worker.rank,
+            worker=worker,
+        )
         if stalls is None:
-            return InlineLoader(adapt_dataset(numbers(N)), index, **common)
-        return ThreadLoader(adapt_dataset(stalls), index, on_ready=wake, **common)
+            return InlineLoader(spec)
+        return ThreadLoader(spec, on_ready=wake, stage=Stage(1))
 
     @property
     def w(self):
