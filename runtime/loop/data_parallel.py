@@ -27,7 +27,14 @@ from runtime.loop.alike import Likeness
 from runtime.loop.module import MakeModel, build_replicas, kind_of
 from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
 from runtime.loop.replica import LoopReplica, Options
-from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
+from runtime.replica.build import (
+    Copies,
+    ModelFactory,
+    OptimFactory,
+    Template,
+    adopt,
+    build_model,
+)
 from runtime.replica.non_finite import first_bad
 from runtime.replica.reducer import (
     average_gradients,
@@ -360,7 +367,8 @@ class DataParallelCoordinator(Closing):
 
     Args:
         model_factory: ``f(device) -> nn.Module``, called in each replica's thread, one at a
-            time, replica 0 first. All start from replica 0's weights. Which parameters are
+            time, replica 0 first; or a module, which each replica gets a copy of and which stays
+            as it is. All start from replica 0's weights. Which parameters are
             trainable is settled then; only those travel.
         optim_factory: ``f(params) -> Optimizer`` with the trainable parameters. Their memory
             has been moved by then: keep parameters, not ``.data``.
@@ -391,7 +399,7 @@ class DataParallelCoordinator(Closing):
 
     def __init__(
         self,
-        model_factory: ModelFactory,
+        model_factory: ModelFactory | nn.Module,
         optim_factory: OptimFactory,
         loss_fn: LossFn,
         devices: Sequence[torch.device | str],
@@ -399,6 +407,8 @@ class DataParallelCoordinator(Closing):
         backend: AverageBackend = AverageBackend.AUTO,
         max_grad_norm: float | None = None,
     ) -> None:
+        if isinstance(model_factory, nn.Module):
+            model_factory = Copies(model_factory)
         check_callable("model_factory", model_factory, "f(device) -> torch.nn.Module")
         check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
         check_callable(
