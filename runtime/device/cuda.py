@@ -357,6 +357,10 @@ class CudaDevice(Device):
         """Copy in the current stream."""
         self.api.copy(target, source)
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the device, of the current stream."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
     def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory of the host."""
         return self.api.empty_pinned(shape, dtype)
