@@ -256,14 +256,16 @@ def test_a_machine_that_has_been_granted_more_is_not_taken_for_idle():
 
 def test_an_abort_is_not_lost_while_the_run_inside_is_replaced():
     cluster = MemoryCluster(min_machines=2)
-    cluster.faults.deny_at("b", 2)
-    aborted = threading.Event()
+    cluster.faults.deny_at("b", 1)  # so that nearly all is left to train
+    aborted, on = threading.Event(), threading.Event()
 
     def slow():
         if aborted.is_set():
             time.sleep(0.05)
 
-    a, b = (Machine(cluster, name, n=8003, before_step=slow, period_s=60.0) for name in "ab")
+    a, b = (
+        Machine(cluster, name, n=8003, hold=on, before_step=slow, period_s=60.0) for name in "ab"
+    )
     run, make = b.handle._run, b.handle._run._make_run
 
     def abort_and_make(seat):
@@ -272,6 +274,7 @@ def test_an_abort_is_not_lost_while_the_run_inside_is_replaced():
         return make(seat)
 
     run._make_run = abort_and_make
+    on.set()
     assert aborted.wait(WAIT_S)
     start = time.monotonic()
     with pytest.raises(RunAborted):
