@@ -800,15 +800,11 @@ class QuorumFormed:
     """The engine has found who takes part.
 
     Attributes:
-        generation: Of the quorum.
-        rank: This machine's place in ``members``.
         members: The machines, in the order in which facts are gathered.
         healed: The ledger's state as received, if the engine has brought this machine the
             state of another; ``None``: it has not.
     """
 
-    generation: int
-    rank: int
     members: tuple[str, ...]
     healed: Mapping[str, Any] | None = None
 
@@ -1048,6 +1044,9 @@ _NEXT = {
     _S.OUT: set(),
 }
 
+_BETWEEN_ROUNDS = {_S.BUILDING, _S.TRAINING, _S.QUORUM}
+"""States in which a machine that has waited long enough may leave at once."""
+
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 """Time from a failed round's begin to the next, doubled with each that fails in a row, and the
 longest; the first also at least from its end. An engine waits longer for a quorum, or machines
@@ -1078,7 +1077,8 @@ class Member:
     Args:
         machine: Its id.
         ledger: Where it begins: a new ledger, or one from a checkpoint.
-        leave_s: Seconds in which a machine that stops tries to hand over what it has trained.
+        leave_s: Seconds in which a machine that stops tries to hand over what it has trained,
+            longer than a period. A round that has begun is not left for it.
         farewell_s: Seconds in which it waits, after the end, for machines that may have missed
             the last commit.
 
@@ -1131,8 +1131,14 @@ class Member:
     def deadline(self) -> float | None:
         """When to send a :class:`~coordinator.messages.Tick`, if nothing else comes."""
         due = self._due if self.state is _S.TRAINING else None
-        times = [t for t in (due, self._gives_up_at) if t is not None]
-        return None if self.state is _S.OUT else min(times, default=None)
+        gives_up_at = self._gives_up_at if self.state in _BETWEEN_ROUNDS else None
+        return min((t for t in (due, gives_up_at) if t is not None), default=None)
+
+    @property
+    def _gives_up(self) -> bool:
+        if self._gives_up_at is None or self.state not in _BETWEEN_ROUNDS:
+            return False
+        return self._now >= self._gives_up_at
 
     def transition(self, state: MemberState) -> None:
         """Go to ``state``.
@@ -1157,7 +1163,7 @@ class Member:
         self._out, self._now = [], now
         if self.state is not _S.OUT:
             self._take(event)
-        if self.state is not _S.OUT and self._gives_up_at is not None and now >= self._gives_up_at:
+        if self._gives_up:
             self._finish()
         return self._out
 

@@ -34,7 +34,8 @@ from runtime.core.signals import INTERRUPTS
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 30.0
-"""How long a machine that stops tries to hand over what it has trained, in seconds."""
+"""How long a machine that stops tries to hand over what it has trained, in seconds, once the
+others are due to come to a round."""
 BUILD_S = 3600.0
 """How long building the model anew may take, in seconds."""
 
@@ -127,6 +128,13 @@ class _Began:
 
 
 @dataclass(frozen=True, slots=True)
+class _Idle:
+    """The run inside has trained all that it was granted, in so many grants."""
+
+    num_grants: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Ended:
     """The inner run is over."""
 
@@ -134,7 +142,7 @@ class _Ended:
     error: BaseException | None
 
 
-_News = _Began | _Ended | c.Idle | c.Stop | SaveCheckpoint | SaveFailed
+_News = _Began | _Idle | _Ended | c.Stop | SaveCheckpoint | SaveFailed
 
 
 class ClusterRun:
@@ -192,17 +200,18 @@ class ClusterRun:
             self._closed = [metrics_of(saved) for saved in resume.run["metrics"]]
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
-        self._later: deque[_News] = deque()
+        self._later: deque[c.Stop] = deque()
         self._result: Payload | None = None
         self._result_given = False  # to the run inside, before it made its own of what it has
         self._ended: _Ended | None = None
         self._over = False
         self._aborted = False
         self._num_runs = 0
+        self._num_grants = 0  # that the run inside was told of
         self._stopped = False
 
     def _seat(self, resume: ResumePoint | None) -> Seat:
-        told = {"idle": False, "began": False}
+        told = {"idle": True, "began": False, "grants": 0}
 
         def result() -> Payload | None:
             self._result_given = self._result is not None
@@ -211,12 +220,13 @@ class ClusterRun:
         def look(machine: Coordinator, event: m.Event) -> None:
             if isinstance(event, m.Granted):
                 told["idle"] = False
+                told["grants"] += 1
             if not told["began"] and machine.phase is Phase.RUNNING:
                 told["began"] = True
                 self._news.put(_Began())
             elif told["began"] and not told["idle"] and machine.idle:
                 told["idle"] = True
-                self._news.put(c.Idle())
+                self._news.put(_Idle(told["grants"]))
 
         return Seat(
             machine=self._machine,
@@ -238,11 +248,14 @@ class ClusterRun:
         self._engine = self._settings.connect(self._settings.engine, self._offer)
         try:
             self._inner.start(self)
+            INTERRUPTS.add(self)
+            self._thread.start()
         except BaseException:
+            INTERRUPTS.remove(self)
+            self._inner.abort()
+            self._inner.wait_threads()
             self._engine.close()
             raise
-        INTERRUPTS.add(self)
-        self._thread.start()
 
     @property
     def backend(self) -> AverageBackend:
@@ -267,8 +280,8 @@ class ClusterRun:
         """Whoever stops does not wait for ever for machines that do not come."""
         if not self._stopped:
             self._stopped = True
-            within_s = 0.0 if nothing_to_say else LEAVE_S + self._settings.engine.timeout_s
-            self._engine.give_up(within_s)
+            within_s = self._settings.period_s + LEAVE_S + self._settings.engine.timeout_s
+            self._engine.give_up(0.0 if nothing_to_say else within_s)
 
     def abort(self) -> None:
         """End at once; the others notice."""
@@ -371,7 +384,8 @@ class ClusterRun:
             except ValueError as error:
                 raise CheckpointError(f"resume(path): {error}") from error
         self._keeper.begin(ledger)
-        self._member = Member(self._machine, ledger, leave_s=LEAVE_S)
+        leave_s = self._settings.period_s + LEAVE_S
+        self._member = Member(self._machine, ledger, leave_s=leave_s)
         self._feed(c.Built())
 
     def _await(self, kind: type[Any]) -> Any:
@@ -394,9 +408,10 @@ class ClusterRun:
                 raise news.error or EngineClosed("the run was stopped before it began")
             if isinstance(news, SaveFailed):
                 raise news.error
-            if isinstance(news, c.Stop) and self._member is None:
-                self._inner.stop()
-            self._later.append(news)
+            if isinstance(news, c.Stop):
+                self._later.append(news)
+                if self._member is None:
+                    self._inner.stop()
 
     def _feed(self, event: c.MemberEvent) -> None:
         assert self._member is not None
@@ -421,7 +436,10 @@ class ClusterRun:
                 self._on_ended(news)
             case SaveCheckpoint() | SaveFailed():
                 self._on_share(news)
-            case c.Idle() | c.Stop():
+            case _Idle():
+                if news.num_grants == self._num_grants:  # else there is more on its way
+                    self._feed(c.Idle())
+            case c.Stop():
                 self._feed(news)
             case _Began():
                 pass
@@ -481,7 +499,7 @@ class ClusterRun:
                 self._apply(command)
             case c.ResumeGrant():
                 logger.info("machine %s: no round: %s", self._machine, command.reason)
-                self._inner.tell(m.Granted(epochs=self._account.resume()))
+                self._grant(m.Granted(epochs=self._account.resume()))
             case c.Refuse():
                 raise ClusterError(command.reason)
             case c.Finish():
@@ -501,8 +519,6 @@ class ClusterRun:
         healed = self._quorum.healed
         self._feed(
             c.QuorumFormed(
-                generation=self._quorum.generation,
-                rank=self._quorum.rank,
                 members=self._quorum.members,
                 healed=None if healed is None else healed.meta["ledger"],
             )
@@ -617,7 +633,7 @@ class ClusterRun:
             self._inner.stop()  # with the state of all machines as its result
         elif self._ended is None:
             self._delta_is_new = self._delta_is_new or delta is not None
-            self._inner.tell(
+            self._grant(
                 m.Granted(
                     epochs=(*closed, *grants),
                     delta=delta,
@@ -629,6 +645,10 @@ class ClusterRun:
             )
         self._own, self._num_elsewhere = self._global, elsewhere
         self._keeper.after_round(ledger, self._checkpoint)
+
+    def _grant(self, granted: m.Granted) -> None:
+        self._num_grants += 1
+        self._inner.tell(granted)
 
     def _told_round(self, ledger: ClusterLedger) -> m.MachineRound:
         """What timelines and monitors show of the round."""
@@ -673,10 +693,13 @@ class ClusterRun:
         self._await_end()
         self._ended = None
         self._delta_is_new = False
+        self._num_grants = 0
         self._account = share.Account()
         self._own = self._global
         self._num_elsewhere = self._account.num_elsewhere(self._member.ledger)
         self._inner.start(self)
+        if self._aborted:  # perhaps the old one alone
+            self._inner.abort()
         self._await(_Began)
         for metrics in self._closed[self._num_published :]:
             self.publish(metrics)
@@ -713,14 +736,13 @@ class ClusterRun:
                 state = self._of_all_machines(state)
         except BaseException as caught:
             error = error or caught
-        try:
-            self._engine.close()
-            self._keeper.close()
-        except BaseException as caught:
-            error = error or caught
-        finally:
-            INTERRUPTS.remove(self)
-            self._listener.finish(None if error else state, error)
+        for close in (self._engine.close, self._keeper.close):
+            try:
+                close()
+            except BaseException as caught:
+                error = error or caught
+        INTERRUPTS.remove(self)
+        self._listener.finish(None if error else state, error)
 
     def _of_all_machines(self, state: Any) -> Any:
         """The ``TrainedState`` of the run inside, with a round that came after its end in it."""

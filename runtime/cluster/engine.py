@@ -100,7 +100,8 @@ class EngineOptions:
             or ``"int8"`` with error feedback.
         connect_timeout_s: Longest wait for the machines of a quorum to connect, in seconds, if
             that is less than ``timeout_s``.
-        heal_timeout_s: Longest wait for machines that receive the state, in seconds.
+        heal_timeout_s: How long it may take to receive the state, in seconds; the others wait for
+            as long.
         lighthouse_timeout_s: How long a lighthouse that is away may take to come back.
         heartbeat_s: How often this machine tells the lighthouse that it lives, in seconds.
         max_state_bytes: Limit of the state that heals this machine.

@@ -68,7 +68,7 @@ class Group:
         candidates: Sequence[str],
         host: str,
         token: str | None,
-        banned: Sequence[str],
+        banned: set[str],
         connect_timeout_s: float,
         timeout_s: float,
     ) -> None:
@@ -204,11 +204,11 @@ def _session(
         keys = [f"join/{generation}/{i}" for i in range(size)]
         store.wait(keys, timeout)
         for key in keys:
-            store.set(f"answer/{store.get(key).decode()[:32]}", name)
+            store.set(f"answer/{store.get(key).decode(errors='replace')[:32]}", name)
             store.delete_key(key)
     answer = f"answer/{number}"
     store.wait([answer], timeout)
-    name = str(store.get(answer).decode())
+    name = str(store.get(answer).decode(errors="replace"))
     store.delete_key(answer)
     if not _SESSION.fullmatch(name):
         raise EngineError(f"the store's owner named the session {name!r:.80}")
@@ -221,12 +221,12 @@ def _exchange_hellos(
     rank: int,
     candidates: Sequence[str],
     token: str | None,
-    banned: Sequence[str],
+    banned: set[str],
     timeout: timedelta,
 ) -> dict[str, list[str] | None]:
     """By machine whom it refuses; ``None`` where its hello is not signed with the token, or of
     another version of what machines tell each other."""
-    body = json.dumps([FORMAT, sorted(banned)]).encode()
+    body = json.dumps([FORMAT, sorted(banned.intersection(candidates))]).encode()
     store.set(f"{session}/{rank}", sealed(token, session, rank, candidates[rank], body))
     keys = [f"{session}/{i}" for i in range(len(candidates))]
     store.wait(keys, timeout)

@@ -316,7 +316,7 @@ class TorchftEngine(Engine):
             candidates=found.replica_ids,
             host=self._host,
             token=self._options.token,
-            banned=sorted(self._banned),
+            banned=self._banned,
             connect_timeout_s=connect_s,
             timeout_s=self._options.timeout_s,
         )
@@ -356,8 +356,9 @@ class TorchftEngine(Engine):
                 addresses[machine],
                 top,
                 self._options.token,
-                self._options.timeout_s,
-                self._options.max_state_bytes,
+                timeout_s=self._options.timeout_s,
+                within_s=self._options.heal_timeout_s,
+                max_bytes=self._options.max_state_bytes,
             )
         )
         self._step = top

@@ -7,14 +7,15 @@ follows the content of an answer.
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
+import re
 import secrets
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from http import HTTPStatus
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -27,13 +28,14 @@ logger = logging.getLogger(__name__)
 META = "meta"
 NOT_YET_S = 0.05
 """How long a machine waits before it asks again for a state that is not on offer yet."""
-MAX_REQUEST_BYTES = 4096
+MAX_HEAD_BYTES = 4096
 REQUEST_S = 5.0
 """Within which a request must have arrived whole."""
 MAX_CONNECTIONS = 16
 """Answered at a time; others wait."""
 PIECE_BYTES = 1 << 20
 """What must get through within the timeout, in both directions."""
+_STATUS = re.compile(rb"HTTP/1\.\d (\d{3})( |$)")
 
 
 class StateServer:
@@ -105,7 +107,7 @@ class StateServer:
             with connection:
                 if not closed:
                     self._answer_request(connection)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.debug("a request for the state ended early: %s", error)
         finally:
             with self._lock:
@@ -113,27 +115,34 @@ class StateServer:
             self._free.release()
 
     def _answer_request(self, connection: socket.socket) -> None:
-        line, headers = _request(connection)
+        line, headers, _ = _read_head(connection, REQUEST_S)
         connection.settimeout(self._timeout_s)
         path, number = line.split(b" ")[1:2], headers.get(b"x-number", b"")
         given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if not path or not is_signed(_unhex(given), self._token, "ask", path[0], number):
             logger.warning("refused a request for the state, which has another token")
-            connection.sendall(_head(401, 0))
+            connection.sendall(_head(HTTPStatus.UNAUTHORIZED, 0))
             return
         offered = self._offered
         if offered is None or path[0] != _path(offered[0]).encode():
-            connection.sendall(_head(404, 0))
+            connection.sendall(_head(HTTPStatus.NOT_FOUND, 0))
             return
         content = memoryview(offered[1])
-        connection.sendall(_head(200, len(content) + MAC_BYTES))
+        connection.sendall(_head(HTTPStatus.OK, len(content) + MAC_BYTES))
         for start in range(0, len(content), PIECE_BYTES):
             connection.sendall(content[start : start + PIECE_BYTES])
         connection.sendall(signature(self._token, "state", path[0], number, content))
 
 
 def fetch_state(
-    machine: str, address: str, step: int, token: str | None, timeout_s: float, max_bytes: int
+    machine: str,
+    address: str,
+    step: int,
+    token: str | None,
+    *,
+    timeout_s: float,
+    within_s: float,
+    max_bytes: int,
 ) -> State:
     """The state of another machine, which may not be on offer yet.
 
@@ -143,18 +152,19 @@ def fetch_state(
         step: Which state.
         token: Shared by all machines.
         timeout_s: How long to wait for the offer, and then for each piece, in seconds.
+        within_s: How long all of it may take, in seconds.
         max_bytes: Limit of what it may send.
 
     Raises:
         EngineError: It is gone, took too long, or has no such state.
         PeerRefused: What it sent is not signed with the token, too much, or no state.
     """
-    deadline = time.monotonic() + timeout_s
+    start = time.monotonic()
     while True:
-        content = _ask(machine, address, step, token, timeout_s, max_bytes)
+        content = _ask(machine, address, step, token, timeout_s, start + within_s, max_bytes)
         if content is not None:
             break
-        if time.monotonic() > deadline:
+        if time.monotonic() > start + timeout_s:
             raise EngineError(f"{machine} offers no state of step {step}")
         time.sleep(NOT_YET_S)
     try:
@@ -169,79 +179,100 @@ def fetch_state(
 
 
 def _ask(
-    machine: str, address: str, step: int, token: str | None, timeout_s: float, max_bytes: int
+    machine: str,
+    address: str,
+    step: int,
+    token: str | None,
+    timeout_s: float,
+    deadline: float,
+    max_bytes: int,
 ) -> bytes | None:
     """The signed content of an answer; ``None``: it is not on offer."""
-    path, number = _path(step), secrets.token_hex(16)
-    bearer = signature(token, "ask", path.encode(), number.encode()).hex()
-    host, port = host_and_port("address", address)
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    opened = ExitStack()
-    opened.callback(connection.close)
+    path, number = _path(step).encode(), secrets.token_hex(16).encode()
+    bearer = signature(token, "ask", path, number).hex().encode()
+    request = b"GET %s HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\nX-Number: %s\r\n\r\n"
+    target = host_and_port("address", address)
     try:
-        headers = {"Authorization": f"Bearer {bearer}", "X-Number": number}
-        connection.request("GET", path, headers=headers)
-        answer = opened.enter_context(connection.getresponse())
-        if answer.status == http.client.NOT_FOUND:
-            return None
-        if answer.status == http.client.UNAUTHORIZED:
-            raise PeerRefused((machine,), "it has another token")
-        size = answer.length
-        if answer.status != http.client.OK or size is None or not MAC_BYTES <= size <= max_bytes:
-            raise PeerRefused(
-                (machine,), f"it answers {answer.status} with {size} bytes; {max_bytes} may come"
-            )
-        content = bytearray()
-        enough, deadline = PIECE_BYTES, time.monotonic() + timeout_s
-        while len(content) < size:
-            piece = answer.read1(min(PIECE_BYTES, size - len(content)))
-            content += piece
-            now = time.monotonic()
-            if len(content) >= enough:
-                enough, deadline = len(content) + PIECE_BYTES, now + timeout_s
-            if not piece or now > deadline:
-                how = "and no more" if not piece else "and is too slow"
-                raise EngineError(
-                    f"{machine} sent {len(content)} of {size} bytes of its state, {how}"
+        with socket.create_connection(target, timeout_s) as connection:
+            connection.sendall(request % (path, address.encode(), bearer, number))
+            line, headers, content = _read_head(connection, timeout_s)
+            if (found := _STATUS.match(line)) is None:
+                raise ValueError(f"{line!r:.80}")
+            status, size = int(found[1]), int(headers.get(b"content-length", b"-1"))
+            if status == HTTPStatus.NOT_FOUND:
+                return None
+            if status == HTTPStatus.UNAUTHORIZED:
+                raise PeerRefused((machine,), "it has another token")
+            if status != HTTPStatus.OK or not MAC_BYTES <= size <= max_bytes:
+                raise PeerRefused(
+                    (machine,),
+                    f"it answers {status} with {size} bytes; {max_bytes} may come",
                 )
-        mac, whole = bytes(content[-MAC_BYTES:]), bytes(memoryview(content)[:-MAC_BYTES])
-        if not is_signed(mac, token, "state", path.encode(), number.encode(), whole):
-            raise PeerRefused((machine,), "its state is not signed with this machine's token")
-        return whole
-    except http.client.HTTPException as error:
-        raise PeerRefused((machine,), f"its answer is no HTTP: {error!r}") from error
+            whole, mac = _read_content(connection, content, size, timeout_s, deadline)
+    except ValueError as error:
+        raise PeerRefused((machine,), f"its answer is no HTTP: {error}") from error
     except (OSError, MemoryError) as error:
         raise EngineError(f"no state from {machine} at {address}: {error!r}") from error
-    finally:
-        opened.close()
+    if not is_signed(mac, token, "state", path, number, whole):
+        raise PeerRefused((machine,), "its state is not signed with this machine's token")
+    return whole
 
 
-def _request(connection: socket.socket) -> tuple[bytes, dict[bytes, bytes]]:
-    """The first line and the headers of a request, which may be neither long nor slow.
+def _read_content(
+    connection: socket.socket, content: bytearray, size: int, timeout_s: float, deadline: float
+) -> tuple[bytes, bytes]:
+    """What follows a head, of which some is there already, and its signature.
 
     Raises:
-        OSError: It is.
+        OSError: It ends too early, or is too slow.
     """
-    deadline = time.monotonic() + REQUEST_S
+    connection.settimeout(timeout_s)
+    enough, piece_deadline = PIECE_BYTES, time.monotonic() + timeout_s
+    while len(content) < size:
+        piece = connection.recv(min(PIECE_BYTES, size - len(content)))
+        content += piece
+        now = time.monotonic()
+        if len(content) >= enough:
+            enough, piece_deadline = len(content) + PIECE_BYTES, now + timeout_s
+        if not piece or now > min(piece_deadline, deadline):
+            how = "and no more" if not piece else "and is too slow"
+            raise OSError(f"it sent {len(content)} of {size} bytes, {how}")
+    del content[size:]
+    return bytes(memoryview(content)[:-MAC_BYTES]), bytes(content[-MAC_BYTES:])
+
+
+def _read_head(
+    connection: socket.socket, within_s: float
+) -> tuple[bytes, dict[bytes, bytes], bytearray]:
+    """The first line of a request or an answer, its headers, and what has come behind them.
+
+    Raises:
+        OSError: It takes longer.
+        ValueError: It is too long, or half of one.
+    """
+    deadline = time.monotonic() + within_s
     head = b""
     while b"\r\n\r\n" not in head:
         left_s = deadline - time.monotonic()
-        if left_s <= 0 or len(head) >= MAX_REQUEST_BYTES:
-            raise OSError("a request that is too slow or too long")
+        if left_s <= 0:
+            raise TimeoutError("it is too slow")
+        if len(head) >= MAX_HEAD_BYTES:
+            raise ValueError(f"no end in {MAX_HEAD_BYTES} bytes")
         connection.settimeout(left_s)
-        piece = connection.recv(MAX_REQUEST_BYTES - len(head))
+        piece = connection.recv(MAX_HEAD_BYTES - len(head))
         if not piece:
-            raise OSError("half a request")
+            raise ValueError(f"it ends after {len(head)} bytes")
         head += piece
-    line, *rest = head.partition(b"\r\n\r\n")[0].split(b"\r\n")
-    pairs = (header.partition(b":") for header in rest)
-    return line, {name.strip().lower(): value.strip() for name, _, value in pairs}
+    head, _, rest = head.partition(b"\r\n\r\n")
+    line, *headers = head.split(b"\r\n")
+    pairs = (header.partition(b":") for header in headers)
+    found = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return line, found, bytearray(rest)
 
 
-def _head(status: int, length: int) -> bytes:
-    reason = http.client.responses[status]
-    head = f"HTTP/1.1 {status} {reason}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
-    return head.encode()
+def _head(status: HTTPStatus, length: int) -> bytes:
+    head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Length: {length}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode()
 
 
 def _path(step: int) -> str:

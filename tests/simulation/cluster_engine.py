@@ -47,7 +47,6 @@ class SimEngine:
         self._sim = sim
         self._asking: dict[str, float] = {}
         self._last: dict[int, tuple[str, ...]] = {}
-        self._generation = 0
         self.num_quorums = 0
         self.num_healed = 0
 
@@ -123,7 +122,6 @@ class SimEngine:
     def _form(self, server: int, members: tuple[str, ...]) -> None:
         sim = self._sim
         self.num_quorums += 1
-        self._generation += self._last.get(server) != members
         self._last[server] = members
         group = Group(members)
         machines = [sim.machines[name] for name in members]
@@ -132,21 +130,20 @@ class SimEngine:
         if most == 0:
             leads = leads[:1]
         offers = {m.name: m.offer() for m in leads}
-        for rank, machine in enumerate(machines):
+        for machine in machines:
             del self._asking[machine.name]
             machine.group = group
             if machine.name in offers:
-                self._tell(machine, rank, members, None, 0)
+                self._tell(machine, members, None, 0)
             else:
                 donor = leads[sim.rng.randrange(len(leads))]
                 self.num_healed += 1
-                self._heal(machine, donor, rank, members, offers[donor.name], most)
+                self._heal(machine, donor, members, offers[donor.name], most)
 
     def _heal(
         self,
         machine: SimMachine,
         donor: SimMachine,
-        rank: int,
         members: tuple[str, ...],
         offer: Any,
         step: int,
@@ -161,20 +158,13 @@ class SimEngine:
                 failed = c.QuorumFailed(error=f"machine {donor.name} sent no state")
                 machine.answer(call, failed, sim.draw(sim.schedule.timeout_s))
             else:
-                self._tell(machine, rank, members, offer, step)
+                self._tell(machine, members, offer, step)
 
         sim.at(sim.now + 2 * sim.draw(sim.schedule.delay_s), arrive)
 
-    def _tell(
-        self, machine: SimMachine, rank: int, members: tuple[str, ...], offer: Any, step: int
-    ) -> None:
-        sim, generation = self._sim, self._generation
-        formed = c.QuorumFormed(
-            generation=generation,
-            rank=rank,
-            members=members,
-            healed=None if offer is None else offer[0],
-        )
+    def _tell(self, machine: SimMachine, members: tuple[str, ...], offer: Any, step: int) -> None:
+        sim = self._sim
+        formed = c.QuorumFormed(members=members, healed=None if offer is None else offer[0])
 
         def healed() -> None:
             if offer is not None:

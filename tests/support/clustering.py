@@ -108,6 +108,7 @@ class Machine:
         before_step=None,
         configure=lambda builder: builder,
         period_s=PERIOD_S,
+        timeout_s=5.0,
     ):
         self.trained = Counter()
         self.outer = Recorded(n) if outer is None else outer
@@ -140,7 +141,7 @@ class Machine:
             .progress(False)
         )
         settings = ClusterSettings(
-            engine=EngineOptions(address="memory:1", machine=name, timeout_s=5.0),
+            engine=EngineOptions(address="memory:1", machine=name, timeout_s=timeout_s),
             period_s=period_s,
             outer=self.outer,
             connect=lambda options, offer: cluster.engine(options.machine, offer),

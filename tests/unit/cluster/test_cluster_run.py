@@ -20,6 +20,7 @@ from runtime import (
     WorkerFailed,
 )
 from runtime.checkpoint.store import entries, load_newest
+from runtime.cluster import cluster_run
 from tests.support.clustering import Effects, Machine, same
 from tests.support.memory_engine import MemoryCluster
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
@@ -150,6 +151,29 @@ def test_a_machine_that_has_trained_nothing_leaves_at_once():
     assert time.monotonic() - start < 10.0  # and does not wait to hand over what it has not
 
 
+def test_a_machine_that_stops_waits_for_the_next_round_of_the_others(monkeypatch):
+    monkeypatch.setattr(cluster_run, "LEAVE_S", 0.3)
+    cluster = MemoryCluster()
+    a, b = (
+        Machine(
+            cluster,
+            name,
+            n=16_003,
+            period_s=2.0,
+            timeout_s=0.7,  # with what is above, it is less than the period
+            before_step=lambda: time.sleep(0.005),
+        )
+        for name in "ab"
+    )
+    wait_until(lambda: len(b.outer.changes) > 1)
+    num_rounds = len(b.outer.changes)
+    b.handle.stop()
+    assert b.join().stopped
+    assert len(b.outer.changes) > num_rounds
+    a.handle.stop()
+    assert a.join().stopped
+
+
 def test_a_run_that_ends_within_a_round_does_not_take_back_what_the_others_trained():
     runs = []
 
@@ -178,6 +202,103 @@ def test_a_run_that_ends_within_a_round_does_not_take_back_what_the_others_train
     # Training only adds.
     assert all((change < 1e-9).all() for change in a.outer.changes)
     assert once(a, 4003)
+
+
+def quorums_of(cluster, before_gather=lambda engine: None):
+    """How often the engines of a cluster were asked for a quorum, and something to do in each."""
+    asked, make = [], cluster.engine
+
+    def engine(machine, offer):
+        made = make(machine, offer)
+        quorum, gather = made.quorum, made.gather
+
+        def counted():
+            asked.append(machine)
+            return quorum()
+
+        def gathered(facts):
+            before_gather(made)
+            return gather(facts)
+
+        made.quorum, made.gather = counted, gathered
+        return made
+
+    cluster.engine = engine
+    return asked
+
+
+def test_a_machine_that_has_been_granted_more_is_not_taken_for_idle():
+    runs, holding = [], threading.Event()
+
+    def idle_in_the_second_round(engine):
+        if engine.step == 1:
+            wait_until(lambda: runs)
+            runs[0]._news.put(cluster_run._Idle(runs[0]._num_grants))
+            holding.set()
+
+    cluster, on, held = MemoryCluster(), threading.Event(), threading.Event()
+    asked = quorums_of(cluster, idle_in_the_second_round)
+
+    def hold():
+        if holding.is_set():
+            held.set()
+            assert on.wait(WAIT_S)
+
+    a = Machine(cluster, "a", n=4003, before_step=hold, period_s=60.0)
+    runs.append(a.handle._run)
+    assert held.wait(WAIT_S)  # with what the second round has granted
+    a.handle.stop()
+    on.set()
+    assert a.join().stopped
+    # The first without anything, the second once eight batches are trained, and the last one.
+    assert len(asked) == 3
+
+
+def test_an_abort_is_not_lost_while_the_run_inside_is_replaced():
+    cluster = MemoryCluster(min_machines=2)
+    cluster.faults.deny_at("b", 1)  # so that nearly all is left to train
+    aborted, on = threading.Event(), threading.Event()
+
+    def slow():
+        if aborted.is_set():
+            time.sleep(0.05)
+
+    a, b = (
+        Machine(cluster, name, n=8003, hold=on, before_step=slow, period_s=60.0) for name in "ab"
+    )
+    run, make = b.handle._run, b.handle._run._make_run
+
+    def abort_and_make(seat):
+        run.abort()
+        aborted.set()
+        return make(seat)
+
+    run._make_run = abort_and_make
+    on.set()
+    assert aborted.wait(WAIT_S)
+    start = time.monotonic()
+    with pytest.raises(RunAborted):
+        b.join()
+    assert time.monotonic() - start < 10.0
+    a.handle._run.abort()
+    with pytest.raises(RunAborted):
+        a.join()
+
+
+def test_a_thread_that_cannot_be_started_ends_what_was_started(monkeypatch):
+    start = threading.Thread.start
+
+    def fail(thread):
+        if thread.name == "cluster":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    cluster = MemoryCluster()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Machine(cluster, "a")
+    monkeypatch.undo()
+    assert Machine(cluster, "a").join()  # its place is free again
 
 
 def test_a_stop_everywhere_ends_all_machines_with_the_same_state():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 
+from coordinator.cluster import FORMAT
+from runtime.cluster import group
 from runtime.cluster.engine import (
     EngineClosed,
     EngineError,
@@ -21,7 +25,7 @@ from runtime.cluster.engine import (
 )
 from runtime.cluster.lighthouse import JOIN_TIMEOUT_S, Lighthouse
 from runtime.cluster.settings import ClusterSettings
-from runtime.cluster.torchft_engine import TorchftEngine
+from runtime.cluster.torchft_engine import TorchftEngine, own_store
 from runtime.cluster.wire import (
     CODECS,
     ErrorFeedback,
@@ -130,6 +134,25 @@ def test_an_envelope_opens_for_its_token_machine_number_and_purpose_alone():
 def test_parts_of_a_signature_do_not_run_together():
     assert signature("t", "p", b"ab", b"c") != signature("t", "p", b"a", b"bc")
     assert signature("t", "pa", b"b") != signature("t", "p", b"ab")
+
+
+# --- who belongs to a generation --------------------------------------------------------
+
+
+def test_what_a_stranger_writes_into_the_store_does_not_end_its_owner():
+    timeout = timedelta(seconds=10)
+    store, _ = own_store("127.0.0.1", timeout)
+    store.set("join/7/1", b"\xff" * 100)
+    assert group._session(store, True, 7, 0, 2, timeout).startswith("session/")
+
+
+def test_a_machine_that_has_refused_many_still_belongs():
+    timeout = timedelta(seconds=10)
+    store, _ = own_store("127.0.0.1", timeout)
+    store.set("s/1", sealed("token", "s", 1, "b", json.dumps([FORMAT, ["a"]]).encode()))
+    gone = {f"gone-{i}" for i in range(10_000)}
+    told = group._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
+    assert told == {"a": ["b"], "b": ["a"]}
 
 
 # --- compression ----------------------------------------------------------------------

@@ -218,7 +218,7 @@ def one(ledger=None):
 
 
 def formed(*members, healed=None):
-    return c.QuorumFormed(generation=1, rank=0, members=members, healed=healed)
+    return c.QuorumFormed(members=members, healed=healed)
 
 
 def commit_alone(member, now=0.0):
@@ -342,6 +342,23 @@ def test_a_machine_that_stops_gives_up_when_rounds_fail_for_too_long():
     member.handle(c.QuorumFailed(error="away"), 2.0)
     assert member.handle(Tick(), 31.0)[-1] == c.Finish(stopped=True)
     assert member.handle(Tick(), 32.0) == []
+
+
+def test_a_machine_that_stops_does_not_leave_a_round_that_has_begun():
+    member = one()
+    commit_alone(member)
+    member.handle(c.Stop(), 1.0)
+    capture = [c.TakeCapture(reserve_s=0.0)]
+    assert member.handle(formed("a"), 31.5) == capture
+    assert member.deadline is None
+    assert member.handle(Tick(), 32.0) == []
+    nothing = c.CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
+    (gather,) = member.handle(nothing, 33.0)
+    assert gather.facts.leaving
+    assert member.handle(c.Gathered(facts=(gather.facts,)), 34.0) == [c.Vote(ok=True)]
+    apply, finish = member.handle(c.Committed(ok=True), 35.0)
+    assert isinstance(apply, c.Apply)
+    assert finish == c.Finish(stopped=True)
 
 
 def test_an_event_that_does_not_fit_the_state_is_an_error():
