@@ -216,8 +216,9 @@ def _capture(
     graph = torch.cuda.CUDAGraph()
     has_begun = False
     try:
-        for generator in generators:
-            graph.register_generator_state(generator)
+        if torch.__version__ < "2.14":  # from then on it does nothing and warns (pytorch#176753)
+            for generator in generators:
+                graph.register_generator_state(generator)
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         has_begun = True
         try:

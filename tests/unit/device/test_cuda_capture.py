@@ -99,6 +99,13 @@ def test_a_capture_is_of_one_thread_and_knows_the_generators(log):
     ]
 
 
+def test_generators_are_not_registered_where_pytorch_does_it_itself(log, monkeypatch):
+    """From 2.14 on it warns of every call."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
+    CudaApi().capture(lambda: None, pool="pool", generators=[Generator(log, "own")])
+    assert log == ["begin in pool, thread_local", "end"]
+
+
 def begin(refused):
     with pytest.raises(RuntimeError, match=refused):
         CudaApi().capture(lambda: None, pool="pool")
