@@ -108,11 +108,16 @@ def setup(case: Case) -> State:
 def fsdp(case: Case) -> State:
     """``FSDP`` with full sharding, over two threads."""
 
+    # Made here: a loader that begins in one thread would draw from the generator that is seeded
+    # for what another one makes.
+    made = [(case.model(), case.batches(BATCH_SIZE)) for _ in range(NUM_DEVICES)]
+
     def train(end: Collective) -> State:
         try:
-            model = FSDP(case.model(), end)
+            module, loader = made[end.rank]
+            model = FSDP(module, end)
             optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
-            mine = islice(repeated(case.batches(BATCH_SIZE)), end.rank, None, end.world_size)
+            mine = islice(repeated(loader), end.rank, None, end.world_size)
             for batch in mine:
                 optimizer.zero_grad()
                 loss_of(case.loss(model, batch)).backward()

@@ -176,14 +176,16 @@ def test_after_a_death_the_others_go_on_with_the_global_batch(backend):
     assert_same(state.state_dict(), one_device(own_rows, 3))
 
 
-def test_a_rank_whose_loss_counts_for_nothing_has_the_gradients_of_the_others():
-    """Of its rows as negatives; those of its own loss are NaN here, and a rank that leaves early
-    gathers and needs nothing of it."""
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_rank_that_needs_nothing_of_what_it_gathers_has_the_gradients_of_the_others(counts):
+    """Of its rows as negatives; where its own loss counts for nothing, its gradients are NaN."""
 
     def odd_ranks_only(model, batch):
         images, texts = model(*batch[:2])
         all_texts, own = runtime.all_gather(texts)
         if current_worker().rank % 2 == 0:
+            if counts:
+                return images[:, 0].square().mean(), len(images)
             return images.sum() * float("nan"), 0
         labels = torch.arange(own.start, own.stop)
         return F.cross_entropy(model.scale * images @ all_texts.T, labels), len(images)
@@ -196,7 +198,10 @@ def test_a_rank_whose_loss_counts_for_nothing_has_the_gradients_of_the_others():
         optimizer.zero_grad()
         images, texts = model(X[order], Y[order])
         logits = model.scale * images[4:] @ texts.T
-        F.cross_entropy(logits, torch.arange(4, 8)).backward()
+        loss = F.cross_entropy(logits, torch.arange(4, 8))
+        if counts:
+            loss = (loss + images[:4, 0].square().mean()) / 2
+        loss.backward()
         optimizer.step()
     assert_same(ends, model.state_dict())
 

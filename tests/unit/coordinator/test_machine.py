@@ -312,6 +312,69 @@ def test_an_epoch_is_published_once_its_evaluation_is_there():
     assert len(run.to(m.Shutdown)) == 2
 
 
+def at_an_evaluation(**settings):
+    """Ranks that were just asked for the round whose average is evaluated within the epoch."""
+    run = Run(evaluate=True, eval_every=4, anchor=50, **settings)
+    for _ in range(2):
+        run.end_plan(0), run.end_plan(1)
+    assert {msg.round for msg in run.to(m.RequestParams)} == {1}
+    return run
+
+
+def evaluations(run):
+    return [(rank, msg.epoch, msg.at) for rank, msg in run.sent if isinstance(msg, m.Evaluate)] + [
+        (rank, msg.evaluate, msg.at)
+        for rank, msg in run.sent
+        if isinstance(msg, m.Update) and msg.at is not None
+    ]
+
+
+def answer_round(run, ranks):
+    """These ranks answer the round asked for last, and take its average."""
+    round_id = run.to(m.RequestParams)[-1].round
+    for rank in ranks:
+        run.snapshot(rank, round_id)
+    run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=len(ranks)))
+    for rank in ranks:
+        run.tell(m.SyncAck(rank=rank, round=round_id))
+
+
+def test_an_evaluation_within_an_epoch_whose_round_failed_is_due_again():
+    run = at_an_evaluation(snapshot_timeout_s=1.0)
+    run.now = 1.0
+    run.tell(m.Tick())
+    answer_round(run, (0, 1))
+    assert evaluations(run) == [(0, 0, 4)]
+
+
+def test_an_evaluation_within_an_epoch_is_told_once_and_not_made_again():
+    run = at_an_evaluation()
+    answer_round(run, (0, 1))
+    values = (("acc", 0.5),)
+    run.tell(m.EvalReport(rank=0, epoch=0, at=3, values=values))  # of an average that was undone
+    run.end_plan(0), run.end_plan(1)
+    assert not any(isinstance(c, PublishSteps) for c in run.others)
+    for _ in range(2):
+        run.tell(m.EvalReport(rank=0, epoch=0, at=4, values=values))
+    (told,) = (c.metrics for c in run.others if isinstance(c, PublishSteps))
+    assert (told.step, told.scalars) == (4, {"eval/acc": 0.5})
+    run.end_plan(0)
+    assert {msg.round for msg in run.to(m.RequestParams)} == {1}
+    run.end_plan(1)
+    answer_round(run, (0, 1))
+    assert evaluations(run) == [(0, 0, 4), (0, 0, 8)]
+
+
+def test_nobody_waits_for_an_evaluation_of_a_rank_that_died_in_it():
+    run = at_an_evaluation(world=3, continue_on_failure=True)
+    answer_round(run, (0, 1, 2))
+    assert evaluations(run) == [(0, 0, 4)]
+    run.tell(m.Failed(rank=0, epoch=0, step=1, error=ValueError("planted")))
+    run.end_plan(1)
+    answer_round(run, (1, 2))
+    assert [rank for rank, _, _ in evaluations(run)] == [0, 1]
+
+
 def test_epochs_that_close_together_share_the_time():
     run = Run(num_samples=2, num_epochs=2, anchor=10)
     run.end_plan(0), run.end_plan(0, epoch=1), run.end_plan(1)
