@@ -205,8 +205,8 @@ class EarlyStopping(_Watching):
     def __call__(self, metrics: EpochMetrics) -> bool:
         """``False`` if the run is to end."""
         value = self._watched.read(metrics)
-        if value is None:
-            return True
+        if value is None or metrics.partial:
+            return True  # an epoch that is cut ends the run by itself, and cannot be compared
         self._num_worse = 0 if self._watched.improves(value, metrics.epoch) else self._num_worse + 1
         reached = self._target is not None and self._watched.reaches(value, self._target)
         if not reached and self._num_worse < self._patience:

@@ -75,7 +75,7 @@ class TensorBoardLogger(RunLogger):
         with self._lock:
             # What a run wrote after the checkpoint that this one goes on from is hidden.
             if isinstance(metrics, StepMetrics):
-                step, before = metrics.step, metrics.step - metrics.num_batches
+                step, before = metrics.step, metrics.step - max(1, metrics.num_batches)
                 writer = self._open("steps", before + 1 if before else None)
                 values = [(f"step/{name}", value) for name, value in step_values(metrics)]
             else:
