@@ -32,9 +32,11 @@ from benchmarks.harness import environment, processes
 from benchmarks.harness.measure import (
     ENVIRONMENT,
     QUIET,
+    Cell,
     Check,
     MachineLoad,
     begin,
+    interleaved,
     median_interval,
     milliseconds,
     parser_of,
@@ -46,7 +48,7 @@ from benchmarks.harness.processes import Child, GlooGroup, Step, serve
 from coordinator import cluster as c
 from runtime import Mean, Timeline, Trainer
 from runtime.cluster.engine import COMPRESSIONS, EngineOptions, State
-from runtime.cluster.lighthouse import Lighthouse
+from runtime.cluster.lighthouse import Lighthouse, load_torchft
 from runtime.cluster.torchft_engine import TorchftEngine
 from runtime.timeline.events import Cause
 
@@ -225,34 +227,36 @@ OWN_S = 7.0
 CLUSTER_S, NUM_EPOCHS = 36.0, 3
 
 
+def epoch_samples(rate: float, seconds: float) -> int:
+    """Samples of an epoch, of :data:`NUM_EPOCHS` that take about so long at this rate."""
+    return int(rate * seconds / NUM_EPOCHS / MILLION.batch_size) * MILLION.batch_size
+
+
 def cluster_rate(
     ask: Callable[..., list[dict[str, Any]]],
     pauses_s: Sequence[float],
-    rate: float,
+    num_samples: int,
     period_s: float,
-    seconds: float,
 ) -> dict[str, Any]:
     """Samples/s of machines in a cluster, from the second round to the end of the last.
 
     Args:
         ask: Has the machines train.
         pauses_s: Sleep of each in a step.
-        rate: What they may reach together, which sizes the data.
+        num_samples: Samples in the data set.
         period_s: Between two rounds.
-        seconds: About how long it shall take.
     """
-    per_epoch = int(rate * seconds / NUM_EPOCHS / MILLION.batch_size) * MILLION.batch_size
     lighthouse = Lighthouse(port=0, min_machines=len(pauses_s))
     found = ask(
         pauses_s,
         address=lighthouse.address,
         period_s=period_s,
-        num_samples=per_epoch,
+        num_samples=num_samples,
         num_epochs=NUM_EPOCHS,
         stop_after_s=None,
     )
     lighthouse.close()
-    total = per_epoch * NUM_EPOCHS
+    total = num_samples * NUM_EPOCHS
     assert all(one["num_samples"] == total for one in found)
     trained = sum(len(one["steps"]) for one in found) * MILLION.batch_size
     start = max(one["rounds"][1] for one in found)
@@ -292,7 +296,8 @@ def speeds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
         for _ in range(args.repeat):
             load = MachineLoad()
             own = own_rates(ask, pauses_s)
-            found = cluster_rate(ask, pauses_s, sum(own), SPEED_PERIOD_S, CLUSTER_S)
+            num_samples = epoch_samples(sum(own), CLUSTER_S)
+            found = cluster_rate(ask, pauses_s, num_samples, SPEED_PERIOD_S)
             rows.append(
                 {
                     "own": own,
@@ -347,7 +352,8 @@ def cost(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     load = MachineLoad()
     with machines(NUM_MACHINES) as ask:
         own = sum(own_rates(ask, [0.0] * NUM_MACHINES))
-        found = cluster_rate(ask, [0.0] * NUM_MACHINES, own, COST_PERIOD_S, CLUSTER_S / 2)
+        num_samples = epoch_samples(own, CLUSTER_S / 2)
+        found = cluster_rate(ask, [0.0] * NUM_MACHINES, num_samples, COST_PERIOD_S)
     # From the second round, as the first waits for the other machine to have begun.
     pauses = [
         (one["pauses_s"][-1] - one["pauses_s"][1]) / (len(one["rounds"]) - 2)
@@ -380,8 +386,17 @@ def cost(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
 
 
 @contextmanager
+def bare(pause_s: float) -> Iterator[Step]:
+    """A loop that exchanges nothing."""
+    model = make_million()
+    optimizer = MILLION.make_optimizer(model.parameters())
+    yield lambda batch: train_step(MILLION, model, optimizer, batch, pause_s)
+
+
+@contextmanager
 def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
     """torchft's own ``DiLoCo``, each rank as a replica group of one."""
+    load_torchft("DiLoCo")  # quietly
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
@@ -394,6 +409,7 @@ def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
         state_dict=dict,
         min_replica_size=dist.get_world_size(),
         use_async_quorum=False,
+        init_sync=False,  # all begin with the same weights
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",
@@ -406,88 +422,173 @@ def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
     with DiLoCo(manager, [model], optimizer, outer, sync_every=period):
         yield lambda batch: train_step(MILLION, model, optimizer, batch, pause_s)
     dist.barrier()  # who leaves first fails the other's round
+    assert manager.current_step() > 0, "no round of DiLoCo was committed"
     manager.shutdown(wait=False)
 
 
+BARE, HERE = "bare loops, no exchange", "this runtime"
 PEERS = {
-    "DDP, as torchrun starts it": "ddp",
+    "DistributedDataParallel": "ddp",
     "Accelerate's LocalSGD": "local_sgd",
     "torchft's DiLoCo": "diloco",
 }
 NEEDS = {"local_sgd": "accelerate", "diloco": "torchft"}
-PEER_S = 6.0
-_data: list[Batch] = []
+IN_PERIODS = ("local_sgd", "diloco")
+PEER_S, NUM_PERIODS, NUM_WARMUP = 6.0, 2, 100
+"""Seconds of a peer that has no period, periods of the others, steps before the clock starts."""
+_data: dict[int, Batch] = {}
 
 
-def peer_rate(
-    *, system: str, period: int, num_steps: int, pauses_s: list[float], address: str
-) -> float:
-    """Samples/s of all ranks of another system, from a barrier to a barrier; in each of them."""
-    rank = dist.get_rank()
-    if not _data:
-        _data.append(make_data(MILLION.batch_size * 1000))
+def own_batches(num_samples: int) -> Iterator[Batch]:
+    """This rank's part of each epoch: every batch is one rank's, as a distributed sampler deals."""
+    if num_samples not in _data:
+        _data.clear()
+        _data[num_samples] = make_data(num_samples)
+    x, labels = _data[num_samples]
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        order = torch.randperm(num_samples, generator=generator)
+        for indices in order.split(MILLION.batch_size)[dist.get_rank() :: dist.get_world_size()]:
+            yield x.index_select(0, indices), labels.index_select(0, indices)
+
+
+def peer_rates(
+    *,
+    system: str,
+    period: int,
+    num_steps: int | None,
+    num_samples: int,
+    pauses_s: list[float],
+    address: str,
+) -> list[float]:
+    """Samples/s of each rank of another system; runs in each of them.
+
+    Args:
+        system: ``"bare"``, or of :data:`PEERS`.
+        period: Steps between two averages.
+        num_steps: Steps that are timed, from a barrier to a barrier; ``None``: as many as each
+            rank makes in :data:`PEER_S`.
+        num_samples: Samples in the data set.
+        pauses_s: Sleep of each rank within a step.
+        address: The lighthouse, where there is one.
+    """
+    pause_s = pauses_s[dist.get_rank()]
     processes.PERIOD = period
-    torch.manual_seed(0)
-    order = batches(_data[0], MILLION.batch_size, seed=rank)
-    made = (
-        diloco(pauses_s[rank], period, address)
-        if system == "diloco"
-        else processes.PEERS[system](MILLION, pauses_s[rank])
-    )
+    torch.manual_seed(0)  # the same weights on all ranks
+    order = own_batches(num_samples)
+    match system:
+        case "bare":
+            made = bare(pause_s)
+        case "diloco":
+            made = diloco(pause_s, period, address)
+        case _:
+            made = processes.PEERS[system](MILLION, pause_s)
     with made as step:
-        for batch in itertools.islice(order, min(period, 100)):
+        # DiLoCo connects in its first round.
+        for batch in itertools.islice(order, period if system == "diloco" else NUM_WARMUP):
             step(batch)
         dist.barrier()
-        start = time.perf_counter()
-        for batch in itertools.islice(order, num_steps):
-            step(batch)
-        dist.barrier()
+        start, done = time.perf_counter(), 0
+        while done < num_steps if num_steps else time.perf_counter() < start + PEER_S:
+            step(next(order))
+            done += 1
+        if num_steps:
+            dist.barrier()
         elapsed_s = time.perf_counter() - start
-    return len(pauses_s) * num_steps * MILLION.batch_size / elapsed_s
+    rates = [0.0] * len(pauses_s)
+    dist.all_gather_object(rates, done * MILLION.batch_size / elapsed_s)
+    return rates
+
+
+def measure_peers(
+    slowed: float, step_s: float, repeat: int, systems: dict[str, str]
+) -> dict[str, Any]:
+    """Two machines, the second one slowed, under each system in turn."""
+    pauses_s = [0.0, (slowed - 1) * step_s]
+    rounds: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        ask = stack.enter_context(machines(NUM_MACHINES))
+        group = stack.enter_context(GlooGroup(NUM_MACHINES, "benchmarks.cluster:peer_rates"))
+
+        def rates_of(system: str, num_steps: int | None, num_samples: int, period: int) -> Any:
+            lighthouse = Lighthouse(port=0, min_machines=NUM_MACHINES)
+            try:
+                return group.ask(
+                    system=system,
+                    period=period,
+                    num_steps=num_steps,
+                    num_samples=num_samples,
+                    pauses_s=pauses_s,
+                    address=lighthouse.address,
+                )
+            finally:
+                lighthouse.close()
+
+        first = rates_of("bare", None, MILLION.batch_size * 1000, NUM_WARMUP)
+        total, lockstep = sum(first), NUM_MACHINES * min(first)
+        num_samples = epoch_samples(total, CLUSTER_S / 2)
+        period = round(SPEED_PERIOD_S * min(first) / MILLION.batch_size)
+
+        def here(expected: float) -> float:
+            found = cluster_rate(ask, pauses_s, num_samples, SPEED_PERIOD_S)
+            rounds.append({key: found[key] for key in ("seconds", "rounds", "trained_twice")})
+            return float(found["rate"])
+
+        def peer(system: str) -> Callable[[float], float]:
+            def run(expected: float) -> float:
+                num_steps: int | None = None
+                if system != "bare":
+                    per_s = expected / NUM_MACHINES / MILLION.batch_size
+                    num_steps = round(PEER_S * per_s)
+                if system in IN_PERIODS:
+                    num_periods = round(NUM_PERIODS * SPEED_PERIOD_S * per_s / period)
+                    num_steps = max(1, num_periods) * period
+                return float(sum(rates_of(system, num_steps, num_samples, period)))
+
+            return run
+
+        cells = [
+            Cell(key=BARE, guess=total, run=peer("bare")),
+            Cell(key=HERE, guess=total, run=here),
+        ]
+        for name, system in systems.items():
+            # The guess is for DDP's exchange at each step.
+            guess = lockstep if system in IN_PERIODS else lockstep / 3
+            cells.append(Cell(key=name, guess=guess, run=peer(system)))
+        measured = interleaved(cells, repeat)
+    return {"period": period, "num_samples": num_samples, "here": rounds, **measured.record()}
 
 
 def peers(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     """Two machines against what trains two processes otherwise, with equal and unequal ones."""
     step_s = step_seconds()
-    period = max(2, round(SPEED_PERIOD_S / step_s))
-    rows: dict[str, dict[str, float]] = {}
-    skipped = {
+    missing = {
         name: f"{NEEDS[system]} is not installed"
         for name, system in PEERS.items()
         if system in NEEDS and importlib.util.find_spec(NEEDS[system]) is None
     }
-    load = MachineLoad()
-    for slowed in (1.0, 2.0):
-        pauses_s = [0.0, (slowed - 1) * step_s]
-        cells: dict[str, float] = {}
-        with machines(NUM_MACHINES) as ask:
-            cells["own rates"] = sum(own_rates(ask, pauses_s))
-            found = cluster_rate(ask, pauses_s, cells["own rates"], SPEED_PERIOD_S, CLUSTER_S / 2)
-            cells["this runtime"] = found["rate"]
-        lighthouse = Lighthouse(port=0, min_machines=NUM_MACHINES)
-        with GlooGroup(NUM_MACHINES, "benchmarks.cluster:peer_rate") as group:
-            for name, system in PEERS.items():
-                if name not in skipped:
-                    cells[name] = group.ask(
-                        system=system,
-                        period=period,
-                        num_steps=round(PEER_S / step_s / slowed / period + 0.5) * period,
-                        pauses_s=pauses_s,
-                        address=lighthouse.address,
-                    )
-        lighthouse.close()
-        rows[f"second machine slowed {slowed:g} times"] = cells
-    head = ["", *next(iter(rows.values()))]
-    shown = [[what, *(f"{rate:,.0f}" for rate in cells.values())] for what, cells in rows.items()]
+    systems = {name: system for name, system in PEERS.items() if name not in missing}
+    found = {
+        f"{slowed:g}": measure_peers(slowed, step_s, args.repeat, systems)
+        for slowed in args.slowdowns
+    }
+    names = [BARE, HERE, *systems]
+    head = ["second machine slowed", *names]
+    cells = [
+        [
+            f"{slowed} times",
+            *(f"{rate:,.0f} ({rate / rates[BARE]:.2f})" for rate in map(rates.get, names)),
+        ]
+        for slowed, rates in ((slowed, one["median_rates"]) for slowed, one in found.items())
+    ]
     print(
-        f"Samples/s of two machines, an average every {SPEED_PERIOD_S:g} s, of LocalSGD and DiLoCo "
-        f"every {period} steps; {MILLION.what}:\n\n{table(head, shown)}\n"
+        f"Samples/s of two machines, and over bare loops; an average every {SPEED_PERIOD_S:g} s, "
+        f"medians of {args.repeat}; {MILLION.what}:\n\n{table(head, cells)}\n"
     )
-    for name, why in skipped.items():
+    for name, why in missing.items():
         print(f"{name} is skipped: {why}.")
     print(flush=True)
-    result = {"rows": rows, "period": period, "skipped": skipped}
-    return result | {"used_by_others": load.others()}, []
+    return {"step_s": step_s, "slowed": found, "skipped": missing}, []
 
 
 def timeit(call: Callable[[], object]) -> float:
@@ -664,10 +765,19 @@ SECTIONS = {"speeds": speeds, "cost": cost, "peers": peers, "rounds": rounds, "d
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--repeat", type=int, default=3, help="pairs of speeds")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions of speeds and peers")
+    parser.add_argument(
+        "--slowdowns",
+        type=float,
+        nargs="+",
+        default=[1.0, 2.0],
+        help="of the second machine, in peers",
+    )
     args = parser.parse_args()
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")
+    if min(args.slowdowns) < 1:
+        parser.error("--slowdowns must be at least 1")
     result = begin(ENVIRONMENT)
     checks: list[Check] = []
     load = MachineLoad()

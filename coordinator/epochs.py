@@ -42,13 +42,11 @@ class Epochs:
         self._values: tuple[float | None, ...] = ()
         self._num_evaluated = 0  # multiples of eval_every that are behind
         self._asked: tuple[int, int] | None = None  # who evaluates, after how many batches
-        self._before = 0  # batches that an interrupted run had trained
         self.resumed_s = 0.0
 
     def begin(self, now: float) -> None:
         """The run starts, or goes on :attr:`resumed_s` after the last epoch closed."""
         self._last_close = now - self.resumed_s
-        self._before = self._core.position - self._core.num_trained
         self._pass_evaluation()
 
     @property
@@ -77,11 +75,6 @@ class Epochs:
         return self._core.pool.find(number)
 
     @property
-    def _num_trained(self) -> int:
-        """Batches of all ranks since the run began, before an interruption too."""
-        return self._before + self._core.num_trained
-
-    @property
     def evaluates_within(self) -> bool:
         """Whether a rank is evaluating within an epoch."""
         return self._asked is not None and self._core.is_live(self._asked[0])
@@ -92,7 +85,7 @@ class Epochs:
         every, oldest = self._core.config.eval_every, self._core.pool.oldest
         if every is None or oldest is None or self.evaluates_within:
             return False
-        return self._num_trained // every > self._num_evaluated
+        return self._core.num_trained // every > self._num_evaluated
 
     def begin_evaluation(self, lead: int) -> tuple[int, int]:
         """A rank is to evaluate within the open epoch.
@@ -102,8 +95,8 @@ class Epochs:
         """
         oldest = self._core.pool.oldest
         assert oldest is not None, "asked whether one is due"
-        self._asked = lead, self._num_trained
-        return oldest.epoch, self._num_trained
+        self._asked = lead, self._core.num_trained
+        return oldest.epoch, self._core.num_trained
 
     def drop_evaluation(self, at: int | None) -> None:
         """The weights that were to be evaluated there are none: it is due again."""
@@ -121,7 +114,7 @@ class Epochs:
         """What is due now is evaluated, or was before."""
         every = self._core.config.eval_every
         if every is not None:
-            self._num_evaluated = self._num_trained // every
+            self._num_evaluated = self._core.num_trained // every
 
     def _left_to_evaluation(self, plan: LockstepPlan | None) -> int | None:
         """Batches to deal before all ranks stop for an evaluation; ``None``: there is none.
@@ -132,7 +125,7 @@ class Epochs:
         core, every = self._core, self._core.config.eval_every
         if every is None:
             return None
-        dealt = self._num_trained if plan is None else plan.first_step + plan.num_batches
+        dealt = self._core.num_trained if plan is None else plan.first_step + plan.num_batches
         left = (self._num_evaluated + 1) * every - dealt
         in_step = core.config.accumulate * (core.per_global if core.lockstep else 1)
         return max(0, -(-left // in_step) * in_step)

@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from coordinator.metrics import EpochMetrics, StepMetrics
+from runtime.core.context import announce
 from runtime.loggers.base import RunLogger
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,9 @@ class MetricsThread:
         metrics_fn: ``f(EpochMetrics)``, and ``f(StepMetrics)``; ``False`` asks for a stop. A
             logger is closed after the last epoch, on this thread, unless another run has it too.
         on_stop: Called when it returned ``False``.
-        progress: ``True``: a bar on a terminal or in a notebook, else a log line an epoch;
-            ``None``: a bar there, else nothing.
+        progress: Off a terminal and a notebook, which have a bar unless it is ``False``:
+            ``True``: one line an epoch, in the log or, where none is configured, on stderr;
+            ``None``: that line only in a log that takes INFO.
         total_batches: Batches in the whole run.
         trained: Gives the batches trained so far, from any thread.
     """
@@ -71,7 +73,10 @@ class MetricsThread:
         self._on_stop = on_stop
         kind = _bar_kind()
         self._bar_kind = None if progress is False else kind
-        self._with_lines = progress is True and kind is None
+        self._asked = progress is True
+        self._with_lines = kind is None and (
+            self._asked or (progress is None and logger.isEnabledFor(logging.INFO))
+        )
         self._bar: Any = None
         self._total = total_batches
         self._trained = trained
@@ -167,13 +172,11 @@ class MetricsThread:
             bar.set_postfix(epoch=metrics.epoch, loss=f"{metrics.avg_loss:.4g}", refresh=False)
             self._refresh(bar)
         elif self._with_lines:
-            logger.info(
-                "epoch %d: loss %.4g, %d samples in %.2f s",
-                metrics.epoch,
-                metrics.avg_loss,
-                metrics.num_samples,
-                metrics.epoch_s,
+            line = (
+                f"epoch {metrics.epoch}: loss {metrics.avg_loss:.4g}, {metrics.num_samples} "
+                f"samples in {metrics.epoch_s:.2f} s"
             )
+            announce(logger, line, silent=not self._asked)
 
     def _call(self, metrics: EpochMetrics | StepMetrics) -> None:
         if self._metrics_fn is None:

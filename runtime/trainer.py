@@ -616,8 +616,9 @@ class TrainerBuilder:
         return self._set(tune_allocator=check_flag("tune_allocator", flag))
 
     def progress(self, flag: bool) -> TrainerBuilder:
-        """A progress bar on a terminal or in a notebook, elsewhere one line an epoch (default: a
-        bar there, else nothing)."""
+        """A progress bar on a terminal or in a notebook, elsewhere one line an epoch, in the log
+        or, where none is configured, on stderr (default: a bar there, elsewhere a line in a log
+        that takes INFO)."""
         return self._set(progress=check_flag("progress", flag))
 
     def timeline(self, tl: Timeline) -> TrainerBuilder:

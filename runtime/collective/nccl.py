@@ -503,7 +503,10 @@ class NcclCollective(ProcessGroupCollective):
         )
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> None:
-        """Sends each rank its part alone, without a copy of the input in float32 or float64."""
+        """Sends each rank its part alone, without a copy of the input in float32 or float64.
+
+        ``ProcessGroupNCCL::_reduce_scatter_base`` is one ``ncclReduceScatter``.
+        """
         if op in (ReduceOp.MAX, ReduceOp.MIN):  # which NCCL computes without regard to NaN
             super()._reduce_scatter(output, input, op)
             return

@@ -125,6 +125,29 @@ class WindowWeight(NamedTuple):
         return self.unit * self.units
 
 
+def checked_loss(loss: object, function: str) -> Tensor:
+    """A scalar loss with a graph, of a function of the user's.
+
+    Raises:
+        TypeError, ValueError: It is none; says what to do.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{function} returned {type(loss).__name__}: return the batch's mean loss as a tensor"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{function} returned a loss of shape {tuple(loss.shape)}: return a scalar, the "
+            "batch's mean loss, for instance loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{function} returned a loss without a gradient: compute it from the output of the "
+            "model that it is given, outside torch.no_grad(), and do not detach it"
+        )
+    return loss
+
+
 def check_read_weight(weight: float, where: str = "") -> float:
     """A weight of ``train_fn`` that the host has read, as a plain number.
 

@@ -443,8 +443,11 @@ def _columns_of(dataset: Any) -> ColumnAdapter | None:
     if not any(are_arrays):
         if isinstance(dataset, list) and dataset:
             return None  # a list of samples is a map-style data set
+        way = FORMS
+        if names and all(callable(getattr(part, "__getitem__", None)) for part in dataset):
+            way = f"pass one of the data sets in it, {kind}[{names[0]!r}]"
         raise (TypeError if dataset else ValueError)(
-            f"a {kind} of {len(dataset)} elements without a tensor: {FORMS}"
+            f"a {kind} of {len(dataset)} elements without a tensor: {way}"
         )
     if not all(are_arrays):
         position = are_arrays.index(False)

@@ -102,6 +102,7 @@ class Stage:
 
     Args:
         depth: See ``depth``.
+        pace: Says when a depth is sized that does not stay; not shared.
 
     Attributes:
         depth: How many batches may wait; 0: each is loaded when it is asked for. Written
@@ -111,23 +112,27 @@ class Stage:
 
     brings = False
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, pace: Pace | None = None) -> None:
         self.depth = depth
+        self._pace = pace or Pace(0)
 
     def submitted(self, num_batches: int) -> None:
         """Worker: a plan follows those before it."""
+        self._pace.submitted(num_batches)
 
     def advance(self) -> None:
         """Worker: the batch taken last is used up, and the next one is asked for."""
 
     def taken(self) -> None:
         """Worker: a batch, or the error in its place, was taken."""
+        self._pace.taken()
 
     def take(self, loaded: LoadedBatch) -> None:
         """Worker: make ``loaded.data`` ready for use in the current stream."""
 
     def cancelled(self) -> None:
         """Worker: all that was submitted is forgotten."""
+        self._pace.cancelled()
 
     def put(self, loaded: LoadedBatch) -> None:
         """Loader: take over a batch that was read."""
@@ -152,18 +157,13 @@ class HostStage(Stage):
 
     Args:
         num_workers: Workers that load into this memory.
-        pace: Says when; not shared.
+        pace: Says when.
     """
 
     def __init__(self, num_workers: int, pace: Pace) -> None:
-        super().__init__(depth=1)
+        super().__init__(1, pace)
         self._num_workers = num_workers
-        self._pace = pace
         self._batch_bytes = 0  # written by the loader's thread
-
-    def submitted(self, num_batches: int) -> None:
-        """Worker: count its batches."""
-        self._pace.submitted(num_batches)
 
     def advance(self) -> None:
         """Worker: size the depth where it is due."""
@@ -174,14 +174,6 @@ class HostStage(Stage):
             available_host_bytes(), self._num_workers, self._batch_bytes, plan_batches
         )
         logger.debug("%d batches of %d bytes ahead", self.depth, self._batch_bytes)
-
-    def taken(self) -> None:
-        """Worker: count it."""
-        self._pace.taken()
-
-    def cancelled(self) -> None:
-        """Worker: begin with the next plan."""
-        self._pace.cancelled()
 
     def put(self, loaded: LoadedBatch) -> None:
         """Loader: measure the batch."""

@@ -209,7 +209,7 @@ class SlotStage(Stage):
         budget: That of the device, shared with the other workers there.
         rank: The worker's rank.
         batch_size: Rows of a whole batch.
-        pace: Says when depths are sized; not shared.
+        pace: Says when depths are sized.
         num_host_workers: Workers that load into the host's memory.
         snapshot_bytes: Gives what snapshots of all workers will take of the host's memory
             beside the batches, and do not take in the first steps.
@@ -235,7 +235,7 @@ class SlotStage(Stage):
         depth: int | None = None,
         data: ResidentData | None = None,
     ) -> None:
-        super().__init__(depth=0)
+        super().__init__(0, pace)
         self.resident: ResidentData | None = None
         self._copies = copies
         self._budget = budget
@@ -245,7 +245,6 @@ class SlotStage(Stage):
         self._snapshot_bytes = snapshot_bytes
         self._wanted = depth
         self._data = data
-        self._pace = pace
         self._is_calibrated = False
         self._most_slots: int | None = None  # where the device had no memory for more
         self._taken: DeviceSlot | None = None
@@ -260,7 +259,7 @@ class SlotStage(Stage):
 
     def submitted(self, num_batches: int) -> None:
         """Count its batches; with the first plan, peaks begin to count."""
-        self._pace.submitted(num_batches)
+        super().submitted(num_batches)
         if self._budget.begin():
             self._copies.reset_peak()
 
@@ -273,10 +272,6 @@ class SlotStage(Stage):
         if plan_batches is not None and self.resident is None:
             self._size(plan_batches)
 
-    def taken(self) -> None:
-        """Count it."""
-        self._pace.taken()
-
     def take(self, loaded: LoadedBatch) -> None:
         """Let the current stream wait for the slot, or copy a batch that lies in none."""
         if loaded.slot is None:
@@ -285,14 +280,6 @@ class SlotStage(Stage):
         assert self._pool is not None
         self._pool.take(loaded.slot)
         self._taken = loaded.slot
-
-    def cancelled(self) -> None:
-        """Begin with the next plan."""
-        self._pace.cancelled()
-
-    @property
-    def _device(self) -> Any:
-        return self._copies.device
 
     def _size(self, plan_batches: int) -> None:
         """Decide where batches lie and how many are ahead, by what the steps have taken."""
@@ -357,7 +344,9 @@ class SlotStage(Stage):
         data.load(self._copies)
         self._budget.hold("resident", data.num_bytes, self._copies.memory())
         self.resident = data
-        logger.debug("rank %d: %d bytes of data on %s", self._rank, data.num_bytes, self._device)
+        logger.debug(
+            "rank %d: %d bytes of data on %s", self._rank, data.num_bytes, self._copies.device
+        )
         return True
 
     # On the loader's thread.

@@ -247,7 +247,8 @@ class CudaDevice(Device):
         """Create the nodes that accumulate gradients, and keep them while active.
 
         A node belongs to the stream under which it was created. One that lived only as long
-        as a graph could come from an evaluation under another stream.
+        as a graph could come from an evaluation under another stream, of which PyTorch warns
+        (pytorch#166136).
         """
         edges = [torch.autograd.graph.get_gradient_edge(p) for p in params]
         self._accumulators = [edge.node for edge in edges]
@@ -376,7 +377,8 @@ class CudaDevice(Device):
         return pinned.copy_(tensor)
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device; PyTorch keeps a pinned source until the copy is done.
+        """A tensor on the device; PyTorch keeps a pinned source until the copy is done
+        (``ATen/cuda/CachingHostAllocator.h``).
 
         One that lies there already was made in another stream, and must be complete.
         """

@@ -126,6 +126,8 @@ class CudaApi:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy in the current stream. The host does not wait if its side is pinned.
 
+        From pageable memory it may ("API synchronization behavior" in CUDA's reference).
+
         The source must stay as it is, and the target must not be looked at, until an event
         recorded behind the copy is complete.
         """
@@ -300,6 +302,14 @@ READ_WAIT_S = 60.0
 
 class CaptureGate:
     """What captures, and those who must not meet one, share; thread-safe.
+
+    A capture in the mode ``thread_local`` bears allocations, waits for events and NCCL's watchdog
+    in other threads (``cudaThreadExchangeStreamCaptureMode`` in CUDA's reference; pytorch#104555),
+    so that no worker is parked. It does not bear a second capture in the process
+    (``torch/cuda/graphs.py``), nor that another thread synchronizes its device ("Prohibited and
+    Unhandled Operations" in the CUDA C++ Programming Guide), nor, up to PyTorch 2.12, that one
+    draws from its device's default generator (pytorch#172390): data sets and other workers on
+    the GPU may.
 
     Every wait is bounded: a thread that is stuck in the user's code costs others a graph, not
     the run.

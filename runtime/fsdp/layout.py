@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from runtime.collective import Collective, ReduceOp, split_nodes
 from runtime.collective.base import FLOATS
 from runtime.core.errors import ReplicaMismatch
+from runtime.replica.flat import ALIGNMENT_BYTES, dense_stride
 
 
 @unique
@@ -205,8 +206,6 @@ def describe(module: nn.Module, found: Sequence[Found]) -> list[str]:
     return lines
 
 
-ALIGNMENT_BYTES = 64
-"""Full parameters, and the chunks of large ones, start at a multiple of this."""
 LARGE = 1 << 16
 """Elements from which on a parameter is exchanged alone."""
 BUCKET = 1 << 20
@@ -354,17 +353,6 @@ def make_layouts(tensors: Sequence[Tensor], num_shards: int) -> list[Layout]:
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.requires_grad), []).append((index, tensor))
     return [Layout(group, num_shards) for group in groups.values()]
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's strides if it fills its memory without gaps, else contiguous ones."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1:
-            if stride != extent:
-                return torch.empty(tensor.size(), device="meta").stride()
-            extent *= size
-    return tensor.stride()
 
 
 def _round_up(number: int, unit: int) -> int:

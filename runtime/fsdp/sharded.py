@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective, ReduceOp
+from runtime.collective.base import LOW_PRECISION
 from runtime.device import cuda_api
-from runtime.fsdp.layout import Bucket, Found, Layout, ShardGroups, Slot, dense_stride, make_layouts
+from runtime.fsdp.layout import Bucket, Found, Layout, ShardGroups, Slot, make_layouts
 from runtime.fsdp.lifecycle import Prefetch
+from runtime.replica.flat import dense_stride
 
 _OPAQUE = (
     type,
@@ -68,6 +70,13 @@ def _held_by(tensor: Tensor) -> Iterable[object]:
         yield tensor.grad
 
 
+def rank_0s(tensor: Tensor, world: Collective) -> Tensor:
+    """A copy of rank 0's tensor, contiguous and on this rank's device; a collective call."""
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    world.broadcast_(copy)
+    return copy
+
+
 class ReplicatedParameters:
     """The module's own parameters, under the interface of sharded ones.
 
@@ -101,9 +110,7 @@ class ReplicatedParameters:
         self._layouts = make_layouts(trainable, 1)
         with torch.no_grad():
             for parameter in self.shards:
-                values = parameter.detach().clone(memory_format=torch.contiguous_format)
-                world.broadcast_(values)
-                parameter.copy_(values)
+                parameter.copy_(rank_0s(parameter, world))
 
     @property
     def is_trainable(self) -> bool:
@@ -584,8 +591,10 @@ def sharded_norm(shards: Sequence[nn.Parameter], group: Collective, norm_type: f
     filled = [gradient for gradient in gradients if gradient.numel()]
     device = shards[0].device
     # Parts of a rank of few elements must not be rounded to a low precision.
-    low = torch.nn.utils.get_total_norm([g.double() for g in filled if _is_low(g)], norm_type)
-    rest = torch.nn.utils.get_total_norm([g for g in filled if not _is_low(g)], norm_type)
+    narrow = [g.double() for g in filled if g.dtype in LOW_PRECISION]
+    low = torch.nn.utils.get_total_norm(narrow, norm_type)
+    wide = [g for g in filled if g.dtype not in LOW_PRECISION]
+    rest = torch.nn.utils.get_total_norm(wide, norm_type)
     parts = torch.stack([part.to(device, torch.float64) for part in (low, rest)])
     if math.isinf(norm_type):
         total = parts.amax()
@@ -612,10 +621,6 @@ def clip_by_(
             "error_if_nonfinite=False to clip all the same"
         )
     torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total)
-
-
-def _is_low(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()

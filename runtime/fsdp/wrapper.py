@@ -29,6 +29,7 @@ from runtime.fsdp.sharded import (
     ShardedParameters,
     check_clip,
     clip_by_,
+    rank_0s,
     sharded_norm,
 )
 from runtime.replica.reducer import weigh_
@@ -626,13 +627,6 @@ def load_state(
             with torch.no_grad():
                 entry.copy_(state[name])
     parameters.loaded(was_changed=was_changed)
-
-
-def rank_0s(tensor: Tensor, world: Collective) -> Tensor:
-    """A copy of rank 0's tensor, contiguous and on this rank's device; a collective call."""
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    world.broadcast_(copy)
-    return copy
 
 
 def sync_buffers(module: nn.Module, world: Collective) -> None:

@@ -21,15 +21,27 @@ from runtime.collective import Collective, create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
 from runtime.core.threads import Closing
-from runtime.core.weight import Weighted, check_weight
+from runtime.core.weight import Weighted, check_weight, checked_loss
 from runtime.data.batches import move_batch, parts_of
 from runtime.loop.alike import Likeness
 from runtime.loop.module import MakeModel, build_replicas, kind_of
 from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
-from runtime.loop.replica import LoopReplica, Options, checked_loss, refuse_sparse
-from runtime.replica.build import ModelFactory, OptimFactory, Template, adopt, build_model
+from runtime.loop.replica import LoopReplica, Options
+from runtime.replica.build import (
+    Copies,
+    ModelFactory,
+    OptimFactory,
+    Template,
+    adopt,
+    build_model,
+)
 from runtime.replica.non_finite import first_bad
-from runtime.replica.reducer import average_gradients, gradient_norm, has_non_finite
+from runtime.replica.reducer import (
+    average_gradients,
+    check_gradients,
+    gradient_norm,
+    has_non_finite,
+)
 
 
 def shard_samples(samples: Any, num_shards: int) -> list[Any]:
@@ -191,7 +203,8 @@ class Shards:
         loss, told = _check_result(self.loss_fn(replica.model, samples))
         loss.backward()  # type: ignore[no-untyped-call]
         if not self._checked[rank]:
-            _check_gradients(replica)
+            params = replica.state.params
+            check_gradients(params.names, params.params, "loss_fn")
             self._checked[rank] = True
         return told._replace(loss=float(loss.detach()))
 
@@ -223,18 +236,6 @@ class Shards:
         replica.zero_grad()
 
 
-def _check_gradients(replica: LoopReplica) -> None:
-    params = replica.state.params
-    if all(p.grad is None for p in params.params):
-        raise ValueError(
-            "loss_fn's loss reaches no trainable parameter: every gradient is None after "
-            "backward; compute the loss with the model that loss_fn is given"
-        )
-    for name, p in zip(params.names, params.params, strict=True):
-        if p.grad is not None:
-            refuse_sparse(name, p.grad)
-
-
 def _check_result(result: object) -> tuple[Tensor, Part]:
     """The mean loss, and what else ``loss_fn`` gave."""
     loss, part = result, Part()
@@ -252,7 +253,7 @@ def _check_result(result: object) -> tuple[Tensor, Part]:
             f"loss_fn returned {type(result).__name__}: return the mean loss of the samples as a "
             "tensor, (loss, weight), (loss, number correct), or Weighted(loss, weight, correct)"
         )
-    return checked_loss(loss), part
+    return checked_loss(loss, "loss_fn"), part
 
 
 def _number(value: object) -> float:
@@ -366,7 +367,8 @@ class DataParallelCoordinator(Closing):
 
     Args:
         model_factory: ``f(device) -> nn.Module``, called in each replica's thread, one at a
-            time, replica 0 first. All start from replica 0's weights. Which parameters are
+            time, replica 0 first; or a module, which each replica gets a copy of and which stays
+            as it is. All start from replica 0's weights. Which parameters are
             trainable is settled then; only those travel.
         optim_factory: ``f(params) -> Optimizer`` with the trainable parameters. Their memory
             has been moved by then: keep parameters, not ``.data``.
@@ -397,7 +399,7 @@ class DataParallelCoordinator(Closing):
 
     def __init__(
         self,
-        model_factory: ModelFactory,
+        model_factory: ModelFactory | nn.Module,
         optim_factory: OptimFactory,
         loss_fn: LossFn,
         devices: Sequence[torch.device | str],
@@ -405,6 +407,8 @@ class DataParallelCoordinator(Closing):
         backend: AverageBackend = AverageBackend.AUTO,
         max_grad_norm: float | None = None,
     ) -> None:
+        if isinstance(model_factory, nn.Module):
+            model_factory = Copies(model_factory)
         check_callable("model_factory", model_factory, "f(device) -> torch.nn.Module")
         check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
         check_callable(

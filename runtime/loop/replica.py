@@ -21,6 +21,7 @@ from runtime.core.weight import (
     Weight,
     Weighted,
     check_weight,
+    checked_loss,
     inverse_of,
     piece_weight,
     scale_,
@@ -30,7 +31,7 @@ from runtime.device.base import Device
 from runtime.loop.scatter import Piece, Shard, carry, move, outside_autocast, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
-from runtime.replica.reducer import weigh_
+from runtime.replica.reducer import refuse_sparse, weigh_
 from runtime.replica.schedule import Schedule, SchedulerFactory
 
 
@@ -166,15 +167,6 @@ class GradientExchange:
     def _take(self, used: Sequence[bool]) -> None:
         for p, view, flag in zip(self._params, self._views, used, strict=True):
             p.grad = view if flag else None
-
-
-def refuse_sparse(name: str, grad: Tensor) -> None:
-    """Raise ``ValueError`` for a gradient that cannot be laid into a flat tensor."""
-    if grad.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has a sparse gradient, which replicas cannot add up: "
-            "build the embedding with sparse=False"
-        )
 
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -578,8 +570,8 @@ def divide_by(params: Sequence[nn.Parameter], weight: Weight, times: float = 1.0
 def weighted_loss(result: object) -> tuple[Tensor, Weight | None]:
     """What a ``loss_fn`` of ``accumulate`` gave: a loss, with its weight or without."""
     if isinstance(result, tuple) and (len(result) == 2 or isinstance(result, Weighted)):
-        return checked_loss(result[0]), check_weight("the weight of the loss", result[1])
-    return checked_loss(result), None
+        return checked_loss(result[0], "loss_fn"), check_weight("the weight of the loss", result[1])
+    return checked_loss(result, "loss_fn"), None
 
 
 @contextmanager
@@ -612,25 +604,6 @@ def backward_of(loss: Tensor, weight: Weight | None, params: Sequence[nn.Paramet
         whole = loss if weight is None else loss * weight
         whole.backward()  # type: ignore[no-untyped-call]
     return torch.where(weight == 0, 0.0, found) if isinstance(weight, Tensor) else found
-
-
-def checked_loss(loss: object) -> Tensor:
-    """A scalar loss with a graph, or an error that says what to do."""
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"loss_fn returned {type(loss).__name__}: return the batch's mean loss as a tensor"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"loss_fn returned a loss of shape {tuple(loss.shape)}: return a scalar, the batch's "
-            "mean loss, for instance loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "loss_fn returned a loss without a gradient: compute it from the output of the module "
-            "that it is given, outside torch.no_grad()"
-        )
-    return loss
 
 
 class ParamGroups:

@@ -347,20 +347,16 @@ class ReplicaAverager:
         """This rank's weight once it is known who is healthy; a rank that is not says -1."""
         collective = self.collective
         assert collective is not None
-        told = torch.zeros(collective.world_size, dtype=torch.float64)
-        collective.all_gather_into(told, torch.tensor([weight], dtype=torch.float64))
-        weights = usable_weights([None if w < 0 else w for w in told.tolist()])
+        weights = usable_weights([None if w < 0 else w for w in collective.tell(weight)])
         return weights[collective.rank]
 
     def _take_from_heaviest(self, others: tuple[Tensor, ...], weight: float) -> None:
         """Integer buffers come from the rank with the largest weight, the lowest on ties."""
         collective = self.collective
         assert collective is not None
-        weights = torch.zeros(collective.world_size, dtype=torch.float64)
-        collective.all_gather_into(weights, torch.tensor([weight], dtype=torch.float64))
-        heaviest = int(weights.argmax())
+        weights = collective.tell(weight)
         for flat in others:
-            collective.broadcast_(flat, src=heaviest)
+            collective.broadcast_(flat, src=weights.index(max(weights)))
 
 
 def _taken_away(old: Tensor, new: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def _square_of_narrow(block: Tensor) -> float:
 
 
 ALIGNMENT_BYTES = 64
-"""Every parameter starts at a multiple of this within its flat tensor."""
+"""Every parameter starts at a multiple of this within its flat tensor; of FSDP's shards, the
+chunks of large parameters do."""
 _COPIED_TOGETHER = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -112,17 +113,20 @@ class _Layout:
     def views(self, flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """Views of ``flat`` with the shapes and, where dense, the strides of ``like``."""
         return [
-            torch.as_strided(flat, t.size(), _dense_stride(t), flat.storage_offset() + offset)
+            torch.as_strided(flat, t.size(), dense_stride(t), flat.storage_offset() + offset)
             for t, offset in zip(like, self.offsets, strict=True)
         ]
 
 
-def _dense_stride(t: Tensor) -> tuple[int, ...]:
-    """The strides of ``t`` if it fills its memory without gaps, else contiguous ones."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))
-    if t.numel() == extent or t.numel() == 0:
-        return t.stride()
-    return torch.empty(t.size(), device="meta").stride()
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's strides if it fills its memory without gaps, else contiguous ones."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != extent:
+                return torch.empty(tensor.size(), device="meta").stride()
+            extent *= size
+    return tensor.stride()
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
@@ -287,16 +291,6 @@ class FlatBuffers:
 
     def __bool__(self) -> bool:
         return bool(self._owners)
-
-    @property
-    def has_floats(self) -> bool:
-        """Whether any buffer is averaged."""
-        return bool(self._float_groups)
-
-    @property
-    def has_others(self) -> bool:
-        """Whether any buffer is taken rather than averaged."""
-        return bool(self._other_groups)
 
     def empty(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """New tensors on the buffers' device for :meth:`read_into`."""

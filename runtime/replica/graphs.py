@@ -823,7 +823,9 @@ class GraphedSteps:
                 except CannotCapture as reason:
                     self._leave_out_optimizer(str(reason))
                 except Exception as error:
-                    self._give_up(first_line(error), everywhere=not _is_out_of_memory(error))
+                    # A GPU with more memory may not run out of it.
+                    is_common = not isinstance(error, torch.OutOfMemoryError)
+                    self._give_up(first_line(error), everywhere=is_common)
                     return None
             return None
 
@@ -868,8 +870,3 @@ class GraphedSteps:
         self._gives_up = True
         self._graphs.clear()
         self._batches = HeldBatches()
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Which a GPU with more memory may not meet."""
-    return isinstance(error, torch.OutOfMemoryError)

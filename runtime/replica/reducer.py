@@ -141,6 +141,31 @@ def gradient_norm(grads: Sequence[Tensor]) -> float:
     return min(peak * float(torch.linalg.vector_norm(torch.stack(parts))), sys.float_info.max)
 
 
+def refuse_sparse(name: str, grad: Tensor) -> None:
+    """Raise ``ValueError`` for a gradient that cannot be laid into a flat tensor."""
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name!r} has a sparse gradient, which replicas cannot average: build the "
+            "embedding with sparse=False"
+        )
+
+
+def check_gradients(names: Sequence[str], params: Sequence[nn.Parameter], function: str) -> None:
+    """Look at the gradients of the first loss that a function of the user's has given.
+
+    Raises:
+        ValueError: There are none, or one is sparse.
+    """
+    if all(p.grad is None for p in params):
+        raise ValueError(
+            f"{function}'s loss reaches no trainable parameter: every gradient is None after "
+            f"backward; compute the loss with the model that {function} is given"
+        )
+    for name, p in zip(names, params, strict=True):
+        if p.grad is not None:
+            refuse_sparse(name, p.grad)
+
+
 @torch.no_grad()
 def weigh_(
     gradients: Sequence[Tensor], weight: Weight, device: torch.device, end: Collective

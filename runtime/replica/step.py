@@ -17,13 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective.base import LateEnd
-from runtime.core.weight import Mask, Weight, WindowWeight, check_read_weight, split_loss
+from runtime.core.weight import (
+    Mask,
+    Weight,
+    WindowWeight,
+    check_read_weight,
+    checked_loss,
+    split_loss,
+)
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch import GlobalBatch
 from runtime.replica.non_finite import StepJudge
 from runtime.replica.optimizers import kind_of, members_of
-from runtime.replica.reducer import GradientReducer, Packed
+from runtime.replica.reducer import GradientReducer, Packed, check_gradients
 
 _OWN = ("capturable", "fused", "foreach")
 """Settings that say how an optimizer works where it is, and not what it computes."""
@@ -442,20 +449,7 @@ class Stepper:
             with self._autocast():
                 result = train_fn(self._model, batch)
         loss, weight = split_loss(result, self._model, batch)
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"train_fn returned {type(loss).__name__}: return the batch's mean loss as a tensor"
-            )
-        if loss.numel() != 1:
-            raise ValueError(
-                f"train_fn returned a loss of shape {tuple(loss.shape)}: return a scalar, the "
-                "batch's mean loss, for instance loss.mean()"
-            )
-        if not loss.requires_grad:
-            raise ValueError(
-                "train_fn returned a loss without a gradient: compute it from the model's output "
-                "outside torch.no_grad(), and do not detach it"
-            )
+        loss = checked_loss(loss, "train_fn")
         live: Tensor | bool = True
         if weight is None and self.window is None:
             self.weight = None
@@ -480,7 +474,8 @@ class Stepper:
         if global_batch is not None:
             global_batch.end_batch()
         if not self._checked:
-            self._check_gradients()
+            self._checked = True
+            check_gradients(self._names, self._params, "train_fn")
         # Unlike detach(), .data does not give up the interpreter: with 1 ms steps each
         # hand-over to another worker counts.
         loss = loss.data
@@ -562,21 +557,6 @@ class Stepper:
             reducer.give_up()
             raise
         reducer.disarm()
-
-    def _check_gradients(self) -> None:
-        self._checked = True
-        grads = [(n, p.grad) for n, p in zip(self._names, self._params, strict=True)]
-        if all(g is None for _, g in grads):
-            raise ValueError(
-                "train_fn's loss reaches no trainable parameter: every gradient is None after "
-                "backward; compute the loss with the model that train_fn is given"
-            )
-        for name, g in grads:
-            if g is not None and g.layout is not torch.strided:
-                raise ValueError(
-                    f"parameter {name!r} has a sparse gradient, which replicas cannot average: "
-                    "build the embedding with sparse=False"
-                )
 
     def finish(self, num_samples: int) -> StepEnd:
         """Reduce, judge, clip and step.

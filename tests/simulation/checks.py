@@ -59,6 +59,8 @@ class Checks:
         if sim.origin is not None:
             self._resumed = sim.origin.held
             self._trained = dict.fromkeys(self._resumed, BEFORE)
+            if c.batch_sizes is None:
+                self._evaluated_at = len(self._resumed)
             self._closed = list(range(sim.origin.num_closed))
             # With ratios each rank had a part of the epoch for itself.
             consumed = [span for e in sim.origin.run["epochs"] for span in e["consumed"]]

@@ -126,6 +126,7 @@ class Meeting(ThreadCollective):
         assert plan.done
         if plan.fault is not None:
             raise ValueError(plan.fault)
+        self._told = plan.told
         return plan.total
 
     def _of_peer(self, peer: Brought, mine: Request) -> Request:
@@ -135,13 +136,8 @@ class Meeting(ThreadCollective):
                 return mine
             case "weighted_mean_":
                 return mine._replace(tensors=[t.clone() for t in peer.reals], weight=peer.weight)
-            case "all_gather_into":
-                return mine._replace(
-                    tensors=(
-                        torch.empty_like(mine.tensors[0]),
-                        torch.tensor([peer.weight], dtype=torch.float64),
-                    )
-                )
+            case "tell":
+                return mine._replace(tally=peer.weight)
             case "broadcast_":
                 return mine._replace(tensors=(peer.others[self._num_broadcasts].clone(),))
         raise AssertionError(f"a round calls {mine.name}")

@@ -113,6 +113,18 @@ def test_a_pool_that_deals_consumed_batches_again_is_found(monkeypatch):
         resume_all(replace(draw_schedule(seed), deaths=()) for seed in range(500))
 
 
+def test_evaluations_that_forget_what_an_interrupted_run_had_trained_are_found(monkeypatch):
+    monkeypatch.setattr(
+        checkpoint, "_TOTALS", [t for t in checkpoint._TOTALS if t != "num_batches"]
+    )
+    with pytest.raises(SimulationFailed, match="evaluated after"):
+        resume_all(
+            replace(schedule, deaths=())
+            for schedule in map(draw_schedule, range(2000))
+            if schedule.config.eval_every is not None
+        )
+
+
 def resume_all(schedules):
     for schedule in schedules:
         for command in Simulation(schedule).run().saved:

@@ -387,7 +387,7 @@ def lbfgs(params):
         ({"optim": boom}, Planted, "planted"),
         ({"optim": lambda p: "SGD"}, TypeError, "return a torch.optim.Optimizer"),
         ({"optim": foreign}, ValueError, "build it from the params"),
-        ({"optim": lbfgs}, ValueError, "closure"),
+        ({"optim": lbfgs}, ValueError, "AdamW or SGD"),
     ],
 )
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["CPU", "SYNC"])

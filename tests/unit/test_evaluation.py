@@ -198,6 +198,23 @@ def test_a_run_that_goes_on_evaluates_where_the_whole_one_does(tmp_path):
     assert steps(first) + steps(second) == steps(whole)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)])
+def test_ranks_that_run_on_their_own_go_on_counting_where_the_first_run_ended(tmp_path, way, ranks):
+    first, second = Told(), Told()
+    part = run(first, way=way, every=10, ranks=ranks).checkpoint_dir(tmp_path)
+    trained = part.anchor(2).min_anchor(1).max_steps(54).run().join(WAIT_S).metrics
+    done = sum(rank.num_batches for metrics in trained for rank in metrics.per_rank)
+    rest = run(second, way=way, every=10, ranks=ranks).resume(tmp_path)
+    rest.anchor(2).min_anchor(1).run().join(WAIT_S)
+    steps = [m.step for m in second.within]
+    assert done == 54
+    assert steps
+    assert all(60 <= step <= 96 for step in steps)
+    tens = [m.step // 10 for m in first.within + second.within]
+    assert tens == sorted(set(tens))
+
+
 def test_loggers_write_its_values(tmp_path):
     path = tmp_path / "run.csv"
     run(CsvLogger(path), way=(SYNC, THREAD)).run().join(WAIT_S)

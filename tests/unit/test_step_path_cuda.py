@@ -49,7 +49,6 @@ ALLOWED = {
         "tolist",
     ): "flags of parameters that this rank has not used",
     ("runtime/checkpoint/format.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
-    ("runtime/replica/averaging.py", "_agree_weight", "tolist"): "a tensor of the CPU",
     ("runtime/device/values.py", "_read", "tolist"): "the log of a CPU",
     ("runtime/data/dataset.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",

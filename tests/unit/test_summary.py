@@ -27,8 +27,8 @@ def main(how):
     b = Trainer.builder(nn.Linear(2, 1), lambda p: torch.optim.SGD(p, 0.1),
                         lambda m, batch: m(batch[0]).square().mean())
     b.dataset((torch.ones(40, 2),)).batch_size(2).num_epochs(1).devices(["cpu"] * 2)
-    if how == "quiet":
-        b.progress(False)
+    if how in ("quiet", "lines"):
+        b.progress(how == "lines")
     b.run().join()
 
 if __name__ == "__main__":
@@ -88,8 +88,25 @@ def test_it_is_silent_when_asked(how, before):
     assert stderr_of(how, before) == ""
 
 
+LOGGED = "logging.basicConfig(level=logging.INFO, format='LOG %(name)s: %(message)s')"
+
+
 def test_a_log_that_is_configured_gets_it_instead():
-    before = "logging.basicConfig(level=logging.INFO, format='LOG %(name)s: %(message)s')"
-    lines = [line for line in stderr_of("run", before).splitlines() if "policy CADENCE" in line]
+    lines = [line for line in stderr_of("run", LOGGED).splitlines() if "policy CADENCE" in line]
     assert len(lines) == 1
     assert lines[0].startswith("LOG runtime.run: 2 workers")
+
+
+@pytest.mark.parametrize(
+    ("how", "before", "start"),
+    [
+        ("lines", "pass", "epoch 0: loss"),
+        ("lines", LOGGED, "LOG runtime.progress: epoch 0: loss"),
+        ("run", LOGGED, "LOG runtime.progress: epoch 0: loss"),
+    ],
+)
+def test_off_a_terminal_each_epoch_has_a_line(how, before, start):
+    """Where it was asked for, or where a log is configured that takes it."""
+    lines = [line for line in stderr_of(how, before).splitlines() if "epoch 0" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(start)

@@ -127,6 +127,41 @@ def test_map_style_samples_are_collated(dataset):
     assert squares.tolist() == [float(i * i) for i in INDICES]
 
 
+class Hub:
+    """A data set with the interface of Hugging Face's: columns by name, rows by index."""
+
+    column_names = ("ids", "label")
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return [row[key] for row in self]
+        if not isinstance(key, int):
+            raise TypeError(key)
+        return {"ids": torch.tensor([key, -key]), "label": key % 3}
+
+    def __getitems__(self, keys):
+        return [self[int(key)] for key in keys]
+
+    def __iter__(self):
+        return (self[i] for i in range(N))
+
+
+def test_a_data_set_of_the_hub_gives_batches_under_its_names():
+    adapter = adapt_dataset(Hub())
+    assert adapter.num_samples == N
+    batch = adapter.load(INDICES)
+    assert batch["ids"].tolist() == [[i, -i] for i in INDICES.tolist()]
+    assert batch["label"].tolist() == [i % 3 for i in INDICES.tolist()]
+
+
+def test_several_data_sets_in_a_dict_are_refused_with_the_name_of_one():
+    with pytest.raises(TypeError, match=r"pass one of the data sets in it, dict\['train'\]"):
+        adapt_dataset({"train": Hub(), "test": Hub()})
+
+
 def test_a_list_of_samples_is_map_style():
     batch = adapt_dataset([{"x": i, "y": -i} for i in range(N)]).load(INDICES)
     assert batch["y"].tolist() == [-7, 0, -10, -3]

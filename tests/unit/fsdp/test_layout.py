@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.fsdp import layout as layout_module
-from runtime.fsdp.layout import Layout, dense_stride, make_layouts
+from runtime.fsdp.layout import Layout, make_layouts
+from runtime.replica.flat import dense_stride
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 worlds = st.integers(1, 7)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from runtime import AverageBackend, DataParallelCoordinator, ReplicaMismatch
 from runtime.core.threads import IntraOpThreads
-from tests.support.parallel import adam, identical, loss_fn, mlp, replicas, samples_of
+from tests.support.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of
 
 WAIT_S = 60.0
 
@@ -37,6 +37,7 @@ WAIT_S = 60.0
         ({"backend": AverageBackend.NCCL}, ValueError, "needs distinct CUDA devices"),
         ({"model": lambda d: "model"}, TypeError, "return a torch.nn.Module"),
         ({"optim": lambda p: "optimizer"}, TypeError, "return a torch.optim.Optimizer"),
+        ({"optim": torch.optim.LBFGS}, ValueError, "needs a closure"),
         ({"model": lambda d: nn.LazyLinear(1)}, ValueError, "is lazy"),
         ({"model": lambda d: nn.ReLU()}, ValueError, "no parameter requires a gradient"),
     ],
@@ -93,6 +94,18 @@ def test_models_are_built_one_at_a_time_and_start_from_the_primarys_weights():
     with replicas(4, model=random) as coordinator:
         assert identical(coordinator)
     assert most == [1] * 4
+
+
+def test_a_module_is_copied_for_each_replica_and_stays_as_it_is():
+    module = mlp("cpu")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with replicas(2, model=module) as coordinator, replicas(2) as made:
+        assert all(model is not module for model in coordinator.models)
+        for seed in range(3):
+            coordinator.train_batch(samples_of(9, seed))
+            made.train_batch(samples_of(9, seed))
+        assert equal(coordinator.primary.state_dict(), made.primary.state_dict())
+    assert equal(module.state_dict(), before)
 
 
 # -- threads --------------------------------------------------------------------------------------

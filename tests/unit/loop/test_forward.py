@@ -395,6 +395,65 @@ def test_an_object_in_the_output_is_none_and_told_of_once(num_devices, caplog):
     assert "a Cache in 'extra' of a Output" in told[0]
 
 
+@dataclass
+class ModelOutput(OrderedDict):
+    """As generative models return it: what is not ``None`` is an item, too."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    past_key_values: object = None
+
+    def __post_init__(self):
+        for name in ("loss", "logits", "past_key_values"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+class BothCaches:
+    """One of the decoder and one of what the encoder gave."""
+
+    def __init__(self, keys):
+        self.self_attention_cache, self.cross_attention_cache = Cache(keys), Cache(keys)
+
+
+class Generative(nn.Module):
+    """Returns its cache with each loss, as generative models do unless they are told not to."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.table = nn.Embedding(7, 7, dtype=torch.float64)
+        self.cache = cache
+
+    def forward(self, ids, labels):
+        logits = self.table(ids)
+        loss = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+        return ModelOutput(loss, logits, self.cache(self.table.weight[ids]))
+
+
+@pytest.mark.parametrize("cache", [Cache, BothCaches, lambda keys: ((keys, keys),)])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_generative_model_trains_as_on_one_device(num_devices, cache):
+    """Texts of one length, whose losses weigh alike; a cache of tensors comes back whole."""
+
+    def trained(num_devices):
+        torch.manual_seed(0)
+        net = Generative(cache)
+        with on_cpus(net, num_devices) as model:
+            for _ in range(3):
+                ids = torch.randint(7, (7, 5))
+                output = model(ids=ids, labels=ids)
+                assert output.logits.shape == (7, 5, 7)
+                output["loss"].backward()
+                model.step()
+            if num_devices > 1 and not isinstance(cache, type):
+                assert torch.equal(output.past_key_values[0][1], output.past_key_values[0][0])
+                assert output.past_key_values[0][0].shape == (7, 5, 7)
+            assert list(model.state_dict()) == ["table.weight"]
+        return net.table.weight.detach().clone()
+
+    assert torch.allclose(trained(num_devices), trained(1), rtol=0, atol=1e-12)
+
+
 def test_an_object_that_is_the_whole_output_is_refused():
     with (
         on_cpus(Echo(lambda model, x: Cache(x * model.w))) as model,
@@ -410,10 +469,18 @@ def similar(model, x):
     return z @ z.T
 
 
+def contrast(model, x):
+    """As CLIP returns it, beside a loss over the piece."""
+    logits = similar(model, x)
+    loss = nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+    return {"loss": loss, "logits_per_image": logits, "logits_per_text": logits.T, "embeds": x}
+
+
 @pytest.mark.parametrize("hint", [None, (0, 2.0)])
 @pytest.mark.parametrize("num_devices", [2, 3])
-def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint):
-    with on_cpus(Echo(similar), num_devices, config=DdpConfig(speed_hint=hint)) as model:
+@pytest.mark.parametrize("make", [similar, contrast])
+def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint, make):
+    with on_cpus(Echo(make), num_devices, config=DdpConfig(speed_hint=hint)) as model:
         if hint is None:
             model(numbers(6))  # of equal pieces it might be chance
         way = r"compute what relates them .* in the loop.* runtime\.all_gather\(z\)"

@@ -177,8 +177,7 @@ def test_buffers_that_keep_their_graphs_or_have_rare_dtypes_are_copied_all_the_s
 def test_a_model_without_buffers_has_none():
     state = FlatState(nn.Linear(2, 2))
     assert not state.buffers
-    assert not state.buffers.has_floats
-    assert not state.buffers.has_others
+    assert not state.buffers
 
 
 def test_norm_is_taken_over_all_tensors():

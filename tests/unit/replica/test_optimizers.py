@@ -277,6 +277,7 @@ def test_names_must_fit():
     for optimizers, message in (
         ({"critic": OPTIMIZERS["judge"]}, "no submodule 'critic'"),
         ({"judge": OPTIMIZERS["judge"], "judge.0": OPTIMIZERS["judge"]}, "share a parameter"),
+        ({"judge": torch.optim.LBFGS}, "needs a closure"),
     ):
         losses = dict.fromkeys(optimizers, judge_loss)
         b = Trainer.builder(lambda device: Gan(), optimizers, losses)
