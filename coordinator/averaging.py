@@ -1,7 +1,4 @@
-"""Weighted average of the replicas' state on the CPU, and how far they are apart.
-
-The arithmetic is in :mod:`coordinator.averaging`.
-"""
+"""Weighted average of the replicas' state on the CPU, and how far they are apart."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coordinator import averaging as host_memory
 from coordinator.messages import Payload
 
 # A pass over a large state touches a new page every thousand float32 numbers, and the processor
@@ -420,30 +416,16 @@ class Averager:
         if self._results and _layout(self._results[0]) != _layout(like):
             self._results = []
         if len(self._results) < 2:
-            self._results.append(payload_like(like))
+            self._results.append(like.map(empty_like))
             return self._results[-1]
         self._turn = 1 - self._turn
         return self._results[1 - self._turn]
 
 
-def payload_like(payload: Payload) -> Payload:
-    """A payload of the same shapes and dtypes whose values are not initialised."""
-    return Payload(
-        params=tuple(host_memory.empty_like(t) for t in payload.params),
-        buffers=tuple(host_memory.empty_like(t) for t in payload.buffers),
-        taken=tuple(host_memory.empty_like(t) for t in payload.taken),
-    )
-
-
 def clone_payload(payload: Payload) -> Payload:
     """A copy that shares no memory."""
-    copied = payload_like(payload)
-    for to, source in (
-        (copied.params, payload.params),
-        (copied.buffers, payload.buffers),
-        (copied.taken, payload.taken),
-    ):
-        _copy(to, source)
+    copied = payload.map(empty_like)
+    _copy(copied.tensors, payload.tensors)
     return copied
 
 
@@ -514,6 +496,6 @@ def _check(payloads: Sequence[Payload], weights: Sequence[float]) -> None:
                 f"payload {i} differs in shape or dtype from payload 0: {_layout(payload)} "
                 f"instead of {layout}; every replica must hold the same model"
             )
-        for tensor in (*payload.params, *payload.buffers, *payload.taken):
+        for tensor in payload.tensors:
             if tensor.device.type != "cpu":
                 raise ValueError(f"payload {i} is on {tensor.device}: send CPU tensors")

@@ -478,7 +478,7 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
     return check
 
 
-def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
+def restore_run(core: Core, state: Mapping[str, Any]) -> None:
     """Make a new machine go on from what :func:`capture_run` gave.
 
     At the same world size every rank keeps its share of an epoch; at another one what is
@@ -487,7 +487,6 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     Args:
         core: A machine's state, in which nothing has happened yet.
         state: What was captured.
-        now: The time.
     """
     core.global_step = int(state["global_step"])
     if core.steps is not None:
@@ -508,13 +507,13 @@ def restore_run(core: Core, state: Mapping[str, Any], now: float = 0.0) -> None:
     # Some may have been opened ahead of which nothing is trained, and that are too many now.
     last = core.config.num_epochs
     core.pool.resume(
-        [_epoch_of(core, saved, now) for saved in state["epochs"] if saved["epoch"] < last],
+        [_epoch_of(core, saved) for saved in state["epochs"] if saved["epoch"] < last],
         next_epoch=min(int(state["next_epoch"]), last),
         num_spent=core.global_step,
     )
 
 
-def _epoch_of(core: Core, saved: Mapping[str, Any], now: float) -> Epoch:
+def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
     total = core.pool.batches_per_epoch
     consumed = set(_expand(saved["consumed"]))
     left = BatchSet(compress(b for b in range(total) if b not in consumed))
@@ -530,7 +529,6 @@ def _epoch_of(core: Core, saved: Mapping[str, Any], now: float) -> Epoch:
     epoch = Epoch(
         epoch=int(saved["epoch"]),
         num_batches=total,
-        started_at=now,
         tally=tally,
         open=left,
         quotas=quotas,

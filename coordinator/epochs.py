@@ -165,7 +165,7 @@ class Epochs:
         """Whether the lead has done everything with the epoch's average."""
         return self.per_epoch(epoch) == (None, None)
 
-    def deal(self, now: float) -> None:
+    def deal(self) -> None:
         """Keep two plans with every rank: one in progress, one behind it.
 
         Everyone gets a first plan before anyone gets a second one. Under a limit on the
@@ -192,7 +192,6 @@ class Epochs:
                     continue
                 chunk = self._core.pool.deal_chunk(
                     rank.rank,
-                    now,
                     shares=shares,
                     seconds_per_batch=seconds,
                     max_chunk=max_chunk,
@@ -223,14 +222,14 @@ class Epochs:
         rank.num_queued += 1
         self._core.send(rank.rank, m.StartEpoch(plan=plan))
 
-    def deal_lockstep(self, now: float) -> None:
+    def deal_lockstep(self) -> None:
         """Deal the next epoch to all ranks once they are through with the last.
 
         Where global batches are cut into pieces, the next steps of it, once all are through with
         the plan before the last: their sizes are the same on all ranks, because they come with
         the plan, and what the steps took decides those of the plan after the next.
         """
-        while self._deal_next(now):
+        while self._deal_next():
             pass
 
     @property
@@ -241,7 +240,7 @@ class Epochs:
             return False
         return core.shares is not None or len(core.live) != core.per_global
 
-    def _deal_next(self, now: float) -> bool:
+    def _deal_next(self) -> bool:
         core, cuts = self._core, self._cuts
         live, accumulate = core.live, core.config.accumulate
         most_queued = max((r.num_queued for r in live), default=0)
@@ -264,7 +263,6 @@ class Epochs:
         if core.config.balance and self._shares.num_plans < FIRST_PLANS:
             steps = FIRST_PLAN_STEPS
         dealt = core.pool.deal_epoch(
-            now,
             [r.rank for r in live],
             core.elche.shares,
             steps * accumulate * core.per_global if cuts else None,

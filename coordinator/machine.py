@@ -163,7 +163,7 @@ class Coordinator:
             case m.ShareRequested():
                 self._saving.request_share(event.reserve_s)
             case m.Granted():
-                self._on_granted(event, now)
+                self._on_granted(event)
             case m.AbortRequested():
                 self._ending.fail(Failure(error=RunAborted("the run was aborted")), now)
             case m.Tick():
@@ -365,13 +365,13 @@ class Coordinator:
         if self._core.phase is Phase.RUNNING:
             self._core.phase = Phase.STOPPING
 
-    def _on_granted(self, event: m.Granted, now: float) -> None:
+    def _on_granted(self, event: m.Granted) -> None:
         """A round between machines is over."""
         core = self._core
         if core.phase not in (Phase.STARTING, Phase.RUNNING):
             return
         for grant in event.epochs:
-            core.pool.grant(grant.epoch, grant.batches, now, core.elche.shares)
+            core.pool.grant(grant.epoch, grant.batches, core.elche.shares)
             epoch = core.pool.find(grant.epoch)
             assert epoch is not None, "an epoch is open until it is complete"
             if grant.num_elsewhere is not None:
@@ -489,9 +489,9 @@ class Coordinator:
                 self._saving.ask()
             if self._core.lockstep:
                 if not self._saving.asking:
-                    self._epochs.deal_lockstep(now)
+                    self._epochs.deal_lockstep()
             else:
-                self._epochs.deal(now)
+                self._epochs.deal()
                 self._limits.adjust()
                 self._average_if_due(now)
             if self._over():

@@ -7,6 +7,7 @@ reply to a round that was given up can be told from a reply to the current one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,60 +17,6 @@ from coordinator.metrics import EpochMetrics, MachineTally, StepMetrics, Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "AbortRequested",
-    "Allowance",
-    "Averaged",
-    "BatchReport",
-    "CLUSTER_TICKET",
-    "Capture",
-    "Captured",
-    "Checkpoint",
-    "CheckpointDone",
-    "EpochGrant",
-    "EpochPlan",
-    "EpochReport",
-    "EvalReport",
-    "Evaluate",
-    "Event",
-    "Exiting",
-    "Extra",
-    "Failed",
-    "FinalSnapshot",
-    "FromService",
-    "FromWorker",
-    "Granted",
-    "Halt",
-    "Halted",
-    "MachineRound",
-    "ParamSnapshot",
-    "Payload",
-    "Ready",
-    "Regroup",
-    "Regrouped",
-    "RequestParams",
-    "Resume",
-    "Rollback",
-    "SaveRequested",
-    "SetGlobalStep",
-    "ShareRequested",
-    "Shift",
-    "Shutdown",
-    "StartEpoch",
-    "StopRequested",
-    "SyncAck",
-    "SyncNow",
-    "Tally",
-    "ThreadEnded",
-    "Throttle",
-    "Tick",
-    "ToWorker",
-    "TransportChosen",
-    "Unconnected",
-    "Update",
-]
-
 
 # Tensors travel inside :class:`Payload`: flat CPU tensors that belong to the message and
 # alias nothing that training writes to.
@@ -140,9 +87,22 @@ class Payload:
     taken: tuple[Tensor, ...] = ()
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return (*self.params, *self.buffers, *self.taken)
+
+    @property
     def num_bytes(self) -> int:
         """Memory held by all tensors of the payload."""
-        return sum(t.numel() * t.element_size() for t in (*self.params, *self.buffers, *self.taken))
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def map(self, make: Callable[[Tensor], Tensor]) -> Payload:
+        """What ``make`` gives for each tensor."""
+        return Payload(
+            params=tuple(map(make, self.params)),
+            buffers=tuple(map(make, self.buffers)),
+            taken=tuple(map(make, self.taken)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,6 @@ class Epoch:
 
     epoch: int
     num_batches: int
-    started_at: float
     tally: EpochTally
     open: BatchSet
     quotas: list[int] | None = None
@@ -267,7 +266,6 @@ class ChunkPool:
         granularity: int = 1,
         max_batches: int | None = None,
         look_ahead: bool = True,
-        first_epoch: int = 0,
         granted: bool = False,
         sizes: Sequence[int] | None = None,
     ) -> None:
@@ -286,9 +284,9 @@ class ChunkPool:
         self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
         self.ledgers = [Ledger() for _ in range(world_size)]
         self.epochs: deque[Epoch] = deque()
-        self._next_epoch = first_epoch
+        self._next_epoch = 0
 
-    def open_epoch(self, now: float, shares: Sequence[float]) -> Epoch | None:
+    def open_epoch(self, shares: Sequence[float]) -> Epoch | None:
         """Open the next epoch, if there is one left."""
         if self._next_epoch >= self._num_epochs or self._budget == 0:
             return None
@@ -296,7 +294,6 @@ class ChunkPool:
         epoch = Epoch(
             epoch=self._next_epoch,
             num_batches=total,
-            started_at=now,
             tally=EpochTally(len(self.ledgers)),
             open=BatchSet(() if self._granted else [range(total)]),
             granted=BatchSet() if self._granted else None,
@@ -313,11 +310,9 @@ class ChunkPool:
             return list(split_by_ratio(count, self._masked(self._ratios, shares)))
         return None if self._progressive else list(split_by_ratio(count, shares))
 
-    def grant(
-        self, number: int, spans: Sequence[range], now: float, shares: Sequence[float]
-    ) -> None:
+    def grant(self, number: int, spans: Sequence[range], shares: Sequence[float]) -> None:
         """These batches of an epoch may be dealt, too; opens it, and those before it."""
-        while self._next_epoch <= number and self.open_epoch(now, shares) is not None:
+        while self._next_epoch <= number and self.open_epoch(shares) is not None:
             pass
         epoch = self._known(number)
         assert epoch.granted is not None, "nothing is granted where all is there from the start"
@@ -428,7 +423,6 @@ class ChunkPool:
     def deal_chunk(
         self,
         rank: int,
-        now: float,
         *,
         shares: Sequence[float],
         seconds_per_batch: Sequence[float] | None,
@@ -454,7 +448,7 @@ class ChunkPool:
                 seconds_per_batch = [seconds / size for seconds, size in each]
             max_chunk = None if max_chunk is None else max_chunk * self._sizes[rank]
         older = 0  # Open batches of older epochs: what is left of the run is theirs first.
-        for epoch in self._dealable(now, shares):
+        for epoch in self._dealable(shares):
             if max_chunk is None:
                 count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
             else:
@@ -465,13 +459,13 @@ class ChunkPool:
             older += len(epoch.open)
         return None
 
-    def _dealable(self, now: float, shares: Sequence[float]) -> Iterable[Epoch]:
-        if not self.epochs and self.open_epoch(now, shares) is None:
+    def _dealable(self, shares: Sequence[float]) -> Iterable[Epoch]:
+        if not self.epochs and self.open_epoch(shares) is None:
             return
         yield self.epochs[0]
         if not self._look_ahead:
             return
-        if len(self.epochs) == 1 and self.open_epoch(now, shares) is None:
+        if len(self.epochs) == 1 and self.open_epoch(shares) is None:
             return
         yield self.epochs[1]
 
@@ -526,7 +520,6 @@ class ChunkPool:
 
     def deal_epoch(
         self,
-        now: float,
         ranks: Sequence[int],
         shares: Sequence[float],
         most: int | None = None,
@@ -539,7 +532,6 @@ class ChunkPool:
         ratios deal contiguous ranges.
 
         Args:
-            now: The time.
             ranks: Who takes part.
             shares: Each rank's part of the work.
             most: For global batches that are cut into pieces: deal one range of no more than so
@@ -549,7 +541,7 @@ class ChunkPool:
         Returns:
             The epoch and the ranges of each rank, or ``None`` at the end of the run.
         """
-        if not self.epochs and self.open_epoch(now, shares) is None:
+        if not self.epochs and self.open_epoch(shares) is None:
             return None
         epoch = self.epochs[0]
         left = len(epoch.open) if self._budget is None else min(len(epoch.open), self._budget)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import ClassVar, Protocol
 
@@ -114,7 +114,6 @@ class Round:
     norm: float | None = None
     limits: dict[int, int | None] = field(default_factory=dict)
     average_s: float = 0.0
-    num_samples: int = 0
     backend: AverageBackend = AverageBackend.CPU
     fault: str | None = None
     began_at: float = 0.0
@@ -146,31 +145,26 @@ class Round:
         now: float = 0.0,
         idle: frozenset[int] = frozenset(),
     ) -> None:
-        """Start the next round."""
+        """Start the next round; what is not told here is as in a new one."""
         self.move(state)
-        self.backend = backend
-        self.fault = None
-        self.began_at = now
-        self.stale_s = 0.0
-        self.idle = idle
-        self.id += 1
-        self.ranks = ranks
-        self.lead = ranks[0]
-        self.epoch = epoch
-        self.generation = generation
-        self.doomed = False
-        self.evaluate = evaluate
-        self.at = at
-        self.checkpoint = checkpoint
-        self.capture = capture
-        self.deadline = None
-        self.snapshots = {}
-        self.acks = {}
-        self.divergences = {}
-        self.norm = None
-        self.limits = {}
-        self.average_s = 0.0
-        self.num_samples = 0
+        fresh = Round(
+            id=self.id + 1,
+            state=state,
+            ranks=ranks,
+            lead=ranks[0],
+            epoch=epoch,
+            generation=generation,
+            evaluate=evaluate,
+            at=at,
+            checkpoint=checkpoint,
+            capture=capture,
+            num_failed=self.num_failed,
+            backend=backend,
+            began_at=now,
+            idle=idle,
+        )
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))
 
     def accepts(self, message: ParamSnapshot | SyncAck, state: RoundState) -> bool:
         """Whether a reply belongs to this round, in this state, and is the first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +182,18 @@ class Saves:
         if command.scheduled and self._writer is not None:
             self._writer.submit(data)
         with self._lock:
-            for number in command.tickets:
-                ticket = self._tickets.pop(number, None)
-                if ticket is not None:
-                    ticket.give(data)
+            self._answer(command.tickets, data)
             if command.final:
                 self._last = data
+
+    def _answer(
+        self, tickets: Sequence[int], data: CheckpointData | None, error: Exception | None = None
+    ) -> None:
+        """Under the lock."""
+        for number in tickets:
+            ticket = self._tickets.pop(number, None)
+            if ticket is not None:
+                ticket.give(data, error)
 
     def data(self, command: SaveCheckpoint) -> CheckpointData:
         """What a checkpoint is written as; its tensors are views of the command's."""
@@ -225,10 +231,7 @@ class Saves:
         logger.error("no checkpoint could be made: %s; training goes on", error)
         with self._lock:
             self._error = error
-            for number in command.tickets:
-                ticket = self._tickets.pop(number, None)
-                if ticket is not None:
-                    ticket.give(None, error)
+            self._answer(command.tickets, None, error)
 
     def ticket(self) -> tuple[int | None, Ticket]:
         """A call of ``save()``: its number for the coordinator, unless the run is over."""

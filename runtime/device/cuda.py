@@ -304,22 +304,18 @@ class CudaDevice(Device):
 
     def host_twin(self, payload: Payload) -> Payload:
         """Pinned memory of the same shapes and dtypes."""
-        return Payload(
-            params=tuple(self.api.empty_pinned(t.shape, t.dtype) for t in payload.params),
-            buffers=tuple(self.api.empty_pinned(t.shape, t.dtype) for t in payload.buffers),
-            taken=tuple(self.api.empty_pinned(t.shape, t.dtype) for t in payload.taken),
-        )
+        return payload.map(lambda t: self.api.empty_pinned(t.shape, t.dtype))
 
     def fetch(self, source: Payload, target: Payload) -> Arrival:
         """Copy to pinned memory on the comm stream."""
         with self.api.stream(self.comm_stream):
-            for pinned, tensor in zip(_tensors(target), _tensors(source), strict=True):
+            for pinned, tensor in zip(target.tensors, source.tensors, strict=True):
                 self.api.copy(pinned, tensor)
         return self.arrival()
 
     def stage(self, average: Payload, twin: Payload) -> Payload:
         """Copy to pinned memory, on the CPU and at once."""
-        for pinned, tensor in zip(_tensors(twin), _tensors(average), strict=True):
+        for pinned, tensor in zip(twin.tensors, average.tensors, strict=True):
             pinned.copy_(tensor)
         return twin
 
@@ -361,10 +357,6 @@ class CudaDevice(Device):
         """Copy in the current stream."""
         self.api.copy(target, source)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the device, of the current stream."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-
     def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory of the host."""
         return self.api.empty_pinned(shape, dtype)
@@ -398,7 +390,3 @@ class CudaDevice(Device):
     def step_memory(self) -> StepMemory:
         """Follows how large steps may be within the device's memory."""
         return StepMemory(self._memory, self.device, lambda: self._gate.num_workers(self.device))
-
-
-def _tensors(payload: Payload) -> tuple[torch.Tensor, ...]:
-    return (*payload.params, *payload.buffers, *payload.taken)

@@ -193,7 +193,8 @@ def sync_seconds(measured: Sequence[tuple[float, int]]) -> float:
 
 
 def unequal_devices(devices: Sequence[torch.device]) -> bool:
-    """Whether CPUs and GPUs train together, or GPUs of different models."""
+    """Whether CPUs and GPUs train together, or GPUs of different models: then the same gradients
+    may give other bits."""
     return len({device.type for device in devices}) > 1 or unequal_gpus(devices)
 
 

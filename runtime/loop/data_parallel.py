@@ -24,7 +24,8 @@ from runtime.core.threads import Closing
 from runtime.core.weight import Weighted, check_weight, checked_loss
 from runtime.data.batches import move_batch, parts_of
 from runtime.loop.alike import Likeness
-from runtime.loop.module import MakeModel, build_replicas, kind_of
+from runtime.loop.balance import unequal_devices
+from runtime.loop.module import MakeModel, build_replicas
 from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
 from runtime.loop.replica import LoopReplica, Options
 from runtime.replica.build import (
@@ -444,7 +445,7 @@ class DataParallelCoordinator(Closing):
             self._runner.close()
             raise
         self._shards = Shards(self._replicas, loss_fn)
-        self._unlike = len({kind_of(device) for device in self._devices}) > 1
+        self._unlike = unequal_devices(self._devices)
         self._likeness = Likeness(self._replicas, self._runner)
         for replica in self._replicas:
             replica.guard.close()  # a step by hand is the user's own affair

@@ -109,7 +109,7 @@ class Direct:
         """Whether all replicas are on the CPU, and small."""
         return (
             all(replica.device.type == "cpu" for replica in replicas)
-            and sum(replica.num_elements for replica in replicas) <= SMALL
+            and sum(replica.exchange.num_elements for replica in replicas) <= SMALL
         )
 
     def collect(self) -> None:

@@ -25,7 +25,7 @@ from runtime.loop.balance import Balancer, Cadence, DdpConfig, rounds, unequal_d
 from runtime.loop.engine import Engine, Solo, Team
 from runtime.loop.rank_threads import Ends, Journal, Runner, Task, resolve_backend
 from runtime.loop.replica import LoopReplica, LossFn
-from runtime.replica.build import OptimFactory, Template, adopt, build_model
+from runtime.replica.build import OptimFactory, Template, adopt, build_model, check_model
 from runtime.replica.schedule import SchedulerFactory
 
 logger = logging.getLogger(__name__)
@@ -491,7 +491,8 @@ def set_up(
         spaced = unequal_gpus(places)
     cadence = Cadence.of(len(places), config, spaced=spaced)
     backend, reason = resolve_backend(AverageBackend.AUTO, places)
-    alike = "unequal devices" if unequal_devices(places) else "equal devices"
+    drifting = unequal_devices(places)
+    alike = "unequal devices" if drifting else "equal devices"
     announce(
         logger,
         f"your own loop: {device_summary(places)}; {alike}; gradients go over {backend.name}: "
@@ -514,7 +515,6 @@ def set_up(
         )
         ends.get()
         balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
-        drifting = len({kind_of(place) for place in places}) > 1
         team = Team(
             replicas,
             runner,
@@ -564,7 +564,7 @@ class Source:
             raise ValueError("the model was set up before; set up its .module, or keep using it")
         if model is not given:
             self.head = given
-        _check_module(model)
+        check_model(model, "Trainer.setup")
         try:
             twins = [copy.deepcopy(model) for _ in range(world_size - 1)]
         except Exception as error:
@@ -607,17 +607,6 @@ class Source:
                     f"{type(self.head).__name__}.module cannot be set: pass the module itself"
                 ) from error
         return model
-
-
-def _check_module(model: nn.Module) -> None:
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if torch.nn.parameter.is_lazy(t):
-            raise ValueError(
-                f"{name!r} is lazy, its shape is not known before the first forward; run one "
-                "forward before Trainer.setup"
-            )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("no parameter of the model requires a gradient, nothing can be trained")
 
 
 def build_replicas(
@@ -666,10 +655,3 @@ def build_replicas(
             raise outcome.error
         replicas.append(outcome.value)
     return replicas
-
-
-def kind_of(device: torch.device) -> str:
-    """What replicas must share to compute the same bits."""
-    if device.type == "cpu":
-        return device.type
-    return str(torch.cuda.get_device_properties(device).name)

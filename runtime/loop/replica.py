@@ -317,11 +317,6 @@ class LoopReplica:
         self.state.params.check()
         self.exchange.take_from(first.exchange)
 
-    @property
-    def num_elements(self) -> int:
-        """Of the parameters that are exchanged."""
-        return self.exchange.num_elements
-
     def accumulate(
         self, loss_fn: LossFn, batches: Sequence[Any]
     ) -> tuple[Tensor, list[Weight | None]]:

@@ -109,11 +109,7 @@ class ReplicaAverager:
         floats, others = self._state.buffers.empty()
         with self._device.comm(), torch.no_grad():
             self._state.buffers.read_into(floats, others)
-            return Payload(
-                params=(),
-                buffers=tuple(t.to("cpu") for t in floats),
-                taken=tuple(t.to("cpu") for t in others),
-            )
+            return Payload(params=(), buffers=floats, taken=others).map(lambda t: t.to("cpu"))
 
     def _copy_out(self, twin: Payload | None) -> Payload:
         if self._on_cpu:

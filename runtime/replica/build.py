@@ -206,20 +206,30 @@ def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
         raise TypeError(
             f"model_factory(device) returned {type(model).__name__}: return a torch.nn.Module"
         )
+    check_model(model, "model_factory")
     for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if torch.nn.parameter.is_lazy(t):
-            raise ValueError(
-                f"model_factory: {name!r} is lazy, its shape is not known before the first "
-                "forward; give the module its sizes, or run one forward in the factory"
-            )
         if t.device != device:
             raise ValueError(
                 f"model_factory: {name!r} is on {t.device}, not on {device}; "
                 "end the factory with .to(device)"
             )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("model_factory: no parameter requires a gradient, nothing can be trained")
     return model
+
+
+def check_model(model: nn.Module, where: str) -> None:
+    """Refuse a model that cannot be trained.
+
+    Raises:
+        ValueError: Lazy parameters, or none that is trainable.
+    """
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(t):
+            raise ValueError(
+                f"{where}: {name!r} is lazy, its shape is not known before the first forward; "
+                "give the module its sizes, or run one forward before"
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"{where}: no parameter requires a gradient, nothing can be trained")
 
 
 def adopt(model: nn.Module, template: Template, rank: int) -> None:

@@ -392,11 +392,8 @@ class FlatState:
     def new_payload(self) -> Payload:
         """Memory of the CPU for a snapshot."""
         floats, others = self.buffers.empty()
-        return Payload(
-            params=tuple(host_memory.empty_like(f) for f in self.params.flats),
-            buffers=tuple(host_memory.empty_like(f) for f in floats),
-            taken=tuple(host_memory.empty_like(f) for f in others),
-        )
+        whole = Payload(params=tuple(self.params.flats), buffers=floats, taken=others)
+        return whole.map(host_memory.empty_like)
 
     @torch.no_grad()
     def snapshot_into(self, payload: Payload) -> None:

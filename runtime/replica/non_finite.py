@@ -277,10 +277,8 @@ class StepJudge:
             return False
         # One rank takes the blame, even if rounding alone is to blame: if none did, all
         # would wait for the end of the run.
-        blamed = torch.zeros(collective.world_size, dtype=torch.int64)
-        mine = torch.tensor([int(fault is not None)], dtype=torch.int64)
-        collective.all_gather_into(blamed, mine)
-        if collective.rank == int(blamed.argmax()):
+        blamed = collective.tell(fault is not None)
+        if collective.rank == blamed.index(max(blamed)):
             raise fault or NonFiniteError(self._rank, self._mark.step, "gradient")
         raise CollectiveAborted("a peer's loss or gradient is not finite")
 

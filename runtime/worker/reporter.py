@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 from coordinator import messages as m
+from coordinator.metrics import Tally
 from runtime.device.base import Arrival, Device
 from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.schedule import Schedule
@@ -121,7 +122,7 @@ class Reporter:
         tally = self._take(wait=wait)
         self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, tally=tally, norm=norm))
 
-    def _take(self, *, wait: bool) -> m.Tally:
+    def _take(self, *, wait: bool) -> Tally:
         self._last = self._clock.now()
         self._protocol.reported()
         rate = None if self.schedule is None else self.schedule.known

@@ -106,7 +106,8 @@ class RankCheckpoint:
                 "begun_epoch": begun_epoch,
                 **(self._before_sync or self._buffers()),
             }
-            return _plain(state, f"the state of rank {self._rank}")
+            kept: State = plain(state, f"the state of rank {self._rank}", copy=True)
+            return kept
 
     def _buffers(self) -> State:
         tensors = self._state.buffers.tensors()
@@ -210,11 +211,6 @@ def _numbers(value: Any) -> list[float]:
     if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in parts):
         return []
     return [float(part) for part in parts]
-
-
-def _plain(state: State, where: str) -> State:
-    kept: State = plain(state, where, copy=True)
-    return kept
 
 
 def _generators(generator: torch.Generator, context: Device) -> State:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import averaging as mixing
-from coordinator.averaging import Averager, payload_like
+from coordinator.averaging import Averager, empty_like
 from coordinator.messages import Payload
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -376,7 +376,7 @@ def test_a_payload_alike_has_the_shapes_and_dtypes():
         buffers=(torch.zeros(2, requires_grad=True),),
         taken=(torch.zeros(4, dtype=torch.int32),),
     )
-    alike = payload_like(payload)
+    alike = payload.map(empty_like)
     assert alike.num_bytes == payload.num_bytes
     assert alike.params[0].dtype == torch.bfloat16
     assert alike.taken[0].dtype == torch.int32

@@ -33,7 +33,7 @@ class Bench:
         self.ranks = [Rank(rank=r, state=RankState.LIVE) for r in range(world)]
         for rank in range(world):
             self.pool.deal_chunk(
-                rank, 0.0, shares=(1 / world,) * world, seconds_per_batch=(1e-6,) * world
+                rank, shares=(1 / world,) * world, seconds_per_batch=(1e-6,) * world
             )
 
     def done(self, *batches, seconds=()):

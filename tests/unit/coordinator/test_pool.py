@@ -18,9 +18,7 @@ def pool_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
 
 def deal(pool, rank, seconds=None, shares=None):
     world = len(pool.ledgers)
-    return pool.deal_chunk(
-        rank, 0.0, shares=shares or (1 / world,) * world, seconds_per_batch=seconds
-    )
+    return pool.deal_chunk(rank, shares=shares or (1 / world,) * world, seconds_per_batch=seconds)
 
 
 def size(chunk):
@@ -63,7 +61,7 @@ def test_chunks_shrink_towards_the_end_of_an_epoch():
 
 def test_a_slow_rank_gets_none_of_a_tail_that_the_others_finish_before_it():
     pool = pool_of(20, num_epochs=2)
-    pool.open_epoch(0.0, (0.9, 0.1)).open.take(17)
+    pool.open_epoch((0.9, 0.1)).open.take(17)
     assert deal(pool, 1, (0.01, 0.1), (0.9, 0.1))[0] == 1
     assert deal(pool, 0, (0.01, 0.1), (0.9, 0.1))[0] == 0
 
@@ -147,7 +145,7 @@ def test_a_limit_on_batches_is_kept():
 
 def test_lockstep_deals_equal_shares_whose_steps_are_a_prefix():
     pool = pool_of(7, world_size=3)
-    number, dealt = pool.deal_epoch(0.0, (0, 1, 2), (0.9, 0.05, 0.05))
+    number, dealt = pool.deal_epoch((0, 1, 2), (0.9, 0.05, 0.05))
     assert number == 0
     batches = {rank: [b for span in spans for b in span] for rank, spans in dealt.items()}
     assert batches == {0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}
@@ -155,13 +153,13 @@ def test_lockstep_deals_equal_shares_whose_steps_are_a_prefix():
 
 def test_lockstep_with_fixed_ratios_deals_contiguous_parts():
     pool = pool_of(8, ratios=(3.0, 1.0))
-    _, dealt = pool.deal_epoch(0.0, (0, 1), (0.5, 0.5))
+    _, dealt = pool.deal_epoch((0, 1), (0.5, 0.5))
     assert dealt == {0: (range(6),), 1: (range(6, 8),)}
 
 
 def test_lockstep_gives_ranks_without_a_batch_nothing():
     pool = pool_of(2, world_size=4)
-    _, dealt = pool.deal_epoch(0.0, (0, 1, 2, 3), (0.25,) * 4)
+    _, dealt = pool.deal_epoch((0, 1, 2, 3), (0.25,) * 4)
     assert [sum(map(len, dealt[r])) for r in range(4)] == [1, 1, 0, 0]
 
 
@@ -324,7 +322,7 @@ def test_ranks_that_are_held_together_get_short_chunks_and_are_never_refused():
     pool = pool_of(8)
     seconds, shares = (1e-3, 1.0), (0.999, 0.001)
     sizes = [
-        size(pool.deal_chunk(i % 2, 0.0, shares=shares, seconds_per_batch=seconds, max_chunk=2))
+        size(pool.deal_chunk(i % 2, shares=shares, seconds_per_batch=seconds, max_chunk=2))
         for i in range(4)
     ]
     assert sizes == [2, 2, 2, 2]

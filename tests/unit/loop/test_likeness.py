@@ -376,9 +376,8 @@ class Drifting(torch.optim.SGD):
 
 @pytest.mark.parametrize("unlike", [True, False])
 def test_replicas_on_unlike_devices_do_not_drift_apart(unlike, monkeypatch):
-    kinds = iter(range(3))
     monkeypatch.setattr(Drifting, "made", 0)
-    monkeypatch.setattr(build, "kind_of", lambda device: next(kinds) if unlike else "cpu")
+    monkeypatch.setattr(build, "unequal_devices", lambda devices: unlike)
     net = make_net()
     alone = OneDevice(net)
     with on_cpus(net, 3, Drifting) as model:
