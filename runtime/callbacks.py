@@ -64,8 +64,9 @@ class Callback:
         return None
 
     def step(self, metrics: StepMetrics) -> object:
-        """Some batches are trained, with :meth:`TrainerBuilder.metrics_every
-        <runtime.TrainerBuilder.metrics_every>`; ``False`` ends the run. On the metrics thread."""
+        """Some batches are trained (:meth:`TrainerBuilder.metrics_every
+        <runtime.TrainerBuilder.metrics_every>`), or an evaluation within an epoch is made
+        (``eval_every``); ``False`` ends the run. On the metrics thread."""
         return None
 
     def tell(self, metrics: EpochMetrics | StepMetrics) -> object:
