@@ -11,6 +11,7 @@ from coordinator import checkpoint
 from coordinator import messages as m
 from coordinator.checkpoint import Note, Saving, capture_run
 from coordinator.config import ApplyPolicy
+from coordinator.epochs import Epochs
 from coordinator.pool import ChunkPool
 from runtime.worker.group import Lockstep
 from tests.simulation.finding import assert_is_found
@@ -123,6 +124,15 @@ def test_evaluations_that_forget_what_an_interrupted_run_had_trained_are_found(m
             for schedule in map(draw_schedule, range(2000))
             if schedule.config.eval_every is not None
         )
+
+
+@pytest.mark.parametrize("policy", [ApplyPolicy.CADENCE, ApplyPolicy.ASYNC])
+def test_evaluations_within_an_epoch_that_never_come_are_found(monkeypatch, policy):
+    monkeypatch.setattr(Epochs, "evaluation_due", property(lambda self: False))
+    with pytest.raises(SimulationFailed, match="never evaluated within"):
+        for schedule in map(draw_schedule, range(2000)):
+            if schedule.config.eval_every is not None and schedule.config.policy is policy:
+                Simulation(schedule).run()
 
 
 def resume_all(schedules):
