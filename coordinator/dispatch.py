@@ -524,20 +524,22 @@ class Shares:
     def _without_slow(
         self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]
     ) -> dict[int, int]:
-        """The best sizes, with nothing for ranks that would delay the others with 1 sample."""
-        best = self._cut(total, ranks, costs)
+        """The best sizes, with nothing for ranks that would delay the others with 1 sample.
+
+        Ranks that are slow alike go together: without one of them the step is as long as with it.
+        """
+        best = sizes = self._cut(total, ranks, costs)
         while True:
-            some = [rank for rank in ranks if best[rank]]
-            slow = max(some, key=lambda rank: seconds(costs[rank], best[rank]))
+            some = [rank for rank in ranks if sizes[rank]]
+            slow = max(some, key=lambda rank: seconds(costs[rank], sizes[rank]))
             others = [rank for rank in some if rank != slow]
-            if best[slow] > 1 or not others or not self.fits(total, others):
+            if sizes[slow] > 1 or not others or not self.fits(total, others):
                 return best
             if self._fits[slow].least > 1:
                 return best  # it gets 1 sample first, which shows whether it delays
-            without = dict.fromkeys(ranks, 0) | self._cut(total, others, costs)
-            if _longest(costs, without) > (1 - _REST) * _longest(costs, best):
-                return best
-            best = without
+            sizes = dict.fromkeys(ranks, 0) | self._cut(total, others, costs)
+            if _longest(costs, sizes) <= (1 - _REST) * _longest(costs, best):
+                best = sizes
 
     def _with_one_more(
         self,

@@ -313,7 +313,9 @@ class Survival:
         if self.recovery is not Recovery.HALTING:
             # As far as is known nobody died: a peer did not come in time, or had no memory.
             self.halt()
-            self._counts = not event.too_large
+            self._counts = True
+        if event.too_large:
+            self._counts = False  # a peer of it may have halted, and said so, before
         self._halted[event.rank] = event
 
     @property

@@ -309,13 +309,14 @@ MEASURED = ("divergence", "param_norm", "learning_rate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What some batches of all ranks gave, while their epoch runs; see ``metrics_every``.
+    """What some batches of all ranks gave while their epoch runs (``metrics_every``), or an
+    evaluation within it (``eval_every``), which has ``num_batches=0`` and nothing but ``scalars``.
 
     Attributes:
         step: Batches of all ranks up to here, since the run began: the first resumed one goes
             on where its checkpoint was; those trained again after a death count again.
         epoch: The epoch that was told of last.
-        num_batches: Batches behind this, ``n`` of ``metrics_every(n)``.
+        num_batches: Batches behind this, ``n`` of ``metrics_every(n)``; 0: an evaluation.
         avg_loss: Their mean loss, weighted as for the epoch; NaN if there is none.
         scalars: Means of the scalars that were told since the last one, or with it.
         learning_rate: Of the first group of the optimizer that was told last; NaN: not known.

@@ -64,8 +64,9 @@ class Callback:
         return None
 
     def step(self, metrics: StepMetrics) -> object:
-        """Some batches are trained, with :meth:`TrainerBuilder.metrics_every
-        <runtime.TrainerBuilder.metrics_every>`; ``False`` ends the run. On the metrics thread."""
+        """Some batches are trained (:meth:`TrainerBuilder.metrics_every
+        <runtime.TrainerBuilder.metrics_every>`), or an evaluation within an epoch is made
+        (``eval_every``); ``False`` ends the run. On the metrics thread."""
         return None
 
     def tell(self, metrics: EpochMetrics | StepMetrics) -> object:
@@ -205,8 +206,8 @@ class EarlyStopping(_Watching):
     def __call__(self, metrics: EpochMetrics) -> bool:
         """``False`` if the run is to end."""
         value = self._watched.read(metrics)
-        if value is None:
-            return True
+        if value is None or metrics.partial:
+            return True  # an epoch that is cut ends the run by itself, and cannot be compared
         self._num_worse = 0 if self._watched.improves(value, metrics.epoch) else self._num_worse + 1
         reached = self._target is not None and self._watched.reaches(value, self._target)
         if not reached and self._num_worse < self._patience:

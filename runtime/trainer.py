@@ -416,9 +416,9 @@ class TrainerBuilder:
         (default: when an epoch closes). Its values come as a :class:`~runtime.StepMetrics` with
         ``num_batches=0`` to ``metrics_fn``, loggers and callbacks, under ``eval/``.
 
-        Under ``SYNC`` and with one device training stops after the first step that has reached a
-        multiple of ``n``; under ``CADENCE`` and ``ASYNC`` an averaging is made soon after, and
-        evaluations that fall behind a long one are left out."""
+        Under ``SYNC``, and in a run of one device, training stops after the first step that has
+        reached a multiple of ``n``; under ``CADENCE`` and ``ASYNC`` an averaging is made soon
+        after, and evaluations that fall behind a long one are left out."""
         return self._set(eval_every=check_int("eval_every", n, 1))
 
     def epoch_fn(self, f: Callable[[int, Any], object]) -> TrainerBuilder:
@@ -429,10 +429,11 @@ class TrainerBuilder:
 
     def metrics_fn(self, f: Callable[[Any], object]) -> TrainerBuilder:
         """``f(EpochMetrics)`` once an epoch, on a thread of its own, and ``f(StepMetrics)`` with
-        :meth:`metrics_every`; returning ``False`` ends the run. If it raises, that is logged and
-        training goes on. A :class:`~runtime.TensorBoardLogger`, :class:`~runtime.CsvLogger` or
-        :class:`~runtime.CombinedLogger`, or one of a class derived from them, is closed when
-        the run is over, and can be used again; nothing else is, whatever methods it has."""
+        :meth:`metrics_every` or :meth:`eval_every`; returning ``False`` ends the run. If it raises,
+        that is logged and training goes on. A :class:`~runtime.TensorBoardLogger`,
+        :class:`~runtime.CsvLogger` or :class:`~runtime.CombinedLogger`, or one of a class derived
+        from them, is closed when the run is over, and can be used again; nothing else is, whatever
+        methods it has."""
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
 

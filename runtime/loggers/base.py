@@ -249,7 +249,8 @@ class _Table:
 class CsvLogger(RunLogger):
     """Writes one row an epoch into a CSV file, for ``metrics_fn``.
 
-    With ``metrics_every`` a second file, ``run.steps.csv`` beside ``run.csv``, gets a row for each
+    With ``metrics_every`` or ``eval_every`` a second file, ``run.steps.csv`` beside ``run.csv``,
+    gets a row for each
     :class:`~runtime.StepMetrics`: ``FIRST_STEP_COLUMNS`` and one for each scalar.
 
     Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
@@ -260,7 +261,8 @@ class CsvLogger(RunLogger):
     take for a formula, that has line breaks or is very long is made harmless.
 
     A file that exists is gone on with: rows are added, none is ever taken away. Epochs that a
-    resumed run trains again therefore stand twice, and the later row counts. The file is
+    resumed run trains again therefore stand twice, and the later row counts. An epoch that
+    ``max_steps`` cuts has a row like any other, with fewer samples. The file is
     opened for each row and closed again, so that ``close()`` has nothing to do and nothing is
     lost; a row that a crash cut off is left, and the next one begins a line of its own. Any
     thread may call it; two loggers must not share a file.

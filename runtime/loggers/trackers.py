@@ -33,10 +33,10 @@ class TensorBoardLogger(RunLogger):
     """Writes the metrics of each epoch as scalars for TensorBoard, for ``metrics_fn``.
 
     Tags: ``epoch/avg_loss`` and the other numbers of the epoch, ``rank0/throughput`` and so
-    on, and each scalar under its own name; the step is the epoch. Those of steps, with
-    ``metrics_every``, go to ``steps`` in the directory, which TensorBoard shows as a run of its
-    own, under ``step/avg_loss`` and so on, over the batches of all ranks. Names with line breaks or
-    control characters are written with escapes, long ones are cut.
+    on, and each scalar under its own name; the step is the epoch. Metrics within an epoch
+    (``metrics_every``, ``eval_every``) go to ``steps`` in the directory, which TensorBoard shows as
+    a run of its own, under ``step/avg_loss`` and so on, over the batches of all ranks. Names with
+    line breaks or control characters are written with escapes, long ones are cut.
 
     Each epoch is flushed when it is written, so that one that is never closed loses nothing.
     The end of the run that has it as ``metrics_fn``, alone or in a :class:`CombinedLogger`,
@@ -75,7 +75,7 @@ class TensorBoardLogger(RunLogger):
         with self._lock:
             # What a run wrote after the checkpoint that this one goes on from is hidden.
             if isinstance(metrics, StepMetrics):
-                step, before = metrics.step, metrics.step - metrics.num_batches
+                step, before = metrics.step, metrics.step - max(1, metrics.num_batches)
                 writer = self._open("steps", before + 1 if before else None)
                 values = [(f"step/{name}", value) for name, value in step_values(metrics)]
             else:
@@ -153,8 +153,9 @@ class WandbLogger(_TrackerLogger):
     """Writes metrics to a run of Weights & Biases, for ``metrics_fn``.
 
     ``epoch/avg_loss`` and the other numbers of an epoch, ``rank0/throughput`` and so on, and each
-    scalar under its own name are drawn over ``epoch``; with ``metrics_every``, ``step/avg_loss``,
-    ``step/<scalar>`` and so on over ``step``, the batches of all ranks.
+    scalar under its own name are drawn over ``epoch``; metrics within an epoch
+    (``metrics_every``, ``eval_every``), ``step/avg_loss``, ``step/<scalar>`` and so on, over
+    ``step``, the batches of all ranks.
 
     Args:
         run: A run that you began with ``wandb.init``, and finish yourself. ``None``: the one in
@@ -209,7 +210,7 @@ class MlflowLogger(_TrackerLogger):
     """Writes metrics to a run of MLflow, for ``metrics_fn``.
 
     Names are those of :class:`WandbLogger`. The step of an epoch's numbers is the epoch; that of
-    those of steps, with ``metrics_every``, the batches of all ranks.
+    numbers within an epoch is the batches of all ranks.
 
     Args:
         run_id: A run that you began, and end yourself. ``None``: the active run of the thread

@@ -204,9 +204,9 @@ class ReplicaAverager:
         own = self._copy_out(None)
         # Memory of its own: the snapshot of a round may be on its way.
         staged = self._staged(state, self._device.host_twin(state))
-        with self._device.comm():
-            self._state.load(staged)
         try:
+            with self._device.comm():
+                self._state.load(staged)
             yield
         finally:
             with self._device.comm():

@@ -278,7 +278,7 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, own: Tensor, batch: GlobalBatch, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         ctx.batch, ctx.counts = batch, counts
-        return batch._gather_rows(own, counts), own.new_zeros(())
+        return batch._gather_rows(own, counts), own.new_zeros((), dtype=own.real.dtype)
 
     @staticmethod
     @once_differentiable

@@ -152,7 +152,7 @@ class WorkerProtocol:
 
         Returns:
             The message if tensors are to be moved for it now, else ``None``. A worker
-            that is leaving joins no round: its peers may be gone (D2).
+            that is leaving joins no round: its peers may be gone.
         """
         if isinstance(message, m.Shutdown):
             self.shutdown = message

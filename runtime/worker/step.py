@@ -100,7 +100,7 @@ class AwaitBatch(Protocol):
     """Gives the next batch of the plan in progress; ``None``: the worker is to leave."""
 
     def __call__(self, *, answer: bool) -> Any:
-        """Wait for it; ``answer``: between two steps; ``then``: the cause of what follows."""
+        """Wait for it; ``answer``: between two steps, where messages are answered meanwhile."""
 
 
 class BatchLog:

@@ -414,7 +414,7 @@ class GpuWorker:
     def _await_batch(self, *, answer: bool) -> Any:
         """The next batch; while it is being loaded, messages are answered or put aside.
 
-        Between steps a stalled loader must not delay an acknowledgement (D8); inside a
+        Between steps a stalled loader must not delay an acknowledgement; inside a
         step the replica is in no state to answer.
 
         Args:
@@ -661,7 +661,7 @@ class GpuWorker:
         self._reporter.flush(wait=True)
 
     def drain_until_shutdown(self, timeout_s: float | None = None) -> bool:
-        """Take messages, joining no round and training nothing, until ``Shutdown`` (D2).
+        """Take messages, joining no round and training nothing, until ``Shutdown``.
 
         Args:
             timeout_s: How long to wait for it; ``None``: as long as it takes.

@@ -206,8 +206,9 @@ def test_a_rank_that_needs_nothing_of_what_it_gathers_has_the_gradients_of_the_o
     assert_same(ends, model.state_dict())
 
 
-def gather_in_threads(pieces, upstream, *, live=None):
-    """What each rank gathers of its piece, and its gradient for that of what it has gathered."""
+def gather_in_threads(pieces, upstream, *, live=None, loss_of=None):
+    """What each rank gathers of its piece, and its gradient for that of what it has gathered, or
+    of a loss that is computed from it."""
     ends = create_collectives(len(pieces))
     found = [None] * len(pieces)
 
@@ -215,11 +216,14 @@ def gather_in_threads(pieces, upstream, *, live=None):
         batch = GlobalBatch(ends[i])
         batch.begin(1)
         batch.next_batch()
-        piece = pieces[i].clone().requires_grad_(pieces[i].is_floating_point())
+        learns = pieces[i].is_floating_point() or pieces[i].is_complex()
+        piece = pieces[i].clone().requires_grad_(learns)
         out, own = batch.all_gather(piece)
         batch.weight = 2.0 + i
         batch.live = True if live is None else live[i]
-        if piece.requires_grad:
+        if loss_of is not None:
+            batch.tie(loss_of(out), True)[0].backward()
+        elif piece.requires_grad:
             out.backward(upstream[i])
         batch.end_batch()
         found[i] = out.detach(), own, piece.grad
@@ -260,6 +264,15 @@ def test_labels_and_masks_are_gathered_too(dtype):
     out, _, grads = gather_in_threads(x.split((4, 3)), None)
     assert all(torch.equal(each, x) for each in out)
     assert list(grads) == [None, None]
+
+
+def test_complex_rows_are_gathered_with_their_gradients():
+    x = torch.randn(5, 3, dtype=torch.complex128, generator=GENERATOR)
+    loss_of = lambda rows: rows.abs().square().sum()  # noqa: E731
+    out, _, grads = gather_in_threads(x.split((2, 3)), None, loss_of=loss_of)
+    assert all(torch.equal(each, x) for each in out)
+    for i, (rows, grad) in enumerate(zip(x.split((2, 3)), grads, strict=True)):
+        torch.testing.assert_close(grad * (2 + i), 5 * 2 * rows)  # of both ranks' losses
 
 
 def once_more_on_rank_1(model, batch):

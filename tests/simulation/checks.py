@@ -405,6 +405,16 @@ class Checks:
                     raise Violation(f"rank {rank} began the epochs {self._begun[rank]}")
         if not self._sim.dead and not self._sim.machine.core.generation and not self._resumed:
             self._shares()
+        self._was_evaluated()
+
+    def _was_evaluated(self) -> None:
+        """An epoch that is long enough is evaluated within, where nothing comes between."""
+        c, sim = self._config, self._sim
+        if c.eval_every is None or self._resumed or sim.dead or sim.num_faults:
+            return
+        counted, ahead = self._per_epoch * c.counted_as, 4 * c.world_size * c.accumulate
+        if counted >= 2 * c.eval_every + ahead and self._evaluated_at is None:
+            raise Violation(f"never evaluated within {counted} batches of {c.eval_every}")
 
     def _unfinished(self) -> list[int]:
         """Epochs of which anything is trained in this run."""

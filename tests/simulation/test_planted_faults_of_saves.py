@@ -11,9 +11,10 @@ from coordinator import checkpoint
 from coordinator import messages as m
 from coordinator.checkpoint import Note, Saving, capture_run
 from coordinator.config import ApplyPolicy
+from coordinator.epochs import Epochs
 from coordinator.pool import ChunkPool
 from runtime.worker.group import Lockstep
-from tests.simulation.finding import assert_is_found
+from tests.simulation.finding import assert_is_found, drawn
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
 from tests.simulation.saves import Origin
 from tests.simulation.schedule import draw_schedule
@@ -123,6 +124,20 @@ def test_evaluations_that_forget_what_an_interrupted_run_had_trained_are_found(m
             for schedule in map(draw_schedule, range(2000))
             if schedule.config.eval_every is not None
         )
+
+
+@pytest.mark.parametrize("policy", [ApplyPolicy.CADENCE, ApplyPolicy.ASYNC])
+def test_evaluations_within_an_epoch_that_never_come_are_found(monkeypatch, policy):
+    due = Epochs.evaluation_due.fget
+    alone = property(lambda self: due(self) and len(self._core.live) < 2)
+    monkeypatch.setattr(Epochs, "evaluation_due", alone)
+    has_some = drawn(lambda s: s.config.eval_every is not None and s.config.policy is policy)
+
+    def draw(seed):
+        schedule = has_some(seed)
+        return replace(schedule, config=replace(schedule.config, eval_every=2))
+
+    assert_is_found("never evaluated within", draw)
 
 
 def resume_all(schedules):

@@ -65,6 +65,14 @@ def test_when_early_stopping_ends_a_run(values, settings, stopped):
     assert stop.stopped_epoch == stopped
 
 
+def test_an_epoch_that_is_cut_is_not_judged():
+    stop = EarlyStopping(mode="max", patience=1)
+    b = builder(dataset=80, epochs=3).max_steps(60)  # an epoch has 40; the loss falls
+    state = b.callbacks(stop).run().join(WAIT_S)
+    assert [m.partial for m in state.metrics] == [False, True]
+    assert (stop.best_epoch, stop.stopped_epoch) == (0, None)
+
+
 def test_the_loss_and_recorded_scalars_can_be_watched():
     def train(model, batch):
         record_scalar("accuracy", 0.5)

@@ -659,6 +659,18 @@ def test_so_many_halts_in_a_row_as_may_fail_end_the_run(fault):
     assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
 
 
+@pytest.mark.parametrize("told_first", [0, 1])
+def test_a_halt_for_memory_is_no_failed_reduction_whoever_tells_first(told_first):
+    """The peer may hear of it from the broken collective before the rank itself has told."""
+    settings = {"backend": NCCL, "max_failed_rounds": 1, "balance": True, "batch_size": 8}
+    run = Run(policy=ApplyPolicy.SYNC, **settings)
+    halted = m.Halted(rank=told_first, generation=0, step=0, too_large=8 * (told_first == 1))
+    run.tell(halted)
+    run.tell(replace(halted, rank=1 - told_first, too_large=8 - halted.too_large))
+    assert run.machine.outcome.failure is None
+    assert run.to(m.Regroup, 0)
+
+
 def test_a_halt_after_a_step_that_another_rank_has_made_is_the_first_in_a_row():
     """The rank that halts first may be one that has not come so far."""
     settings = {"backend": NCCL, "max_failed_rounds": 3, "continue_on_failure": True}

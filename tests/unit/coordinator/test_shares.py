@@ -210,6 +210,15 @@ def test_a_rank_that_would_delay_the_others_with_one_sample_gets_none_and_is_pro
     assert min(ranks.sizes) >= 19
 
 
+def test_ranks_that_are_slow_alike_get_nothing_together():
+    """Without one of them a step would be as long as with it."""
+    slow, fast = (1.0, 1e-3), (0.0, 1e-2)
+    ranks = Ranks([slow, slow, fast, fast], 64)
+    for _ in range(12):
+        ranks.train()
+    assert ranks.sizes == (0, 0, 32, 32)
+
+
 def test_a_rank_whose_time_was_misjudged_gets_one_sample_before_it_gets_none():
     ranks = Ranks([(2e-3, 1.7e-3), (2e-3, 9.3e-3)], 16)
     for n, compute_s in ((8, 0.07), (8, 0.067), (6, 0.061)):  # of which most would be fixed

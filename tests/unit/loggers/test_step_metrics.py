@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,8 +90,11 @@ def test_that_nobody_is_there_to_be_told_is_said(caplog):
     assert "metrics_every(n) has nobody to tell" in caplog.text
 
 
+@pytest.mark.parametrize("num_batches", [10, 0])  # 0: the first that is told is an evaluation
 @pytest.mark.parametrize("done", [0, 40])
-def test_a_logger_of_a_resumed_run_hides_what_came_after_its_checkpoint_alone(tmp_path, done):
+def test_a_logger_of_a_resumed_run_hides_what_came_after_its_checkpoint_alone(
+    tmp_path, done, num_batches
+):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -109,7 +113,7 @@ def test_a_logger_of_a_resumed_run_hides_what_came_after_its_checkpoint_alone(tm
         for step in range(done + 10, done + 50, 10):
             first(told(step, 1.0))
     with TensorBoardLogger(tmp_path) as second:  # goes on from a checkpoint after 20 more
-        second(told(done + 30, 2.0))
+        second(replace(told(done + 30, 2.0), num_batches=num_batches))
     events = EventAccumulator(str(tmp_path / "steps")).Reload().Scalars("step/avg_loss")
     shown = [(event.step - done, event.value) for event in events]
     assert shown == [(10, 1.0), (20, 1.0), (30, 2.0)]

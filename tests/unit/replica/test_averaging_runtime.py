@@ -188,7 +188,7 @@ VALUES = [
 WEIGHTS = [30, 10, 0]
 
 
-def test_a_state_is_held_for_a_while_and_a_round_under_way_goes_on():
+def test_a_state_is_held_for_a_while_and_a_round_under_way_goes_on(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     averager = ReplicaAverager(FlatState(model), Device(1), None)
     other = averager.snapshot(reuse=False)
@@ -209,6 +209,15 @@ def test_a_state_is_held_for_a_while_and_a_round_under_way_goes_on():
     assert all(torch.equal(a, b) for a, b in zip(kept.params, before, strict=True))
     with pytest.raises(KeyError), averager.holding(other):
         raise KeyError("in the user's function")
+    assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())
+
+    def fail(*_):
+        monkeypatch.undo()
+        raise MemoryError("half-way")
+
+    monkeypatch.setattr(type(averager._state.buffers), "write_from", fail)
+    with pytest.raises(MemoryError), averager.holding(other):
+        pass
     assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())
     with averager.holding(None):
         assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())
