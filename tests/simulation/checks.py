@@ -410,7 +410,9 @@ class Checks:
     def _was_evaluated(self) -> None:
         """An epoch that is long enough is evaluated within, where nothing comes between."""
         c, sim = self._config, self._sim
-        if c.eval_every is None or self._resumed or sim.dead or sim.num_faults:
+        if c.eval_every is None or c.max_steps is not None or self._resumed:
+            return
+        if sim.dead or sim.num_faults:
             return
         counted, ahead = self._per_epoch * c.counted_as, 4 * c.world_size * c.accumulate
         if counted >= 2 * c.eval_every + ahead and self._evaluated_at is None:
