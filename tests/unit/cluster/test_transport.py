@@ -214,7 +214,7 @@ def test_a_peer_that_is_silent_or_gone_is_an_error():
     ("begin", "limits"),
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", {"timeout_s": 0.3}),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", {"within_s": 0.3}),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", {"timeout_s": 60.0, "within_s": 0.3}),
         (b"HTTP/1.1 200 OK\r\nX: ", {"timeout_s": 0.3}),
     ],
 )
