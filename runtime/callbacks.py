@@ -60,13 +60,13 @@ class Callback:
             self._is_in_use = True
 
     def __call__(self, metrics: EpochMetrics) -> object:
-        """An epoch has closed; ``False`` ends the run. On the metrics thread."""
+        """Called on the metrics thread when an epoch has closed; ``False`` ends the run."""
         return None
 
     def step(self, metrics: StepMetrics) -> object:
-        """Some batches are trained (:meth:`TrainerBuilder.metrics_every
-        <runtime.TrainerBuilder.metrics_every>`), or an evaluation within an epoch is made
-        (``eval_every``); ``False`` ends the run. On the metrics thread."""
+        """Called on the metrics thread every so many batches (:meth:`TrainerBuilder.metrics_every
+        <runtime.TrainerBuilder.metrics_every>`) and after an evaluation within an epoch
+        (``eval_every``); ``False`` ends the run."""
         return None
 
     def tell(self, metrics: EpochMetrics | StepMetrics) -> object:
@@ -74,8 +74,8 @@ class Callback:
         return self.step(metrics) if isinstance(metrics, StepMetrics) else self(metrics)
 
     def weights(self, epoch: int, model: nn.Module) -> None:
-        """The averaged weights of an epoch that closes; its metrics come afterwards. On the thread
-        of a worker, which waits: copy what is to be kept."""
+        """Called with the averaged weights of an epoch that closes, before its metrics. It runs in
+        a worker's thread, and that worker waits: copy what you want to keep."""
 
     def end(self) -> None:
         """The run is over."""
@@ -169,7 +169,7 @@ class EarlyStopping(_Watching):
             ``"avg_loss"``, ``"accuracy"`` of ``record_scalar``, ``"eval/loss"`` of ``eval_fn``.
         patience: Epochs in a row without a better value after which the run ends.
         mode: ``"min"``: less is better; ``"max"``: more.
-        min_delta: What a value has to be better by.
+        min_delta: Smallest change that counts as an improvement (it must be exceeded).
         target: Ends the run as soon as the metric is as good as this.
 
     Attributes:
@@ -220,10 +220,10 @@ class EarlyStopping(_Watching):
 
 
 class TimeLimit(Callback):
-    """Ends a run at a step boundary once it has lasted so long, in mid-epoch too.
+    """Ends a run at a step boundary after a time limit, also within an epoch.
 
     Args:
-        limit: Seconds, or a ``timedelta``; counted anew in a run that was resumed.
+        limit: Seconds, or a ``timedelta``; a resumed run counts from 0 again.
 
     Raises:
         TypeError, ValueError: No number above 0.
@@ -261,8 +261,8 @@ class KeepBest(_Watching):
     a bare module loads: ``Net().load_state_dict(safetensors.torch.load_file(path))``.
 
     The file is written in the metrics thread, whole or not at all. Until an epoch's metrics are
-    known its weights are held in the host's memory, once. In a run that was resumed the first
-    epoch counts as better than all before.
+    known, one copy of its weights is held in host memory. After a resume the first epoch counts
+    as better than all before.
 
     Args:
         path: The file; its directory is made if needed.

@@ -112,7 +112,7 @@ class TrainerHandle:
 
     @property
     def backend_reason(self) -> str:
-        """Why it is that one, in a sentence; once it was measured, with the figures."""
+        """Why this transport is in use, in one sentence; with the figures once measured."""
         return self._run.backend_reason
 
     def stop(self, *, everywhere: bool = False) -> None:
@@ -132,14 +132,13 @@ class TrainerHandle:
             self._run.stop()
 
     def save(self, path: str | os.PathLike[str], timeout: float = SAVE_S) -> Path:
-        """Write a checkpoint of the whole run into the directory ``path``, of which
-        ``resume(path)`` goes on; none is removed there.
+        """Write a checkpoint of the whole run into the directory ``path``; ``resume(path)``
+        resumes from it. No older checkpoint is removed.
 
-        Blocks until it is on the disk; training waits while the state is copied, no longer.
-        While the run goes on the state is that of the next boundary. Afterwards it is the
-        last one, which is kept where ``checkpoint_dir`` is set: each rank's optimizer may
-        take more memory of the host than there is, so that without it nothing is kept but the
-        weights, which ``state.save(path)`` writes.
+        Blocks until the files are on disk; training waits only while the state is copied. During
+        the run the state is that of the next boundary. After it, it is the final state, which is
+        kept only if ``checkpoint_dir`` is set, since the ranks' optimizers may not fit into host
+        memory. Without it only the weights are kept, which ``state.save(path)`` writes.
 
         Args:
             path: A directory; made if needed.
@@ -151,8 +150,8 @@ class TrainerHandle:
         Raises:
             RuntimeError: Called in a worker's thread, which would wait for itself.
             TimeoutError: No boundary came in time.
-            CheckpointError: The run is over and left no full state, for want of
-                ``checkpoint_dir`` or because it failed.
+            CheckpointError: The run is over and left no full state, because ``checkpoint_dir``
+                was not set or the run failed.
             OSError: The files could not be written.
         """
         target = check_path("save", path)
@@ -170,9 +169,9 @@ class TrainerHandle:
         keeps it. Attaching it again changes nothing.
 
         Raises:
-            TypeError: It is no monitor.
+            TypeError: ``monitor`` is no :class:`~runtime.Monitor`.
             RuntimeError: The monitor is closed.
-            ValueError: It shows another run, which goes on.
+            ValueError: The monitor shows another run that is not over.
         """
         if not isinstance(monitor, Monitor):
             raise TypeError(f"attach({monitor!r:.80}): pass a runtime.Monitor()")
@@ -206,7 +205,7 @@ class TrainerHandle:
 
         Raises:
             RuntimeError: Called in a callback of this run, which would wait for itself.
-            TimeoutError: The run goes on.
+            TimeoutError: The run is not over; it continues.
             WorkerFailed: A worker died of the exception in ``__cause__``.
             RunStalled: There was no progress for ``stall_timeout`` seconds.
             KeyboardInterrupt: A signal stopped the run.
@@ -260,7 +259,7 @@ class TrainerHandle:
         return True
 
     def metrics(self) -> Iterator[EpochMetrics]:
-        """Closed epochs that nobody has read yet, until the run is over.
+        """Iterate over closed epochs not read yet, until the run is over.
 
         Raises:
             WorkerFailed: What :meth:`join` would raise, after the last epoch.
@@ -290,7 +289,7 @@ class TrainerHandle:
         return None
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """Closed epochs that nobody has read yet, without waiting."""
+        """Return closed epochs not read yet, without waiting."""
         with self._condition:
             found = list(self._unread)
             self._unread.clear()

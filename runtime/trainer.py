@@ -88,21 +88,20 @@ class TrainerBuilder:
         or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
         threads and read from several of them; see :meth:`dataset_lock`.
 
-        Or a stream: an ``IterableDataset``, or another object that can be iterated anew in each
-        epoch and has no ``__getitem__``. Its items are trained once an epoch, in batches of the
-        order in which it gives them, whichever workers train them. One thread at a time reads
-        it, and an item is kept until no worker's death can call for it again.
+        Or a stream: an ``IterableDataset``, or another object without ``__getitem__`` whose
+        ``__iter__`` starts over in each epoch. Each item is trained once an epoch. Batches follow
+        the stream's order, whichever workers train them. One thread at a time reads the stream.
+        An item is kept until no worker's death can require it again.
 
         Args:
             ds: The data set.
-            length: Items in an epoch of a stream, of which no more are read (default:
-                ``len(ds)``; where it has none, ``run()`` reads it through once to count them,
-                for at most 10 s).
+            length: Items in an epoch of a stream; no more are read (default: ``len(ds)``;
+                without one, ``run()`` reads the stream once to count them, for at most 10 s).
 
-        A ``DataLoader`` stands for its data set, ``batch_size`` (that of one worker), sampler,
-        ``collate_fn``, number of processes (for each worker) and ``drop_last``; what the
-        builder's own methods set counts before that. Its other settings have no meaning here:
-        batches are pinned and loaded ahead anyway."""
+        From a ``DataLoader`` the builder takes the data set, ``batch_size`` (of one worker),
+        sampler, ``collate_fn``, number of processes (for each worker) and ``drop_last``. The
+        builder's own methods override these. Other settings of the loader are ignored: batches
+        are pinned and loaded ahead anyway."""
         self._brought = parts_of_loader(ds) if isinstance(ds, DataLoader) else {}
         dataset = self._brought.pop("dataset", ds)
         if length is not None:
@@ -115,26 +114,25 @@ class TrainerBuilder:
         return self._set(dataset=dataset, dataset_length=length)
 
     def sampler(self, s: Any) -> TrainerBuilder:
-        """Which samples make an epoch, and in which order (default: each one once, in an order
-        drawn anew): a ``torch.utils.data.Sampler``, or another iterable of indices with a
-        length. It is iterated once an epoch, in one thread, under a seed of run and epoch; a
-        ``generator`` that was set, it keeps. What it gives is shared out among the workers
-        position by position: each of them is trained exactly once, so that a sample counts as
+        """Which samples make an epoch, and in which order (default: each sample once, in a new
+        random order each epoch): a ``torch.utils.data.Sampler``, or another iterable of indices
+        with a length. It is iterated once an epoch, in one thread, seeded by run and epoch. A
+        sampler that has its own ``generator`` keeps using it. The workers share the positions of
+        the sampler's output: each position is trained exactly once, so a sample is trained as
         often as it was drawn."""
         return self._set(sampler=check_sampler(s))
 
     def batch_size(self, n: int | Sequence[int]) -> TrainerBuilder:
         """Samples in a batch of one worker.
 
-        Also a list, one number for each device. Under ``CADENCE`` and ``ASYNC`` these are the
-        batches of each, and schedules count batches of their mean size. Under ``SYNC``
-        ``[48, 16]`` cuts each global
-        batch of 64 samples into pieces of these sizes, in the order of devices. A step then
-        trains what it would train with ``batch_size(32)``, and two runs give the same bits.
-        The numbers add up to a multiple of the number of devices. With :meth:`balance`, which
-        is on for devices of different kinds, they are the first sizes, and measured speed
-        decides from there; ``balance(False)`` keeps them. A death leaves the global batch as it
-        is: the others cut it in proportion to their sizes."""
+        A list gives one size for each device. Under ``CADENCE`` and ``ASYNC`` each device trains
+        batches of its own size, and schedules count batches of the mean size. Under ``SYNC``
+        ``[48, 16]`` cuts each global batch of 64 samples into pieces of these sizes, in the order
+        of devices. A step then trains the same samples as with ``batch_size(32)``, and two runs
+        give the same bits. The sizes must add up to a multiple of the number of devices. With
+        :meth:`balance`, which is on for devices of different kinds, they are only the first
+        sizes, which measured speed then changes; ``balance(False)`` keeps them. When a worker
+        dies the global batch stays the same: the others cut it in proportion to their sizes."""
         if isinstance(n, Sequence) and not isinstance(n, (str, bytes)):
             sizes = tuple(check_int("batch_size", size, 1) for size in n)
             if not sizes:
@@ -168,8 +166,9 @@ class TrainerBuilder:
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> TrainerBuilder:
-        """Let one thread at a time read the data set (default off). What that draws from Python's
-        ``random`` and NumPy's global generators is then keyed by batch, like PyTorch's draws."""
+        """Let one thread at a time read the data set (default off). Draws of the data set from
+        Python's ``random`` and NumPy's global generators are then seeded by batch, like
+        PyTorch's."""
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 
     def prefetch(self, depth: int) -> TrainerBuilder:
@@ -219,17 +218,17 @@ class TrainerBuilder:
         return self._set(policy=check_choice("policy", p, ApplyPolicy))
 
     def backend(self, b: AverageBackend | str) -> TrainerBuilder:
-        """Over what they average; ``"thread"`` is ``AverageBackend.THREAD``.
+        """The transport over which replicas average; ``"thread"`` is ``AverageBackend.THREAD``.
 
-        The default, ``AUTO``, begins by devices and policy. Under ``CADENCE`` and ``ASYNC`` the
-        coordinator then tries what can serve these devices, a collective and averaging on the
-        CPU, and keeps the one that costs less: time that ranks lose in a round, the
-        coordinator's own, and staleness. It looks again when ranks have died, when the anchor
-        has changed by a factor of two, and now and then. A transport that cannot connect, or
-        fails :meth:`max_failed_rounds` times in a row, is left for the other with a warning;
-        under ``SYNC``, where nothing is tried, NCCL for the reduction in memory. One that was
-        named is kept, and its failure ends the run. ``handle.backend`` is the one in use,
-        ``handle.backend_reason`` says why."""
+        The default, ``AUTO``, chooses the first transport by devices and policy. Under ``CADENCE``
+        and ``ASYNC`` the coordinator then tries those that fit the devices, a collective and
+        averaging on the CPU, and keeps the cheaper one. The cost is the time that ranks lose in a
+        round, the coordinator's own time, and staleness. It measures again when ranks have died,
+        when the anchor has changed by a factor of two, and from time to time. If a transport
+        cannot connect, or fails :meth:`max_failed_rounds` times in a row, the run changes to the
+        other with a warning. ``SYNC`` tries none, and changes only from NCCL to the reduction in
+        memory. A transport that you name is kept, and its failure ends the run.
+        ``handle.backend`` is the one in use, ``handle.backend_reason`` says why."""
         return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
     def anchor(self, n: int) -> TrainerBuilder:
@@ -240,12 +239,13 @@ class TrainerBuilder:
         return self._set(anchor=check_int("anchor", n, 1))
 
     def min_anchor(self, n: int) -> TrainerBuilder:
-        """What the anchor comes back to while averaging costs less than half of
+        """Lower limit to which the anchor shrinks while averaging costs less than half of
         :meth:`overhead_target` (default 5, or the anchor that was set)."""
         return self._set(min_anchor=check_int("min_anchor", n, 1))
 
     def max_anchor(self, n: int) -> TrainerBuilder:
-        """Limit of the anchor (200), which grows while rounds cost ranks or coordinator much."""
+        """Upper limit of the anchor (default 200), which grows while averaging is expensive for
+        the ranks or the coordinator."""
         return self._set(max_anchor=check_int("max_anchor", n, 1))
 
     def overhead_target(self, f: float) -> TrainerBuilder:
@@ -259,7 +259,7 @@ class TrainerBuilder:
 
     def max_batch_diff(self, n: int) -> TrainerBuilder:
         """Limit on the lead of the fastest rank in batches since the last averaging; 0 is
-        lockstep. A rank that has no data left holds nobody back. Without meaning under
+        lockstep. A rank that has no data left does not hold the others back. No effect under
         ``SYNC``."""
         return self._set(max_batch_diff=check_int("max_batch_diff", n, 0))
 
@@ -292,42 +292,43 @@ class TrainerBuilder:
         their pieces together; a rank that would delay the others with a single sample gets
         none. The default is on where the devices are of different kinds
         (other names, capabilities or memory, or a CPU beside GPUs) and off where they are
-        alike; ranks on alike devices that turn out unequal are told of in one warning.
+        alike. If ranks on devices of one kind differ in speed, one warning says so.
 
-        A global step trains the same samples with and without, and its gradient is their
-        mean; but which rank trains a sample depends on the clock, so that results agree up to
+        A global step trains the same samples with or without balancing, and its gradient is
+        their mean. Which rank trains a sample depends on measured time, so results agree up to
         rounding and not bit for bit. :meth:`partition_ratios` fixes shares instead. A piece may
-        be larger than :meth:`batch_size`; where a device has no memory for it, pieces become
-        smaller and the step is made again."""
+        be larger than :meth:`batch_size`. If a device has no memory for it, pieces become
+        smaller and the step is repeated."""
         return self._set(requested_balance=check_flag("balance", flag))
 
     def bucket_cap_mb(self, mb: float | None) -> TrainerBuilder:
-        """Under ``SYNC``, exchange gradients in buckets of about so many MiB while the backward
-        pass still computes others; the first bucket has 1 MiB at the most. ``None``: all at once
-        after it. The default is 25 over ``NCCL``, but for ``cuda_graphs``,
-        ``sync_batchnorm`` and ``all_gather``, which it does not go with, and ``None`` else: on the
-        cores of a CPU the exchange would only take time from the backward pass.
+        """Under ``SYNC``, reduce gradients in buckets of about ``mb`` MiB while the backward pass
+        still computes others; the first bucket has at most 1 MiB. ``None`` reduces all at once
+        after the backward pass. The default is 25 over ``NCCL``, and ``None`` otherwise: on the
+        cores of a CPU the exchange would only take time from the backward pass. ``cuda_graphs``,
+        ``sync_batchnorm`` and ``all_gather`` do not work with buckets; with them the default is
+        ``None``.
 
-        Over ``NCCL`` and ``GLOO`` buckets travel as they come, in the order in which the backward
-        pass of the first step computed them. Over ``THREAD`` they are reduced together at the
-        end, since nothing has to travel. Gradients are the same up to rounding."""
+        Over ``NCCL`` and ``GLOO`` a bucket is reduced as soon as it is complete, in the order in
+        which the backward pass of the first step computed the gradients. Over ``THREAD`` all are
+        reduced together at the end. Gradients are the same up to rounding."""
         size = 0.0 if mb is None else check_float("bucket_cap_mb", mb, 0.0, above=True)
         return self._set(requested_bucket_mb=size)
 
     def sync_batchnorm(self, flag: bool) -> TrainerBuilder:
-        """Under ``SYNC``, have batch normalisation use the statistics of the global batch, forward
-        and backward, however it is cut (default off: those of each rank's piece). Layers of
-        ``BatchNorm1d``, ``2d`` and ``3d`` meet in every forward and backward pass, so that all
-        ranks must call them in the same order. With ``accumulate(n)`` each micro-batch has
-        statistics of its own. A piece whose loss has the weight 0 counts in the statistics, and
-        adds no gradient."""
+        """Under ``SYNC``, let batch normalisation use the statistics of the global batch in forward
+        and backward, for any sizes of the ranks' pieces (default off: each rank uses those of its
+        own piece). ``BatchNorm1d``, ``2d`` and ``3d`` layers synchronise in every forward and
+        backward pass, so all ranks must call them in the same order. With ``accumulate(n)`` each
+        micro-batch has its own statistics. A piece whose loss has the weight 0 counts in the
+        statistics but adds no gradient."""
         return self._set(sync_batchnorm=check_flag("sync_batchnorm", flag))
 
     def all_gather(self, flag: bool) -> TrainerBuilder:
         """Allow :func:`runtime.all_gather` in ``train_fn``, for losses that relate the samples of
-        the global batch to each other (default off). Under ``SYNC`` ranks then tell each other
-        before each step who has a batch, and a rank trains its piece at once, however large a
-        death has made it."""
+        the global batch to each other (default off; only under ``SYNC``). Before each step the
+        ranks then tell each other which of them have a batch. A rank trains its whole piece in
+        one pass, even if the piece has grown because another rank died."""
         return self._set(all_gather=check_flag("all_gather", flag))
 
     def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
@@ -358,11 +359,11 @@ class TrainerBuilder:
 
         ``"raise"`` ends the run with :class:`~runtime.NonFiniteError`, which names rank,
         step and parameter, before anything that is not finite is averaged, evaluated,
-        handed over or returned. ``"skip"`` drops the step, on every rank under ``SYNC``,
-        at the price of one value read from the device in each step; its samples are
-        counted in ``EpochMetrics.num_skipped``. ``"ignore"`` looks at no step: a replica
-        found not finite when parameters are averaged takes its peers' average and starts
-        its optimizer anew; where there is no peer to take from, the run ends as above.
+        passed to a callback or returned. ``"skip"`` drops the step, on every rank under ``SYNC``.
+        It costs one value read from the device in each step; ``EpochMetrics.num_skipped`` counts
+        the samples. ``"ignore"`` checks no step: a replica that is not finite when parameters are
+        averaged takes its peers' average and resets its optimizer. Without such a peer the run
+        ends as with ``"raise"``.
         """
         if mode not in ON_NON_FINITE:
             raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
@@ -401,8 +402,8 @@ class TrainerBuilder:
         return self._set(param_groups=f)
 
     def max_steps(self, n: int) -> TrainerBuilder:
-        """End after ``n`` batches over all ranks. The metrics of an epoch that is cut tell of what
-        was trained; see ``EpochMetrics.partial``."""
+        """End after ``n`` batches over all ranks. The metrics of an epoch that this cuts short
+        cover the trained part; see ``EpochMetrics.partial``."""
         return self._set(max_steps=check_int("max_steps", n, 1))
 
     def eval_fn(self, f: EvalFn) -> TrainerBuilder:
@@ -498,7 +499,7 @@ class TrainerBuilder:
     def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
         """Watch the run, and perhaps end it: :class:`~runtime.EarlyStopping`,
         :class:`~runtime.KeepBest`, :class:`~runtime.TimeLimit`, or a
-        :class:`~runtime.Callback` of your own. They are told of an epoch after
+        :class:`~runtime.Callback` of your own. They get an epoch's metrics after
         :meth:`metrics_fn`, in this order."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
@@ -527,22 +528,22 @@ class TrainerBuilder:
         """Write the whole state of the run into this directory every ``every`` epochs, when
         it is stopped and at its end; the last ``keep`` stay. The directory is made if needed.
 
-        ``every_s`` seconds and ``every_steps`` batches over all ranks, whichever come first
-        since the last checkpoint, write in the middle of an epoch, too: after an averaging,
-        which is brought forward for it, or between two steps under ``SYNC``. That batches are
-        enough is noticed as ranks report them, half a second late at the most. Of these the
-        last ``keep`` stay as well, counted apart. :meth:`resume` takes the newest of both.
+        ``every_s`` and ``every_steps`` also write within an epoch, after that many seconds or
+        batches over all ranks since the last checkpoint, whichever comes first. Such a checkpoint
+        is written after an averaging, which is made early for it, or between two steps under
+        ``SYNC``. Batches are counted from the ranks' reports, at most half a second late. The last
+        ``keep`` of these stay, too, counted separately. :meth:`resume` takes the newest of both.
 
-        Training waits while the state is copied in memory, and no longer: a thread writes
-        the files, and a checkpoint that a newer one overtakes is left out. What cannot be
-        written is logged and counted, and training goes on. Each checkpoint is a directory
+        Training waits only while the state is copied in memory. A thread writes the files, and
+        skips a checkpoint when a newer one is ready. A failed write is logged and counted, and
+        training goes on. Each checkpoint is a directory
         ``step-<batches>-epoch-<closed epochs>-<serial>``, with ``within`` for ``epoch`` in the
         middle of one, and has the weights in ``weights.safetensors``, which a bare module
-        loads; it is complete or not there, whatever happens at whatever moment.
+        loads. A checkpoint is complete or not there, even after a crash.
 
-        Also kept: frozen parameters that ``train_fn`` has changed, and modules' extra state
-        (``get_extra_state``). Give each run a directory of its own: what is older than the
-        last ``keep`` is removed, whoever wrote it."""
+        Checkpoints also hold frozen parameters that ``train_fn`` has changed, and modules' extra
+        state (``get_extra_state``). Give each run a directory of its own: checkpoints older than
+        the last ``keep`` are removed, even those of another run."""
         return self._set(
             checkpoint_dir=check_path("checkpoint_dir", path),
             save_every=check_int("checkpoint_dir: every", every, 1),
@@ -556,17 +557,17 @@ class TrainerBuilder:
         )
 
     def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> TrainerBuilder:
-        """Go on from the newest complete checkpoint in this directory, or from the one whose
-        own directory it is. One that is torn or altered is refused with a warning, and the
-        one before it is taken. Nothing in a checkpoint is ever executed.
+        """Resume from the newest complete checkpoint in ``path``, or from ``path`` itself if it is
+        a checkpoint's own directory. An incomplete or altered checkpoint is refused with a
+        warning, and the one before it is used. Nothing in a checkpoint is ever executed.
 
         Model, ``batch_size``, length of the data set, ``seed``, ``drop_last``, ``accumulate``
         and whether the policy is ``SYNC`` must be those of the run that wrote it; devices and
         their number may be others, and ``num_epochs`` may be raised. Under ``SYNC`` the global
-        batch stays that of the devices that the run began with. The numbers of the
-        optimizer and of the scheduler, learning rate and length included, are those of the
-        checkpoint. With ``missing_ok`` a
-        directory without a checkpoint starts the run afresh."""
+        batch stays that of the devices that the run began with. The checkpoint's values of the
+        optimizer and the scheduler, including learning rate and length, replace those that are
+        set here. With ``missing_ok`` the run starts from the beginning if the directory has no
+        checkpoint."""
         return self._set(
             resume=check_path("resume", path),
             resume_missing_ok=check_flag("resume: missing_ok", missing_ok),
@@ -663,11 +664,11 @@ class Trainer:
         weight is a number or a scalar tensor, from 0 up; a tensor on the device stays there.
         Gradients of ranks and micro-batches, averages of parameters, ``avg_loss`` and recorded
         scalars are then weighted by it, so that the numbers are those of one device; samples
-        are counted as ever. What has the weight 0 adds nothing, even if it is NaN, and where a
-        whole step has it the optimizer does not step. On CUDA that total is one number read in
+        are counted as usual. A loss with the weight 0 adds nothing, even if it is NaN. If the total
+        weight of a step is 0 the optimizer does not step. On CUDA that total is one number read in
         each step, unless no ranks reduce gradients and the optimizer is ``fused=True`` (without
-        fp16), which leaves such a step out on the device. A weight that is no number from 0 up
-        ends the run with ``ValueError``; on CUDA when it is read, as losses are.
+        fp16), which skips such a step on the device. A negative or non-finite weight ends the run
+        with ``ValueError``; on CUDA when it is read, as losses are.
 
         Of a model's output (a dict, or an object of the Transformers library) ``loss`` is taken,
         and what it is a mean over from a field ``loss_weight``, or by counting the ``labels`` of
@@ -685,8 +686,8 @@ class Trainer:
         finite, and counts the batch as skipped.
 
         Raises:
-            TypeError: One of them cannot be called.
-            ValueError: The dicts have other names.
+            TypeError: An argument cannot be called.
+            ValueError: The two dicts have different names.
         """
         return TrainerBuilder(model_factory, optim_factory, train_fn)
 

@@ -225,8 +225,8 @@ class WorkerLogFilter(logging.Filter):
     Attributes of a record that was made in a worker's thread, or in a loader that reads for
     it: ``rank``, ``epoch`` and ``step`` (batches that the rank has trained) as numbers, and
     ``worker``, a text such as ``"[rank 0 epoch 1 step 12] "``. In other threads the first
-    three are ``None`` and ``worker`` is empty. What a record has already, by ``extra={"rank":
-    3}``, it keeps. Nothing is read from a device.
+    three are ``None`` and ``worker`` is empty. Attributes that a record already has, such as
+    from ``extra={"rank": 3}``, are kept. Nothing is read from a device.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
