@@ -106,8 +106,8 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
 def test_a_pool_that_deals_consumed_batches_again_is_found(monkeypatch):
     epoch_of = checkpoint._epoch_of
 
-    def whole(core, saved, now):
-        return epoch_of(core, {**saved, "consumed": [], "parts": None}, now)
+    def whole(core, saved):
+        return epoch_of(core, {**saved, "consumed": [], "parts": None})
 
     monkeypatch.setattr(checkpoint, "_epoch_of", whole)
     with pytest.raises(SimulationFailed, match="which rank -1 trained"):
