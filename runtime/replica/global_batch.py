@@ -232,6 +232,9 @@ class GlobalBatch:
     def _scatter_gradient(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
         """From the gradients of all ranks' losses with respect to all rows, that of this rank's
         rows, as the reduction of its parameters' gradients is to find it."""
+        if whole.is_complex():
+            parts = torch.view_as_real(whole.resolve_conj())
+            return torch.view_as_complex(self._scatter_gradient(parts, counts))
         group = self._group
         assert group is not None, "a rank alone has all rows"
         wide = whole.float() if whole.dtype in LOW_PRECISION else whole
