@@ -72,7 +72,7 @@ def regress(backend, mode, *, spoil=None, skip=None, accumulate=1):
         skip: Optimizer step that does nothing.
         accumulate: Micro-batches in a step.
     """
-    optimizers, seen = [], set()
+    optimizers, num_seen = [], [0, 0, 0]
 
     def optim(params):
         optimizers.append(SkippingAdam(params, skip))
@@ -81,8 +81,8 @@ def regress(backend, mode, *, spoil=None, skip=None, accumulate=1):
     def train(net, batch):
         worker = current_worker()
         loss = ((net(batch[0]).squeeze(1) - batch[1]) ** 2).mean()
-        place = worker.rank, len([p for p in seen if p[0] == worker.rank])
-        seen.add(place)
+        place = worker.rank, num_seen[worker.rank]
+        num_seen[worker.rank] += 1
         if spoil is None or place != spoil[1:]:
             return loss
         if spoil[0] == "value":
