@@ -30,7 +30,7 @@ class WorkerFailure:
         rank: Its rank.
         epoch: Epoch it was in.
         step: Batches it had trained.
-        error: What it died of.
+        error: The exception that ended it.
     """
 
     rank: int
@@ -46,12 +46,12 @@ class TrainedState:
     Attributes:
         params: Every parameter, trained or frozen, on the CPU, under the bare module's
             names and in its order.
-        buffers: Every persistent or other buffer, likewise.
+        buffers: Every buffer, persistent or not, likewise.
         metrics: One entry for each closed epoch.
-        failures: Workers that died on the way.
-        stopped: Whether the run was ended before its time.
-        checkpoint_errors: The last error of writing checkpoints, if there was any; each was
-            logged when it came.
+        failures: Workers that died during the run.
+        stopped: Whether the run was stopped before its end.
+        checkpoint_errors: The last error of writing checkpoints, if any; each was logged
+            when it occurred.
     """
 
     params: dict[str, Tensor]
@@ -67,22 +67,22 @@ class TrainedState:
         """Write the weights as a safetensors file, which a bare module loads:
         ``Net().load_state_dict(safetensors.torch.load_file(path))``.
 
-        Blocks until it is on the disk. Afterwards ``path`` is the new file or, if this
-        raises or the process dies, what it was before. Tied tensors are written once under
-        each of their names. Extra state of modules (``get_extra_state``) is left out: a model
-        that has some loads the file with ``strict=False``.
+        Blocks until it is on the disk. If this raises or the process dies, ``path`` keeps its
+        old content. Tied tensors are written once under each of their names. Extra state of
+        modules (``get_extra_state``) is left out: a model that has some loads the file with
+        ``strict=False``.
 
         Raises:
-            OSError, CheckpointError: It could not be written, or a tensor is of a type that
-                safetensors cannot hold.
+            OSError, CheckpointError: It could not be written, or safetensors does not support
+                a tensor's type.
         """
         weights = {k: v for k, v in self.state_dict().items() if k not in self._extra}
         save_weights(check_path("save", path), weights)
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Plain keys in the module's order: ``Net().load_state_dict(...)`` takes them.
+        """The state dict of the bare module, in its order, for ``Net().load_state_dict(...)``.
 
-        Tensors, and the extra state of modules that have some.
+        Holds tensors, and the extra state of modules that have some.
         """
         every = {**self.params, **self.buffers, **self._extra}
         return OrderedDict((key, every[key]) for key in self._keys)

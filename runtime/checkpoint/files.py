@@ -63,7 +63,7 @@ def flush_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, each durable; one that is there is left alone."""
+    """Make a directory and its parents, each durable; an existing one is left as it is."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -79,7 +79,7 @@ def make_directory(path: Path) -> None:
 
 
 def flush_and_digest(path: Path) -> tuple[int, str]:
-    """Make a file's content durable; gives its size in bytes and its SHA-256.
+    """Make a file's content durable; return its size in bytes and its SHA-256.
 
     Hashing runs while the system writes what :meth:`os.fsync` then waits for.
     """
@@ -143,7 +143,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     strictly.
 
     Raises:
-        CheckpointError: A tensor is of a type that the format has not, or the file could
+        CheckpointError: The format does not support a tensor's type, or the file could
             not be written.
     """
     ready: dict[str, Tensor] = {}
@@ -187,7 +187,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
-    """The content of a regular file; a pipe or device in its place cannot hold the caller.
+    """Return the content of a regular file; a pipe or device in its place does not block.
 
     Raises:
         OSError: It cannot be read.
@@ -210,12 +210,12 @@ def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
 
 @contextmanager
 def claimed_directory(name: Callable[[], Path]) -> Iterator[Path]:
-    """A new directory that :func:`remove_leftovers` of other processes lets alone.
+    """A new directory that :func:`remove_leftovers` of other processes does not remove.
 
-    It carries a lock that the system takes away when the process ends, however it ends.
+    It carries a lock that the system releases when the process ends, however it ends.
 
     Args:
-        name: Gives a path that does not exist.
+        name: Returns a path that does not exist.
     """
     while True:
         path = name()
@@ -243,16 +243,16 @@ def _is_still(path: Path, fd: int) -> bool:
 
 
 class DirectoryLock:
-    """One live run's claim to a directory, which the system takes away with the process.
+    """A live run's exclusive claim to a directory; the system releases it with the process.
 
-    It is an advisory lock of the directory itself (flock(2)) and leaves no file behind. On a
-    file system without such locks, as some network file systems are, it holds nobody off.
+    It is an advisory lock of the directory itself (flock(2)) and leaves no file behind. It has
+    no effect on a file system without such locks, such as some network file systems.
 
     Args:
         path: The directory, which is made if needed.
 
     Raises:
-        CheckpointError: Another live run has it, in this process or another.
+        CheckpointError: Another live run holds it, in this process or another.
         OSError: The directory cannot be made or opened.
     """
 
@@ -276,7 +276,7 @@ class DirectoryLock:
         self._release = weakref.finalize(self, _unlock, fd)
 
     def release(self) -> None:
-        """Give the directory up. Idempotent; from any thread."""
+        """Release the directory. Idempotent; may be called from any thread."""
         self._release()
 
 
@@ -297,7 +297,7 @@ def _lock(fd: int, *, wait: bool) -> bool:
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
-    """Remove directories of this prefix whose process is gone; on a file system without
+    """Remove directories with this prefix whose process has ended; on a file system without
     locks, none. What cannot be removed stays."""
     with suppress(OSError):
         for path in list(directory.iterdir()):

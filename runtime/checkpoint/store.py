@@ -56,7 +56,7 @@ _TEMPORARY = ".unfinished-"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """A checkpoint's directory; the newest is the largest.
+    """A checkpoint's directory; a newer one compares as larger.
 
     Attributes:
         serial: Grows by one with each checkpoint in the directory, whatever its step.
@@ -72,7 +72,7 @@ class Entry:
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint's directory may be called so."""
+    """Whether this is a valid name for a checkpoint's directory."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -94,17 +94,17 @@ def entries(directory: Path) -> list[Entry]:
 def write_checkpoint(directory: Path, data: CheckpointData) -> Path:
     """Write a checkpoint into a directory, which is made if needed.
 
-    Files are written under a temporary name, flushed and then renamed: whatever happens at
-    whatever moment, a directory under a checkpoint's name is complete. Blocks until it is on
-    the disk. Several threads and processes may write into one directory.
+    Files are written under a temporary name, flushed and then renamed, so a directory with a
+    checkpoint's name is always complete, even after a crash. Blocks until it is on the disk.
+    Several threads and processes may write into one directory.
 
     Returns:
         The checkpoint's own directory, ``step-<batches>-epoch-<closed epochs>-<serial>``; one
-        made in the middle of an epoch has ``within`` in the place of ``epoch``.
+        made in the middle of an epoch has ``within`` instead of ``epoch``.
 
     Raises:
-        OSError, CheckpointError: It could not be written, or holds what a checkpoint cannot
-            hold, or ``directory`` is a checkpoint itself; nothing torn is left of it.
+        OSError, CheckpointError: It could not be written, its content is not supported, or
+            ``directory`` is a checkpoint itself; no incomplete checkpoint is left.
     """
     make_directory(directory)
     if (directory / MANIFEST).exists():
@@ -193,8 +193,8 @@ def _publish(directory: Path, temporary: Path, data: CheckpointData) -> Path:
 
 
 def looks_complete(path: Path) -> bool:
-    """Whether a checkpoint's files are there in the sizes that its manifest names; their
-    content is not read."""
+    """Whether a checkpoint's files exist with the sizes in its manifest; their content is not
+    read."""
     try:
         manifest = Manifest.from_bytes(read_regular(path / MANIFEST, MAX_BYTES))
         return all((path / n).stat().st_size == size for n, (size, _) in manifest.files.items())
@@ -203,11 +203,11 @@ def looks_complete(path: Path) -> bool:
 
 
 def remove_old(directory: Path, keep: int) -> None:
-    """Remove what is older than the newest ``keep`` complete checkpoints.
+    """Remove all checkpoints older than the newest ``keep`` complete ones.
 
-    Those made in the middle of an epoch and those made at an end are counted apart. A
-    checkpoint loses its name before its files, so that none is ever half there. What cannot be
-    removed is logged and stays.
+    Those made in the middle of an epoch and those made at its end are counted separately. A
+    checkpoint is renamed before its files are removed, so none is ever seen incomplete. What
+    cannot be removed is logged and stays.
     """
     num_kept = {False: 0, True: 0}
     for entry in entries(directory):
@@ -240,7 +240,7 @@ class Loaded:
     Attributes:
         data: Its content, in memory of its own.
         path: Its directory.
-        refused: Newer ones that were torn or altered, each with its file and the reason.
+        refused: Newer ones that were incomplete or altered, each with its file and the reason.
     """
 
     data: CheckpointData
@@ -249,7 +249,7 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """The directory's own name."""
+        """The last part of the directory's path."""
         return self.path.name
 
 
@@ -259,18 +259,18 @@ def load_newest(
     missing_ok: bool = False,
     check: Callable[[CheckpointData], None] | None = None,
 ) -> Loaded | None:
-    """Read the newest complete checkpoint. Blocks; needs memory for it and for its largest
-    file once more.
+    """Read the newest complete checkpoint. Blocks; needs memory for it and for a second copy
+    of its largest file.
 
-    A checkpoint that is torn or altered anywhere, or whose content ``check`` refuses, is
-    refused with a warning that names the file, and the one before it is taken. A file is
-    parsed only after its SHA-256 agreed, and pickles only with ``weights_only=True``: nothing in
-    them is ever called. Links in the directory are not followed; ``path`` itself may be one.
+    A checkpoint that is incomplete or altered, or whose content ``check`` refuses, is skipped
+    with a warning that names the file, and the one before it is tried. A file is parsed only
+    after its SHA-256 matched, and pickles only with ``weights_only=True``: no code in them is
+    ever called. Links in the directory are not followed; ``path`` itself may be one.
 
     Args:
         path: A directory of checkpoints, or one checkpoint's own.
-        missing_ok: Give ``None`` where there is no checkpoint, whole or torn.
-        check: Raises ``ValueError`` where the content cannot be gone on from.
+        missing_ok: Return ``None`` if there is no checkpoint at all, complete or not.
+        check: Raises ``ValueError`` if a run cannot resume from the content.
 
     Raises:
         CheckpointError: There is none, or every one was refused; each is named.
@@ -423,17 +423,17 @@ def save_once(path: str | Path, data: CheckpointData) -> Path:
         The checkpoint's own directory in it.
 
     Raises:
-        OSError, CheckpointError: It could not be written; nothing torn is left of it.
+        OSError, CheckpointError: It could not be written; no incomplete checkpoint is left.
     """
     return write_checkpoint(Path(path), data)
 
 
 class CheckpointWriter:
-    """Writes what it is given, one at a time, from a thread that lives as long as there is
-    something to write.
+    """Writes checkpoints one at a time, in a thread that lives as long as there is something
+    to write.
 
-    Every method may be called from any thread. A failure is logged and counted; it stops
-    nothing, and later checkpoints are written as if it had not been.
+    Every method may be called from any thread. A failure is logged and counted; later
+    checkpoints are written all the same.
 
     Args:
         directory: Where checkpoints go; made with the first.
@@ -444,7 +444,7 @@ class CheckpointWriter:
         num_written: Checkpoints on the disk.
         num_failed: Checkpoints that could not be written.
         num_superseded: Checkpoints that a newer one replaced while they waited.
-        last_error: What the last failure was, if any.
+        last_error: The last failure, if any.
         newest: Directory of the last one written.
     """
 
@@ -467,7 +467,7 @@ class CheckpointWriter:
         """Keep other runs out of the directory until this writer is closed and done.
 
         Raises:
-            CheckpointError: Another live run has it.
+            CheckpointError: Another live run holds it.
         """
         try:
             self._lock = DirectoryLock(self.directory)
@@ -475,9 +475,9 @@ class CheckpointWriter:
             logger.warning("%s cannot be locked against other runs: %s", self.directory, error)
 
     def submit(self, data: CheckpointData) -> None:
-        """Write this as soon as what is being written is done. Returns at once.
+        """Queue this checkpoint behind the one being written. Returns at once.
 
-        A checkpoint that still waits is replaced by one of its sort, within an epoch or not.
+        It replaces a waiting checkpoint of the same kind (within an epoch, or at its end).
         After :meth:`close` it counts as failed.
         """
         with self._condition:
@@ -552,15 +552,15 @@ class CheckpointWriter:
             self._lock.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything submitted is written or has failed; False: not in time."""
+        """Wait until everything submitted is written or has failed; ``False``: not in time."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._busy, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more, and wait for what was submitted. Idempotent.
+        """Accept no more checkpoints, and wait for those submitted. Idempotent.
 
         Returns:
-            False if it was not done in time: the thread goes on, and ends with its work.
+            ``False`` if they were not written in time: the thread ends when they are.
         """
         with self._condition:
             self._closed = True

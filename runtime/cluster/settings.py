@@ -30,12 +30,12 @@ def connect_torchft(options: EngineOptions, offer: Callable[[], State]) -> Engin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """How this machine takes part in a cluster.
+    """Settings of this machine in a cluster.
 
     Attributes:
-        engine: How to reach the others.
+        engine: How to reach the other machines.
         period_s: Seconds from one round between machines to the next.
-        outer: What they make of the mean of what all have trained.
+        outer: Optimizer that applies the mean of the machines' changes.
         connect: Makes the engine.
     """
 
@@ -47,7 +47,7 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         check_float("cluster(period=)", self.period_s, 0.0, above=True)
         if self.period_s >= JOIN_TIMEOUT_S:
-            # What the lighthouse was started with, it tells nobody.
+            # The lighthouse does not report the settings that it was started with.
             logger.warning(
                 "cluster(period=%g) is not below the %g s for which a lighthouse waits by default "
                 "for machines that still train: start it with --join-timeout %g, or rounds leave "
@@ -70,11 +70,11 @@ class ClusterSettings:
         environ: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> ClusterSettings:
-        """Settings, those that are ``None`` from the environment or by default.
+        """Make the settings; an argument that is ``None`` comes from the environment or a default.
 
         Raises:
             ValueError: A value is missing or out of range, or several processes were started to
-                train in lockstep, which then would each wait for the restart of all.
+                train in lockstep: each would then wait until all are restarted.
         """
         found = os.environ if environ is None else environ
         if found.get("TORCHELASTIC_RUN_ID") and _joint(found):

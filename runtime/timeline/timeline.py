@@ -35,27 +35,27 @@ MAX_POLL_S = 3600.0
 class Timeline:
     """Records one run: attach it with ``.timeline(tl)`` before ``.run()``.
 
-    A loop of the user's own takes it by ``DdpConfig(timeline=tl)``: its lanes hold forward,
+    For a loop of your own, pass it as ``DdpConfig(timeline=tl)``. Its lanes then hold forward,
     backward, reductions, steps and waits of each replica until the model is closed, and the
-    coordinator's lane counts alone.
+    coordinator's lane only counts.
 
-    Each rank counts its time by cause, without sampling; events (epochs, chunks, steps,
-    averagings, waits and so on) are kept in rings of bounded size, of which the oldest give
-    way and are counted. The load of the process is read every ``poll_s`` seconds, its memory twice
-    a second and load and memory of the whole machine once a second at most, by a daemon thread
-    that ends with the run.
+    Each rank counts its time by cause, without sampling. Events (epochs, chunks, steps,
+    averagings, waits and so on) are kept in rings of bounded size, which drop the oldest and
+    count them. A daemon thread reads the load of the process every ``poll_s`` seconds, its
+    memory twice a second, and load and memory of the whole machine at most once a second. It
+    ends with the run.
 
-    Every method may be called from any thread, while the run goes on or after its end,
-    whatever that was. A run that failed or was stopped leaves what was recorded until then.
+    Every method may be called from any thread, during the run or after its end. If the run
+    failed or was stopped, all that was recorded until then is kept.
 
     Args:
         poll_s: Seconds between two readings of the machine's load, 0.001 to 3600.
-        max_events: Events kept of each sort and rank (about 200 bytes each).
-        min_gap_s: Gaps shorter than this are counted, but are no events of their own.
-        step_interval_s: Of each rank's steps, one in so long is an event.
+        max_events: Events kept of each kind and rank (about 200 bytes each).
+        min_gap_s: Gaps shorter than this, in seconds, are counted but make no events.
+        step_interval_s: At most one step of a rank in this many seconds becomes an event.
 
     Raises:
-        TypeError, ValueError: A setting is no number or out of range.
+        TypeError, ValueError: A setting is not a number or out of range.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class Timeline:
     def begin(
         self, facts: RunFacts, devices: Sequence[torch.device], machine: Coordinator | None
     ) -> CoordinatorLane:
-        """The run begins; called once, before its threads start.
+        """Begin the record of a run; called once, before its threads start.
 
         Args:
-            facts: What is known of it.
-            devices: Of its ranks.
+            facts: What is known of the run.
+            devices: The device of each rank.
             machine: Its coordinator; ``None``: a loop of the user's own, which has none.
 
         Returns:
-            Who is to observe the coordinator.
+            The observer for the coordinator.
 
         Raises:
             ValueError: Another run was begun.
@@ -132,25 +132,25 @@ class Timeline:
             return self._coordinator
 
     def lane(self, rank: int) -> Lane:
-        """Where a rank notes what it does."""
+        """The lane in which a rank records what it does."""
         return self._written[rank]
 
     def count(self, rank: int, num_batches: int, num_samples: int) -> None:
-        """A rank of a loop without a coordinator has trained; for one thread at a time."""
+        """Count what a rank of a loop without a coordinator trained; for one thread at a time."""
         if self._coordinator is not None:
             self._coordinator.count(rank, num_batches, num_samples, time.monotonic())
 
     def count_averaging(self) -> None:
-        """The ranks of a loop without a coordinator have reduced gradients; likewise."""
+        """Count a reduction of gradients in a loop without a coordinator; likewise."""
         if self._coordinator is not None:
             self._coordinator.num_averagings += 1
 
     def built(self, model: object) -> None:
-        """The model is there; its class gives the run a name."""
+        """Record the model's class, which names the run."""
         self._model = one_line(type(model).__name__)
 
     def finish(self, *, stopped: bool, error: BaseException | None) -> None:
-        """The run is over; called once its threads have ended. Idempotent."""
+        """End the record; called when the run's threads have ended. Idempotent."""
         with self._lock:
             if self._state != "running":
                 return
@@ -169,7 +169,7 @@ class Timeline:
             poller.stop()
 
     def summary(self) -> TimelineSummary:
-        """The run in numbers, up to now or of all of it."""
+        """Summarize the run in numbers, up to now or as a whole."""
         coordinator, facts = self._coordinator, self._facts
         if coordinator is None or facts is None:
             return TimelineSummary(state=self._state)
@@ -212,20 +212,20 @@ class Timeline:
         )
 
     def idle_gaps(self, min_s: float = 0.0) -> list[IdleGap]:
-        """Stretches in which a rank did not train, longest first.
+        """Intervals in which a rank did not train, longest first.
 
-        Only those that the ring still holds and that took ``min_gap_s`` or longer; the
-        totals of :meth:`summary` hold all.
+        Includes those that the ring still holds and that took ``min_gap_s`` or longer; the
+        totals of :meth:`summary` include all.
 
         Args:
-            min_s: Leave shorter ones out.
+            min_s: Leave out shorter ones, in seconds.
         """
         found = [gap for lane in self._lanes for gap in lane.gaps(self._start, self._end)]
         found = [gap for gap in found if gap.duration_s >= min_s]
         return sorted(found, key=lambda gap: (-gap.duration_s, gap.rank, gap.start_s))
 
     def events(self) -> list[Event]:
-        """All events that are kept, of all ranks and the coordinator, in order."""
+        """All events still kept, of all ranks and the coordinator, in order."""
         found, _ = self.read()
         if self._facts is not None:
             args = {"state": self._state, "policy": self._facts.policy}
@@ -239,8 +239,8 @@ class Timeline:
     ) -> tuple[list[Event], dict[str, tuple[int, ...]]]:
         """The events that were added since the last call, in the order of their ends.
 
-        For whoever follows a run: reading takes no lock and wakes nobody. An event is
-        added when it is over. What the rings lose between two calls is not told.
+        Use it to follow a run: it takes no lock and wakes no thread. An event is added when it
+        is over. Events that the rings drop between two calls are not reported.
 
         Args:
             cursor: From the last call; ``None`` at first.
@@ -263,7 +263,7 @@ class Timeline:
         return sorted(found, key=lambda event: event.end_s), after
 
     def epochs(self, since: int = 0) -> list[EpochRecord]:
-        """The closed epochs, without the first ``since`` of them."""
+        """The closed epochs, without the first ``since``."""
         return [] if self._coordinator is None else self._coordinator.epochs(since)
 
     def profile(self, rank: int) -> tuple[float, list[Row]]:
@@ -271,7 +271,7 @@ class Timeline:
 
         Returns:
             Width of a bin in seconds, and for each bin the seconds by cause, in the order
-            of :class:`Cause`; at most 1,024 bins, of which the last may be cut.
+            of :class:`Cause`; at most 1,024 bins, the last of which may be shorter.
         """
         return self._lanes[rank].bins(self._start + self._elapsed())
 
@@ -282,10 +282,10 @@ class Timeline:
         return [(t - self._start, n) for t, n in self._coordinator.anchor_curve.read()]
 
     def throughput(self, num_points: int = 60) -> tuple[float, list[Row]]:
-        """Samples/s of each rank over the run, as the coordinator was told.
+        """Samples/s of each rank over the run, as reported to the coordinator.
 
         Args:
-            num_points: At most so many spans of time.
+            num_points: Largest number of spans of time.
 
         Returns:
             Width of a span in seconds, and for each span the samples/s of each rank.
@@ -295,7 +295,7 @@ class Timeline:
         return self._coordinator.rates(self._start + self._elapsed(), num_points)
 
     def resources(self) -> tuple[tuple[str, ...], list[Row]]:
-        """Names of what was read of the machine, and ``(seconds, *values)`` for each reading."""
+        """Names of the machine's measured values, and ``(seconds, *values)`` for each reading."""
         if self._poller is None:
             return (), []
         rows = [(row[0] - self._start, *row[1:]) for row in self._poller.rows()]
@@ -311,20 +311,20 @@ class Timeline:
         write_text(path, trace_text(self))
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write everything as one JSON object; what is not finite becomes ``null``."""
+        """Write everything as one JSON object; numbers that are not finite become ``null``."""
         write_text(path, json_text(self))
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one table: totals by cause, epochs, events, gaps and readings, a row each."""
+        """Write one CSV table: totals by cause, epochs, events, gaps and readings, a row each."""
         write_text(path, csv_text(self))
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page that needs nothing else, and no network."""
+        """Write one HTML page that needs no other file and no network."""
         write_text(path, html_text(self))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file as a whole: whoever is interrupted leaves the one from before."""
+    """Write a whole file; if interrupted, the old one stays."""
     target = os.fspath(path)
     beside = f"{target}.{os.getpid()}-{threading.get_ident()}.tmp"
     try:
