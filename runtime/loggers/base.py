@@ -47,14 +47,14 @@ def epoch_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
 
 
 def step_values(metrics: StepMetrics) -> Iterator[tuple[str, Number]]:
-    """The numbers of some steps, by name, as far as they are known."""
+    """The numbers of some steps, by name; unknown ones are left out."""
     for name in STEP_FIELDS:
         if not math.isnan(value := getattr(metrics, name)):
             yield name, value
 
 
 def rank_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
-    """The numbers of each rank, by name; throughput in samples for each second of computing."""
+    """The numbers of each rank, by name; throughput in samples per second of computing."""
     for rank in metrics.per_rank:
         share = metrics.per_rank_batch_share[rank.rank]
         values = (rank.num_samples, rank.throughput, share)
@@ -66,9 +66,9 @@ _RUNS = threading.Lock()  # of the counts of all loggers, for a moment each
 
 
 class RunLogger(Closing):
-    """What a run closes when it is over, if it was given it as ``metrics_fn``.
+    """A logger that the run closes at its end, if passed as ``metrics_fn``.
 
-    A logger that several runs share is closed with the last of them. Any thread may call it.
+    A logger shared by several runs is closed with the last of them. Any thread may call it.
     """
 
     _num_runs = 0
@@ -78,7 +78,7 @@ class RunLogger(Closing):
         raise NotImplementedError
 
     def begin_run(self) -> None:
-        """A run will call it; called by the run."""
+        """Register a run that will use the logger; called by the run."""
         with _RUNS:
             self._num_runs += 1
 
@@ -91,7 +91,7 @@ class RunLogger(Closing):
             self.close()
 
     def close(self) -> None:
-        """Let go of what is open. Idempotent; a later call opens it anew."""
+        """Close what is open. Idempotent; the next metrics open it again."""
 
 
 class Names:
@@ -122,17 +122,17 @@ class Names:
 
 
 class CombinedLogger(RunLogger):
-    """Hands metrics to several loggers or functions, for ``metrics_fn``.
+    """Passes metrics to several loggers or functions, for ``metrics_fn``.
 
-    One that raises is logged, and the others are called all the same. At the end of the run,
-    or by :meth:`close`, the loggers of this package among them, and of classes derived from
-    them, are closed; other functions and objects are left alone.
+    If one raises, the error is logged and the others are still called. The end of the run, or
+    :meth:`close`, closes the loggers of this package and of classes derived from them; other
+    functions and objects are left as they are.
 
     Args:
-        functions: Each as ``metrics_fn`` takes it, called in this order.
+        functions: Functions as for ``metrics_fn``, called in this order.
 
     Raises:
-        TypeError: One of them cannot be called.
+        TypeError: One of them is not callable.
     """
 
     def __init__(self, *functions: Callable[[Any], object]) -> None:
@@ -144,7 +144,7 @@ class CombinedLogger(RunLogger):
         self._functions = functions
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> bool:
-        """Call all of them; ``False``, which ends the run, if one returned ``False``."""
+        """Call all of them; return ``False``, which ends the run, if one returned ``False``."""
         goes_on = True
         for function in self._functions:
             try:
@@ -154,7 +154,7 @@ class CombinedLogger(RunLogger):
         return goes_on
 
     def begin_run(self) -> None:
-        """A run will call it, and so each of them; called by the run."""
+        """Register a run with each logger; called by the run."""
         for log in self._loggers():
             log.begin_run()
 
@@ -163,7 +163,7 @@ class CombinedLogger(RunLogger):
         self._each(lambda log: log.end_run())
 
     def close(self) -> None:
-        """Close each logger; one that raises is logged. Idempotent."""
+        """Close each logger; an error is logged. Idempotent."""
         self._each(lambda log: log.close())
 
     def _loggers(self) -> list[RunLogger]:
@@ -247,33 +247,32 @@ class _Table:
 
 
 class CsvLogger(RunLogger):
-    """Writes one row an epoch into a CSV file, for ``metrics_fn``.
+    """Writes one row per epoch into a CSV file, for ``metrics_fn``.
 
     With ``metrics_every`` or ``eval_every`` a second file, ``run.steps.csv`` beside ``run.csv``,
-    gets a row for each
-    :class:`~runtime.StepMetrics`: ``FIRST_STEP_COLUMNS`` and one for each scalar.
+    gets a row for each :class:`~runtime.StepMetrics`: ``FIRST_STEP_COLUMNS`` and a column for
+    each scalar.
 
     Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
     each rank (``rank0/num_samples``, ``rank0/throughput``, ``rank0/batch_share``),
-    ``divergence``, ``param_norm`` and ``learning_rate`` where they are known, and one for each
-    scalar under its own name. What appears later gets a new column at the end, for which the file
-    is written anew as a whole; rows without it have an empty cell. A name that a spreadsheet would
-    take for a formula, that has line breaks or is very long is made harmless.
+    ``divergence``, ``param_norm`` and ``learning_rate`` if known, and one for each scalar under
+    its own name. A value that first appears later gets a new column at the end; the whole file
+    is rewritten for it, and earlier rows have an empty cell. Names are escaped if a spreadsheet
+    would read them as a formula or if they have line breaks, and very long ones are cut.
 
-    A file that exists is gone on with: rows are added, none is ever taken away. Epochs that a
-    resumed run trains again therefore stand twice, and the later row counts. An epoch that
-    ``max_steps`` cuts has a row like any other, with fewer samples. The file is
-    opened for each row and closed again, so that ``close()`` has nothing to do and nothing is
-    lost; a row that a crash cut off is left, and the next one begins a line of its own. Any
-    thread may call it; two loggers must not share a file.
+    An existing file is continued: rows are added, none is ever removed. Epochs that a resumed
+    run trains again therefore have two rows, and the later one counts. An epoch cut short by
+    ``max_steps`` has a row like any other, with fewer samples. The file is opened and closed for
+    each row, so nothing is lost without ``close()``. A row cut off by a crash stays, and the next
+    one starts a new line. Any thread may call it; two loggers must not share a file.
 
     Args:
         path: The file; its directory is made if needed.
 
     Raises:
-        TypeError: The path is no path.
-        ValueError: The file is there and was not written by this class.
-        OSError: It cannot be written.
+        TypeError: ``path`` is not a path.
+        ValueError: The file exists and was not written by this class.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -287,10 +286,10 @@ class CsvLogger(RunLogger):
         self._steps = _Table(self.steps_path, FIRST_STEP_COLUMNS)
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> None:
-        """Write a row; on the disk, as far as the system goes, on return.
+        """Write a row; on return it has been passed to the operating system.
 
         Raises:
-            OSError: It could not be written; the next call tries anew.
+            OSError: It could not be written; the next call tries again.
         """
         scalars = metrics.scalars.copy()  # which others may write to meanwhile
         with self._lock:

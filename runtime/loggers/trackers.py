@@ -35,24 +35,24 @@ class TensorBoardLogger(RunLogger):
     Tags: ``epoch/avg_loss`` and the other numbers of the epoch, ``rank0/throughput`` and so
     on, and each scalar under its own name; the step is the epoch. Metrics within an epoch
     (``metrics_every``, ``eval_every``) go to ``steps`` in the directory, which TensorBoard shows as
-    a run of its own, under ``step/avg_loss`` and so on, over the batches of all ranks. Names with
-    line breaks or control characters are written with escapes, long ones are cut.
+    a separate run, under ``step/avg_loss`` and so on, over the batches of all ranks. Line breaks
+    and control characters in names are escaped, and long names are cut.
 
-    Each epoch is flushed when it is written, so that one that is never closed loses nothing.
-    The end of the run that has it as ``metrics_fn``, alone or in a :class:`CombinedLogger`,
-    ends the writers' threads; of several runs at once, the end of the last. So do :meth:`close`,
-    leaving a ``with`` block, the end of the object and of the process, which is for a logger
-    that a function of your own calls. A later call opens a file anew. A resumed run adds a
-    file of its own to the directory, and TensorBoard shows its epochs instead of those that
-    came after the checkpoint. Any thread may call it.
+    Each epoch is flushed when it is written, so nothing is lost without :meth:`close`. The
+    writers' threads end with the run whose ``metrics_fn`` this is, alone or in a
+    :class:`CombinedLogger`; with several runs at once, with the last. If a function of your own
+    calls the logger, they end with :meth:`close`, the ``with`` block, the object or the process.
+    A later call opens a new file. A resumed run adds its own file to the directory, and
+    TensorBoard shows its epochs instead of those that came after the checkpoint. Any thread may
+    call it.
 
     Args:
         log_dir: Directory of the event files; made if needed.
 
     Raises:
         ImportError: ``tensorboard`` is not installed.
-        TypeError: The path is no path.
-        ValueError: It is a file.
+        TypeError: ``log_dir`` is not a path.
+        ValueError: ``log_dir`` is a file.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -99,7 +99,7 @@ class TensorBoardLogger(RunLogger):
         return self._writers[folder]
 
     def close(self) -> None:
-        """End the writers' threads, which wait for the disk. Idempotent."""
+        """End the writers' threads when all is written to disk. Idempotent."""
         with self._lock:
             finalizers, self._finalizers, self._writers = self._finalizers, [], {}
         for finalizer in finalizers:
@@ -153,19 +153,19 @@ class WandbLogger(_TrackerLogger):
     """Writes metrics to a run of Weights & Biases, for ``metrics_fn``.
 
     ``epoch/avg_loss`` and the other numbers of an epoch, ``rank0/throughput`` and so on, and each
-    scalar under its own name are drawn over ``epoch``; metrics within an epoch
-    (``metrics_every``, ``eval_every``), ``step/avg_loss``, ``step/<scalar>`` and so on, over
-    ``step``, the batches of all ranks.
+    scalar under its own name are plotted over ``epoch``. Metrics within an epoch
+    (``metrics_every``, ``eval_every``) are plotted over ``step``, the batches of all ranks, as
+    ``step/avg_loss``, ``step/<scalar>`` and so on.
 
     Args:
-        run: A run that you began with ``wandb.init``, and finish yourself. ``None``: the one in
-            progress when the first metrics come, else one that is begun then and finished with
-            the training run, or by :meth:`close`.
-        settings: Of ``wandb.init``, for a run that is begun here: ``project="digits"``.
+        run: A run that you started with ``wandb.init``, and finish yourself. ``None``: the run
+            that is active when the first metrics arrive. Without one, the logger starts a run,
+            and finishes it with the training run or by :meth:`close`.
+        settings: Arguments of ``wandb.init`` for a run started here: ``project="digits"``.
 
     Raises:
         ImportError: ``wandb`` is not installed.
-        TypeError: Settings for a run that is there already.
+        TypeError: Settings were given together with ``run``.
     """
 
     def __init__(self, run: Any = None, **settings: Any) -> None:
@@ -199,7 +199,7 @@ class WandbLogger(_TrackerLogger):
         return self._run
 
     def close(self) -> None:
-        """Finish the run that was begun here. Idempotent; a later call begins another."""
+        """Finish the run that was started here. Idempotent; a later call starts another."""
         with self._lock:
             run, self._run = self._run, None
         if run is not None and self._is_own:
@@ -209,15 +209,15 @@ class WandbLogger(_TrackerLogger):
 class MlflowLogger(_TrackerLogger):
     """Writes metrics to a run of MLflow, for ``metrics_fn``.
 
-    Names are those of :class:`WandbLogger`. The step of an epoch's numbers is the epoch; that of
-    numbers within an epoch is the batches of all ranks.
+    Names are those of :class:`WandbLogger`. The step of an epoch's numbers is the epoch; the
+    step of numbers within an epoch is the number of batches of all ranks.
 
     Args:
-        run_id: A run that you began, and end yourself. ``None``: the active run of the thread
-            that calls this, else one that is begun with the first metrics and ended with the
-            training run, or by :meth:`close`; a later call goes on with it.
-        experiment: Name of the experiment of a run that is begun here; made if needed.
-        tracking_uri: Of the server or store; ``None``: MLflow's own.
+        run_id: A run that you started, and end yourself. ``None``: the active run of the thread
+            that makes the logger. Without one, the logger starts a run with the first metrics
+            and ends it with the training run or by :meth:`close`; a later call resumes it.
+        experiment: Name of the experiment of a run started here; made if needed.
+        tracking_uri: Address of the server or store; ``None``: MLflow's default.
 
     Raises:
         ImportError: ``mlflow`` is not installed.
@@ -257,7 +257,7 @@ class MlflowLogger(_TrackerLogger):
         return str(found.experiment_id)
 
     def close(self) -> None:
-        """End the run that was begun here. Idempotent."""
+        """End the run that was started here. Idempotent."""
         with self._lock:
             is_open, self._is_open = self._is_open, False
         if is_open:

@@ -21,41 +21,41 @@ MAX_POLL_S = 3600.0
 
 
 class Monitor(Closing):
-    """A page that shows a run while it goes on: attach it with ``handle.attach(monitor)``.
+    """A web page that shows a live run: attach it with ``handle.attach(monitor)``.
 
-    The page has the state, epoch, progress and time left, the curves of loss and scalars, a
-    panel for each rank, the anchor, the load of the machine and events as they come. A run
-    with ``.timeline(Timeline())`` also shows what each rank's time goes to, and what happened
-    before the monitor was attached; without one, the page has what the coordinator counts.
+    The page shows the state, epoch, progress and time left, the curves of loss and scalars, a
+    panel for each rank, the anchor, the load of the machine and live events. For a run with
+    ``.timeline(Timeline())`` it also shows how each rank spends its time, and what happened
+    before the monitor was attached; without one, it shows what the coordinator counts.
 
-    The server runs from here until :meth:`close`, the end of the ``with`` block, of this
-    object or of the process, in a daemon thread of its own. It goes on when the run has
-    ended, so that the page can still be opened; a handle keeps the monitors attached to it.
-    One monitor shows one run at a time: once that has ended, another may be attached, whose
-    page takes the place of the first. A run may have several monitors.
+    The server runs in its own daemon thread from here until :meth:`close`, the end of the
+    ``with`` block, of this object or of the process. It keeps running after the run has ended,
+    so the page can still be opened; a handle keeps the monitors attached to it. One monitor
+    shows one run at a time: when that run has ended, another may be attached, whose page
+    replaces the first. A run may have several monitors.
 
-    Every page gets the whole history first, at each reload; one that reads too slowly gets
-    it again instead of what it missed. Nothing in the run waits for a page or the server,
-    and a fault in here is logged once and ends nothing else.
+    Every page gets the whole history first, at each reload; a page that reads too slowly gets
+    it again instead of what it missed. The run never waits for a page or the server. A fault
+    in the monitor is logged once and affects nothing else.
 
-    The server answers to reading alone, and only where a request names a host it knows: those
-    of this machine's loopback, ``host`` and ``allowed_hosts``. Whoever can reach it can read
-    the page: there is no password. Where ``host`` is not the loopback, that is anybody on the
-    network; an SSH tunnel (``ssh -L 8080:localhost:8080 machine``) is the better way.
+    The server only answers read requests, and only if the request names a known host: this
+    machine's loopback, ``host`` or one of ``allowed_hosts``. There is no password: anyone who
+    can reach the server can read the page. If ``host`` is not the loopback, that is anyone on
+    the network; an SSH tunnel (``ssh -L 8080:localhost:8080 machine``) is safer.
 
     Every method may be called from any thread.
 
     Args:
-        port: Where to listen; 0 picks one that is free, which the attribute ``port`` then tells.
+        port: Port to listen on; 0 picks a free one, which the attribute ``port`` then holds.
         host: Address or name of this machine to listen on.
-        allowed_hosts: Names and addresses, without port, under which the page may be opened
-            beside those; ``"*"`` allows all.
-        poll_s: Seconds between two looks at the run, 0.05 to 3600.
+        allowed_hosts: Further names and addresses, without port, under which the page may be
+            opened; ``"*"`` allows all.
+        poll_s: Seconds between two readings of the run, 0.05 to 3600.
 
     Attributes:
-        host: Where it listens.
-        port: Where it listens; never 0.
-        url: What to open in a browser.
+        host: Address or name that it listens on.
+        port: Port that it listens on; never 0.
+        url: Address to open in a browser.
 
     Raises:
         ImportError: The extra ``monitor`` is not installed.
@@ -100,7 +100,7 @@ class Monitor(Closing):
 
         Raises:
             RuntimeError: The monitor is closed.
-            ValueError: It shows another run, which goes on.
+            ValueError: It shows another run that is not over.
         """
         with self._lock:
             if not self._close.alive:
@@ -114,16 +114,16 @@ class Monitor(Closing):
             self._server.follow(run)
 
     def run_ended(self) -> None:
-        """The run is over; called by its handle. Returns at once."""
+        """Note that the run is over; called by its handle. Returns at once."""
         with self._lock:
             if self._run is not None and self._run.end() is not None:
                 self._run = None
         self._server.look()
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the page, as it is now, as one file that needs nothing else (about 5 MB).
+        """Write the current page as one file that needs no other (about 5 MB).
 
-        Also after the end and after :meth:`close`.
+        Works after the end of the run and after :meth:`close`, too.
 
         Raises:
             OSError: It cannot be written.
@@ -132,8 +132,8 @@ class Monitor(Closing):
         write_text(path, page.saved_page(self._feed.history()))
 
     def close(self) -> None:
-        """End the server; open pages are told. Idempotent.
+        """Stop the server and notify open pages. Idempotent.
 
-        Blocks until its thread has ended: for a second at most where a page reads slowly.
+        Blocks until its thread has ended: at most a second if a page reads slowly.
         """
         self._close()

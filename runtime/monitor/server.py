@@ -30,14 +30,14 @@ _NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
 
 
 def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """The host names that a request may ask for, in lower case; ``*`` stands for all.
+    """The host names that a request may name, in lower case; ``*`` stands for all.
 
     Args:
-        host: What the server is bound to.
-        more: What the user adds.
+        host: The host that the server is bound to.
+        more: Names that the user adds.
 
     Raises:
-        TypeError: It is one text, or holds something else than texts.
+        TypeError: ``more`` is one string, or holds something other than strings.
         ValueError: A name is empty, or has a scheme or a port.
     """
     if isinstance(more, str):
@@ -82,7 +82,7 @@ def host_name(header: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound to this host."""
+    """Whether only this machine can reach a server bound to this host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -90,11 +90,11 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
+    """Open a socket that listens on this host and port.
 
     Args:
         host: A name or address of this machine.
-        port: 0 picks one that is free.
+        port: The port; 0 picks a free one.
 
     Raises:
         OSError: The port is in use or may not be used, or the host is not this machine's;
@@ -158,7 +158,7 @@ class Viewer:
         self._changed.set()
 
     def close(self) -> None:
-        """Send what is waiting and no more."""
+        """Send what is waiting, then nothing more."""
         self._closed = True
         self._changed.set()
 
@@ -209,16 +209,16 @@ _FOR_GOOD = "private, max-age=31536000, immutable"
 
 
 class Server:
-    """Serves one page and what it shows, and looks at the run in between.
+    """Serves one page and its data, and reads the run at intervals.
 
-    The thread holds this object, and this object neither the monitor nor, once the run is
-    over, the run.
+    The thread holds a reference to this object. This object holds none to the monitor and,
+    once the run is over, none to the run.
 
     Args:
-        listener: Where requests come in; closed with the server.
+        listener: The socket for requests; closed with the server.
         names: Host names to which it answers.
-        feed: What the pages show.
-        poll_s: Seconds between two looks at the run.
+        feed: The data that the pages show.
+        poll_s: Seconds between two readings of the run.
     """
 
     def __init__(
@@ -262,11 +262,11 @@ class Server:
         self._send(lambda: self._begin(run))
 
     def look(self) -> None:
-        """Look at the run now. Returns at once; from any thread."""
+        """Read the run now. Returns at once; may be called from any thread."""
         self._send(lambda: self._due.set())
 
     def look_now(self, timeout_s: float = LOOK_S) -> None:
-        """Look at the run, and wait until that is done or takes too long; from any thread."""
+        """Read the run, and wait until that is done or times out; from any thread."""
         done = threading.Event()
 
         def look() -> None:
@@ -279,10 +279,9 @@ class Server:
             done.wait(timeout_s)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Tell the pages, end the thread and wait for it. Idempotent.
+        """Notify the pages, end the thread and wait for it. Idempotent.
 
-        In the server's own thread, as when the collector of cycles runs there, it does not
-        wait.
+        Does not wait in the server's own thread, where the garbage collector may call it.
         """
         with self._lock:
             self._stopped = True
@@ -292,12 +291,12 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether it serves."""
+        """Whether the server is running."""
         return self._thread.is_alive()
 
     @property
     def num_connections(self) -> int:
-        """How many are open, whatever they are for; from any thread."""
+        """Number of open connections of any kind; from any thread."""
         connections = self._connections
         return 0 if connections is None else len(connections)
 
