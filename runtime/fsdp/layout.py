@@ -32,7 +32,7 @@ class ShardingStrategy(Enum):
     Attributes:
         FULL_SHARD: Its shard of parameters, gradients and optimizer state (ZeRO-3).
         SHARD_GRAD_OP: All parameters, and its shard of gradients and optimizer state (ZeRO-2).
-        NO_SHARD: All of everything, as ``DistributedDataParallel`` does.
+        NO_SHARD: All parameters, gradients and optimizer state, like ``DistributedDataParallel``.
         HYBRID_SHARD: As ``FULL_SHARD`` between the ranks of a node; the nodes are replicas.
     """
 
@@ -43,7 +43,7 @@ class ShardingStrategy(Enum):
 
     @property
     def frees_parameters(self) -> bool:
-        """Whether full parameters exist in forward and backward only."""
+        """Whether full parameters exist only in forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 

@@ -36,12 +36,12 @@ from runtime.replica.reducer import weigh_
 
 
 def guard(output: Any, parameters: Parameters) -> None:
-    """Makes a backward fail that comes when the parameters of its forward are gone.
+    """Makes a backward fail if the parameters of its forward have been freed.
 
     Args:
-        output: What forward gave: a tensor, or tensors in tuples, lists and mappings; others
+        output: Output of forward: a tensor, or tensors in tuples, lists and mappings; others
             are not guarded.
-        parameters: What it used.
+        parameters: The parameters that forward used.
     """
     generation = parameters.generation
 
@@ -79,8 +79,8 @@ def _make_parameters(
 class FSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are sharded over the ranks.
 
-    The algorithm is ZeRO's (Rajbhandari et al., 2020). Each rank builds its own in its own
-    thread, with a module of its own, and all ranks call the same methods in the same order::
+    The algorithm is ZeRO's (Rajbhandari et al., 2020). Each rank builds its own wrapper in its
+    own thread, with its own module. All ranks call the same methods in the same order::
 
         fsdp = FSDP(Net(), collective)
         optimizer = torch.optim.AdamW(fsdp.parameters())
@@ -90,65 +90,65 @@ class FSDP(nn.Module):
             fsdp.sync_gradients()               # the mean over the ranks
             fsdp.clip_grad_norm_(1.0)           # not torch.nn.utils.clip_grad_norm_
             optimizer.step()
-            fsdp.broadcast_updated_params()     # does something for SHARD_GRAD_OP alone
+            fsdp.broadcast_updated_params()     # only needed for SHARD_GRAD_OP
 
-    Wrapping, ``forward``, ``sync_gradients`` and whatever is called a collective call below
-    block until all ranks have made them, at most for the collective's time limit. Work runs on
-    the stream that is current in the calling thread.
+    Wrapping, ``forward``, ``sync_gradients`` and every method called a collective call below
+    block until all ranks have called them, at most for the collective's time limit. Work runs
+    on the stream that is current in the calling thread.
 
-    **Errors.** A failure inside a collective call aborts the collective, so that nobody waits. A
-    misuse that is seen before anything is exchanged, and an exception that the module raises,
-    change nothing if all ranks meet them: all may go on. If only some do, the collective is
+    **Errors.** A failure inside a collective call aborts the collective, so that no rank waits.
+    A misuse found before anything is exchanged, or an exception of the module, changes nothing
+    if all ranks raise it: all may continue. If only some ranks raise it, the collective is
     aborted at once, and the other ranks raise ``CollectiveAborted``, which names a rank that
-    failed. Wrong arguments abort nothing: call again with right ones. Of what is raised outside
-    this object's methods, in backward for instance, it knows nothing: a rank that leaves its loop
-    by an exception must close or abort its collective, which wakes the others.
+    failed. Wrong arguments abort nothing: call again with right ones. The wrapper does not see
+    exceptions outside its methods, in backward for instance: a rank that leaves its loop by an
+    exception must close or abort its collective, which wakes the others.
 
-    **Parameters.** ``parameters()`` yields this rank's shards: one-dimensional, of each
-    parameter one, some of them empty where a parameter has fewer elements than there are ranks.
-    They are views of one flat tensor for each dtype. For ``NO_SHARD`` they are the module's
-    own. Build the optimizer from them, after wrapping. Tied parameters are one parameter and
-    stay tied; frozen ones are sharded too, and get no gradient; dtypes may be mixed. Rank 0's
-    parameters and buffers become everybody's. Buffers are not sharded; each rank updates its
-    own, :meth:`sync_buffers` and :meth:`full_state_dict` take rank 0's.
+    **Parameters.** ``parameters()`` yields this rank's shards: a one-dimensional tensor for each
+    parameter, some of them empty if a parameter has fewer elements than there are ranks. They
+    are views of one flat tensor for each dtype. For ``NO_SHARD`` they are the module's own.
+    Build the optimizer from them, after wrapping. Tied parameters are one parameter and stay
+    tied; frozen ones are sharded too, and get no gradient; dtypes may be mixed. All ranks start
+    with rank 0's parameters and buffers. Buffers are not sharded; each rank updates its own,
+    while :meth:`sync_buffers` and :meth:`full_state_dict` take rank 0's.
 
     **Memory.** Under ``FULL_SHARD`` and ``HYBRID_SHARD`` the full parameters exist from
-    ``forward`` until :meth:`sync_gradients`, or until the end of ``forward`` where gradients are
-    disabled. Backward keeps them and does not gather again: the whole module is one unit, so that
-    all of them were needed at the start of backward anyway. The peak of a rank is thus its
-    shards, full parameters, full gradients and activations; :meth:`sync_gradients` frees the
+    ``forward`` until :meth:`sync_gradients`, or until the end of ``forward`` if gradients are
+    disabled. Backward keeps them and does not gather again: the whole module is one unit, so
+    all of them are needed at the start of backward anyway. The peak of a rank is thus its
+    shards, full parameters, full gradients and activations. :meth:`sync_gradients` frees the
     full parameters before it reduces, and each full gradient once it is reduced. Wrap
     evaluation in ``torch.no_grad()``, or call :meth:`reshard` after it.
 
-    **Gradients** are averaged over all ranks, with equal weights or those
-    of :meth:`sync_gradients`. They add up over several
-    backward passes, and over several calls of :meth:`sync_gradients` until ``zero_grad``.
-    Full gradients that were not synced are dropped by :meth:`zero_grad` of this object and by
-    :meth:`reshard`, not by the optimizer's ``zero_grad``.
+    **Gradients** are averaged over all ranks, with equal weights or those of
+    :meth:`sync_gradients`. They add up over several backward passes, and over several calls of
+    :meth:`sync_gradients` until ``zero_grad``. :meth:`zero_grad` of this object and
+    :meth:`reshard` drop full gradients that were not synced; the optimizer's ``zero_grad`` does
+    not.
 
-    Clip them by :meth:`clip_grad_norm_` of this object alone.
-    ``torch.nn.utils.clip_grad_norm_(fsdp.parameters(), ...)``, and other helpers that look at all
-    gradients at once, see this rank's shards: each rank would clip by the norm of its own part,
-    differently, and nothing tells.
+    Clip gradients only with :meth:`clip_grad_norm_` of this object.
+    ``torch.nn.utils.clip_grad_norm_(fsdp.parameters(), ...)``, and other helpers that read all
+    gradients at once, see only this rank's shards: each rank would clip by a different norm,
+    that of its own part, without any error.
 
     Args:
         module: On its device, with its final dtypes, the same on every rank. It belongs to the
             wrapper from here on.
-        collective: This rank's end of a group; stays the caller's, who closes it in the end.
+        collective: This rank's end of a group; the caller keeps it and closes it in the end.
         strategy: What is sharded.
         intra_node_size: For ``HYBRID_SHARD``: ranks of a node, contiguous; divides the world
             size.
 
     Attributes:
-        module: The bare module. It holds the shards in place of its parameters but between
+        module: The bare module. It holds the shards in place of its parameters, except between
             ``forward`` and :meth:`sync_gradients`.
         collective: As passed.
         strategy: As passed.
 
     Raises:
-        TypeError: An argument of a wrong type.
-        ValueError: No parameters, or some that cannot be sharded; a strategy that does not fit
-            the world; an optimizer that was built from the bare module.
+        TypeError: An argument has a wrong type.
+        ValueError: There are no parameters, or some cannot be sharded; the strategy does not
+            fit the world size; an optimizer was built from the bare module.
         ReplicaMismatch: The ranks' modules or strategies differ.
     """
 
@@ -187,15 +187,15 @@ class FSDP(nn.Module):
             STALE.watch(found)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module with full parameters. A collective call where they are gathered.
+        """Runs the module with full parameters. A collective call if they must be gathered.
 
-        Joins a prefetch. With gradients enabled the full parameters stay until
+        Waits for a pending prefetch. With gradients enabled the full parameters stay until
         :meth:`sync_gradients`, and further calls before that use them.
 
         Raises:
-            RuntimeError: The shards were seen to change behind a prefetch's back.
-            BaseException: What the module raises; aborts the collective unless it raises on
-                every rank.
+            RuntimeError: The shards changed while a prefetch was reading them.
+            BaseException: The module's exception; aborts the collective unless every rank
+                raises.
         """
         parameters = self._store
         was_held = parameters.is_held
@@ -220,14 +220,14 @@ class FSDP(nn.Module):
         return output
 
     def prefetch_forward_params(self) -> None:
-        """Starts to gather the parameters for the next ``forward``, in a thread of its own.
+        """Starts to gather the parameters for the next ``forward``, in a separate thread.
 
-        Returns at once. Call it after ``optimizer.step()``, work on something else, then call
-        ``forward``, which waits for the rest. The first call makes a group of its own for it, so
-        that call is collective. Other collective calls wait for it first.
+        Returns at once. Call it after ``optimizer.step()``, do other work, then call
+        ``forward``, which waits for the rest. The first call creates a separate group for it,
+        so that call is collective. Other collective calls first wait for the prefetch.
 
         Raises:
-            RuntimeError: A prefetch is pending; the full parameters are there; the strategy
+            RuntimeError: A prefetch is pending; the full parameters already exist; the strategy
                 never frees them.
         """
         with self._agreeing():
@@ -256,28 +256,28 @@ class FSDP(nn.Module):
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Whether a prefetch was started that no ``forward`` has used."""
+        """Whether a prefetch was started that no ``forward`` has used yet."""
         return self._store.is_prefetching
 
     def sync_gradients(self, weight: float | Tensor | None = None) -> None:
         """Averages the gradients over all ranks into ``.grad`` of the shards; a collective call.
 
-        Adds to gradients that are there. Parameters that no rank used get zeros, frozen ones
-        nothing. Frees full parameters and gradients.
+        Adds to existing gradients. Parameters that no rank used get zeros, frozen ones nothing.
+        Frees full parameters and gradients.
 
         Args:
-            weight: What this rank's loss is a mean over: tokens, or a sum of class weights. A
-                number or a scalar tensor; one on a GPU is not read by the host. Every rank
-                passes one, or none does. The gradients of a rank of weight 0 add nothing, even
-                if they are NaN; if all are 0 the result is zeros. ``None``: equal weights.
-                Several backward passes before this call: let each loss be
-                ``loss * its weight / the rank's weight``.
+            weight: The count that this rank's loss is a mean over: tokens, or a sum of class
+                weights. A number or a scalar tensor; the host does not read one on a GPU.
+                Either every rank passes a weight, or none does. The gradients of a rank with
+                weight 0 add nothing, even if they are NaN; if all weights are 0 the result is
+                zeros. ``None``: equal weights. With several backward passes before this call,
+                let each loss be ``loss * its weight / the rank's weight``.
 
         Raises:
-            TypeError: The weight is no number and no tensor.
+            TypeError: The weight is neither a number nor a tensor.
             RuntimeError: There was no ``forward`` with gradients enabled since the last call.
-            ValueError: A gradient is sparse; a weight that is negative, NaN or no scalar, or
-                that some ranks have left out.
+            ValueError: A gradient is sparse; the weight is negative, NaN or not a scalar, or
+                some ranks have passed none.
         """
         checked = None if weight is None else check_weight("weight", weight)
         with self._agreeing():
@@ -296,10 +296,10 @@ class FSDP(nn.Module):
         self._has_forward = False
 
     def broadcast_updated_params(self) -> None:
-        """For ``SHARD_GRAD_OP``: forms the full parameters of updated shards; a collective call.
+        """For ``SHARD_GRAD_OP``: gathers the updated shards' parameters; a collective call.
 
-        Call it after ``optimizer.step()``. Where it was left out, the next ``forward`` does it.
-        Does nothing for other strategies.
+        Call it after ``optimizer.step()``. If you do not, the next ``forward`` does it. Does
+        nothing for other strategies.
         """
         if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
             self._check_open()
@@ -319,7 +319,7 @@ class FSDP(nn.Module):
                 of shape ``(numel,)``.
 
         Raises:
-            ValueError: The shape is another.
+            ValueError: The shape is wrong.
             RuntimeError: A prefetch is pending.
         """
         self._check_open()
@@ -340,21 +340,21 @@ class FSDP(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clips synced gradients by the norm of the whole model's; a collective call.
+        """Clips synced gradients by the norm of the whole model's gradient; a collective call.
 
-        To be used in place of ``torch.nn.utils.clip_grad_norm_``, which would clip each rank's
+        Use it in place of ``torch.nn.utils.clip_grad_norm_``, which would clip each rank's
         shards by their own norm.
 
         Args:
-            max_norm: What the norm is brought down to.
+            max_norm: Largest norm after clipping.
             norm_type: Order of the norm, infinity included.
             error_if_nonfinite: Whether a norm that is NaN or infinite is an error.
 
         Returns:
-            The norm before, a scalar, the same on every rank.
+            The norm before clipping, a scalar, the same on every rank.
 
         Raises:
-            TypeError, ValueError: A wrong argument.
+            TypeError, ValueError: An argument is wrong.
             RuntimeError: There are gradients that were not synced; the norm is not finite.
         """
         max_norm, norm_type = check_clip(max_norm, norm_type)
@@ -385,14 +385,14 @@ class FSDP(nn.Module):
         self._has_forward = False
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """The bare module's state dict, in memory of the CPU; a collective call.
+        """Returns the bare module's state dict, in CPU memory; a collective call.
 
         Args:
-            rank: Who gets it; ``None``: everybody.
+            rank: The rank that gets it; ``None``: every rank.
 
         Returns:
-            Full parameters, rank 0's buffers, with the keys of the bare module; an empty dict
-            on a rank that does not get it.
+            Full parameters and rank 0's buffers, with the keys of the bare module; an empty
+            dict on a rank that does not get it.
         """
         if rank is not None and not 0 <= rank < self.collective.world_size:
             raise ValueError(f"rank={rank}: pass a rank under {self.collective.world_size}")
@@ -405,10 +405,10 @@ class FSDP(nn.Module):
             return gather_state(self.module, self._store, self.collective, wanted=wanted)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes this rank's part of a state of the bare module; not collective.
+        """Loads this rank's part of a state dict of the bare module; not collective.
 
-        It may come from :meth:`full_state_dict` at any world size and strategy, or from the bare
-        module, and must be the same on every rank, which may share it: it is only read.
+        The state may come from :meth:`full_state_dict` at any world size and strategy, or from
+        the bare module. It must be the same on every rank. Ranks may share it: it is only read.
 
         Args:
             state_dict: Tensors of the full shapes, on any device.
@@ -428,7 +428,7 @@ class FSDP(nn.Module):
         load_state(self.module, self._store, state_dict, strict=strict)
 
     def sync_buffers(self) -> None:
-        """Every rank takes rank 0's buffers; a collective call."""
+        """Copies rank 0's buffers to every rank; a collective call."""
         with self._agreeing():
             self._check_open()
         with self._aborting():
@@ -436,9 +436,9 @@ class FSDP(nn.Module):
             sync_buffers(self.module, self.collective)
 
     def unwrap(self) -> nn.Module:
-        """Gives the bare module back with full parameters, and ends the wrapper.
+        """Returns the bare module with full parameters, and ends the wrapper.
 
-        A collective call. The wrapper, its shards and optimizers of them are of no use after it.
+        A collective call. Do not use the wrapper, its shards or their optimizers after it.
         """
         with self._agreeing():
             self._check_open()
@@ -451,7 +451,7 @@ class FSDP(nn.Module):
         return self.module
 
     def close(self) -> None:
-        """Ends the wrapper and the groups it made, a prefetch included. Idempotent.
+        """Ends the wrapper, a pending prefetch and the groups it made. Idempotent.
 
         Garbage collection does the same, in a thread called ``fsdp-closer``. The collective
         stays open.
@@ -468,7 +468,7 @@ class FSDP(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards with the names of the parameters, whatever the module holds now."""
+        """Yields the shards under the parameters' names, also while the module holds full ones."""
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name, self._store.shard_of(parameter)
 
@@ -478,7 +478,7 @@ class FSDP(nn.Module):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes what :meth:`state_dict` gave on this rank at this world size."""
+        """Loads what :meth:`state_dict` returned on this rank at this world size."""
         self._refuse_pending("load_state_dict()")
         with self._store.as_shards():
             return super().load_state_dict(state_dict, *args, **kwargs)
@@ -504,12 +504,12 @@ class FSDP(nn.Module):
 
     @contextmanager
     def _agreeing(self, *, counts: bool = True) -> Iterator[None]:
-        """Around what is looked at before a collective call: all ranks make it, or none does.
+        """Wraps the checks before a collective call, so that all ranks make it or none does.
 
-        Wrong arguments do not belong here: who is told of them may pass others.
+        Arguments are checked outside of it, since a caller may try again with right ones.
 
         Args:
-            counts: Whether the call behind it is one that ranks make together.
+            counts: Whether the call that follows is one that ranks make together.
         """
         try:
             yield
@@ -548,9 +548,9 @@ _EXTRA = "_extra_state"
 def gather_state(
     module: nn.Module, parameters: Parameters, world: Collective, *, wanted: bool
 ) -> dict[str, Any]:
-    """The bare module's state dict in memory of the CPU; a collective call.
+    """Returns the bare module's state dict in CPU memory; a collective call.
 
-    Parts that are compiled have the keys that they have without.
+    Compiled parts have the same keys as without compilation.
 
     Args:
         module: The bare module.
@@ -559,7 +559,7 @@ def gather_state(
         wanted: Whether this rank keeps it; otherwise it gets an empty one.
 
     Returns:
-        Full parameters, and rank 0's buffers. Names that are tied share their memory.
+        Full parameters, and rank 0's buffers. Tied names share their memory.
     """
     entries = _entries(module, parameters)
     values: dict[int, Tensor] = {}
@@ -580,7 +580,7 @@ def gather_state(
 def load_state(
     module: nn.Module, parameters: Parameters, state: Mapping[str, Any], *, strict: bool
 ) -> None:
-    """Takes this rank's part of a whole state over; no collective call.
+    """Loads this rank's part of a full state dict; no collective call.
 
     Args:
         module: The bare module.
@@ -626,7 +626,7 @@ def load_state(
 
 
 def sync_buffers(module: nn.Module, world: Collective) -> None:
-    """Every rank takes rank 0's buffers; a collective call."""
+    """Copies rank 0's buffers to every rank; a collective call."""
     with torch.no_grad():
         for buffer in module.buffers():
             buffer.copy_(rank_0s(buffer, world))
