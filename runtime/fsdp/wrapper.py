@@ -193,7 +193,7 @@ class FSDP(nn.Module):
         :meth:`sync_gradients`, and further calls before that use them.
 
         Raises:
-            RuntimeError: The shards changed while a prefetch was reading them.
+            RuntimeError: The shards were changed after a prefetch had begun to gather them.
             BaseException: The module's exception; aborts the collective unless every rank
                 raises.
         """

@@ -46,20 +46,20 @@ from runtime.replica.reducer import (
 
 
 def shard_samples(samples: Any, num_shards: int) -> list[Any]:
-    """Cut samples into contiguous shards whose sizes differ by one at most.
+    """Cut samples into contiguous shards whose sizes differ by at most one.
 
-    The later shards are the larger ones: 10 samples over 3 give 3, 3 and 4. With fewer
-    samples than shards some shards are empty; no samples at all give no shards. Shards of
-    tensors are views.
+    The later shards are larger: 10 samples over 3 shards give 3, 3 and 4. With fewer samples
+    than shards some shards are empty; no samples at all give no shards. Shards of tensors are
+    views.
 
     What a sample is depends on the container:
 
     - a tensor, or a tuple, list or dict that holds tensors: *columns*, cut along their first
       dimension. The parts of a tuple or list that holds a tensor, and all values of a dict,
-      are columns themselves, of any depth; a list of strings is one, for example. A tuple
-      of nothing but containers is one of columns, too.
-    - any other list, tuple or range: its elements are the samples. So a list of tensors is
-      a list of columns, as a ``DataLoader`` gives it; stack tensors that are samples, or
+      are columns themselves, of any depth; for example, a list of strings is a column. A tuple
+      that holds only containers is one of columns, too.
+    - any other list, tuple or range: its elements are the samples. So a list of tensors is a
+      list of columns, as a ``DataLoader`` yields it; if each tensor is a sample, stack them or
       wrap each in a tuple.
 
     Args:
@@ -70,8 +70,8 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
         ``num_shards`` shards of the kind of ``samples``, or ``[]``.
 
     Raises:
-        TypeError: Something that has no samples.
-        ValueError: Columns of different lengths, a tensor without dimension, no columns.
+        TypeError: A value has no samples.
+        ValueError: Columns differ in length, a tensor has no dimension, or there are no columns.
     """
     if isinstance(num_shards, bool) or not isinstance(num_shards, int):
         raise TypeError(f"num_shards={num_shards!r}: pass a whole number")
@@ -337,14 +337,14 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What became of a mini-batch.
+    """The result of training on a mini-batch.
 
     Attributes:
-        avg_loss: Mean loss of its samples, or weighted by what ``loss_fn`` gave. 0 where all
+        avg_loss: Mean loss of its samples, or weighted by the weights of ``loss_fn``. 0 if all
             weights are 0: then no optimizer has stepped.
-        correct: How many of them were right; 0 where ``loss_fn`` does not count them.
-        total: How many there were.
-        grad_norm: L2 norm of the averaged gradient, before it was clipped.
+        correct: Number of right samples; 0 if ``loss_fn`` does not count them.
+        total: Number of samples.
+        grad_norm: L2 norm of the averaged gradient, before clipping.
     """
 
     avg_loss: float
@@ -356,42 +356,42 @@ class BatchResult:
 class DataParallelCoordinator(Closing):
     """Trains one model on several devices, a mini-batch at a time, in the user's own loop.
 
-    Each replica runs in a thread of its own, ``data-parallel-<rank>``, which lives until
-    :meth:`close`; replicas on the CPU share its cores out. Every :meth:`train_batch` leaves
-    all replicas with the same parameters and buffers, bit for bit on devices of one kind
-    and with an optimizer that draws no random numbers. On devices of different kinds every
-    replica takes over replica 0's parameters after each step. Replicas on the CPU share
-    PyTorch's process-wide generator, so dropout there draws in no fixed order.
+    Each replica runs in its own thread, ``data-parallel-<rank>``, which lives until
+    :meth:`close`; replicas on the CPU divide its cores. Every :meth:`train_batch` leaves all
+    replicas with the same parameters and buffers, bit for bit if the devices are of one kind
+    and the optimizer draws no random numbers. On devices of different kinds every replica
+    copies replica 0's parameters after each step. Replicas on the CPU share PyTorch's
+    process-wide generator, so dropout there draws in no fixed order.
 
-    One thread uses it at a time. A context manager; also closed when it is garbage and when
-    the interpreter exits.
+    Use it from one thread at a time. It is a context manager; it is also closed when it is
+    garbage-collected and when the interpreter exits.
 
     Args:
         model_factory: ``f(device) -> nn.Module``, called in each replica's thread, one at a
-            time, replica 0 first; or a module, which each replica gets a copy of and which stays
-            as it is. All start from replica 0's weights. Which parameters are
-            trainable is settled then; only those travel.
+            time, replica 0 first; or a module, of which each replica gets a copy; the module
+            itself is not changed. All start from replica 0's weights. The set of trainable
+            parameters is fixed then; only those are reduced.
         optim_factory: ``f(params) -> Optimizer`` with the trainable parameters. Their memory
             has been moved by then: keep parameters, not ``.data``.
-        loss_fn: ``f(model, samples)`` gives the mean loss of the samples; ``(loss, weight)``
-            where it is a mean over something else (tokens, a sum of class weights); ``(loss,
+        loss_fn: ``f(model, samples)`` returns the mean loss of the samples; ``(loss, weight)``
+            if it is a mean over something else (tokens, a sum of class weights); ``(loss,
             number correct)``; ``(loss, number correct, weight)``; or a :class:`Weighted`, which
-            leaves nothing to guess. In a tuple of two the number is a weight if, on any
-            replica of the batch, it exceeds the number of samples or is a fraction above 1,
-            and stays one for good; otherwise it counts right samples. If that turns out wrong
-            later it is an error. So where a weight may never exceed the samples (one label a
-            sample), return a :class:`Weighted`. Replicas of weight 0 add nothing, even if
-            their loss is NaN. Runs in the replicas' threads at once; enter autocast there.
-        devices: One for each replica; a device may stand more than once.
-        backend: How gradients travel, as for :class:`~runtime.trainer.Trainer` under SYNC.
-        max_grad_norm: Clip the averaged gradient's norm to this; ``None``: leave it.
+            is never ambiguous. In a tuple of two the number is a weight if, on any replica of
+            the batch, it exceeds the number of samples or is a fraction above 1, and from then
+            on it always is; otherwise it counts right samples. If that turns out wrong later,
+            it is an error. So if a weight may never exceed the samples (one label a sample),
+            return a :class:`Weighted`. Replicas with weight 0 add nothing, even if their loss
+            is NaN. Runs in all replicas' threads at the same time; enter autocast there.
+        devices: One for each replica; a device may be listed more than once.
+        backend: Transport of gradients, as for :class:`~runtime.trainer.Trainer` under SYNC.
+        max_grad_norm: Clip the averaged gradient to this L2 norm; ``None``: do not clip.
 
     Attributes:
         backend: The resolved transport.
         backend_reason: A sentence that says why.
 
     Raises:
-        TypeError, ValueError: A wrong argument, models that differ, or what a factory raises.
+        TypeError, ValueError: An argument is wrong, models differ, or a factory raises this.
     """
 
     shard_samples = staticmethod(shard_samples)
@@ -466,17 +466,17 @@ class DataParallelCoordinator(Closing):
     def primary(self) -> nn.Module:
         """Replica 0's model, to evaluate and save; it stays usable after :meth:`close`.
 
-        What is changed here between two batches holds for all replicas from the next one on:
+        These changes to it between two batches hold for all replicas from the next batch on:
 
         - the mode of each module: call ``primary.train()`` after an evaluation in ``eval()``
           mode;
         - which parameters are frozen, of those that were trainable when it was built;
         - parameters and buffers that were written to in place, as ``load_state_dict`` does,
-          or buffers that were replaced by others of their shapes.
+          or buffers that were replaced by others of the same shape.
 
-        PyTorch counts writes in place, and that tells of them. It does not count those through
-        ``.data`` and by fused optimizers: call :meth:`sync_params` after these. Parameters that
-        were replaced are an error.
+        In-place writes are found by PyTorch's version counters. These do not count writes
+        through ``.data`` and by fused optimizers: call :meth:`sync_params` after them. Replaced
+        parameters are an error.
         """
         return self._replicas[0].model
 
@@ -489,36 +489,36 @@ class DataParallelCoordinator(Closing):
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """Every replica's optimizer.
 
-        Settings of the first one, a learning rate or what a scheduler sets, and a state that is
-        loaded into it, hold for all from the next batch on. Save the first one's; load it there.
+        Settings of the first one (a learning rate, or what a scheduler sets) and a state loaded
+        into it hold for all from the next batch on. Save and load the state of the first one.
         """
         return tuple(replica.optimizer for replica in self._replicas)
 
     def train_batch(self, samples: Any) -> BatchResult:
         """Train all replicas on a mini-batch, cut among them; blocks until they are done.
 
-        The step is that of one device on the whole mini-batch, apart from what a model
-        computes over a batch (batch norm). The buffers of the first replica that had
-        samples are copied to all. If anything goes wrong before the step, every replica is
-        as it was before the call, without gradients, and training may go on; but a replica
-        that fails in the middle of the averaging breaks the group, and this object, for good.
+        The step equals that of one device on the whole mini-batch, except for what a model
+        computes over a batch (batch norm). The buffers of the first replica that had samples
+        are copied to all. If anything fails before the step, every replica returns to its state
+        before the call, without gradients, and training may continue. But a replica that fails
+        during the averaging breaks the group, and this object, for good.
 
         Args:
-            samples: As for :func:`~runtime.shard_samples`. Tensors in columns are
-                moved to each replica's device; lists of samples are handed over as they
-                are. With fewer samples than replicas some have none, and take the step all
-                the same. Work on the caller's current streams is waited for.
+            samples: As for :func:`~runtime.shard_samples`. Tensors in columns are moved to each
+                replica's device; lists of samples are passed as they are. With fewer samples
+                than replicas some replicas get none, and still take the step. The call's work
+                waits for the work on the caller's current streams.
 
         Raises:
-            TypeError, ValueError: Samples that cannot be cut, or none.
+            TypeError, ValueError: The samples cannot be cut, or there are none.
             ReplicaFailed: A replica failed; names its rank, with the original as the cause.
             ReplicaMismatch: A buffer of the primary was replaced by one of another shape.
             NonFiniteError: A loss or a gradient is NaN or infinite. No optimizer has stepped.
             RuntimeError: Closed, broken by an earlier failure within a step, or in use; a
-                parameter of the primary was replaced, or unfrozen which was frozen when it
-                was built.
-            KeyboardInterrupt: Ctrl-C. Each replica has come to the end of what it was doing,
-                so either all or none have stepped; the next call puts right what is left.
+                parameter of the primary was replaced, or was unfrozen after it had been frozen
+                when the object was built.
+            KeyboardInterrupt: Ctrl-C. Each replica has finished what it was doing, so either
+                all or none have stepped; the next call repairs the rest.
         """
         with self._turn():
             total = count_samples(samples)
@@ -622,10 +622,10 @@ class DataParallelCoordinator(Closing):
             self._copy_from_primary("copy_params")
 
     def sync_params(self) -> None:
-        """Give every replica the primary's parameters, frozen ones too, and buffers.
+        """Copy the primary's parameters, frozen ones too, and buffers to every replica.
 
-        Needed after changes that PyTorch does not count, see :attr:`primary`; others are
-        followed without it. Blocks until it is done. Optimizer states stay as they are.
+        Only needed after changes that PyTorch does not count, see :attr:`primary`; other
+        changes are copied without it. Blocks until it is done. Optimizer states do not change.
 
         Raises:
             ReplicaMismatch, RuntimeError: As :meth:`train_batch`.
@@ -707,10 +707,10 @@ class DataParallelCoordinator(Closing):
             )
 
     def close(self) -> None:
-        """End the threads and wait for them; gives the intra-op threads back. Idempotent.
+        """End the threads and wait for them; restores the number of intra-op threads. Idempotent.
 
         Raises:
-            RuntimeError: A thread does not come back from user code.
+            RuntimeError: A thread does not return from user code.
         """
         self._runner.close()
 

@@ -35,14 +35,14 @@ ABORT_S = 10.0
 
 
 class Reduction(ABC):
-    """Replaces tensors of all ranks by their weighted mean. For one thread at a time."""
+    """Replaces the ranks' tensors by their weighted mean. For one thread at a time."""
 
     @abstractmethod
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
         """Give every rank the mean, in place, with the same bits on all of them.
 
-        Behind the work of the calling thread's current stream of each GPU, and in front of
-        what follows there. Each tensor keeps its strides.
+        Runs after the work already on the calling thread's current stream of each GPU, and
+        before later work there. Each tensor keeps its strides.
 
         Args:
             tensors: ``tensors[rank][i]``, of the same shape and dtype on every rank.
@@ -56,9 +56,9 @@ class Reduction(ABC):
 
 
 class CpuReduction(Reduction):
-    """All replicas are on the CPU: the calling thread reduces where the tensors lie.
+    """Reduces in place in the calling thread, for replicas that are all on the CPU.
 
-    In order of rank, float16 and bfloat16 in float32, as the collectives do.
+    Adds in order of rank, float16 and bfloat16 in float32, as the collectives do.
     """
 
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
@@ -127,16 +127,16 @@ class _Packed:
 
 
 class GroupReduction(Reduction):
-    """The replicas' means are formed by a group of ranks, one internal thread for each.
+    """Reduces over a group of ranks, with one internal thread for each.
 
-    The call blocks until the work in front of it is done and the mean is formed; copies back to
-    the gradients are only issued. After a failure the tensors are as they were, and the group
-    is aborted for good.
+    The call blocks until earlier work is done and the mean is formed; copies back to the
+    gradients are only issued. After a failure the tensors are unchanged, and the group stays
+    aborted.
 
     Args:
         devices: The device of each rank.
-        kind: ``"nccl"`` or ``"gloo"``; ``"thread"``: in the CPU's memory, through pinned memory
-            for ranks on GPUs, which may stand more than once.
+        kind: ``"nccl"`` or ``"gloo"``; ``"thread"``: in CPU memory, through pinned memory for
+            ranks on GPUs, of which several may share one.
         timeout_s: How long an exchange may take, in seconds.
     """
 
@@ -225,13 +225,13 @@ def _closing(ends: Sequence[Collective]) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients of a step, checked; nothing was written yet.
+    """The checked gradients of a step; nothing is written yet.
 
     Attributes:
         tensors: ``tensors[rank][i]``: gradients to be averaged, of the same shape and dtype
             on every rank.
-        made: Parameters without a gradient, and the zeros that are theirs from here on.
-        dropped: Parameters whose gradient nobody may use.
+        made: Parameters without a gradient, and the zeros that become their gradients.
+        dropped: Parameters whose gradient must not be used.
     """
 
     tensors: list[list[Tensor]]
@@ -239,7 +239,7 @@ class Gradients:
     dropped: list[nn.Parameter] = field(default_factory=list)
 
     def adopt(self) -> None:
-        """Give the parameters the gradients that were averaged."""
+        """Set the parameters' gradients to the averaged ones."""
         for parameter, gradient in self.made:
             parameter.grad = gradient
         for parameter in self.dropped:
@@ -285,11 +285,11 @@ class ReplicaSet:
 
     Args:
         models: One for each rank, two or more.
-        devices: Where each of them is.
+        devices: The device of each model.
 
     Raises:
         ReplicaMismatch: Models differ; names the first difference.
-        ValueError: A tensor is lazy or elsewhere, or models share a trainable parameter.
+        ValueError: A tensor is lazy or on another device, or models share a trainable parameter.
     """
 
     def __init__(self, models: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
@@ -308,7 +308,7 @@ class ReplicaSet:
         self._buffers = [FlatBuffers(model) for model in models]
 
     def copy_params(self) -> None:
-        """Give every replica rank 0's parameters and buffers."""
+        """Copy rank 0's parameters and buffers to every replica."""
         self._check_buffers()
         for slot in self._slots:
             slot.check(self._devices)
@@ -319,7 +319,7 @@ class ReplicaSet:
         self.copy_buffers()
 
     def copy_buffers(self) -> None:
-        """Give every replica rank 0's buffers."""
+        """Copy rank 0's buffers to every replica."""
         self._check_buffers()
         source, *others = [buffers.tensors() for buffers in self._buffers]
         with torch.no_grad():
@@ -340,7 +340,7 @@ class ReplicaSet:
                     )
 
     def gradients(self, counts: Sequence[bool]) -> Gradients:
-        """What is there to be averaged.
+        """Check and return the gradients to be averaged.
 
         Args:
             counts: Whether a rank's gradients count.
@@ -449,11 +449,11 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 class Ddp(Closing):
-    """Keeps replicas of one model together in a loop that the user writes, for GANs and the like.
+    """Keeps replicas of one model in sync in a loop of your own, for GANs for example.
 
-    One thread, which runs every replica, calls every method; each does the work of all
-    replicas and blocks until it is done on the CPU. On GPUs work is ordered behind what the
-    thread's current stream of each device was given, and in front of what follows there.
+    One thread runs every replica and calls every method. Each method does the work of all
+    replicas and blocks until it is done on the CPU. On GPUs it runs after the work already on
+    the thread's current stream of each device, and before later work there.
 
     Parameters are matched by name when the models are wrapped. Wrap again after a model has
     grown or a parameter was replaced.
@@ -484,24 +484,24 @@ class Ddp(Closing):
         devices: Sequence[torch.device | str],
         backend: AverageBackend = AverageBackend.AUTO,
     ) -> Ddp:
-        """Take charge of models that are built already. Changes none of them.
+        """Wrap models that already exist. Changes none of them.
 
         Call :meth:`sync_params` before the first step, unless they are equal.
 
         Args:
             models: One replica for each device, two or more, on its device. Frozen tensors
                 may be shared between them, trainable parameters may not.
-            devices: One for each model; a device may stand more than once.
-            backend: ``AUTO``: NCCL with distinct CUDA devices, else the calling thread
-                reduces where all replicas are on the CPU, and the others are reduced in CPU
-                memory, through pinned memory (``THREAD`` and ``CPU`` are the same here). What
-                the calling thread does not reduce takes one internal thread for each replica.
+            devices: One for each model; a device may be listed more than once.
+            backend: ``AUTO``: NCCL with distinct CUDA devices. Otherwise the calling thread
+                reduces if all replicas are on the CPU, and other replicas are reduced in CPU
+                memory, through pinned memory (``THREAD`` and ``CPU`` are the same here). All
+                but reduction in the calling thread takes one internal thread for each replica.
 
         Raises:
-            TypeError: Something is no module, no device or no backend.
+            TypeError: An argument is not a module, a device or a backend.
             ReplicaMismatch: The models differ (a ``ValueError``); names the first difference.
-            ValueError: Too few models, another number of devices, a model that is not on
-                its device, a backend that does not serve the devices.
+            ValueError: There are too few models, the number of devices differs, a model is not
+                on its device, or the backend does not serve the devices.
         """
         found = _check_models(models)
         places = check_devices(devices)
@@ -531,7 +531,7 @@ class Ddp(Closing):
 
         Raises:
             RuntimeError: Closed, or a parameter was replaced or moved.
-            ReplicaMismatch: A buffer has another shape than on replica 0.
+            ReplicaMismatch: A buffer's shape differs from that on replica 0.
         """
         self._open()
         self._replicas.copy_params()
@@ -541,7 +541,7 @@ class Ddp(Closing):
 
         Raises:
             RuntimeError: Closed.
-            ReplicaMismatch: A buffer has another shape than on replica 0.
+            ReplicaMismatch: A buffer's shape differs from that on replica 0.
         """
         self._open()
         self._replicas.copy_buffers()
@@ -549,34 +549,34 @@ class Ddp(Closing):
     def all_reduce_gradients(self) -> None:
         """Replace every gradient by its mean over the replicas; call it after backward.
 
-        :meth:`weighted_all_reduce_gradients` with equal weights.
+        The same as :meth:`weighted_all_reduce_gradients` with equal weights.
         """
         self._reduce([1.0] * self.world_size)
 
     def weighted_all_reduce_gradients(self, weights: Sequence[float | Tensor] | Tensor) -> None:
-        """Replace every gradient by its mean over the replicas, weighted.
+        """Replace every gradient by its weighted mean over the replicas.
 
-        The gradients are the same bits on every replica afterwards, in the memory and with
-        the strides that they had. A parameter that has no gradient on any replica keeps
-        none; if it has one on some, it counts as zero on the others, which get one. All is
-        checked before anything is written.
+        Afterwards the gradients have the same bits on every replica, and keep their memory and
+        strides. A parameter without a gradient on any replica keeps none. If some replicas have
+        one, the others count as zero and get one. Everything is checked before anything is
+        written.
 
         Args:
-            weights: What each replica's gradient is the mean over: batches (from
+            weights: The count that each replica's gradient is a mean over: batches (from
                 ``ElChe.batch_counts``, for instance), samples, tokens, or a sum of class
-                weights; numbers or scalar tensors. A replica of weight 0 gives nothing,
+                weights; numbers or scalar tensors. A replica with weight 0 adds nothing,
                 whatever its gradients hold, and gets the mean. NaN and infinity of the others
-                stay visible. Tensors on GPUs are not read by the host: gradients become zeros
-                if all of them are 0, and NaN if one is negative.
+                stay visible. The host does not read tensors on GPUs: gradients become zeros if
+                all weights are 0, and NaN if one is negative.
 
         Raises:
-            ValueError: Not one weight for each replica, a negative one, all of them 0; a
-                sparse gradient; replicas whose gradients have different dtypes or that are
-                frozen on some alone.
-            TypeError: A weight is no number and no tensor.
+            ValueError: There is not one weight for each replica, a weight is negative, or all
+                are 0; a gradient is sparse; replicas' gradients differ in dtype, or a parameter
+                is frozen on some replicas only.
+            TypeError: A weight is neither a number nor a tensor.
             RuntimeError: Closed, or a parameter was replaced or moved.
-            CollectiveAborted, CollectiveTimeout: With internal threads; the gradients hold what
-                they held before, and the models must be wrapped again.
+            CollectiveAborted, CollectiveTimeout: With internal threads; the gradients are
+                unchanged, and the models must be wrapped again.
         """
         checked = _check_weights(weights, self.world_size)
         numbers = [weight for weight in checked if not isinstance(weight, Tensor)]
@@ -622,7 +622,7 @@ class Ddp(Closing):
 
 
 def make_reduction(backend: AverageBackend, devices: Sequence[torch.device]) -> Reduction:
-    """What averages over replicas on these devices; ``backend`` is a resolved one."""
+    """Make the reduction for replicas on these devices; ``backend`` is resolved."""
     over_group = backend in (AverageBackend.NCCL, AverageBackend.GLOO)
     if not over_group and all(device.type == "cpu" for device in devices):
         return CpuReduction()
