@@ -32,34 +32,33 @@ class DdpConfig:
 
     Attributes:
         speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
-            faster. Shares batches out accordingly until the first reduction, after which
-            measured speeds hold.
-        balance: Whether batches are shared out by measured speeds. If not, parts are equal, or
-            those of the hint, for good: for models that need pieces of a certain size.
-        overhead_target: Part of the computing time that reductions may cost, 0.01 to 0.50,
-            where ElChe spaces them; ``None``: 0.10.
+            faster. Sets the devices' shares until the first reduction; then measured speeds do.
+        balance: Whether measured speeds set the devices' shares. If not, shares stay equal, or
+            those of the hint: for models that need pieces of a certain size.
+        overhead_target: Share of the computing time that reductions may cost, 0.01 to 0.50,
+            if ElChe spaces them; ``None``: 0.10.
         max_anchor: Most batches that the slowest device runs between two reductions.
-            ``None``: ElChe chooses; 0: ElChe is off, every device runs one. Several batches
-            come by ``model.rounds`` and ``model.accumulate``; in a loop of ``loss.backward()``
-            and ``step()`` so many steps share a reduction where 2 or more are given, see
-            :meth:`step() <runtime.ReplicatedModule.step>`.
+            ``None``: ElChe chooses; 0: ElChe is off, every device runs one. Several batches are
+            passed by ``model.rounds`` and ``model.accumulate``. In a loop of
+            ``loss.backward()`` and ``step()``, a value of 2 or more lets several steps share a
+            reduction, see :meth:`step() <runtime.ReplicatedModule.step>`.
         max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
-            device's accumulated gradient is clipped for itself, before it is divided by its
+            device's accumulated gradient is clipped separately, before it is divided by its
             number of batches; after ``loss.backward()`` the gradient of the whole batch.
         timeline: A :class:`runtime.Timeline`, which records the loop from ``Trainer.setup_with``
             until the model is closed: forward, backward, reductions and steps of each replica,
-            and what they wait for. Times are those of the host. On one device work that the
-            loop does outside the model (the loss) counts as idle.
-        loss_weight: ``f(inputs, output)`` gives what a loss that the model returns is a mean
+            and what they wait for. Times are those of the host. On one device, work of the loop
+            outside the model (the loss) counts as idle.
+        loss_weight: ``f(inputs, output)`` returns the count that the model's own loss is a mean
             over, for one device's piece of the batch: tokens, or a sum of class weights, a
-            number or a scalar tensor. ``inputs`` is the tuple of positional inputs, or the
-            dict of keyword ones; where there are both, a dict under the names of ``forward``'s
-            parameters. Called in the replica's thread, on its device. See
-            :class:`~runtime.ReplicatedModule` for what holds without it.
+            number or a scalar tensor. ``inputs`` is the tuple of positional inputs, or the dict
+            of keyword ones; with both, a dict under the names of ``forward``'s parameters.
+            Called in the replica's thread, on its device. See
+            :class:`~runtime.ReplicatedModule` for the weights without it.
 
     Raises:
-        TypeError: A value of the wrong type.
-        ValueError: A value out of range.
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range.
     """
 
     speed_hint: tuple[int, float] | None = None

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicatedModule(Closing, nn.Module):
-    """A model on one device or many, trained by a loop that is the same for both.
+    """A model on one or many devices, trained by the same loop in both cases.
 
-    Made by :meth:`Trainer.setup <runtime.Trainer.setup>`::
+    :meth:`Trainer.setup <runtime.Trainer.setup>` makes it::
 
         model = Trainer.setup(Net(), lambda params: torch.optim.AdamW(params, 3e-4))
         for x, y in loader:
@@ -43,46 +43,47 @@ class ReplicatedModule(Closing, nn.Module):
             model.step()
 
     **Forward** cuts every tensor of its nested inputs along dimension 0 by ``chunk_ratios``,
-    copies the pieces to the devices, runs the replicas at the same time in threads of their
-    own, and lays their outputs end to end on ``devices[0]``. Inputs and outputs have the batch
-    first; tensors without dimensions, and what is no tensor, go to every replica as they are. A
-    batch smaller than the number of devices runs on the first of them. An object that could hide
-    tensors (the cache of a generative model) is ``None`` in the whole output. An output that
-    relates the samples of a piece to each other (``z @ z.T``) is refused, by the second call at
-    the latest: return ``z`` and compute it in the loop.
+    copies the pieces to the devices, runs the replicas at the same time in their own threads,
+    and concatenates their outputs on ``devices[0]``. Inputs and outputs have the batch first;
+    tensors without dimensions, and values that are no tensors, go to every replica unchanged. A
+    batch smaller than the number of devices runs on the first devices. An object that could
+    hide tensors (the cache of a generative model) is ``None`` in the whole output. An output
+    that relates the samples of a piece to each other (``z @ z.T``) is refused, by the second
+    call at the latest: return ``z`` and compute it in the loop.
 
     **A loss that the model computes itself**, a floating-point output without dimensions (alone,
-    or in a dict, a dataclass or a named tuple), is gathered as the mean over the pieces,
-    weighted by what each of them is a mean over. That is, in this order: what
-    ``DdpConfig(loss_weight=f)`` gives for a piece; a scalar tensor in the output called
-    ``loss_weight`` or ``weight`` (the whole output holds their sum); the labels that are not
-    -100, where an input is called ``labels``; else its samples, with one warning in the log.
-    Labels of two dimensions under ``logits`` of the same length are taken for those of a causal
-    language model, which leaves the first of each sequence out; without ``logits``, and for
-    the Transformers library's models of other kinds, all count. Class weights inside the model
-    need a ``loss_weight``. A piece of weight 0 adds nothing, even if its loss is NaN.
+    or in a dict, a dataclass or a named tuple), is gathered as the weighted mean over the
+    pieces. The weight of a piece is the first of these: the value of
+    ``DdpConfig(loss_weight=f)``; a scalar tensor in the output called ``loss_weight`` or
+    ``weight`` (the whole output holds their sum); the number of labels that are not -100, if an
+    input is called ``labels``; the number of its samples, with one warning in the log. Labels
+    of two dimensions with ``logits`` of the same length are taken for those of a causal language
+    model, which leaves out the first label of each sequence; without ``logits``, and for other
+    kinds of models of the Transformers library, all labels count. Class weights inside the model
+    need a ``loss_weight``. A piece with weight 0 adds nothing, even if its loss is NaN.
 
-    **Backward** of what is computed from the outputs runs each replica's backward in its own
-    thread, then adds the gradients up on ``devices[0]``: between ``loss.backward()`` and
-    :meth:`step` the gradients of ``parameters()`` are those of the whole batch, to be looked
-    at, clipped or changed in place as on one device. Several forward passes before a backward,
-    and several backward passes before a step, add up as on one device. Gradients of gradients
-    do not pass through replicas. Gradients of parameters come through ``loss.backward()``
-    only: ``torch.autograd.grad(loss, parameters)`` and ``loss.backward(inputs=parameters)``
-    end at the outputs, and find parameters that "have not been used", or give ``None`` or
-    zeros where that is allowed; gradients of the inputs come both ways. A gradient is written
-    over by the next backward after a step: clone what is to be kept.
+    **Backward** from the outputs runs each replica's backward in its own thread, then adds the
+    gradients up on ``devices[0]``. Between ``loss.backward()`` and :meth:`step` the gradients of
+    ``parameters()`` are those of the whole batch; read, clip or change them in place as on one
+    device. Several forward passes before a backward, and several backward passes before a step,
+    add up as on one device. Gradients of gradients do not pass through replicas. Only
+    ``loss.backward()`` computes gradients of parameters:
+    ``torch.autograd.grad(loss, parameters)`` and ``loss.backward(inputs=parameters)`` end at the
+    outputs, and report parameters that "have not been used", or give ``None`` or zeros where
+    that is allowed. Gradients of the inputs work both ways. The next backward after a step
+    overwrites the gradients: clone those you want to keep.
 
-    **step()** gives the gradients to all replicas, copies rank 0's buffers, and steps every
-    optimizer with the settings of rank 0's, so that all replicas keep the same bits: those of
-    rank 0's parameters are copied after each step where devices are not all of one kind. An
-    optimizer that draws random numbers draws others on each device. Parameter groups that are
-    added to :attr:`optimizer` reach all; what they hold must have required a gradient in
-    ``Trainer.setup``. So does a state that is loaded into it, but not one changed in place.
+    **step()** copies the gradients to all replicas, copies rank 0's buffers, and steps every
+    optimizer with the settings of rank 0's, so all replicas keep the same bits. If devices are
+    not all of one kind, rank 0's parameters are copied after each step. An optimizer that draws
+    random numbers draws different ones on each device. Parameter groups added to
+    :attr:`optimizer` reach all optimizers; their parameters must have required a gradient in
+    ``Trainer.setup``. A state loaded into it reaches all, too, but one changed in place does
+    not.
 
-    **Several batches for each device between two reductions** (of use where devices differ,
-    or reductions cost much) are supplied in lists, and the loss is computed where the model
-    is, so that no device waits for another::
+    **Several batches for each device between two reductions** (useful if devices differ or
+    reductions are expensive) are passed in lists, and the loss is computed on the model's
+    device, so that no device waits for another::
 
         def loss_fn(module, batch):                  # in the replica's thread, on its device
             x, y = batch
@@ -92,16 +93,16 @@ class ReplicatedModule(Closing, nn.Module):
             losses = model.accumulate(loss_fn, batches)
             model.step()
 
-    Each device trains ``batch_counts`` of them; its accumulated gradient is clipped, divided
-    by its count, and averaged with the count as weight.
+    Each device trains as many batches as its entry in ``batch_counts``; its accumulated gradient
+    is clipped, divided by that count, and averaged with the count as weight.
 
-    What is done to the model from outside holds for every replica from the next forward on:
-    train and eval mode, frozen parameters, ``load_state_dict``, weights changed in place
-    under ``torch.no_grad()``, buffers changed in place or replaced by others of the same
-    shape, and attributes set on this module, with tensors moved to each device. Changes
-    through ``.data`` need :meth:`sync_params`. Anything else on the model (methods, attributes)
-    is rank 0's, and runs in the caller's thread. So an attribute of a part, or a hook, is to be
-    set on every replica, on one device as on many::
+    These changes to the model hold for every replica from the next forward on: train and eval
+    mode, frozen parameters, ``load_state_dict``, weights changed in place under
+    ``torch.no_grad()``, buffers changed in place or replaced by others of the same shape, and
+    attributes set on this module, with tensors moved to each device. Changes through ``.data``
+    need :meth:`sync_params`. Any other method or attribute of the model is rank 0's, and runs
+    in the caller's thread. So set an attribute of a part, or a hook, on every replica, on one
+    device as on many::
 
         for replica in model.replicas:
             replica.dropout.p = 0.3
@@ -110,19 +111,18 @@ class ReplicatedModule(Closing, nn.Module):
     added with :meth:`register_buffer`.
 
     Use it from one thread at a time. Autocast, gradient and inference mode of the caller hold
-    in the replicas. A step of an optimizer by hand or by a ``GradScaler`` is refused, as long as
-    the model is open: use bfloat16, and never ``scaler.scale(loss)``. Dropout on CPU replicas draws
-    from the generator of the process, in no fixed order; batch normalisation sees each
-    replica's piece alone. With GPUs all work is in order with the caller's current streams
-    in both directions, and the host waits for none of it; do not overwrite an input in
-    pinned memory before its copy is done.
+    in the replicas. While the model is open, an optimizer cannot be stepped by hand or by a
+    ``GradScaler``: use bfloat16, and never ``scaler.scale(loss)``. Dropout on CPU replicas draws
+    from the generator of the process, in no fixed order; batch normalisation uses only each
+    replica's piece. On GPUs all work is ordered with the caller's current streams in both
+    directions, and the host waits for none of it; do not overwrite an input in pinned memory
+    before its copy is done.
 
-    An exception in a replica comes out of the call that ran it as
-    :class:`~runtime.ReplicaFailed`, with the rank; the gradients since the last step are
-    dropped, and the module can be used on. After a step that failed the replicas go on from
-    rank 0's state. Threads end with :meth:`close`, at the end of a ``with`` block, when the
-    module and its outputs are collected, or with the interpreter. On one device there are
-    none, and the model is called straight.
+    If a replica raises, the call that ran it raises :class:`~runtime.ReplicaFailed`, with the
+    rank. The gradients since the last step are dropped, and the module stays usable. After a
+    failed step the replicas continue from rank 0's state. Threads end with :meth:`close`, at
+    the end of a ``with`` block, when the module and its outputs are garbage-collected, or with
+    the interpreter. On one device there are no threads, and the model is called directly.
     """
 
     def __init__(self, engine: Engine, head: Any = None) -> None:
@@ -137,33 +137,32 @@ class ReplicatedModule(Closing, nn.Module):
         """Run the model on a batch. Blocks until every replica has run it (on a GPU: begun).
 
         Raises:
-            TypeError: An input that cannot be cut, or an output that cannot be put together.
-            ValueError: Inputs without a batch, or of different sizes along dimension 0.
+            TypeError: An input cannot be cut, or an output cannot be concatenated.
+            ValueError: Inputs have no batch, or different sizes along dimension 0.
             ReplicaFailed: The model raised.
         """
         return self._engine.forward(*args, **kwargs)
 
     def step(self, weight: float | Tensor | None = None, *, reduce: bool | None = None) -> None:
-        """Reduce gradients, copy buffers, step every optimizer, forget the gradients.
+        """Reduce gradients, copy buffers, step every optimizer, clear the gradients.
 
-        With ``DdpConfig(max_anchor=n)``, ``n`` above 1, that happens at every
-        ``min(batch_counts)``-th call after ``loss.backward()``, with the mean gradient of all of
-        them; the other calls put each device's gradients aside, where ``zero_grad()`` does not
-        reach them, and go on with the schedule. In between ``.grad`` holds the part of
-        ``devices[0]``.
+        With ``DdpConfig(max_anchor=n)``, ``n`` above 1, only every ``min(batch_counts)``-th call
+        after ``loss.backward()`` does so, with the mean gradient of all of them. The other calls
+        set each device's gradients aside, where ``zero_grad()`` does not clear them, and advance
+        the schedule. In between ``.grad`` holds the part of ``devices[0]``.
 
         Args:
             weight: Sum of the weights by which the losses of the backward passes since the last
-                step were multiplied: gradients are divided by it. For the mean over several
+                step were multiplied; gradients are divided by it. For the mean over several
                 batches of unequal weight::
 
                     for batch, weight in micro_batches:      # tokens, say
                         (loss_of(batch) * weight).backward()
                     model.step(weight=total_weight)
 
-                A number or a scalar tensor; one on a GPU is not read by the host. 0: the
-                optimizers do not step, while the schedule goes on; for a tensor on a GPU they
-                step with gradients of zero.
+                A number or a scalar tensor; the host does not read one on a GPU. With 0 the
+                optimizers do not step, while the schedule advances; with a 0 in a tensor on a
+                GPU they step with gradients of zero.
 
             reduce: Whether to reduce at this call, whatever the cadence says: ``True`` for the
                 last batch of a loop. ``None``: by the cadence. Without ``max_anchor``, and after
@@ -171,35 +170,36 @@ class ReplicatedModule(Closing, nn.Module):
 
         Raises:
             ReplicaFailed: An optimizer raised.
-            TypeError: The weight is no number and no tensor.
-            ValueError: The weight is negative, NaN or no scalar, or there was ``accumulate``;
-                the optimizer was given a parameter that cannot be trained here, which
-                was taken from it again.
+            TypeError: The weight is neither a number nor a tensor.
+            ValueError: The weight is negative, NaN or not a scalar, or was passed after
+                ``accumulate``; the optimizer was given a parameter that cannot be trained here,
+                which was removed from it again.
             RuntimeError: Parts of the model were replaced, or a scheduler is for other groups.
         """
         checked = None if weight is None else check_weight("weight", weight)
         self._engine.step(checked, reduce=reduce)
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
-        """Train several batches up to their gradients, each as a whole on one device.
+        """Compute the gradients of several batches, each batch as a whole on one device.
 
-        Blocks until all are trained. Batches are dealt out in proportion to
-        :attr:`batch_counts`, in order of rank. May be called again before :meth:`step`; their
+        Blocks until all are trained. Batches are distributed in proportion to
+        :attr:`batch_counts`, in order of rank. May be called again before :meth:`step`; the
         gradients add up. Cannot share a step with ``loss.backward()``. Backward runs outside
-        autocast. If it fails, all gradients since the last step are dropped.
+        autocast. If the call fails, all gradients since the last step are dropped.
 
         Args:
             loss_fn: ``f(module, batch) -> Tensor``, the batch's mean loss, or ``(loss,
-                weight)`` where it is a mean over tokens or a sum of class weights: then the
-                step is on the mean over all of them. Called in the threads of all replicas at
-                the same time.
+                weight)`` if it is a mean over tokens or a sum of class weights: then the step
+                uses the mean over all of them. Called in the threads of all replicas at the
+                same time.
             batches: Nested tensors; moved to the device that trains them.
 
         Returns:
-            Their losses, of shape ``(len(batches),)``, in order, on ``devices[0]``.
+            The batches' losses, of shape ``(len(batches),)``, in order, on ``devices[0]``.
 
         Raises:
-            ReplicaFailed: The model or ``loss_fn`` raised (one device: as it is).
+            ReplicaFailed: The model or ``loss_fn`` raised (on one device its own exception is
+                raised).
             RuntimeError: There are gradients of ``loss.backward()``, or gradient mode is off.
         """
         check_callable("loss_fn", loss_fn, "f(module, batch) -> Tensor")
@@ -210,36 +210,36 @@ class ReplicatedModule(Closing, nn.Module):
         return self._engine.accumulate(loss_fn, batches)
 
     def rounds(self, batches: Iterable[Any]) -> Iterator[list[Any]]:
-        """Lists for :meth:`accumulate`: as many batches as are due until the next step."""
+        """Yield lists for :meth:`accumulate`: the batches until the next step."""
         return rounds(batches, lambda: self._engine.batch_counts)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole batch to this L2 norm, between backward and step.
 
         Returns:
-            The norm they had, a scalar on ``devices[0]``.
+            The norm before clipping, a scalar on ``devices[0]``.
         """
         return self._engine.clip_grad_norm_(check_float("max_norm", max_norm, 0.0))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of every replica; they become ``None`` in any case."""
+        """Clear the gradients of every replica; they become ``None`` in any case."""
         self._engine.zero_grad()
 
     def set_scheduler(self, factory: SchedulerFactory) -> None:
-        """Drive the learning rate by ``factory(optimizer)``, one step of it for each step. After
-        loading what an earlier run of ``n`` steps left, pass the scheduler ``last_epoch=n - 1``."""
+        """Set the learning rate by the scheduler ``factory(optimizer)``, stepped at each step. To
+        resume after ``n`` steps of an earlier run, pass the scheduler ``last_epoch=n - 1``."""
         check_callable("factory", factory, "f(optimizer) -> LRScheduler")
         self._engine.rate.set_scheduler(factory)
 
     def set_lr_scale(self, scale: float) -> None:
-        """Multiply what the scheduler gives, at every step from here on.
+        """Multiply the scheduler's learning rates by this factor, at every step from here on.
 
-        Without a scheduler the rates as they are now are multiplied.
+        Without a scheduler the current learning rates are multiplied.
         """
         self._engine.rate.set_scale(check_float("scale", scale, 0.0))
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, the same on every device; tensors are live."""
+        """The optimizer's state, the same on every device; its tensors are not copied."""
         return self.optimizer.state_dict()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
@@ -247,33 +247,33 @@ class ReplicatedModule(Closing, nn.Module):
         self._engine.load_optimizer(state)
 
     def sync_params(self) -> None:
-        """Give rank 0's parameters and buffers to every replica, now."""
+        """Copy rank 0's parameters and buffers to every replica now."""
         self._engine.sync_params()
 
     @property
     def module(self) -> nn.Module:
-        """The model of rank 0, which is the one that was passed or the factory's first."""
+        """The model of rank 0: the one that was passed, or the factory's first."""
         return self._engine.models[0]
 
     @property
     def head(self) -> Any:
         """The object with a ``.module`` that was passed, or the factory's first.
 
-        Where none was, the model's own attribute of that name.
+        If there is no such object, the model's own attribute ``head``.
         """
         return self.module.head if self._head is None else self._head
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
-        """The model on each device; to look at, and to set attributes of parts on all of them.
+        """The model on each device; to read, and to set attributes of parts on all of them.
 
-        Weights and buffers are changed on the first one, :attr:`module`, and reach the others.
+        Change weights and buffers only on the first, :attr:`module`; the others follow.
         """
         return self._engine.models
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Rank 0's optimizer, whose settings all others follow.
+        """Rank 0's optimizer; all others follow its settings.
 
         Its ``step()`` raises ``RuntimeError`` outside :meth:`step`, until :meth:`close`.
         """
@@ -281,7 +281,7 @@ class ReplicatedModule(Closing, nn.Module):
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizer of each device; to look at."""
+        """The optimizer of each device; only for reading."""
         return self._engine.optimizers
 
     @property
@@ -296,12 +296,12 @@ class ReplicatedModule(Closing, nn.Module):
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
-        """Each device's part of a batch; they sum to 1."""
+        """Each device's share of a batch; they sum to 1."""
         return self._engine.chunk_ratios
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """Each device's batches between two reductions."""
+        """Number of batches of each device between two reductions."""
         return self._engine.batch_counts
 
     @property
@@ -310,7 +310,7 @@ class ReplicatedModule(Closing, nn.Module):
         return self._engine.rate.current
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state, under its own plain keys, also where parts are compiled."""
+        """The model's state dict under its plain keys, even if parts are compiled."""
         state = self.module.state_dict(*args, **kwargs)
         if any(plain_key(key) != key for key in state):
             plain = [(plain_key(key), value) for key, value in state.items()]
@@ -322,7 +322,7 @@ class ReplicatedModule(Closing, nn.Module):
         """Load the model's state on every replica.
 
         Raises:
-            ValueError: ``assign=True``: the optimizers hold the parameters that are there.
+            ValueError: ``assign=True``: the optimizers hold the existing parameters.
         """
         if assign:
             raise ValueError(
@@ -356,8 +356,8 @@ class ReplicatedModule(Closing, nn.Module):
     def apply(self, fn: Any) -> ReplicatedModule:
         """Apply a function to the model and its parts.
 
-        What it does to parameters and buffers reaches every replica; other attributes that it
-        sets are rank 0's.
+        Its changes to parameters and buffers reach every replica; other attributes that it sets
+        are only set on rank 0.
         """
         self.module.apply(fn)
         self.sync_params()
@@ -367,14 +367,14 @@ class ReplicatedModule(Closing, nn.Module):
         """Add a buffer to the model, on every replica; each has its own copy.
 
         Raises:
-            KeyError: A name that is taken, or none.
-            TypeError: No tensor.
-            ValueError: A tensor that requires a gradient.
+            KeyError: The name is taken or not valid.
+            TypeError: The value is not a tensor.
+            ValueError: The tensor requires a gradient.
         """
         self._engine.register_buffer(name, tensor, persistent)
 
     def train(self, mode: bool = True) -> ReplicatedModule:
-        """Train or eval mode, for every replica."""
+        """Set train or eval mode on every replica."""
         self.training = mode
         self.module.train(mode)
         return self
@@ -441,7 +441,7 @@ class ReplicatedModule(Closing, nn.Module):
         """End the replicas' threads; ``module`` stays. Idempotent, blocks for some seconds.
 
         Raises:
-            GpuWorkerError: A thread is stuck in the model; it is named.
+            GpuWorkerError: A thread is stuck in the model; the message names it.
         """
         self._engine.close()
 
