@@ -9,7 +9,7 @@ from fractions import Fraction
 
 
 class ApplyPolicy(Enum):
-    """When the work of one replica reaches the others."""
+    """When replicas exchange their work."""
 
     SYNC = "sync"
     """Gradients are averaged before every optimizer step, weighted by samples or by the weights
@@ -18,16 +18,16 @@ class ApplyPolicy(Enum):
     """Parameters are averaged once the slowest rank has computed for ``anchor`` batches."""
     ASYNC = "async"
     """Parameters are averaged once every rank has run its own batch count; fast ranks
-    go on by a bounded overshoot."""
+    continue by a bounded overshoot."""
 
 
 class AverageBackend(Enum):
     """The transport of an averaging."""
 
     AUTO = "auto"
-    """A rule chooses what a run begins with, by the devices and the policy (see
-    ``coordinator.choose_backend``); under ``CADENCE`` and ``ASYNC`` the run then measures what
-    can serve it, and keeps the cheaper. One that fails is left."""
+    """A rule chooses the first transport by devices and policy (see
+    ``coordinator.choose_backend``); under ``CADENCE`` and ``ASYNC`` the run then measures those
+    that fit, and keeps the cheaper one. It changes away from one that fails."""
     CPU = "cpu"
     """Snapshots are averaged by the coordinator; no rank waits for another."""
     THREAD = "thread"
@@ -39,7 +39,7 @@ class AverageBackend(Enum):
 
     @property
     def collective(self) -> str:
-        """The kind of collective in which ranks meet over it, where it is a resolved one."""
+        """The kind of collective that ranks use over it; only for a resolved backend."""
         return "thread" if self is AverageBackend.CPU else self.value
 
 
@@ -55,7 +55,7 @@ def choose_backend(
     Args:
         requested: What the user asked for.
         policy: When replicas average.
-        devices: One device name for each rank, as ``"cpu"`` or ``"cuda:0"``.
+        devices: One device name for each rank, such as ``"cpu"`` or ``"cuda:0"``.
         nccl_available: Whether this build of PyTorch has NCCL.
 
     Returns:
@@ -111,12 +111,12 @@ def _choose_auto(
 def candidate_backends(
     requested: AverageBackend, policy: ApplyPolicy, chosen: AverageBackend, world_size: int
 ) -> tuple[AverageBackend, ...]:
-    """What ``AUTO`` may use in a run; what the user named is the only one.
+    """The backends that ``AUTO`` may use in a run; only one if the user named it.
 
     Args:
         requested: What the user asked for.
         policy: When replicas average.
-        chosen: What :func:`choose_backend` gave, which comes first.
+        chosen: The result of :func:`choose_backend`, which comes first.
         world_size: Number of ranks.
     """
     if requested is not AverageBackend.AUTO or world_size == 1:
@@ -136,21 +136,21 @@ class CoordinatorConfig:
         devices: Device of each rank, by name; their number is the world size.
         num_samples: Length of the data set.
         batch_size: Samples in a batch of one rank.
-        batch_sizes: Those of each rank; ``None``: all alike. Under ``SYNC`` ``batch_size`` is
-            their mean; else their greatest common divisor, in which the ledger counts.
+        batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
+            mean under ``SYNC``, and otherwise their greatest common divisor, the ledger's unit.
         num_epochs: Epochs in the run.
         policy: When replicas average.
-        backend: The resolved transport, never ``AUTO``; the first one where there are others.
-        alternatives: Others that the run may choose, or fall back to.
+        backend: The resolved transport, never ``AUTO``; the first one if there are alternatives.
+        alternatives: Other transports that the run may choose, or fall back to.
         backend_reason: Why it is the first one.
         drop_last: Leave an epoch's short batch out.
         accumulate: Micro-batches in an optimizer step.
         anchor: Batches of the slowest rank between two averagings, at first.
-        min_anchor: What the anchor comes back to where averaging is cheap; ``None``:
+        min_anchor: Lower limit to which the anchor shrinks while averaging is cheap; ``None``:
             ``anchor``.
         max_anchor: Upper limit of the anchor.
-        overhead_target: Share of the ranks' time that averaging may cost; the coordinator's
-            own time has a limit beside it, ``rounds.OWN_SHARE``.
+        overhead_target: Share of the ranks' time that averaging may cost. The coordinator's own
+            time has a separate limit, ``rounds.OWN_SHARE``.
         speed_hint: ``(slow rank, ratio)``, or ``None``.
         max_batch_diff: Limit on the lead of the fastest rank, in batches.
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;
@@ -158,30 +158,31 @@ class CoordinatorConfig:
         divergence_threshold: ``None``: no guard.
         partition_ratios: Fixed share of each rank.
         balance: Under ``SYNC``, cut each global batch by measured speed.
-        sync_batchnorm: Under ``SYNC``, each rank trains its part of a global batch at once, for
-            its layers meet those of the others.
-        all_gather: Likewise, for its losses need rows of the others.
-        advise_balance: Under ``SYNC`` with equal batches, say once what that would gain where
-            ranks turn out unequal.
-        progressive: Chunks on demand rather than one partition an epoch.
+        sync_batchnorm: Under ``SYNC``, each rank trains its part of a global batch in one pass,
+            because its layers synchronise with those of the other ranks.
+        all_gather: Likewise, because its losses need rows of the other ranks.
+        advise_balance: Under ``SYNC`` with equal batches, warn once what ``balance`` would gain
+            if ranks differ in speed.
+        progressive: Hand out chunks on demand instead of one partition per epoch.
         machine: The name of this machine in a cluster.
-        granted: Batches are granted little by little from outside, where other machines train
-            the others, and the run ends when it is told; otherwise all batches are its own.
+        granted: Whether batches are granted bit by bit from outside, because other machines
+            train the rest, and the run ends when told to; otherwise it trains all batches.
         max_steps: End after this many batches over all ranks.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         evaluate: Whether there is an evaluation function.
-        eval_every: Batches over all ranks between two evaluations within an epoch; ``None``: at its
-            end alone.
+        eval_every: Batches over all ranks between two evaluations within an epoch; ``None``: only
+            at its end.
         checkpoint_every: Epochs between two calls of the checkpoint function.
-        scheduler_metric: What of each closed epoch ranks are told, to step a scheduler by.
+        scheduler_metric: Metric of each closed epoch that ranks get, to step a scheduler.
         save_every: Epochs between two saves of the whole state, which is also saved at the
             end; ``None``: only when asked.
         save_every_s: Seconds between two saves within an epoch; ``None``: none by time.
-        save_every_steps: Batches over all ranks between two; ``None``: none by count.
+        save_every_steps: Batches over all ranks between two saves within an epoch; ``None``:
+            none by count.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
         collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
-        continue_on_failure: Go on with the ranks that are left when one dies.
+        continue_on_failure: Continue with the remaining ranks when one dies.
         stall_timeout_s: Seconds without progress after which the run fails.
         grace_s: Seconds that the workers have to leave after a failure.
     """
@@ -246,7 +247,7 @@ class CoordinatorConfig:
 
     @property
     def uses_collectives(self) -> bool:
-        """Whether ranks meet in a collective, in their steps or in rounds."""
+        """Whether ranks use a collective, in their steps or in rounds."""
         if self.world_size == 1:
             return False
         return self.policy is ApplyPolicy.SYNC or any(
@@ -255,7 +256,7 @@ class CoordinatorConfig:
 
     @property
     def backends(self) -> tuple[AverageBackend, ...]:
-        """All transports that the run may use, the first to begin with."""
+        """All transports that the run may use, in order; it begins with the first."""
         return (self.backend, *self.alternatives)
 
     @property

@@ -22,18 +22,18 @@ class Tally:
         num_samples: Samples in them.
         num_skipped: Samples whose effect was dropped because a value was not finite.
         compute_s: Time spent in training steps, waits for data and peers excluded.
-        num_timed: Micro-batches behind ``compute_s``, where they are not ``num_batches``
-            because the times of the last ones are still in flight on the device.
+        num_timed: Micro-batches that ``compute_s`` covers, if not ``num_batches`` because the
+            times of the last ones have not been read from the device yet.
         loss_sum: Sum over batches of mean loss times weight, in step order.
-        loss_samples: Weight behind ``loss_sum``: samples, or what ``train_fn`` gave. Samples
-            are less than ``num_samples`` where losses are still in flight on the device; they
-            come with a later report.
+        loss_samples: Total weight in ``loss_sum``: samples, or the weights of ``train_fn``.
+            Samples are fewer than ``num_samples`` while losses have not been read from the
+            device yet; these come with a later report.
         scalars: ``(name, weighted sum, weight)`` for each recorded scalar.
         losses: With ``metrics_every``, the mean loss of each batch and its weight, in step
-            order, as far as they were read; of weight 0 where there is none.
-        learning_rate: Of the optimizer's first group; ``None``: not known.
-        most_samples: In a micro-batch, by the measured memory of the device; ``None``: not
-            known, or not bounded.
+            order, as far as they were read; weight 0 if there is no loss.
+        learning_rate: Learning rate of the optimizer's first group; ``None``: not known.
+        most_samples: Most samples of a micro-batch that fit the device's measured memory;
+            ``None``: not known, or not bounded.
     """
 
     num_batches: int = 0
@@ -57,7 +57,7 @@ class Tally:
 
 
 class RoundedSum(float):
-    """A sum, rounded, that knows the rest.
+    """A rounded sum that also holds the exact one.
 
     Attributes:
         parts: Numbers whose exact sum is the exact sum; empty: the sum is this number.
@@ -191,7 +191,7 @@ class RankMetrics:
         num_samples: Samples in them.
         compute_s: Seconds in training steps, waits excluded.
         avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
-        throughput: Samples for each second of ``compute_s``; 0.0 without any.
+        throughput: Samples per second of ``compute_s``; 0.0 if that is 0.
     """
 
     rank: int
@@ -204,7 +204,7 @@ class RankMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineTally:
-    """What another machine has told of an epoch.
+    """Another machine's report of an epoch.
 
     Attributes:
         machine: Its name.
@@ -228,7 +228,7 @@ class MachineMetrics:
         num_samples: Samples in them.
         compute_s: Seconds in training steps, waits excluded, summed over its ranks.
         avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
-        throughput: Samples a second of all its ranks together, while they compute; 0.0 without
+        throughput: Samples per second of all its ranks together, while they compute; 0.0 without
             any.
     """
 
@@ -243,38 +243,37 @@ class MachineMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochMetrics:
-    """What an epoch gave.
+    """Results of one epoch.
 
     Attributes:
         epoch: Epoch, counted from 0.
-        avg_loss: Mean loss over all samples trained, or over what the weights count that
-            ``train_fn`` gave with its losses; NaN if there is none, and NaN or infinite where
-            a loss was.
-        scalars: Recorded scalars, each the mean weighted as the losses of their batches, and
-            the values of the evaluation under ``eval/``.
+        avg_loss: Mean loss over all samples trained, weighted by the weights of ``train_fn`` if
+            it returns any; NaN if there is no loss, and NaN or infinite if a loss was.
+        scalars: Recorded scalars, each a mean weighted like the losses of its batches, and the
+            values of the evaluation under ``eval/``.
         per_rank: One entry for each rank of this machine.
         machines: One entry for each machine of a cluster that trained in the epoch, by name;
-            means and counts of the epoch are over all of them. Empty on a machine alone.
-        epoch_s: Duration in seconds: the time since the last epoch closed, in equal parts for
-            those that closed together.
+            means and counts of the epoch are over all of them. Empty without a cluster.
+        epoch_s: Duration in seconds: the time since the last epoch closed. Epochs that close
+            together share it in equal parts.
         num_samples: Distinct samples trained.
         num_retrained: Samples that were trained again after the death of a rank.
         num_skipped: Samples trained whose effect was dropped because a loss, a gradient or
             a parameter was not finite.
         num_averagings: Averagings completed in the epoch.
-        per_rank_throughput: Samples for each second of computing.
-        per_rank_batch_share: Each rank's part of the batches; they sum to 1 unless
-            there was no batch.
+        per_rank_throughput: Each rank's samples per second of computing.
+        per_rank_batch_share: Each rank's share of the batches; they sum to 1 unless there was
+            no batch.
         devices: Device of each rank.
         divergence: The largest ``||replica - mean|| / ||mean||`` of a rank in a round of the
-            epoch, over the parameters: what the divergence guard judges. NaN where none was
+            epoch, over the parameters; the divergence guard checks it. NaN if none was
             measured, as under ``SYNC``, or a replica was not finite.
-        param_norm: Norm of the parameters after the epoch's last averaging, under ``SYNC`` and
-            with one rank at its end; NaN where it was not measured.
-        learning_rate: Of the first group of the optimizer, as the lowest rank that trained told
-            it last in the epoch; NaN where none is known.
-        partial: Whether ``max_steps`` ended the run within the epoch: all this is of what was
-            trained of it, and nothing was evaluated.
+        param_norm: Norm of the parameters after the epoch's last averaging; under ``SYNC`` and
+            with one rank, at the epoch's end. NaN if it was not measured.
+        learning_rate: Learning rate of the optimizer's first group, as last reported in the
+            epoch by the lowest rank that trained; NaN if unknown.
+        partial: Whether ``max_steps`` ended the run within the epoch: then all values cover the
+            trained part, and nothing was evaluated.
     """
 
     epoch: int
@@ -296,7 +295,7 @@ class EpochMetrics:
     partial: bool = False
 
     def value(self, name: str) -> float | None:
-        """A scalar, or else a field, of that name; ``None``: there is no such number."""
+        """Return the scalar, or else the field, of that name; ``None`` if there is none."""
         value = self.scalars.get(name, getattr(self, name, None))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
@@ -309,18 +308,19 @@ MEASURED = ("divergence", "param_norm", "learning_rate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What some batches of all ranks gave while their epoch runs (``metrics_every``), or an
-    evaluation within it (``eval_every``), which has ``num_batches=0`` and nothing but ``scalars``.
+    """Results of some batches of all ranks within an epoch (``metrics_every``), or of an
+    evaluation within it (``eval_every``), which has ``num_batches=0`` and only ``scalars``.
 
     Attributes:
-        step: Batches of all ranks up to here, since the run began: the first resumed one goes
-            on where its checkpoint was; those trained again after a death count again.
-        epoch: The epoch that was told of last.
-        num_batches: Batches behind this, ``n`` of ``metrics_every(n)``; 0: an evaluation.
+        step: Batches of all ranks since the run began. A resumed run continues the count of its
+            checkpoint; batches trained again after a death count again.
+        epoch: The epoch that was reported last.
+        num_batches: Batches covered, ``n`` of ``metrics_every(n)``; 0: an evaluation.
         avg_loss: Their mean loss, weighted as for the epoch; NaN if there is none.
-        scalars: Means of the scalars that were told since the last one, or with it.
-        learning_rate: Of the first group of the optimizer that was told last; NaN: not known.
-        throughput: Samples a second of all ranks, since the one before.
+        scalars: Means of the scalars reported since the last step metrics, the same for step
+            metrics published together; or the values of the evaluation under ``eval/``.
+        learning_rate: Last reported learning rate of the optimizer's first group; NaN: unknown.
+        throughput: Samples per second of all ranks since the last step metrics.
     """
 
     step: int
@@ -408,8 +408,8 @@ class _RankSums:
 class EpochTally:
     """Sums up what the ranks report of one epoch.
 
-    Sums are exact until they are rounded at the end, so that neither the order of the
-    reports nor where one ends and the next begins shows in any bit.
+    Sums are exact until they are rounded at the end, so no bit depends on the order of the
+    reports or on where one ends and the next begins.
 
     Args:
         world_size: Number of ranks.
@@ -490,7 +490,7 @@ class EpochTally:
 
     @property
     def num_samples(self) -> int:
-        """Samples that this machine's ranks have trained, repeats included."""
+        """Number of samples that this machine's ranks have trained, repeats included."""
         return sum(sums.num_samples for sums in self._ranks)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
@@ -543,16 +543,16 @@ _Loss = tuple[float, float, Fraction | int]
 
 
 class StepTally:
-    """Makes metrics of every so many batches from what the ranks report.
+    """Makes metrics of every ``every`` batches from what the ranks report.
 
-    A report tells of several steps at once, now of this rank and now of that. What ranks have
-    told waits until there are enough batches of each: in equal numbers under lockstep, else in
-    proportion to what they have told so far. A rank that is silent for long is not waited for.
+    A report covers several steps of one rank. Reports wait until there are enough batches of
+    each rank: equally many under lockstep, otherwise in proportion to what the ranks have
+    reported so far. A rank that has long been silent is not waited for.
 
     Deterministic and not thread-safe.
 
     Args:
-        every: Batches of all ranks behind each.
+        every: Batches of all ranks in each.
         world_size: Number of ranks.
         equal: Whether all ranks train alike.
     """
@@ -572,19 +572,19 @@ class StepTally:
         self.step = 0
 
     def begin(self, now: float) -> None:
-        """All ranks begin to train."""
+        """Note that all ranks begin to train."""
         self._since = self._now = now
         self._last = [now] * len(self._last)
 
     def add(
         self, rank: int, epoch: int, tally: Tally, now: float, part: Fraction | int = 1
     ) -> list[StepMetrics]:
-        """Take a report; gives what is complete by it.
+        """Add a report; return the metrics that it completes.
 
         Args:
-            rank: Whose it is.
-            epoch: Its epoch.
-            tally: What was trained.
+            rank: The rank that reports.
+            epoch: The rank's epoch.
+            tally: What the rank trained.
             now: The time.
             part: What each of its micro-batches counts as, in batches.
         """
@@ -597,11 +597,11 @@ class StepTally:
         return self._complete(SILENT_S)
 
     def drop(self, rank: int) -> None:
-        """A rank is gone; what it has told still counts."""
+        """Remove a rank; what it has reported still counts."""
         self._last[rank] = -math.inf
 
     def flush(self) -> list[StepMetrics]:
-        """What can be made without any further report."""
+        """Return the metrics that can be made without further reports."""
         return self._complete(-1.0)
 
     def _complete(self, patience_s: float) -> list[StepMetrics]:

@@ -11,26 +11,26 @@ from typing import Any
 class Cause(IntEnum):
     """What a rank is doing; at each moment it is exactly one of these.
 
-    On a CUDA device these are the times of the host: ``COMPUTE`` is the time in which the
-    worker gives its device work or waits because it is too far ahead of it.
+    On a CUDA device these are times of the host: ``COMPUTE`` is the time in which the worker
+    submits work to its device, or waits because it is too far ahead of the device.
     """
 
     UNATTRIBUTED = 0
-    """In none of the parts of its life that have a name."""
+    """None of the other causes."""
     STARTUP = 1
-    """Building the replica, and waiting for the others to have built theirs."""
+    """Building the replica, and waiting until the other ranks have built theirs."""
     COMPUTE = 2
     """Forward, backward and the optimizer's step, and capturing them as a graph."""
     DATA = 3
-    """Waiting for a batch, or reading it where that is done in the worker's thread."""
+    """Waiting for a batch, or reading it if the worker's thread does that."""
     SYNC = 4
     """Waiting for the other ranks to join a collective."""
     PARKED = 5
     """Throttled, because it is too far ahead of the others."""
     IDLE = 6
-    """No plan, because nothing is left to train for now."""
+    """Without a plan, because nothing is left to train for now."""
     AVERAGING = 7
-    """Copying parameters and exchanging them or gradients."""
+    """Copying parameters, and exchanging parameters or gradients."""
     CALLBACKS = 8
     """``epoch_fn``, ``eval_fn``, and checkpoints: ``checkpoint_fn`` and copies of the state."""
     CONTROL = 9
@@ -38,11 +38,11 @@ class Cause(IntEnum):
     ENDING = 10
     """The final snapshot and leaving."""
     GONE = 11
-    """The rank has ended, and the run goes on."""
+    """The rank has ended while the run continues."""
 
     @property
     def label(self) -> str:
-        """As tables and pages name it."""
+        """The name in tables and pages."""
         return self.name.lower()
 
 
@@ -130,11 +130,11 @@ class Event:
     """Something that happened on a rank or at the coordinator.
 
     Attributes:
-        kind: What it was.
-        rank: On which rank; ``None``: at the coordinator.
+        kind: The kind of event.
+        rank: The rank; ``None``: the coordinator.
         start_s: When it began, in seconds since the start of the run.
-        end_s: When it ended; the same for what took no time.
-        args: What else is known, by name; numbers and short texts.
+        end_s: When it ended, likewise; equal to ``start_s`` if it took no time.
+        args: Further values by name; numbers and short texts.
     """
 
     kind: Kind
@@ -178,16 +178,16 @@ class IdleGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run when it begins.
+    """Facts of a run that are known when it begins.
 
     Attributes:
         devices: Name of each rank's device.
         policy: When replicas average.
-        backend: Over what.
-        backend_reason: Why over that.
-        num_epochs: How many are wanted.
-        batch_size: Samples in a batch, on the mean where ranks have sizes of their own.
-        batch_sizes: Of each rank, where they are not alike.
+        backend: The transport of averaging.
+        backend_reason: Why this transport is used.
+        num_epochs: Number of epochs to train.
+        batch_size: Samples in a batch; the mean if ranks have different batch sizes.
+        batch_sizes: Batch size of each rank, if they differ.
         num_samples: Length of the data set.
     """
 
@@ -212,18 +212,18 @@ class RankSummary:
     Attributes:
         rank: The rank.
         device: Its device, by name.
-        wall_s: Seconds since the start of the run, or of the whole run: the same for all
+        wall_s: Seconds since the start of the run, or its whole duration: the same for all
             ranks of a run that is over.
         causes: Seconds by cause, named as in :class:`Cause` in lower case; they sum to
             ``wall_s``.
-        idle_share: Part of ``wall_s`` in which the rank waited: for data, for peers,
-            parked, without a plan or gone.
+        idle_share: Share of ``wall_s`` in which the rank waited for data or for peers, was
+            parked, had no plan or was gone.
         num_steps: Optimizer steps made.
-        num_batches: Batches that the coordinator knows of.
+        num_batches: Batches reported to the coordinator.
         num_samples: Samples in them.
-        throughput: These samples for each second of ``wall_s``.
-        num_throttles: Times that the rank was parked.
-        num_dropped: Events that the ring has lost.
+        throughput: These samples per second of ``wall_s``.
+        num_throttles: Number of times the rank was parked.
+        num_dropped: Events that the ring has dropped.
     """
 
     rank: int
@@ -240,7 +240,7 @@ class RankSummary:
 
     @property
     def unattributed_share(self) -> float:
-        """Part of ``wall_s`` of which nothing is known."""
+        """Share of ``wall_s`` without a known cause."""
         return share(self.causes[Cause.UNATTRIBUTED.label], self.wall_s)
 
     def __str__(self) -> str:
@@ -261,16 +261,16 @@ class TimelineSummary:
     Attributes:
         state: ``"empty"``, ``"running"``, ``"finished"``, ``"stopped"`` or ``"failed"``.
         error: Why it failed, on one line.
-        wall_s: Seconds since its start, or of all of it.
+        wall_s: Seconds since its start, or its whole duration.
         model: Class of the model, once it is built.
-        facts: What was known when it began; ``None`` while it is empty.
+        facts: What was known when it began; ``None`` while ``state`` is ``"empty"``.
         ranks: One record for each rank.
         num_epochs: Epochs closed.
         num_averagings: Averagings done; under ``SYNC`` the global steps.
         num_failed_rounds: Averaging rounds given up.
-        anchor: Batches of the slowest rank between two averagings, at last.
+        anchor: Latest number of batches of the slowest rank between two averagings.
         coordinator_busy_s: Seconds that the coordinator spent on events.
-        num_dropped: Events that the rings have lost, in all.
+        num_dropped: Events that the rings have dropped, in total.
     """
 
     state: str
@@ -304,7 +304,7 @@ _WAITS = (Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.GONE)
 
 
 def idle_seconds(seconds: list[float]) -> float:
-    """The part of a rank's time in which it waited."""
+    """Seconds of a rank's time in which it waited."""
     return sum(seconds[cause] for cause in _WAITS)
 
 
