@@ -178,7 +178,7 @@ def rounds(
 
     Args:
         batches: Of one epoch, say. The last list may be short.
-        batch_counts: Asked anew for each list.
+        batch_counts: Called again for each list.
     """
     source = iter(batches)
     while given := list(islice(source, sum(batch_counts()))):
@@ -243,7 +243,7 @@ class Balancer:
     Args:
         world_size: Number of devices, at least 1.
         speed_hint: ``(slow rank, ratio)``: first ratios, corrected after the first step.
-        fixed: Whether the first ratios hold for good.
+        fixed: Whether the first ratios never change.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Balancer:
         """An optimizer step was made.
 
         Returns:
-            Whether the ratios were fitted anew.
+            Whether the ratios were fitted again.
         """
         self._num_steps += 1
         self._note_cost()

@@ -501,7 +501,7 @@ class DataParallelCoordinator(Closing):
         computes over a batch (batch norm). The buffers of the first replica that had samples
         are copied to all. If anything fails before the step, every replica returns to its state
         before the call, without gradients, and training may continue. But a replica that fails
-        during the averaging breaks the group, and this object, for good.
+        during the averaging breaks the group and this object permanently.
 
         Args:
             samples: As for :func:`~runtime.shard_samples`. Tensors in columns are moved to each

@@ -30,7 +30,7 @@ _NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
 
 
 def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """The host names that a request may name, in lower case; ``*`` stands for all.
+    """The host names that a request may use, in lower case; ``*`` stands for all.
 
     Args:
         host: The host that the server is bound to.
@@ -128,7 +128,7 @@ MAX_WAITING = 8
 
 
 class Viewer:
-    """One open page. In the event loop's thread alone.
+    """One open page. Used only in the event loop's thread.
 
     Args:
         history: Gives the whole state, as a message.
