@@ -1,4 +1,4 @@
-"""Every exception that the runtime raises on its own account."""
+"""All exceptions that the runtime itself raises."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class WorkerFailed(GpuWorkerError):
-    """A worker died of an exception, which stands in ``__cause__``.
+    """A worker raised an exception, which is the ``__cause__``.
 
     Attributes:
         rank: The worker's rank.
@@ -92,11 +92,11 @@ class ClusterError(GpuWorkerError):
 
 
 class ReplicaMismatch(ValueError):
-    """One rank's model is another one than rank 0's."""
+    """A rank's model differs from rank 0's."""
 
 
 class ReplicaFailed(GpuWorkerError):
-    """A replica raised in a loop of the user's own; the original stands in ``__cause__``.
+    """A replica raised in the user's own loop; its exception is the ``__cause__``.
 
     Attributes:
         rank: The replica's rank.
