@@ -403,7 +403,8 @@ class TrainerBuilder:
 
     def max_steps(self, n: int) -> TrainerBuilder:
         """End after ``n`` batches over all ranks. The metrics of an epoch that this cuts short
-        cover the trained part; see ``EpochMetrics.partial``."""
+        cover the trained part; see ``EpochMetrics.partial``. Under ``SYNC`` a multiple of the
+        number of devices ends between global batches, so that a resume is exact."""
         return self._set(max_steps=check_int("max_steps", n, 1))
 
     def eval_fn(self, f: EvalFn) -> TrainerBuilder:
@@ -503,7 +504,10 @@ class TrainerBuilder:
         :meth:`metrics_fn`, in this order."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks({callback!r:.80}): pass objects of runtime.Callback")
+                raise TypeError(
+                    f"callbacks({callback!r:.80}): pass objects of runtime.Callback; a logger or a "
+                    "function goes into metrics_fn(...)"
+                )
         return self._set(callbacks=callbacks)
 
     def checkpoint_every(self, n: int) -> TrainerBuilder:
