@@ -57,7 +57,6 @@ from benchmarks.harness.models import (
     workload_of,
 )
 from benchmarks.harness.processes import Child, GlooGroup, serve
-from coordinator.dispatch import seconds, split_by_cost
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
 
 WORLDS = (1, 2, 4, 6, 8)
@@ -667,9 +666,9 @@ def follow_once(before: float, after: float, change_at: int) -> tuple[int, float
     builder.run().join()
     excess = []
     for step, (own, other) in enumerate(zip(*pieces, strict=True)):
-        costs = [(0.0, 1.0), (0.0, factor(step))]
-        best = max(map(seconds, costs, split_by_cost(own + other, costs)))
-        excess.append(max(map(seconds, costs, (own, other))) / best - 1)
+        total, slowness = own + other, factor(step)
+        best = min(max(n, slowness * (total - n)) for n in range(1, total))
+        excess.append(max(own, slowness * other) / best - 1)
     late = [step for step in range(change_at, len(excess)) if excess[step] > NEAR]
     num_steps = late[-1] + 1 - change_at if late else 0
     return num_steps, max(excess[change_at - FOLLOW_STEADY : change_at])
