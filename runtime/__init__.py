@@ -38,8 +38,8 @@ from runtime.replica.reducer import average_gradients, has_non_finite
 from runtime.results import TrainedState, WorkerFailure
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer, TrainerBuilder, fit
-from runtime.worker.config import UserFunctions, WorkerConfig
 from runtime.worker.worker import GpuWorker
+from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 __all__ = [
     "ApplyPolicy",

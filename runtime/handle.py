@@ -20,7 +20,6 @@ from runtime.callbacks import Callback
 from runtime.checkpoint.store import save_once
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.cluster.keeping import KeepOptions
-from runtime.config import TrainConfig
 from runtime.core.checks import check_float, check_path
 from runtime.core.signals import INTERRUPTS, Period
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
@@ -29,6 +28,7 @@ from runtime.monitor.feed import End
 from runtime.monitor.monitor import Monitor
 from runtime.results import TrainedState
 from runtime.run import Run
+from runtime.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster.cluster_run import Seat
 from runtime.collective import Collective, create_collectives
-from runtime.config import TrainConfig
 from runtime.core.context import announce
 from runtime.core.draws import allow_own_draws
 from runtime.core.errors import (
@@ -54,11 +53,12 @@ from runtime.replica.graphs import Fallbacks
 from runtime.results import TrainedState, assemble
 from runtime.saving import Saves
 from runtime.timeline.events import RunFacts
-from runtime.worker.config import WAKE, WorkerEndpoints
+from runtime.train_config import TrainConfig
 from runtime.worker.group import Groups, StopAgreement
 from runtime.worker.recording import Recording
 from runtime.worker.replica import Peers
 from runtime.worker.worker import GpuWorker
+from runtime.worker.worker_config import WAKE, WorkerEndpoints
 
 logger = logging.getLogger(__name__)
 

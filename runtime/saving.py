@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
 from runtime.checkpoint.format import CheckpointData, named_weights, plain
 from runtime.checkpoint.store import CheckpointWriter, entries
-from runtime.config import TrainConfig
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
+from runtime.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 

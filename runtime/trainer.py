@@ -14,13 +14,6 @@ from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.callbacks import Callback
 from runtime.cluster.outer import OuterOptimizer
 from runtime.cluster.settings import ClusterSettings
-from runtime.config import (
-    MAX_SEED,
-    ON_WORKER_FAILURE,
-    PRECISION_NAMES,
-    PRECISIONS,
-    TrainConfig,
-)
 from runtime.core.checks import (
     check_callable,
     check_choice,
@@ -44,10 +37,17 @@ from runtime.replica.build import (
 )
 from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactories
-from runtime.replica.step import TrainFns
+from runtime.replica.stepper import TrainFns
 from runtime.results import TrainedState
 from runtime.timeline import Timeline
-from runtime.worker.config import EvalFn, UserFunctions
+from runtime.train_config import (
+    MAX_SEED,
+    ON_WORKER_FAILURE,
+    PRECISION_NAMES,
+    PRECISIONS,
+    TrainConfig,
+)
+from runtime.worker.worker_config import EvalFn, UserFunctions
 
 
 class TrainerBuilder:

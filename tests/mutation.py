@@ -96,7 +96,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/worker/protocol.py": WORKER,
     "runtime/worker/group.py": (*WORKER, *unit("resume_sync")),
     "runtime/worker/reporter.py": (*WORKER, *unit("non_finite")),
-    "runtime/worker/rounds.py": (*WORKER, *ROUNDS),
+    "runtime/worker/answers.py": (*WORKER, *ROUNDS),
     "runtime/checkpoint/": FILES,
     "runtime/collective/": GROUPS,
     "runtime/collective/nccl.py": (*unit("nccl"), *GROUPS),

@@ -37,7 +37,7 @@ from runtime.core.threads import IntraOpThreads
 from runtime.device.base import Arrival, Device
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.device.cuda_api import CudaApi
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 
 # -- no wait for the device in the step loop, as far as PyTorch can tell -----------------

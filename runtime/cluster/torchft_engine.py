@@ -40,9 +40,9 @@ from runtime.cluster.engine import (
     host_and_port,
     joined,
 )
-from runtime.cluster.group import Group
+from runtime.cluster.generation import Group
+from runtime.cluster.healing import StateServer, fetch_state
 from runtime.cluster.lighthouse import load_torchft
-from runtime.cluster.transport import StateServer, fetch_state
 from runtime.cluster.wire import CODECS, ErrorFeedback
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.loop.loop_replica import LoopReplica, ParamGroups
 from runtime.loop.rank_threads import Runner, Task
-from runtime.loop.replica import LoopReplica, ParamGroups
 
 
 class Likeness:

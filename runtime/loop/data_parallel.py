@@ -25,9 +25,9 @@ from runtime.core.weight import Weighted, check_weight, checked_loss
 from runtime.data.batches import move_batch, parts_of
 from runtime.loop.alike import Likeness
 from runtime.loop.balance import unequal_devices
+from runtime.loop.loop_replica import LoopReplica, Options
 from runtime.loop.module import MakeModel, build_replicas
 from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
-from runtime.loop.replica import LoopReplica, Options
 from runtime.replica.build import (
     Copies,
     ModelFactory,

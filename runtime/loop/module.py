@@ -22,9 +22,9 @@ from runtime.core.weight import LossWeightFn, check_weight
 from runtime.device.base import Device, device_summary
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.balance import Balancer, Cadence, DdpConfig, rounds, unequal_devices, unequal_gpus
-from runtime.loop.engine import Engine, Solo, Team
+from runtime.loop.loop_replica import LoopReplica, LossFn
 from runtime.loop.rank_threads import Ends, Journal, Runner, Task, resolve_backend
-from runtime.loop.replica import LoopReplica, LossFn
+from runtime.loop.team import Engine, Solo, Team
 from runtime.replica.build import OptimFactory, Template, adopt, build_model, check_model
 from runtime.replica.schedule import SchedulerFactory
 

@@ -28,7 +28,7 @@ from runtime.core.nested import flatten
 from runtime.core.threads import IntraOpThreads, Living, prepare_threads
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import StreamSync
-from runtime.loop.replica import LoopReplica
+from runtime.loop.loop_replica import LoopReplica
 from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind, RunFacts
 from runtime.timeline.recorder import Lane
 from runtime.timeline.timeline import Timeline

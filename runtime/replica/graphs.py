@@ -27,7 +27,7 @@ from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
 from runtime.device.values import ValueLog
 from runtime.replica.reducer import Packed
-from runtime.replica.step import MADE, StepEnd, Stepper, TrainFn
+from runtime.replica.stepper import MADE, StepEnd, Stepper, TrainFn
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from runtime.timeline.events import (
 )
 from runtime.timeline.recorder import Lane
 from runtime.timeline.timeline import Timeline
-from runtime.worker.config import UserFunctions
 from runtime.worker.protocol import WorkerProtocol, WorkerState
+from runtime.worker.worker_config import UserFunctions
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -16,7 +16,7 @@ from runtime.core.errors import CheckpointError, CollectiveAborted, without_fram
 from runtime.device.base import Device
 from runtime.device.timing import StepTimer
 from runtime.device.values import StepMeter, ValueLog
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.flat import NamedParams, ParamSubset
@@ -25,11 +25,11 @@ from runtime.replica.graphs import CapturableOptimizer
 from runtime.replica.non_finite import ReplicaJudge, StepJudge
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.step import OptimizerPart, Stepper
-from runtime.worker.config import UserFunctions, WorkerConfig
+from runtime.replica.stepper import OptimizerPart, Stepper
 from runtime.worker.group import Groups, Lockstep
+from runtime.worker.rank_checkpoint import RankCheckpoint
 from runtime.worker.recording import Recorder
-from runtime.worker.state import RankCheckpoint
+from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

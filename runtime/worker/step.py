@@ -25,12 +25,12 @@ from runtime.device.timing import StepTimer
 from runtime.device.values import LogMark, StepMeter, ValueLog, Withheld
 from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
 from runtime.replica.schedule import ScheduleMark
-from runtime.replica.step import DROPPED, MADE, StepEnd, TrainFn, TrainFns
+from runtime.replica.stepper import DROPPED, MADE, StepEnd, TrainFn, TrainFns
 from runtime.timeline.events import COMPUTE, CONTROL
 from runtime.timeline.recorder import Lane
-from runtime.worker.config import StepResult, WorkerConfig
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.replica import WorkerReplica
+from runtime.worker.worker_config import StepResult, WorkerConfig
 
 
 class Windows:

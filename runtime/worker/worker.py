@@ -33,9 +33,16 @@ from runtime.replica.build import BuildOrder
 from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import Fallbacks
 from runtime.replica.schedule import SchedulerFactories
-from runtime.replica.step import TrainFns
+from runtime.replica.stepper import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
-from runtime.worker.config import (
+from runtime.worker.answers import Answers
+from runtime.worker.group import Lockstep, StopAgreement
+from runtime.worker.protocol import WorkerProtocol, WorkerState
+from runtime.worker.recording import Recorder
+from runtime.worker.replica import Peers, WorkerProgress, WorkerReplica, key_generator
+from runtime.worker.reporter import Reporter
+from runtime.worker.step import BatchLog, Windows, WorkerSteps
+from runtime.worker.worker_config import (
     WAKE,
     StepResult,
     UserFunctions,
@@ -44,13 +51,6 @@ from runtime.worker.config import (
     WorkerConfig,
     WorkerEndpoints,
 )
-from runtime.worker.group import Lockstep, StopAgreement
-from runtime.worker.protocol import WorkerProtocol, WorkerState
-from runtime.worker.recording import Recorder
-from runtime.worker.replica import Peers, WorkerProgress, WorkerReplica, key_generator
-from runtime.worker.reporter import Reporter
-from runtime.worker.rounds import Answers
-from runtime.worker.step import BatchLog, Windows, WorkerSteps
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import InlineLoader, LoaderSpec
 from runtime.replica.build import BuildOrder
-from runtime.worker.config import WorkerEndpoints
+from runtime.worker.worker_config import WorkerEndpoints
 from tests.deadlock.faults import BOUND_S
 from tests.support.running import CADENCE, CPU, OVER_CPU, count_up, counter, numbers, plain_sgd
 from tests.unit.worker.test_worker import Alone

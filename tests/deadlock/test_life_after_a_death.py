@@ -10,7 +10,7 @@ import torch
 from coordinator import messages as m
 from runtime import WorkerFailed, current_worker
 from runtime.collective import AbortableBarrier
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.deadlock.test_averaging_meanwhile import HeldAverage

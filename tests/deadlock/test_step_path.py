@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import record_scalar
-from runtime.replica.step import Stepper
+from runtime.replica.stepper import Stepper
 from tests.deadlock.faults import BOUND_S
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from coordinator.averaging import Averager
 from runtime.collective import create_collectives
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from tests.gpu.delays import DelayedState, Delays, context_of
 
 SIZE = 1 << 16

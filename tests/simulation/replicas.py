@@ -22,7 +22,7 @@ from runtime.collective.base import Rendezvous, Request
 from runtime.collective.thread import ThreadCollective
 from runtime.core.errors import CollectiveAborted
 from runtime.device.base import Device
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 from tests.simulation.effects import Batch, Traced, Violation
 

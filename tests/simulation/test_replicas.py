@@ -10,7 +10,7 @@ import torch
 from coordinator import messages as m
 from coordinator.averaging import Averager
 from coordinator.config import ApplyPolicy, AverageBackend
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import assert_is_found

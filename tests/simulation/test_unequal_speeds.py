@@ -41,6 +41,19 @@ def schedule_of(policy, backend, *, slowness=(1.0, 3.0), jitter=0.1, **settings)
     )
 
 
+def lockstep_of(slowness, num_steps, jitter=0.0):
+    """Ranks under ``SYNC`` whose shares are measured, for an epoch of so many steps."""
+    return schedule_of(
+        ApplyPolicy.SYNC,
+        AverageBackend.THREAD,
+        slowness=slowness,
+        jitter=jitter,
+        num_samples=num_steps * len(slowness) * 10,
+        num_epochs=1,
+        balance=True,
+    )
+
+
 def shares_of(run):
     samples = run.checks.samples_by_rank
     return [n / sum(samples) for n in samples]
@@ -76,14 +89,7 @@ def test_a_rank_that_slows_down_hands_its_share_over(policy, backend):
 @pytest.mark.parametrize("slowness", [(1.0, 2.0), (1.0, 3.0), (1.0, 5.0), (1.0, 2.0, 4.0)])
 def test_lockstep_with_shares_comes_near_the_sum_of_the_ranks(slowness):
     num_steps, world = 300, len(slowness)
-    schedule = schedule_of(
-        ApplyPolicy.SYNC,
-        AverageBackend.THREAD,
-        slowness=slowness,
-        num_samples=num_steps * world * 10,
-        num_epochs=1,
-        balance=True,
-    )
+    schedule = lockstep_of(slowness, num_steps, jitter=0.1)
     run = Simulation(schedule).run()
     possible_s = num_steps * world * FAST_S / sum(1 / s for s in slowness)
     assert run.now <= 1.25 * possible_s
@@ -104,15 +110,7 @@ class Sizes(Hooks):
 
 
 def test_lockstep_with_shares_knows_the_speeds_after_a_dozen_steps():
-    schedule = schedule_of(
-        ApplyPolicy.SYNC,
-        AverageBackend.THREAD,
-        slowness=(1.0, 5.0),
-        jitter=0.0,
-        num_samples=40 * 20,
-        num_epochs=1,
-        balance=True,
-    )
+    schedule = lockstep_of((1.0, 5.0), num_steps=40)
     sizes = Sizes()
     Simulation(schedule, hooks=sizes).run()
     assert [size for _, size in sizes.steps[:6]] == [10] * 6
@@ -120,15 +118,7 @@ def test_lockstep_with_shares_knows_the_speeds_after_a_dozen_steps():
 
 
 def test_lockstep_with_shares_follows_a_rank_that_slows_down_within_20_steps():
-    schedule = schedule_of(
-        ApplyPolicy.SYNC,
-        AverageBackend.THREAD,
-        slowness=(1.0, 1.0),
-        jitter=0.0,
-        num_samples=100 * 20,
-        num_epochs=1,
-        balance=True,
-    )
+    schedule = lockstep_of((1.0, 1.0), num_steps=100)
     slower = Pace(start_s=50 * FAST_S, batch_s=3 * FAST_S)
     paces = (schedule.paces[0], (*schedule.paces[1], slower))
     sizes = Sizes()

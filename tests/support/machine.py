@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from runtime.cluster import group as groups
+from runtime.cluster import generation as groups
 from runtime.cluster.engine import EngineOptions, State
 from runtime.cluster.lighthouse import load_torchft
 from runtime.cluster.torchft_engine import TorchftEngine

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import Trainer
-from runtime.loop import engine as direct
+from runtime.loop import team as direct
 
 WAIT_S = 60.0
 """Bound of every wait: reached only by a test that fails."""

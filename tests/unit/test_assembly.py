@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coordinator.config import ApplyPolicy, AverageBackend
-from runtime.config import TrainConfig
-from runtime.worker.config import UserFunctions
+from runtime.train_config import TrainConfig
+from runtime.worker.worker_config import UserFunctions
 from tests.support.running import builder, count_up, counter, plain_sgd
 
 

@@ -40,7 +40,7 @@ FORBIDDEN = {
 
 ALLOWED = {
     ("runtime/replica/flat.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
-    ("runtime/replica/step.py", "_weigh", "item"): "a weight of the CPU",
+    ("runtime/replica/stepper.py", "_weigh", "item"): "a weight of the CPU",
     ("runtime/core/weight.py", "check_weight", "item"): "a weight of the CPU",
     ("runtime/replica/reducer.py", "_agree", "tolist"): "a tensor of the CPU",
     (

@@ -24,7 +24,7 @@ from runtime.checkpoint.format import MANIFEST, Manifest, plain
 from runtime.checkpoint.store import CheckpointWriter, load_newest, save_once, write_checkpoint
 from runtime.core.signals import INTERRUPTS
 from runtime.device.cuda import open_device
-from runtime.worker.state import _generators, _restore_process
+from runtime.worker.rank_checkpoint import _generators, _restore_process
 from tests.support.checkpointing import make, same
 from tests.support.resuming import MarkingRun
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder

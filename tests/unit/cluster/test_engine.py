@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from coordinator.cluster import FORMAT
-from runtime.cluster import group
+from runtime.cluster import generation
 from runtime.cluster.engine import (
     EngineClosed,
     EngineError,
@@ -143,7 +143,7 @@ def test_what_a_stranger_writes_into_the_store_does_not_end_its_owner():
     timeout = timedelta(seconds=10)
     store, _ = own_store("127.0.0.1", timeout)
     store.set("join/7/1", b"\xff" * 100)
-    assert group._session(store, True, 7, 0, 2, timeout).startswith("session/")
+    assert generation._session(store, True, 7, 0, 2, timeout).startswith("session/")
 
 
 def test_a_machine_that_has_refused_many_still_belongs():
@@ -151,7 +151,7 @@ def test_a_machine_that_has_refused_many_still_belongs():
     store, _ = own_store("127.0.0.1", timeout)
     store.set("s/1", sealed("token", "s", 1, "b", json.dumps([FORMAT, ["a"]]).encode()))
     gone = {f"gone-{i}" for i in range(10_000)}
-    told = group._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
+    told = generation._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
     assert told == {"a": ["b"], "b": ["a"]}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice, open_device
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 from runtime.replica.reducer import GradientReducer
 from tests.support.fake_cuda import GPU, FakeCuda

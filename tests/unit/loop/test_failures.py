@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import GpuWorkerError, ReplicaFailed, Trainer
-from runtime.loop import engine as team_file
 from runtime.loop import rank_threads as threads_file
+from runtime.loop import team as team_file
+from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.rank_threads import Job
-from runtime.loop.replica import LoopReplica
 from tests.support import programs
 from tests.support.own_loop import (
     NUM_FEATURES,

@@ -14,10 +14,10 @@ from runtime.device.cuda import CudaDevice
 from runtime.device.cuda_api import StreamSync
 from runtime.loop import rank_threads as threads_file
 from runtime.loop.balance import Balancer, Cadence, DdpConfig
-from runtime.loop.engine import Team
+from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.rank_threads import Ends, Job, Journal, Runner
-from runtime.loop.replica import LoopReplica
+from runtime.loop.team import Team
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.loop.test_cadence import loss_fn

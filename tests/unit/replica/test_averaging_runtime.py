@@ -12,7 +12,7 @@ from torch import nn
 from coordinator.averaging import Averager
 from runtime import CollectiveAborted, create_collectives, current_worker
 from runtime.device.base import Device
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 from tests.support.running import (
     ASYNC,

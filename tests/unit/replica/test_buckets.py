@@ -17,7 +17,7 @@ from runtime.collective import create_collectives
 from runtime.core.errors import CollectiveAborted
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.step import Stepper
+from runtime.replica.stepper import Stepper
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 TINY = 64

@@ -24,8 +24,8 @@ from runtime import (
 from runtime.core.weight import WindowWeight, _tell_of_guess
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.step import EMPTY, Stepper
-from runtime.worker.config import UserFunctions, WorkerConfig
+from runtime.replica.stepper import EMPTY, Stepper
+from runtime.worker.worker_config import UserFunctions, WorkerConfig
 from tests.support.graphing import (
     DATA,
     a_run,

@@ -11,7 +11,7 @@ import torch
 from coordinator.averaging import usable_weights
 from runtime import NonFiniteError, WorkerFailed, create_collectives, current_worker
 from runtime.device.base import Device
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 from tests.support.faulty import (
     AVERAGED_WAYS,

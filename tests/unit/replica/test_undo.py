@@ -10,7 +10,7 @@ from torch import nn
 
 from runtime import create_collectives
 from runtime.device.base import Device
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 from tests.support.running import WAIT_S
 

@@ -17,8 +17,8 @@ from runtime.checkpoint.format import plain
 from runtime.checkpoint.resume import ResumePoint
 from runtime.replica.flat import FlatParams
 from runtime.replica.schedule import Schedule
-from runtime.replica.step import Stepper
-from runtime.worker.config import UserFunctions, WorkerConfig
+from runtime.replica.stepper import Stepper
+from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 OPTIMIZERS = {
     "sgd with momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),

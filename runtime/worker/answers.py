@@ -15,12 +15,12 @@ from runtime.core.context import worker_context
 from runtime.core.draws import draws_from
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device.base import Arrival
-from runtime.replica.averaging import ReducedState
-from runtime.worker.config import EvalFn, UserFunctions
+from runtime.replica.averager import ReducedState
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recording import Recorder
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
+from runtime.worker.worker_config import EvalFn, UserFunctions
 
 logger = logging.getLogger(__name__)
 

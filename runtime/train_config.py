@@ -29,7 +29,7 @@ from runtime.data.stream import is_stream
 from runtime.device.cuda import devices_differ
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
-from runtime.worker.config import UserFunctions, WorkerConfig
+from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

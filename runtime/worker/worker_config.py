@@ -15,7 +15,7 @@ from coordinator.config import ApplyPolicy
 from runtime.device.timing import StepTime
 from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
 from runtime.replica.schedule import SchedulerFactories
-from runtime.replica.step import TrainFns
+from runtime.replica.stepper import TrainFns
 
 EvalFn = Callable[[nn.Module, int], dict[str, float]]
 

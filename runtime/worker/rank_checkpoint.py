@@ -15,10 +15,10 @@ from runtime.checkpoint.format import numpy_state, packed_arrays, plain
 from runtime.core.errors import CheckpointError
 from runtime.device.base import Device
 from runtime.device.values import ValueLog
-from runtime.replica.averaging import ReplicaAverager
+from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
 from runtime.replica.schedule import Schedule
-from runtime.replica.step import Stepper
+from runtime.replica.stepper import Stepper
 from runtime.worker.group import Lockstep
 
 logger = logging.getLogger(__name__)

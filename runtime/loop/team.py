@@ -23,8 +23,7 @@ from runtime.core.nested import flatten
 from runtime.core.weight import Weight
 from runtime.loop.alike import Likeness
 from runtime.loop.balance import Balancer, Cadence, sync_seconds
-from runtime.loop.rank_threads import END_S, Journal, Runner, Task
-from runtime.loop.replica import (
+from runtime.loop.loop_replica import (
     LearningRate,
     LoopReplica,
     LossFn,
@@ -35,6 +34,7 @@ from runtime.loop.replica import (
     mean_of_accumulated,
     weighted_loss,
 )
+from runtime.loop.rank_threads import END_S, Journal, Runner, Task
 from runtime.loop.scatter import Ambient, Call, Scatter, Shard, move, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 
