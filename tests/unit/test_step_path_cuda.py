@@ -93,7 +93,14 @@ def test_every_exception_is_needed():
 
 def test_the_step_path_holds_what_a_step_runs():
     found = {path.name for path in step_path()}
-    assert found >= {"worker.py", "step.py", "averaging.py", "flat.py", "reporter.py", "rounds.py"}
+    assert found >= {
+        "worker.py",
+        "stepper.py",
+        "averager.py",
+        "flat.py",
+        "reporter.py",
+        "answers.py",
+    }
     assert found >= {"cuda.py", "values.py", "timing.py", "thread.py", "nccl.py"}
 
 
