@@ -97,6 +97,9 @@ class WeightSum:
 
     def add_all(self, weights: Sequence[float]) -> None:
         """Add many weights."""
+        if set(map(type, weights)) <= {int}:
+            self._whole += int(sum(weights))
+            return
         for weight in weights:
             self.add(weight)
 

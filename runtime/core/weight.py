@@ -160,13 +160,12 @@ def check_read_weight(weight: float, where: str = "") -> float:
 
 
 def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """What ``train_fn`` has returned as loss and weight; a weight of ``None``: it gave none.
+    """What ``train_fn`` has returned as loss and weight, if it is no tensor, which is a loss
+    without a weight (``None``).
 
     Of what a model returns, it is the field ``loss``, which is taken for a mean over the labels
     of the batch that are not -100, unless a field tells its weight.
     """
-    if isinstance(result, Tensor):
-        return result, None
     found = field_of(result, "loss")
     if found is not None:
         inputs = (batch,) if isinstance(batch, Mapping) else ()

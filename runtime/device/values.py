@@ -67,24 +67,25 @@ class Sums:
         self._loss_sum, self._loss_weight = ExactSum(), WeightSum()
         self._scalars: dict[str, tuple[ExactSum, WeightSum]] = {}
 
-    def add_losses(self, losses: Sequence[float], batches: Sequence[tuple[float, int]]) -> None:
-        """Add the mean losses of batches, given as weight and number of each.
+    def add_losses(
+        self, losses: Sequence[float], weights: Sequence[float], steps: Sequence[int]
+    ) -> None:
+        """Add the mean losses of batches, each with its weight and the number of its batch.
 
         Raises:
             ValueError: A weight is negative or not finite.
         """
-        for weight, step in batches:
-            if not 0 <= weight < math.inf:
+        if not all(map(math.isfinite, weights)) or min(weights, default=0) < 0:
+            for weight, step in zip(weights, steps, strict=True):
                 check_read_weight(weight, f" in step {step}")
         if self._on_bad_loss is not None and not all(map(math.isfinite, losses)):
-            for loss, (_, step) in zip(losses, batches, strict=True):
+            for loss, step in zip(losses, steps, strict=True):
                 if not math.isfinite(loss):
                     self._on_bad_loss(step)
-        terms = [x * n if n else 0.0 for x, (n, _) in zip(losses, batches, strict=True)]
-        self._loss_sum.add_all(terms)
-        self._loss_weight.add_all([n for n, _ in batches])
+        self._loss_sum.add_all([x * n if n else 0.0 for x, n in zip(losses, weights, strict=True)])
+        self._loss_weight.add_all(weights)
         if self._each is not None:
-            self._each += [(x, n) for x, (n, _) in zip(losses, batches, strict=True)]
+            self._each += zip(losses, weights, strict=True)
 
     def add_scalar(self, name: str, value: float, weight: float) -> None:
         """Add a scalar of a batch; of weight 0, whatever it is, it adds nothing."""
@@ -197,9 +198,9 @@ class ValueLog:
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
         sums = Sums(self.on_bad_loss, self.each)
-        weights = _read_weights([n for _, n, _ in losses])
-        batches = [(n, step) for n, (_, _, step) in zip(weights, losses, strict=True)]
-        sums.add_losses(_read([t for t, _, _ in losses]), batches)
+        if losses:
+            tensors, told, steps = zip(*losses, strict=True)
+            sums.add_losses(_read(tensors), _read_weights(told), steps)
         values, weights = _read([v for _, v, _ in scalars]), _read_weights([n for *_, n in scalars])
         for (name, _, _), value, n in zip(scalars, values, weights, strict=True):
             sums.add_scalar(name, value, n)
@@ -218,7 +219,7 @@ def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
 
 def _read_weights(weights: Sequence[Weight]) -> Sequence[float]:
     """The weights as numbers; what are numbers stay as they are."""
-    if not any(isinstance(w, torch.Tensor) for w in weights):
+    if set(map(type, weights)) <= {int, float}:
         return weights  # type: ignore[return-value]
     return [float(w) if isinstance(w, torch.Tensor) else w for w in weights]
 
@@ -380,17 +381,18 @@ class CudaLog(ValueLog):
         self._free.append(flight.buffer)
         num_sent = sum((e.value is None) + (e.weight is None) for e in flight.entries)
         sent = iter(flight.buffer[:num_sent].tolist())
-        losses, batches = [], []
+        losses, weights, steps = [], [], []
         for name, value, weight, step in flight.entries:
             number = next(sent) if value is None else float(value)
             n = next(sent) if weight is None else weight
             assert not isinstance(n, Tensor)
             if name is None:
                 losses.append(number)
-                batches.append((n, step))
+                weights.append(n)
+                steps.append(step)
             else:
                 sums.add_scalar(name, number, n)
-        sums.add_losses(losses, batches)
+        sums.add_losses(losses, weights, steps)
 
     def _known(self, value: float | Tensor) -> float | Tensor:
         """A value, read if it lies on the CPU."""

@@ -448,8 +448,10 @@ class Stepper:
         else:
             with self._autocast():
                 result = train_fn(self._model, batch)
-        loss, weight = split_loss(result, self._model, batch)
-        loss = checked_loss(loss, "train_fn")
+        weight: Weight | None = None
+        if not isinstance(result, Tensor):
+            result, weight = split_loss(result, self._model, batch)
+        loss = checked_loss(result, "train_fn")
         live: Tensor | bool = True
         if weight is None and self.window is None:
             self.weight = None
@@ -469,6 +471,8 @@ class Stepper:
             tied = live
         if self._last_of:
             self._reducing_backward(target, tied)
+        elif tied is True:
+            target.backward()  # type: ignore[no-untyped-call]
         else:
             self._backward(target, tied)
         if global_batch is not None:
