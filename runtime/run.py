@@ -248,7 +248,9 @@ class Run:
         if c.worker.cuda_graphs and not all(context.has_graphs for context in self._contexts):
             logger.warning("cuda_graphs(True) has no effect on cpu: steps there are made eagerly")
         if c.worker.metrics_every and c.metrics_fn is None:
-            logger.warning("metrics_every(n) has nobody to tell: set metrics_fn or callbacks")
+            logger.warning(
+                "metrics_every(n) has no effect without metrics_fn or callbacks: set one"
+            )
         if c.tune_allocator and self._cpu_workers:
             allocator.acquire()
             self._keeps_memory = True

@@ -286,8 +286,8 @@ class TrainConfig:
         world = len(devices)
         if c.drop_last and num_samples < c.batch_size:
             raise ValueError(
-                f"drop_last(True) drops everything: {num_samples} samples make no batch of "
-                f"{c.batch_size}; use a smaller batch_size or keep the short batch"
+                f"drop_last(True) would leave no batch: the data set has {num_samples} samples, "
+                f"fewer than batch_size({c.batch_size}); lower batch_size or call drop_last(False)"
             )
         self._check_batch_sizes(world)
         if c.partition_ratios is not None and len(c.partition_ratios) != world:
@@ -308,8 +308,8 @@ class TrainConfig:
             )
         if self.data.prefetch == 0 and self.data.loader_workers:
             raise ValueError(
-                f"prefetch(0) does not go with loader_workers({self.data.loader_workers}), which "
-                "load ahead by nature; leave one of them out"
+                f"prefetch(0) turns loading ahead off, and loader_workers"
+                f"({self.data.loader_workers}) always loads ahead: leave one of them out"
             )
         for name in ("checkpoint_dir", "resume"):
             path = getattr(self, name)
@@ -458,8 +458,8 @@ class TrainConfig:
             raise ValueError(f"eval_every({c.eval_every}) needs eval_fn(f)")
         if c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None:
             raise ValueError(
-                f"eval_every({c.eval_every}) does not go with partition_ratios under SYNC, which "
-                "deal a whole epoch at once: leave one of them out, or give sizes with "
+                f"eval_every({c.eval_every}) cannot stop within an epoch that partition_ratios "
+                "under SYNC hands out in one piece: leave one of them out, or give sizes with "
                 "batch_size([...])"
             )
 
@@ -488,8 +488,8 @@ class TrainConfig:
         way = f"bucket_cap_mb({self.requested_bucket_mb:g})"
         if self.coordinator.policy is not ApplyPolicy.SYNC:
             raise ValueError(
-                f"{way} cuts the gradients that SYNC exchanges; under "
-                f"{self.coordinator.policy.name} none are: leave it out or call "
+                f"{way} is for SYNC, which exchanges gradients; "
+                f"{self.coordinator.policy.name} averages parameters: leave it out or call "
                 'policy("sync")'
             )
         for name in _BESIDE_BUCKETS:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -49,6 +50,37 @@ from runtime.train_config import (
 )
 from runtime.worker.worker_config import EvalFn, UserFunctions
 
+_CALLED_ELSEWHERE = {
+    "num_workers": "loader_workers",
+    "shuffle": "sampler",
+    "epochs": "num_epochs",
+    "max_epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate",
+    "gradient_clip_val": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "mixed_precision": "precision",
+    "amp": "precision",
+    "lr_scheduler": "scheduler",
+    "seed_everything": "seed",
+    "strategy": "policy",
+    "accelerator": "devices",
+    "gpus": "devices",
+    "sync_batch_norm": "sync_batchnorm",
+    "val_check_interval": "eval_every",
+    "eval_steps": "eval_every",
+    "log_every_n_steps": "metrics_every",
+    "logging_steps": "metrics_every",
+    "logger": "metrics_fn",
+    "save_steps": "checkpoint_dir",
+    "default_root_dir": "checkpoint_dir",
+    "resume_from_checkpoint": "resume",
+    "enable_progress_bar": "progress",
+}
+"""What ``DataLoader``, DDP, Lightning, Accelerate and the HF Trainer call these settings."""
+
 
 class TrainerBuilder:
     """Collects the settings of a run; every method returns the builder.
@@ -77,6 +109,15 @@ class TrainerBuilder:
                 model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
             )
         )
+
+    if not TYPE_CHECKING:  # type checkers know the settings
+
+        def __getattr__(self, name: str) -> Any:
+            own = [known for known in vars(TrainerBuilder) if not known.startswith("_")]
+            near = difflib.get_close_matches(name, own, 1)
+            here = _CALLED_ELSEWHERE.get(name) or (near[0] if near else None)
+            hint = f"did you mean {here}?" if here else "docs/training.md lists them all"
+            raise AttributeError(f"the builder has no setting {name!r}: {hint}")
 
     def _set(self, **values: Any) -> TrainerBuilder:
         self._config = self._config.having(**values)

@@ -559,8 +559,8 @@ class _Connections:
             if why not in self._told:
                 self._told.add(why)
                 logger.warning(
-                    "the monitor lets nobody in for now, since %s; the run goes on, and this is "
-                    "said once",
+                    "the monitor refuses new connections for now, since %s; the run goes on, and "
+                    "this warning comes once",
                     why,
                 )
             self._sweep_soon()

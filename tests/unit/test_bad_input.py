@@ -311,7 +311,7 @@ def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        (lambda b: b.drop_last(True).batch_size(30), "smaller batch_size"),
+        (lambda b: b.drop_last(True).batch_size(30), "lower batch_size"),
         (lambda b: b.partition_ratios([1, 1, 1]), "3 entries for 2 devices"),
         (lambda b: b.batch_size([2, 2, 2]), "3 entries for 2 devices"),
         (

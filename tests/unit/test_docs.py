@@ -22,6 +22,8 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+PACKAGES = ("benchmarks", "coordinator", "examples", "runtime", "tests")
+FILE = re.compile(r"`([\w/]+\.py)`")
 NAMED = re.compile(r"`((?:benchmarks|coordinator|examples|runtime|tests)/[\w/]+(?:\.py)?)/?[` ]")
 
 
@@ -79,8 +81,11 @@ def test_links_lead_to_files(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_files_that_a_page_names_exist(path):
-    named = NAMED.findall(path.read_text(encoding="utf-8"))
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    text = path.read_text(encoding="utf-8")
+    assert [name for name in NAMED.findall(text) if not (ROOT / name).exists()] == []
+    files = {file.name for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    files |= {file.name for file in (ROOT / "docs").glob("*.py")}
+    assert [name for name in FILE.findall(text) if name.split("/")[-1] not in files] == []
 
 
 def test_the_reference_has_every_public_name_once():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, AverageBackend, Trainer, WorkerFailed
+from runtime.trainer import _CALLED_ELSEWHERE
 from tests.support.running import WAIT_S, Counter, builder
 
 
@@ -28,6 +29,22 @@ def test_a_backend_by_its_name(backend):
 )
 def test_a_precision_as_lightning_and_accelerate_call_it(word, name):
     assert builder().precision(word)._config.worker.precision == name
+
+
+@pytest.mark.parametrize("name", _CALLED_ELSEWHERE)
+def test_a_setting_by_the_name_of_another_library_leads_to_the_own_one(name):
+    own = _CALLED_ELSEWHERE[name]
+    assert callable(getattr(builder(), own))
+    with pytest.raises(AttributeError, match=f"{name!r}: did you mean {own}"):
+        getattr(builder(), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("batchsize", "batch_size"), ("frobnicate", "docs/training.md")]
+)
+def test_a_setting_that_is_misspelt(name, hint):
+    with pytest.raises(AttributeError, match=hint):
+        getattr(builder(), name)
 
 
 def test_one_device_needs_no_list_and_a_number_means_so_many(monkeypatch):

@@ -87,7 +87,7 @@ def test_under_sync_each_tells_of_as_many_batches_of_every_rank():
 
 def test_that_nobody_is_there_to_be_told_is_said(caplog):
     builder(dataset=20).metrics_every(4).run().join(WAIT_S)
-    assert "metrics_every(n) has nobody to tell" in caplog.text
+    assert "metrics_every(n) has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("num_batches", [10, 0])  # 0: the first that is told is an evaluation
