@@ -412,7 +412,7 @@ class Checks:
         c, sim = self._config, self._sim
         if c.eval_every is None or c.max_steps is not None or self._resumed:
             return
-        if sim.dead or sim.num_faults:
+        if sim.dead or sim.num_faults or sim.machine.core.num_failed_rounds:
             return
         counted, ahead = self._per_epoch * c.counted_as, 4 * c.world_size * c.accumulate
         if counted >= 2 * c.eval_every + ahead and self._evaluated_at is None:

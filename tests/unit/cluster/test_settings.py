@@ -1,0 +1,55 @@
+"""Settings of a machine in a cluster and its outer optimizer: what is refused before a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime import Mean, Nesterov
+from runtime.cluster.settings import PERIOD, ClusterSettings
+
+ADDRESS = {"GPUWORKER_CLUSTER": "host:1"}
+
+
+def settings(period=None, outer=None, **environ):
+    return ClusterSettings.of(period=period, outer=outer, environ={**ADDRESS, **environ})
+
+
+def test_the_period_comes_from_the_call_or_the_environment_or_is_half_a_minute():
+    assert settings().period_s == 30
+    assert settings(**{PERIOD: "2.5"}).period_s == 2.5
+    assert settings(period=4, **{PERIOD: "2.5"}).period_s == 4
+    with pytest.raises(ValueError, match=f"{PERIOD}='soon': pass a number"):
+        settings(**{PERIOD: "soon"})
+    with pytest.raises(ValueError, match="period"):
+        settings(period=0)
+
+
+def test_an_outer_optimizer_is_one():
+    assert repr(settings().outer) == "Mean()"
+    with pytest.raises(TypeError, match=r"runtime\.Mean\(\) or runtime\.Nesterov\(\)"):
+        settings(outer="nesterov")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "GROUP_WORLD_SIZE"])
+def test_processes_that_torchrun_restarts_together_are_refused(name):
+    settings(TORCHELASTIC_RUN_ID="none", **{name: "1"})
+    settings(**{name: "2"})  # not by torchrun
+    with pytest.raises(ValueError, match="once on each machine"):
+        settings(TORCHELASTIC_RUN_ID="none", **{name: "2"})
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1])
+def test_a_momentum_that_never_fades_is_refused(momentum):
+    with pytest.raises(ValueError, match="momentum"):
+        Nesterov(momentum=momentum)
+
+
+def test_the_state_of_another_outer_optimizer_is_refused():
+    nesterov = Nesterov()
+    nesterov.step([torch.zeros(2)], [torch.ones(2)])
+    with pytest.raises(ValueError, match=r"Mean\(\) has no state, and 1 tensors came"):
+        Mean().load_state(nesterov.state())
+    again = Nesterov()
+    again.load_state(nesterov.state())
+    assert torch.equal(again.state()[0], torch.ones(2))

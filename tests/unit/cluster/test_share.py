@@ -1,0 +1,95 @@
+"""What a machine adds to a round, and the state that it takes from a peer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coordinator.messages import Payload
+from runtime.cluster.share import (
+    contribution,
+    from_tensors,
+    from_the_wire,
+    on_the_wire,
+    split,
+    to_tensors,
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.complex64, torch.float32),
+        (torch.complex128, torch.float64),
+        (torch.int64, torch.float64),
+        (torch.int32, torch.float64),
+        (torch.bool, torch.float64),
+    ],
+)
+def test_tensors_of_every_kind_come_back_as_they_were(dtype, wire):
+    tensor = torch.tensor([0, 1, 1, 0]) if dtype is torch.bool else torch.tensor([0, 1, -2, 3])
+    tensor = tensor.to(dtype)
+    if dtype.is_complex:
+        tensor = tensor * (1 + 2j)
+    sent = on_the_wire(tensor)
+    assert sent.dtype is wire
+    assert not sent.is_complex()
+    assert torch.equal(from_the_wire(sent, tensor), tensor)
+
+
+def test_sums_of_whole_numbers_are_rounded():
+    like = torch.zeros(2, dtype=torch.int64)
+    summed = torch.tensor([2.9999999, -3.0000001], dtype=torch.float64)
+    assert from_the_wire(summed, like).tolist() == [3, -3]
+
+
+def payload(value, *, num=4):
+    return Payload(
+        params=(torch.full((num,), value), torch.full((2,), value, dtype=torch.complex64)),
+        buffers=(torch.full((1,), value, dtype=torch.bfloat16),),
+        taken=(torch.full((3,), int(value)),),
+    )
+
+
+def test_changes_of_machines_sum_to_the_weighted_mean():
+    state, first, second = payload(8.0), payload(4.0), payload(0.0)
+    parts = [
+        contribution(state, first, 0.25, heaviest=False),
+        contribution(state, second, 0.75, heaviest=True),
+        contribution(state, None, 0.0, heaviest=False),  # it has trained nothing
+    ]
+    sums = [torch.stack(each).sum(0) for each in zip(*parts, strict=True)]
+    params, buffers, taken = split(sums, state)
+    found = [from_the_wire(t, like) for t, like in zip(params, state.params, strict=True)]
+    assert [t.tolist() for t in found] == [[7.0] * 4, [7.0] * 2]
+    assert from_the_wire(buffers[0], state.buffers[0]).tolist() == [7.0]
+    assert from_the_wire(taken[0], state.taken[0]).tolist() == [0] * 3  # the heaviest one's
+
+
+def test_a_state_is_taken_as_it_was_sent():
+    sent = to_tensors(payload(5.0), [torch.ones(4)])
+    state, outer = from_tensors(sent, payload(0.0))
+    assert all(map(torch.equal, state.tensors, payload(5.0).tensors))
+    assert [t.tolist() for t in outer] == [[1.0] * 4]
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "lacks"])
+def test_a_state_of_another_model_is_refused_by_the_name_of_the_tensor(what):
+    sent = to_tensors(payload(5.0, num=5 if what == "shape" else 4), [])
+    if what == "dtype":
+        sent["params.0"] = sent["params.0"].double()
+    if what == "lacks":
+        del sent["params.0"]
+    with pytest.raises(ValueError, match=r"another params\.0 than this model"):
+        from_tensors(sent, payload(0.0))
+
+
+def test_a_state_with_a_gap_in_the_outer_optimizer_is_refused():
+    sent = to_tensors(payload(5.0), [torch.ones(4), torch.ones(4)])
+    del sent["outer.0"]
+    with pytest.raises(ValueError, match=r"no tensor 'outer\.0'"):
+        from_tensors(sent, payload(0.0))
