@@ -106,6 +106,7 @@ class ReplicatedParameters:
         self._world = world
         trainable = [p for p in self.shards if p.requires_grad]
         self._trainable = trainable
+        self._reduced = self._marks()
         # One shard: full tensors and flat shards are the same.
         self._layouts = make_layouts(trainable, 1)
         with torch.no_grad():
@@ -174,6 +175,15 @@ class ReplicatedParameters:
         for layout in self._layouts:
             for bucket in layout.buckets:
                 self._reduce(bucket)
+        self._reduced = self._marks()
+
+    def _marks(self) -> set[tuple[int, int]]:
+        return {(id(grad), grad._version) for grad in self.gradients()}
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether a backward pass has added to gradients since the last reduction."""
+        return self._world.world_size > 1 and not self._marks() <= self._reduced
 
     def _reduce(self, bucket: Bucket) -> None:
         gradients: list[Tensor] = []
@@ -510,6 +520,11 @@ class ShardedParameters:
     def gradients(self) -> list[Tensor]:
         """The full gradients that were not reduced."""
         return [whole.grad for whole in self._wholes if whole.grad is not None]
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether there are full gradients that were not reduced."""
+        return any(whole.grad is not None for whole in self._wholes)
 
     def drop_gradients(self) -> None:
         """Forgets full gradients that were not reduced."""

@@ -23,7 +23,7 @@ from runtime.fsdp.layout import (
     find_parameters,
     make_groups,
 )
-from runtime.fsdp.lifecycle import STALE, OwnedGroups, calls_of
+from runtime.fsdp.lifecycle import SILENT_STEPS, OwnedGroups, calls_of
 from runtime.fsdp.sharded import (
     ReplicatedParameters,
     ShardedParameters,
@@ -183,8 +183,8 @@ class FSDP(nn.Module):
             self._groups = groups
             self._store: Parameters = _make_parameters(found, collective, groups, strategy)
             sync_buffers(module, collective)
-        if strategy is not ShardingStrategy.NO_SHARD:  # which keeps the module's own
-            STALE.watch(found)
+        keeps = strategy is ShardingStrategy.NO_SHARD  # the module's own parameters
+        SILENT_STEPS.watch(self._check_synced, self._store.shards, () if keeps else found)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with full parameters. A collective call if they must be gathered.
@@ -294,6 +294,14 @@ class FSDP(nn.Module):
                 weigh_(gradients, checked, self._store.shards[0].device, self.collective)
             self._store.reduce()
         self._has_forward = False
+
+    def _check_synced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before each step of an optimizer of these parameters."""
+        if self._has_forward and not self._closed and self._store.has_unreduced:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would step without the gradients of the other ranks: "
+                "call fsdp.sync_gradients() after backward() and before optimizer.step()"
+            )
 
     def broadcast_updated_params(self) -> None:
         """For ``SHARD_GRAD_OP``: gathers the updated shards' parameters; a collective call.
@@ -446,7 +454,7 @@ class FSDP(nn.Module):
         with self._aborting():
             self._store.drop_prefetch()
             self._store.restore()
-        STALE.forget(self.module.parameters())
+        SILENT_STEPS.forget(self.module.parameters())
         self.close()
         return self.module
 

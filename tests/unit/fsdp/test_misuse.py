@@ -84,6 +84,39 @@ def test_an_optimizer_built_before_wrapping_is_found(end, held):
     torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
 
 
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+def test_a_step_without_the_gradients_of_the_other_ranks_is_refused(strategy):
+    nodes = {"intra_node_size": 1} if strategy is ShardingStrategy.HYBRID_SHARD else {}
+
+    def work(end):
+        fsdp = FSDP(Net(), end, strategy, **nodes)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
+        data = batch(2, end.rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(fsdp, data).backward()
+            with pytest.raises(RuntimeError, match=r"SGD would step .* call fsdp.sync_gradients"):
+                optimizer.step()
+            fsdp.sync_gradients()
+            for gradient in (p.grad for p in fsdp.parameters() if p.grad is not None):
+                gradient.mul_(0.5)  # as clipping and unscaling do
+            optimizer.step()
+        loss_of(fsdp, data)  # no backward: there is nothing to reduce
+        optimizer.step()
+        loss_of(fsdp, data).backward()
+        fsdp.zero_grad()
+        optimizer.step()
+        fsdp.close()
+
+    on_ranks(2, work)
+
+
+def test_one_rank_with_full_parameters_may_step_without_a_sync(end):
+    fsdp = FSDP(Net(), end, ShardingStrategy.NO_SHARD)
+    loss_of(fsdp, batch(1, 0)).backward()
+    torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
+
+
 def test_lists_of_parameters_and_other_optimizers_are_no_matter(end):
     net, other = Net(), Net()
     kept = [list(net.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)]
