@@ -24,7 +24,7 @@ from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
 from runtime.loop.rank_threads import Job, RankThreads, first_failure, resolve_backend
 from runtime.replica.build import Template
-from runtime.replica.flat import FlatBuffers
+from runtime.replica.flat import FlatBuffers, reals
 
 Tensors = Sequence[Tensor]
 
@@ -104,15 +104,15 @@ class _Packed:
             groups.setdefault(tensor.dtype, []).append(i)
         flats: list[Tensor] = []
         self._groups = []
-        for dtype, group in groups.items():
+        for group in groups.values():
             sizes = [tensors[i].numel() for i in group]
             flat = self._room(tensors[group[0]], sum(sizes))
             parts = flat.split(sizes)  # type: ignore[no-untyped-call]
             views = [part.view(tensors[i].shape) for i, part in zip(group, parts, strict=True)]
             torch._foreach_copy_(views, [tensors[i] for i in group])
             self._groups.append((group, views))
-            flats.append(torch.view_as_real(flat).view(-1) if dtype.is_complex else flat)
-        return flats
+            flats.append(flat)
+        return reals(flats)
 
     def store(self, tensors: Tensors) -> None:
         """Copy the flat tensors back to where they were loaded from."""

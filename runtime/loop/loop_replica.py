@@ -30,7 +30,7 @@ from runtime.core.weight import (
 from runtime.device.base import Device
 from runtime.loop.scatter import Piece, Shard, carry, move, outside_autocast, placed
 from runtime.replica.build import OptimFactory, build_optimizer
-from runtime.replica.flat import FlatBuffers, FlatParams, FlatState
+from runtime.replica.flat import FlatBuffers, FlatParams, FlatState, reals
 from runtime.replica.reducer import refuse_sparse, weigh_
 from runtime.replica.schedule import Schedule, SchedulerFactory
 
@@ -61,8 +61,9 @@ class GradientExchange:
         self._rank = rank
         self._used = used
         self._comm = comm
-        self._flats = params.like()
-        self._views = params.views(self._flats)
+        flats = params.like()
+        self._flats = reals(flats)
+        self._views = params.views(flats)
 
     def collect(self, collective: Collective) -> None:
         """Add all ranks' gradients up on rank 0; the others have none afterwards.

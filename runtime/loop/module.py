@@ -636,12 +636,6 @@ def build_replicas(
     def build(rank: int, context: Device) -> LoopReplica:
         sync.wait(context.device, events)
         model = make(rank, context.device, replicas[0].model if replicas else None)
-        for name, p in model.named_parameters():
-            if num_ranks > 1 and p.requires_grad and not p.is_floating_point():
-                raise ValueError(
-                    f"parameter {name!r} is {p.dtype}: gradients of several devices can be added "
-                    "up for floating-point parameters only; hold its real and imaginary part apart"
-                )
         replica = LoopReplica(rank, context, model, optim_factory, used, loss_weight)
         context.finish()  # others copy its weights on streams of their own
         return replica

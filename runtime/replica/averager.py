@@ -18,7 +18,7 @@ from coordinator.averaging import usable_weights
 from coordinator.messages import Payload
 from runtime.collective import Collective
 from runtime.device.base import Arrival, Device
-from runtime.replica.flat import FlatState, change, norm
+from runtime.replica.flat import FlatState, change, norm, reals
 
 TINY_NORM = 1e-10
 
@@ -282,7 +282,7 @@ class ReplicaAverager:
                 waited = time.perf_counter() - start
                 if healthy is not None:
                     weight = self._agree_weight(weight if healthy else -1)
-                total = collective.weighted_mean_(_reals(*params.flats, *floats), weight)
+                total = collective.weighted_mean_(reals([*params.flats, *floats]), weight)
                 if others and total > 0:
                     self._take_from_heaviest(others, weight)
                 collective.check()
@@ -333,7 +333,7 @@ class ReplicaAverager:
             self._state.buffers.read_into(floats, others)
             total = float(num_samples)
             if floats:
-                total = collective.weighted_mean_(_reals(*floats), num_samples)
+                total = collective.weighted_mean_(reals(floats), num_samples)
             if others:
                 self._take_from_heaviest(others, num_samples)
             if total > 0:
@@ -361,8 +361,3 @@ def _taken_away(old: Tensor, new: Tensor) -> Tensor:
         return old.to(torch.int8).sub_(new.to(torch.int8))
     change(old, new, out=old)
     return old
-
-
-def _reals(*flats: Tensor) -> list[Tensor]:
-    """The same memory as real numbers, which is what collectives average."""
-    return [torch.view_as_real(flat) if flat.is_complex() else flat for flat in flats]

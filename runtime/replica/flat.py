@@ -35,8 +35,7 @@ def copy_measured(out: Tensor, source: Tensor) -> float:
         out: As ``source``, of which it shares no memory.
         source: Flat; floating-point or complex.
     """
-    if source.is_complex():
-        out, source = torch.view_as_real(out).view(-1), torch.view_as_real(source).view(-1)
+    out, source = reals([out, source])
     square = 0.0
     square_of = _square_of_narrow if source.dtype.itemsize < 4 else dot_square
     # Blocks stay in the caches for the second reading, and a sum of few numbers keeps its digits.
@@ -45,6 +44,11 @@ def copy_measured(out: Tensor, source: Tensor) -> float:
         square += sum_squares(block, square_of)
         target.copy_(block)
     return square
+
+
+def reals(flats: Iterable[Tensor]) -> list[Tensor]:
+    """Flat tensors as real ones in the same memory, which is what collectives average."""
+    return [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
 
 
 def add_progress(live: Tensor, average: Tensor, base: Tensor) -> None:
@@ -155,16 +159,10 @@ class Arrangement:
             self.groups = [sorted(group, key=place.__getitem__) for group in self.groups]
         self._layouts = [_Layout([tensors[i] for i in group]) for group in self.groups]
 
-    def empty(self, room: Sequence[int], device: torch.device) -> list[Tensor]:
-        """New flat tensors, zero.
-
-        Args:
-            room: For each how many elements more it has at its end.
-            device: Where they lie.
-        """
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """New flat tensors, zero."""
         return [
-            torch.zeros(layout.numel + more, dtype=layout.dtype, device=device)
-            for layout, more in zip(self._layouts, room, strict=True)
+            torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in self._layouts
         ]
 
     def views(self, flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -219,8 +217,7 @@ class FlatParams:
         self.params = [p for _, p in named]
         old = [p.data for p in self.params]
         self._arrangement = Arrangement(old)
-        room = [0] * len(self._arrangement.groups)
-        self.flats = self._arrangement.empty(room, old[0].device) if old else []
+        self.flats = self._arrangement.empty(old[0].device) if old else []
         views = self._arrangement.views(self.flats, old)
         for p, view, source in zip(self.params, views, old, strict=True):
             view.copy_(source)

@@ -137,8 +137,12 @@ def gradient_norm(grads: Sequence[Tensor]) -> float:
         if not math.isfinite(peak):
             return peak
     peak = max(peaks)
-    parts = [torch.linalg.vector_norm(g.double() / peak).to("cpu") for g in grads]
+    parts = [torch.linalg.vector_norm(_widest(g) / peak).to("cpu") for g in grads]
     return min(peak * float(torch.linalg.vector_norm(torch.stack(parts))), sys.float_info.max)
+
+
+def _widest(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def refuse_sparse(name: str, grad: Tensor) -> None:
@@ -248,6 +252,8 @@ class GradientReducer:
     each sample, which lies in one more element, and the reduced gradients are divided by what that
     element became. The ranks agree on it as they meet, and nothing else changes without weights.
 
+    Complex gradients lie there as real and imaginary parts.
+
     Behind the gradients of the first dtype lies a flag for each parameter: a parameter
     that got no gradient on any rank keeps ``.grad is None`` for the optimizer. Where steps
     are judged, a last element tells every rank whether all losses are finite.
@@ -313,6 +319,8 @@ class GradientReducer:
         arrangement = Arrangement(like, order)
         num = len(like)
         dtypes = [like[group[0]].dtype for group in arrangement.groups]
+        widths = [2 if dtype.is_complex else 1 for dtype in dtypes]
+        dtypes = [dtype.to_real() for dtype in dtypes]
         room = [0] * len(dtypes)
         room[0] = num if self._judge is None else num + 1
         # Where a total has most digits; 16 bits would round it to three of them.
@@ -320,10 +328,15 @@ class GradientReducer:
         self._weight_apart = dtypes[widest] in LOW_PRECISION
         if not self._weight_apart:
             room[widest] += 1
-        self._flats = arrangement.empty(room, like[0].device)
-        self._grads = [
-            flat[: flat.numel() - more] for flat, more in zip(self._flats, room, strict=True)
+        lengths = [
+            arrangement.end(number, len(group) - 1) * width
+            for number, (group, width) in enumerate(zip(arrangement.groups, widths, strict=True))
         ]
+        self._flats = [
+            torch.zeros(length + more, dtype=dtype, device=like[0].device)
+            for length, more, dtype in zip(lengths, room, dtypes, strict=True)
+        ]
+        self._grads = [flat[:length] for flat, length in zip(self._flats, lengths, strict=True)]
         start = self._grads[0].numel()
         self._flags = self._flats[0][start : start + num]
         self._loss_flag = self._flats[0][start + num : start + num + int(self._judge is not None)]
@@ -331,12 +344,20 @@ class GradientReducer:
         self._weight = self._flats[widest][-1:]
         if self._weight_apart:
             self._weight = self._weight.new_zeros(1, dtype=torch.float32)
-        self._views = arrangement.views(self._grads, like)
-        self._buckets = list(self._cut(arrangement, room, order))
+        laid = [
+            flat if width == 1 else torch.view_as_complex(flat.view(-1, 2))
+            for flat, width in zip(self._grads, widths, strict=True)
+        ]
+        self._views = arrangement.views(laid, like)
+        self._buckets = list(self._cut(arrangement, widths, room, order))
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.params}
 
     def _cut(
-        self, arrangement: Arrangement, room: Sequence[int], order: Sequence[int] | None
+        self,
+        arrangement: Arrangement,
+        widths: Sequence[int],
+        room: Sequence[int],
+        order: Sequence[int] | None,
     ) -> Iterator[_Bucket]:
         """The buckets, in the order in which they are sent; one for each dtype without an order."""
         place = {i: at for at, i in enumerate(order or range(len(self._params)))}
@@ -346,7 +367,7 @@ class GradientReducer:
             begun = start = 0
             limit = min(FIRST_BUCKET_BYTES, self._bucket_bytes or 0)
             for index in range(len(group)):
-                end = arrangement.end(number, index)
+                end = arrangement.end(number, index) * widths[number]
                 is_last = index + 1 == len(group)
                 is_full = order is not None and (end - start) * flat.element_size() >= limit
                 if is_last:
