@@ -248,7 +248,7 @@ class Saves:
         """The run begins: keep other runs out of its directory until :meth:`close`.
 
         Raises:
-            CheckpointError: Another live run has it.
+            CheckpointError: Another live run has it, or it cannot be written to.
         """
         if self._writer is not None:
             self._writer.claim()

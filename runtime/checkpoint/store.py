@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import io
 import logging
@@ -467,12 +468,17 @@ class CheckpointWriter:
         """Keep other runs out of the directory until this writer is closed and done.
 
         Raises:
-            CheckpointError: Another live run holds it.
+            CheckpointError: Another live run holds it, or it cannot be written to.
         """
         try:
             self._lock = DirectoryLock(self.directory)
-        except OSError as error:  # no checkpoint will be written either, which stops nothing
-            logger.warning("%s cannot be locked against other runs: %s", self.directory, error)
+            if not os.access(self.directory, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.directory))
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint can be written to {self.directory}: {error}; name a directory that "
+                "this process can make and write to"
+            ) from error
 
     def submit(self, data: CheckpointData) -> None:
         """Queue this checkpoint behind the one being written. Returns at once.

@@ -139,8 +139,9 @@ class Keeper:
         if not self._claimed:
             try:
                 self._writer.claim()
-            except CheckpointError:
-                logger.debug("another machine writes checkpoints to %s", self._writer.directory)
+            except CheckpointError as error:
+                is_taken = error.__cause__ is None  # by the machine that writes
+                logger.log(logging.DEBUG if is_taken else logging.WARNING, "%s", error)
                 return False
             self._claimed = True
         return True

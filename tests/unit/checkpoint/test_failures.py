@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import pytest
 import safetensors.torch
@@ -26,12 +27,20 @@ def trained_whole(state, epochs):
 
 @both_ways
 @pytest.mark.parametrize("path", ["/dev/null/checkpoints", "/proc/checkpoints"])
-def test_a_path_that_cannot_be_written_to_stops_no_training(way, path, caplog):
-    state = builder(epochs=3, way=way).checkpoint_dir(path).run().join(WAIT_S)
-    assert trained_whole(state, 3)
-    assert len(state.checkpoint_errors) == 1
-    assert isinstance(state.checkpoint_errors[0], OSError)
-    assert f"could not be written to {path}" in caplog.text
+def test_a_path_that_cannot_be_written_to_is_refused_before_any_thread_starts(way, path):
+    before = set(threading.enumerate())
+    with pytest.raises(CheckpointError, match=rf"written to {path}.*name a directory"):
+        builder(epochs=3, way=way).checkpoint_dir(path).run()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_directory_that_others_own_is_refused(tmp_path, monkeypatch):
+    """The superuser may write to any, so the system's answer is planted."""
+    monkeypatch.setattr(store.os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(CheckpointError, match=r"Permission denied.*name a directory"):
+        builder().checkpoint_dir(tmp_path).run()
+    monkeypatch.undo()
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)  # the lock was given up
 
 
 @both_ways
