@@ -10,10 +10,12 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import LOW_PRECISION
@@ -77,6 +79,10 @@ def rank_0s(tensor: Tensor, world: Collective) -> Tensor:
     return copy
 
 
+def _note(added: set[int], index: int, _: Tensor) -> None:
+    added.add(index)
+
+
 class ReplicatedParameters:
     """The module's own parameters, under the interface of sharded ones.
 
@@ -106,7 +112,13 @@ class ReplicatedParameters:
         self._world = world
         trainable = [p for p in self.shards if p.requires_grad]
         self._trainable = trainable
-        self._reduced = self._marks()
+        self._added: set[int] = set()  # places of gradients that were added to and not reduced
+        self._hooks: list[RemovableHandle] = []
+        if world.world_size > 1:
+            for i, parameter in enumerate(trainable):
+                hook = partial(_note, self._added, i)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
         # One shard: full tensors and flat shards are the same.
         self._layouts = make_layouts(trainable, 1)
         with torch.no_grad():
@@ -138,7 +150,9 @@ class ReplicatedParameters:
         """Nothing: the values are those of the optimizer."""
 
     def restore(self) -> None:
-        """Nothing: the module has its parameters."""
+        """Gives the module its parameters back for good."""
+        for hook in self._hooks:
+            hook.remove()
 
     def wait_prefetch(self) -> None:
         """Nothing: there is none."""
@@ -175,15 +189,12 @@ class ReplicatedParameters:
         for layout in self._layouts:
             for bucket in layout.buckets:
                 self._reduce(bucket)
-        self._reduced = self._marks()
-
-    def _marks(self) -> set[tuple[int, int]]:
-        return {(id(grad), grad._version) for grad in self.gradients()}
+        self._added.clear()
 
     @property
     def has_unreduced(self) -> bool:
         """Whether a backward pass has added to gradients since the last reduction."""
-        return self._world.world_size > 1 and not self._marks() <= self._reduced
+        return any(self._trainable[i].grad is not None for i in self._added)
 
     def _reduce(self, bucket: Bucket) -> None:
         gradients: list[Tensor] = []

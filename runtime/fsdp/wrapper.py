@@ -297,7 +297,7 @@ class FSDP(nn.Module):
 
     def _check_synced(self, optimizer: torch.optim.Optimizer) -> None:
         """Before each step of an optimizer of these parameters."""
-        if self._has_forward and not self._closed and self._store.has_unreduced:
+        if not self._closed and self._store.has_unreduced:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step without the gradients of the other ranks: "
                 "call fsdp.sync_gradients() after backward() and before optimizer.step()"
