@@ -282,7 +282,8 @@ class TrainConfig:
         c = self.coordinator
         for name in ("batch_size", "num_epochs"):
             if not getattr(c, name):
-                raise ValueError(f"{name} is not set: call .{name}(n) before .run()")
+                of_fit = ", or fit(..., batch_size=n)" if name == "batch_size" else ""
+                raise ValueError(f"{name} is not set: call .{name}(n) before .run(){of_fit}")
         world = len(devices)
         if c.drop_last and num_samples < c.batch_size:
             raise ValueError(

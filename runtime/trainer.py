@@ -813,10 +813,15 @@ def fit(
         The trained state, with the metrics of each epoch.
 
     Raises:
-        TypeError: There is no such setting, or it was left out.
+        TypeError: There is no such setting, or the model is no module.
         ValueError: A setting is wrong.
         WorkerFailed: A worker failed; the module is as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"fit trains a torch.nn.Module in place, not a {type(model).__name__}; "
+            "Trainer.builder takes a function that makes one"
+        )
     check_callable("loss", loss or call_model, "(output, target) -> loss")
 
     def train_fn(replica: nn.Module, batch: Any) -> Any:
@@ -831,9 +836,12 @@ def fit(
 
     builder = Trainer.builder(model, optimizer, train_fn).dataset(dataset).num_epochs(epochs)
     for name, value in settings.items():
-        method = None if name.startswith("_") or name == "run" else getattr(builder, name, None)
-        if method is None:
-            raise TypeError(f"fit({name}={value!r:.80}): TrainerBuilder has no setting {name!r}")
+        if name.startswith("_") or name == "run":
+            raise TypeError(f"fit({name}=...): the builder has no setting {name!r}")
+        try:
+            method = getattr(builder, name)
+        except AttributeError as error:
+            raise TypeError(f"fit({name}=...): {error}") from None
         method(value)
     handle = builder.run()
     try:

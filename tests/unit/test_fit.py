@@ -89,16 +89,17 @@ def test_settings_that_take_an_object_are_given_it():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"batchsize": 3}, TypeError, "no setting 'batchsize'"),
+        ({"batchsize": 3}, TypeError, "no setting 'batchsize': did you mean batch_size"),
         ({"_set": 3}, TypeError, "no setting '_set'"),
         ({"run": 3}, TypeError, "no setting 'run'"),
         ({"loss": 3}, TypeError, "loss"),
-        ({}, ValueError, "batch_size is not set"),
+        ({}, ValueError, r"batch_size is not set.*fit\(..., batch_size=n\)"),
+        ({"model": lambda device: net()}, TypeError, "torch.nn.Module in place, not a function"),
     ],
 )
 def test_what_is_no_setting_is_refused(settings, error, message):
     with pytest.raises(error, match=message):
-        runtime.fit(net(), data(), optimizer=sgd, **settings)
+        runtime.fit(**{"model": net(), "dataset": data(), "optimizer": sgd, **settings})
 
 
 def test_batches_that_are_no_pairs_are_refused_and_the_module_is_as_it_was():
