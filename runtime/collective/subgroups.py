@@ -42,7 +42,7 @@ class _Place:
     communicators: Communicators
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SplitPlan(Plan):
     """Each rank's place."""
 

@@ -20,7 +20,7 @@ _BLOCK = 1 << 19
 _SMALL = 1 << 19
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """Views of the ranks' tensors: the sources are reduced, the result is copied to targets.
 
@@ -31,7 +31,7 @@ class Step:
     targets: Sequence[Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ThreadPlan(Plan):
     """A plan with the work of each rank."""
 
@@ -66,7 +66,7 @@ class ThreadCollective(Collective):
             return plan
         first = requests[0]
         op = first.detail if isinstance(first.detail, ReduceOp) else None
-        num_elements = sum(tensor.numel() for tensor in first.tensors)
+        num_elements = sum([tensor.numel() for tensor in first.tensors])
         if num_elements * self.world_size <= _SMALL or self.world_size == 1:
             return reduce_at_once(self._group, self.rank, requests, plan)
         return ThreadPlan(
@@ -114,7 +114,8 @@ def reduce_at_once(group: Group, rank: int, requests: Sequence[Request], plan: P
     op = detail if isinstance(detail, ReduceOp) else None
     for steps in _shares(requests, 1):
         _carry_out(group, rank, steps, op, plan.factors)
-    return Plan(total=plan.total, tally=plan.tally)
+    plan.done = True
+    return plan
 
 
 def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) -> Tensor:

@@ -498,7 +498,8 @@ class GradientReducer:
     def _write(self, bucket: _Bucket, num_samples: int, weight: WindowWeight | None) -> None:
         """Copy the gradients of a bucket into its flat tensor."""
         views = [self._views[i] for i in bucket.params]
-        _copy(views, [self._params[i].grad for i in bucket.params])
+        grads = [self._params[i].grad for i in bucket.params]
+        _copy(views, grads, complete=not [g for g in grads if g is None])
         if weight is not None:
             torch._foreach_mul_(views, weight.unit / num_samples)
 
@@ -519,10 +520,10 @@ class GradientReducer:
         if not self._agreed:
             self._agree()
         grads = [p.grad for p in self._params]
-        complete = num_samples > 0 and not any(g is None for g in grads)
+        complete = num_samples > 0 and not [g for g in grads if g is None]
         if num_samples > 0:
             if self._mean is None:
-                _copy(self._views, grads)
+                _copy(self._views, grads, complete=complete)
                 if weight is not None:
                     torch._foreach_mul_(self._grads, weight.unit / num_samples)
             else:
@@ -667,8 +668,8 @@ class GradientReducer:
         self.packed = Packed([], complete=self.packed.complete)  # the memory of the others
 
 
-def _copy(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    if not any(grad is None for grad in grads):
+def _copy(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, complete: bool) -> None:
+    if complete:
         torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
         return
     for view, grad in zip(views, grads, strict=True):

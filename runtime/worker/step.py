@@ -81,7 +81,7 @@ class Windows:
         if self._plan.pieces:
             return self._plan.first_step + index * self._num_global * self._plan.per_global
         done = index * self._accumulate
-        return self._plan.first_step + sum(min(done, share) for share in self._plan.shares)
+        return self._plan.first_step + sum([min(done, share) for share in self._plan.shares])
 
 
 def count_samples(batch: Any) -> int:
@@ -140,7 +140,7 @@ MAX_UNSEEN = 3
 """Steps that may be launched before the host knows that the first of them counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Before:
     """How things stood before a step under lockstep.
 
