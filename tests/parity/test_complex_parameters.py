@@ -115,10 +115,17 @@ def test_cadence_averages_them(backend):
     assert loss_of(model, (X, Y)) < before / 2
 
 
-def test_own_loops_equal_one_device():
+@pytest.mark.parametrize("way", ["by the caller", "by the ranks", "accumulated"])
+def test_own_loops_equal_one_device(way, monkeypatch):
+    if way == "by the ranks":  # as gradients of large models are added up
+        monkeypatch.setattr("runtime.loop.team.SMALL", 0)
+    half = NUM_SAMPLES // 2
     with Trainer.setup(make(), adamw, ["cpu"] * 2) as model:
         for _ in range(NUM_STEPS):
-            loss_of(model, (X, Y)).backward()
+            if way == "accumulated":
+                model.accumulate(loss_of, [(X[:half], Y[:half]), (X[half:], Y[half:])])
+            else:
+                loss_of(model, (X, Y)).backward()
             model.step()
         assert_same(model.state_dict(), one_device())
 
