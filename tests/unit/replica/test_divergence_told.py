@@ -41,12 +41,16 @@ def run(way, train=drift, ranks=2, **more):
     return b.run()
 
 
+def measured(state):
+    """Epochs with a round of their own: one that closes with another's round has none."""
+    return [metrics for metrics in state.metrics if not math.isnan(metrics.divergence)]
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
 def test_a_replica_that_drifts_shows_in_metrics_and_statistics(way):
     handle = run(way)
     state = handle.join(WAIT_S)
-    told = [m.divergence for m in state.metrics if not math.isnan(m.divergence)]
-    assert max(told) > 0.01
+    assert max(m.divergence for m in measured(state)) > 0.01
     assert all(metrics.param_norm > 0 for metrics in state.metrics)
     statistics = handle.statistics()
     assert statistics.divergence >= 0
@@ -86,13 +90,15 @@ def test_it_is_on_the_timeline_and_in_the_tables(tmp_path):
     with (tmp_path / "run.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row, metrics, record in zip(rows, state.metrics, timeline.epochs(), strict=True):
+        if metrics not in measured(state):
+            continue
         assert float(row["divergence"]) == metrics.divergence == record["divergence"]
         assert float(row["param_norm"]) == metrics.param_norm == record["param_norm"]
         shown = dict(map(tuple, _epoch(metrics)["scalars"]))
         assert shown["divergence"] == metrics.divergence
         assert shown["param_norm"] == metrics.param_norm
     rounds = [e for e in timeline.events() if e.args.get("part") == "round"]
-    assert max(e.args["divergence"] for e in rounds) == max(m.divergence for m in state.metrics)
+    assert max(e.args["divergence"] for e in rounds) == max(m.divergence for m in measured(state))
     json.loads(json.dumps(rounds[0].as_dict()))
 
 
@@ -104,7 +110,8 @@ def test_tensorboard_shows_it(tmp_path):
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     values = [event.value for event in found.Scalars("epoch/divergence")]
-    assert values == pytest.approx([m.divergence for m in state.metrics])
+    assert values == pytest.approx([m.divergence for m in measured(state)])
+    assert values
 
 
 def test_what_was_not_measured_is_left_out_of_tables(tmp_path):
