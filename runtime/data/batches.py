@@ -23,7 +23,7 @@ from runtime.core.context import LoaderView, worker_context
 from runtime.core.draws import draws_from, seeded_globals
 from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
-from runtime.device.cuda_api import GATE
+from runtime.device.capture_gate import GATE
 
 
 class Position(NamedTuple):

@@ -23,8 +23,8 @@ from coordinator.messages import Payload
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.memory import MemoryReading, StepMemory
+from runtime.device.metering import ValueLog
 from runtime.device.timing import HostTimer, StepTimer
-from runtime.device.values import ValueLog
 
 
 def device_summary(devices: Sequence[torch.device] | None = None) -> str:

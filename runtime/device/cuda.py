@@ -23,10 +23,11 @@ from runtime.core.threads import IntraOpThreads
 from runtime.device import cuda_api
 from runtime.device import memory as cuda_memory
 from runtime.device.base import Arrival, Device
-from runtime.device.cuda_api import GATE, CaptureGate, CudaApi, Event, Stream
+from runtime.device.capture_gate import GATE, CaptureGate
+from runtime.device.cuda_api import CudaApi, Event, Stream
 from runtime.device.memory import CudaMemory, MemoryReading, StepMemory
+from runtime.device.metering import CudaLog, ValueLog
 from runtime.device.timing import CudaTimer, EventPool, StepTimer
-from runtime.device.values import CudaLog, ValueLog
 
 
 def open_device(device: torch.device, num_cpu_workers: int) -> Device:

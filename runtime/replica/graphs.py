@@ -25,7 +25,7 @@ from runtime.core.weight import Weight, WindowWeight
 from runtime.data.batches import map_batch, parts_of
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
-from runtime.device.values import ValueLog
+from runtime.device.metering import ValueLog
 from runtime.replica.reducer import Packed
 from runtime.replica.stepper import MADE, StepEnd, Stepper, TrainFn
 

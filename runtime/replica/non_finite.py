@@ -19,7 +19,7 @@ from torch import Tensor
 from coordinator import messages as m
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted, NonFiniteError
-from runtime.device.values import StepMeter, ValueLog
+from runtime.device.metering import StepMeter, ValueLog
 from runtime.replica.flat import FlatBuffers, FlatParams, NamedParams
 from runtime.replica.optimizers import members_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runtime.checkpoint.format import numpy_state, packed_arrays, plain
 from runtime.core.errors import CheckpointError
 from runtime.device.base import Device
-from runtime.device.values import ValueLog
+from runtime.device.metering import ValueLog
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
 from runtime.replica.schedule import Schedule

@@ -14,8 +14,8 @@ from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.errors import CheckpointError, CollectiveAborted, without_frames
 from runtime.device.base import Device
+from runtime.device.metering import StepMeter, ValueLog
 from runtime.device.timing import StepTimer
-from runtime.device.values import StepMeter, ValueLog
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.build import BuildOrder, build_replica

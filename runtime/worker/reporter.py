@@ -9,7 +9,7 @@ from typing import Any
 from coordinator import messages as m
 from coordinator.metrics import Tally
 from runtime.device.base import Arrival, Device
-from runtime.device.values import StepMeter, ValueLog
+from runtime.device.metering import StepMeter, ValueLog
 from runtime.replica.schedule import Schedule
 from runtime.worker.protocol import WorkerProtocol
 

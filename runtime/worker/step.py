@@ -21,8 +21,8 @@ from runtime.core.errors import (
     without_frames,
 )
 from runtime.device.memory import is_out_of_memory
+from runtime.device.metering import LogMark, StepMeter, ValueLog, Withheld
 from runtime.device.timing import StepTimer
-from runtime.device.values import LogMark, StepMeter, ValueLog, Withheld
 from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
 from runtime.replica.schedule import ScheduleMark
 from runtime.replica.stepper import DROPPED, MADE, StepEnd, TrainFn, TrainFns

@@ -28,7 +28,7 @@ from runtime.core.threads import prepare_threads
 from runtime.data.loader import Loader
 from runtime.device.base import Device
 from runtime.device.cuda import open_device
-from runtime.device.values import StepMeter
+from runtime.device.metering import StepMeter
 from runtime.replica.build import BuildOrder
 from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import Fallbacks

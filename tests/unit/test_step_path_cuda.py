@@ -49,11 +49,11 @@ ALLOWED = {
         "tolist",
     ): "flags of parameters that this rank has not used",
     ("runtime/checkpoint/format.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
-    ("runtime/device/values.py", "_read", "tolist"): "the log of a CPU",
+    ("runtime/device/metering.py", "_read", "tolist"): "the log of a CPU",
     ("runtime/data/dataset.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
     ("runtime/data/loader.py", "__next__", "numpy"): "indices, of the CPU",
-    ("runtime/device/values.py", "_land", "tolist"): "pinned memory, behind its event",
+    ("runtime/device/metering.py", "_land", "tolist"): "pinned memory, behind its event",
 }
 """Reads that are none of a device, or documented."""
 

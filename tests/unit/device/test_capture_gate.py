@@ -11,8 +11,8 @@ import torch
 
 from runtime.data import batches
 from runtime.data.batches import Position, read_batch
+from runtime.device.capture_gate import CaptureGate
 from runtime.device.cuda import CudaDevice
-from runtime.device.cuda_api import CaptureGate
 from tests.support.fake_cuda import GPU, FakeCuda
 
 WAIT_S = 10.0

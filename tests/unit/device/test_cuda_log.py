@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.device.cuda import CudaDevice
-from runtime.device.values import CAPACITY, NUM_BUFFERS, StepMeter, ValueLog
+from runtime.device.metering import CAPACITY, NUM_BUFFERS, StepMeter, ValueLog
 from tests.support.fake_cuda import GPU, FakeCuda
 
 NOTHING = (0.0, 0, ())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from runtime import NonFiniteError, WorkerFailed, current_worker
-from runtime.device.values import StepMeter, ValueLog
+from runtime.device.metering import StepMeter, ValueLog
 from runtime.replica import non_finite as finite
 from runtime.replica.flat import FlatState
 from runtime.replica.non_finite import ON_NON_FINITE, ReplicaJudge, all_finite

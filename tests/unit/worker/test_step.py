@@ -9,7 +9,7 @@ from coordinator.config import ApplyPolicy
 from runtime import UserFunctions, WorkerConfig, create_collectives
 from runtime.core.errors import CollectiveAborted
 from runtime.device.cuda import open_device
-from runtime.device.values import StepMeter
+from runtime.device.metering import StepMeter
 from runtime.replica.build import BuildOrder
 from runtime.worker.group import Lockstep
 from runtime.worker.protocol import WorkerProtocol

@@ -16,6 +16,78 @@ from runtime.device.cuda_api import Event
 from runtime.device.timing import EventPool, StepTimer
 
 
+class StepMeter:
+    """Batches, samples and compute time since the last report.
+
+    Args:
+        log: Losses and scalars of the steps.
+        timer: Times the steps; ``None``: :meth:`add` is told their time.
+
+    Attributes:
+        num_skipped: Samples whose effect was dropped because of values that are not finite.
+        num_empty: Batches of which peers have trained all samples, and which nobody times.
+        most_samples: Told along: samples in a micro-batch that the device bears, if known.
+    """
+
+    def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
+        self.log = log
+        self.timer = timer
+        self.num_batches = 0
+        self.num_samples = 0
+        self.num_skipped = 0
+        self.num_empty = 0
+        self.most_samples: int | None = None
+        self.compute_s = 0.0
+
+    def add_empty(self, num_batches: int) -> None:
+        """Count batches without samples."""
+        self.num_batches += num_batches
+        self.num_empty += num_batches
+
+    def add(
+        self, num_batches: int, num_samples: int, compute_s: float = 0.0, *, num_skipped: int = 0
+    ) -> None:
+        """Count a step, and those of its samples whose effect was dropped."""
+        self.num_batches += num_batches
+        self.num_skipped += num_skipped
+        self.num_samples += num_samples
+        self.compute_s += compute_s
+
+    def take(self, *, wait: bool = True, learning_rate: float | None = None) -> Tally:
+        """Everything since the last call.
+
+        Args:
+            wait: Wait for losses and times that are still on the device; else they come
+                with a later tally.
+            learning_rate: Is told along.
+        """
+        compute_s, num_timed = self.compute_s, self.num_batches - self.num_empty
+        if self.timer is not None:
+            compute_s, num_timed = self.timer.take(wait=wait)
+        loss_sum, loss_samples, scalars = self.log.harvest(wait=wait)
+        tally = Tally(
+            num_batches=self.num_batches,
+            num_samples=self.num_samples,
+            num_skipped=self.num_skipped,
+            compute_s=compute_s,
+            num_timed=num_timed,
+            loss_sum=loss_sum,
+            loss_samples=loss_samples,
+            scalars=scalars,
+            losses=self._take_losses(),
+            learning_rate=learning_rate,
+            most_samples=self.most_samples,
+        )
+        self.num_batches = self.num_samples = self.num_skipped = self.num_empty = 0
+        self.compute_s = 0.0
+        return tally
+
+    def _take_losses(self) -> tuple[tuple[float, float], ...]:
+        if self.log.each is None:
+            return ()
+        return self.log.take_each() + ((0.0, 0.0),) * self.num_empty
+
+
 class LogMark(NamedTuple):
     """Where a log stood.
 
@@ -222,78 +294,6 @@ def _read_weights(weights: Sequence[Weight]) -> Sequence[float]:
     if set(map(type, weights)) <= {int, float}:
         return weights  # type: ignore[return-value]
     return [float(w) if isinstance(w, torch.Tensor) else w for w in weights]
-
-
-class StepMeter:
-    """Batches, samples and compute time since the last report.
-
-    Args:
-        log: Losses and scalars of the steps.
-        timer: Times the steps; ``None``: :meth:`add` is told their time.
-
-    Attributes:
-        num_skipped: Samples whose effect was dropped because of values that are not finite.
-        num_empty: Batches of which peers have trained all samples, and which nobody times.
-        most_samples: Told along: samples in a micro-batch that the device bears, if known.
-    """
-
-    def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
-        self.log = log
-        self.timer = timer
-        self.num_batches = 0
-        self.num_samples = 0
-        self.num_skipped = 0
-        self.num_empty = 0
-        self.most_samples: int | None = None
-        self.compute_s = 0.0
-
-    def add_empty(self, num_batches: int) -> None:
-        """Count batches without samples."""
-        self.num_batches += num_batches
-        self.num_empty += num_batches
-
-    def add(
-        self, num_batches: int, num_samples: int, compute_s: float = 0.0, *, num_skipped: int = 0
-    ) -> None:
-        """Count a step, and those of its samples whose effect was dropped."""
-        self.num_batches += num_batches
-        self.num_skipped += num_skipped
-        self.num_samples += num_samples
-        self.compute_s += compute_s
-
-    def take(self, *, wait: bool = True, learning_rate: float | None = None) -> Tally:
-        """Everything since the last call.
-
-        Args:
-            wait: Wait for losses and times that are still on the device; else they come
-                with a later tally.
-            learning_rate: Is told along.
-        """
-        compute_s, num_timed = self.compute_s, self.num_batches - self.num_empty
-        if self.timer is not None:
-            compute_s, num_timed = self.timer.take(wait=wait)
-        loss_sum, loss_samples, scalars = self.log.harvest(wait=wait)
-        tally = Tally(
-            num_batches=self.num_batches,
-            num_samples=self.num_samples,
-            num_skipped=self.num_skipped,
-            compute_s=compute_s,
-            num_timed=num_timed,
-            loss_sum=loss_sum,
-            loss_samples=loss_samples,
-            scalars=scalars,
-            losses=self._take_losses(),
-            learning_rate=learning_rate,
-            most_samples=self.most_samples,
-        )
-        self.num_batches = self.num_samples = self.num_skipped = self.num_empty = 0
-        self.compute_s = 0.0
-        return tally
-
-    def _take_losses(self) -> tuple[tuple[float, float], ...]:
-        if self.log.each is None:
-            return ()
-        return self.log.take_each() + ((0.0, 0.0),) * self.num_empty
 
 
 CAPACITY = 1024

@@ -1,0 +1,118 @@
+"""Admission of CUDA graph captures: one at a time in the process, none beside a read of data."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_WAIT_S = 5.0
+"""How long a capture waits for data sets that are being read."""
+READ_WAIT_S = 60.0
+"""How long others wait for a capture."""
+
+
+class CaptureGate:
+    """What captures, and those who must not meet one, share; thread-safe.
+
+    A capture in the mode ``thread_local`` bears allocations, waits for events and NCCL's watchdog
+    in other threads (``cudaThreadExchangeStreamCaptureMode`` in CUDA's reference; pytorch#104555),
+    so that no worker is parked. It does not bear a second capture in the process
+    (``torch/cuda/graphs.py``), nor that another thread synchronizes its device ("Prohibited and
+    Unhandled Operations" in the CUDA C++ Programming Guide), nor, up to PyTorch 2.12, that one
+    draws from its device's default generator (pytorch#172390): data sets and other workers on
+    the GPU may.
+
+    Every wait is bounded: a thread that is stuck in the user's code costs others a graph, not
+    the run.
+
+    Args:
+        capture_wait_s: How long a capture waits for data sets that are being read.
+        read_wait_s: How long a reader, or another capture, waits for a capture.
+    """
+
+    def __init__(
+        self, capture_wait_s: float = CAPTURE_WAIT_S, read_wait_s: float = READ_WAIT_S
+    ) -> None:
+        self._capture_wait_s = capture_wait_s
+        self._read_wait_s = read_wait_s
+        self._changed = threading.Condition()
+        self._workers: dict[object, torch.device] = {}
+        self._num_reading = 0
+        self._is_taken = False
+
+    def join(self, worker: object, device: torch.device) -> None:
+        """A worker begins on a device; waits for a capture that is under way."""
+        with self._changed:
+            self._await_capture()
+            self._workers[worker] = device
+
+    def leave(self, worker: object) -> None:
+        """The worker gives its device nothing any more. Idempotent; from any thread."""
+        with self._changed:
+            self._workers.pop(worker, None)
+
+    def num_workers(self, device: torch.device) -> int:
+        """Workers of the process on a device."""
+        with self._changed:
+            return list(self._workers.values()).count(device)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a read of a data set: no capture begins meanwhile, and none is under way.
+
+        Threads read at the same time.
+        """
+        with self._changed:
+            self._await_capture()
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_reading -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def capturing(self) -> Iterator[bool]:
+        """Around a capture; yields whether it may be made now.
+
+        Blocks while another thread captures and while data sets are read, for a while at most.
+        """
+        with self._changed:
+            granted = self._take()
+        try:
+            yield granted
+        finally:
+            if granted:
+                with self._changed:
+                    self._give_back()
+
+    # With the lock held:
+
+    def _take(self) -> bool:
+        changed = self._changed
+        if not changed.wait_for(lambda: not self._is_taken, self._read_wait_s):
+            return False
+        self._is_taken = True  # from here on nobody begins to read
+        if changed.wait_for(lambda: not self._num_reading, self._capture_wait_s):
+            return True
+        self._give_back()
+        return False
+
+    def _give_back(self) -> None:
+        self._is_taken = False
+        self._changed.notify_all()
+
+    def _await_capture(self) -> None:
+        if not self._changed.wait_for(lambda: not self._is_taken, self._read_wait_s):
+            logger.warning("a capture takes more than %g s: going on beside it", self._read_wait_s)
+
+
+GATE = CaptureGate()
+"""That of the process."""
