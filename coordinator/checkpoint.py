@@ -602,7 +602,7 @@ def _spans(order: Sequence[int]) -> list[range]:
 
 
 @dataclass(slots=True)
-class _Cut:
+class ConsistentCut:
     """A checkpoint in the making; ``run`` is set once every rank's part is there."""
 
     id: int
@@ -638,14 +638,14 @@ class UnpublishedEpochs(Protocol):
         """Every epoch that is not published."""
 
 
-class Saving:
+class CheckpointRounds:
     """Makes cuts and turns each into one :class:`~coordinator.messages.SaveCheckpoint`."""
 
     def __init__(self, core: Core, epochs: UnpublishedEpochs) -> None:
         self._core = core
         self._epochs = epochs
         self._tickets: list[int] = []
-        self._cut: _Cut | None = None
+        self._cut: ConsistentCut | None = None
         self._num_cuts = 0
         self._periods_saved = self._periods
         self._saved_at: float | None = None
@@ -717,10 +717,10 @@ class Saving:
         """The cut in the making is void; what it was made for stays due."""
         self._cut = None
 
-    def _begin(self, ranks: Sequence[int]) -> _Cut:
+    def _begin(self, ranks: Sequence[int]) -> ConsistentCut:
         self._num_cuts += 1
         closes = self._periods > self._periods_saved
-        self._cut = _Cut(
+        self._cut = ConsistentCut(
             id=self._num_cuts,
             ranks=tuple(ranks),
             scheduled=closes or self._due_within,
@@ -773,7 +773,7 @@ class Saving:
         ranks = [rank.rank for rank in self._core.live]
         cut = self._begin(ranks)
         for rank in ranks:
-            self._core.send(rank, m.Capture(id=cut.id))
+            self._core.send(rank, m.TakeCheckpoint(id=cut.id))
 
     def on_captured(self, event: m.Captured) -> None:
         """A rank has sent its state; its report was taken in before."""
@@ -851,7 +851,7 @@ class Saving:
             self._emit(cut, payload, final=True)
         self._cut = None
 
-    def _freeze(self, cut: _Cut) -> None:
+    def _freeze(self, cut: ConsistentCut) -> None:
         """The machine's state at the cut; nothing that comes later shows in it."""
         core = self._core
         cut.run = capture_run(
@@ -860,7 +860,7 @@ class Saving:
         cut.epoch = len(core.outcome.metrics)
         cut.global_step = cut.run["global_step"]
 
-    def _emit(self, cut: _Cut, payload: Payload | None, *, final: bool = False) -> None:
+    def _emit(self, cut: ConsistentCut, payload: Payload | None, *, final: bool = False) -> None:
         assert cut.run is not None
         self._tickets = [t for t in self._tickets if t not in cut.tickets]
         self._periods_saved = cut.num_periods

@@ -402,7 +402,7 @@ class Epochs:
         if evaluate is not None:
             self._core.send(lead, m.Evaluate(epoch=evaluate, state=state))
         if checkpoint is not None:
-            self._core.send(lead, m.Checkpoint(version=checkpoint, state=state))
+            self._core.send(lead, m.CallCheckpointFn(version=checkpoint, state=state))
 
     def close(self, now: float) -> None:
         """Close epochs whose every batch is settled, in order.

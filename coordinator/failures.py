@@ -44,7 +44,7 @@ _LIGHT = frozenset(
         m.Throttle,
         m.Resume,
         m.Evaluate,
-        m.Checkpoint,
+        m.CallCheckpointFn,
         m.Shutdown,
         m.Ready,
         m.BatchReport,
@@ -190,7 +190,7 @@ class Rounds(Protocol):
 
 
 class SavesAtEnd(Protocol):
-    """See :class:`~coordinator.checkpoint.Saving`."""
+    """See :class:`~coordinator.checkpoint.CheckpointRounds`."""
 
     @property
     def wanted_at_end(self) -> bool:

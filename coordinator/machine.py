@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 from coordinator import messages as m
-from coordinator.checkpoint import Saving, restore_run
+from coordinator.checkpoint import CheckpointRounds, restore_run
 from coordinator.config import CoordinatorConfig
 from coordinator.dispatch import Inequality
 from coordinator.epochs import Epochs
@@ -42,7 +42,7 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
         self._core = Core(config)
         self._epochs = Epochs(self._core)
-        self._saving = Saving(self._core, self._epochs)
+        self._saving = CheckpointRounds(self._core, self._epochs)
         if resume is not None:
             restore_run(self._core, resume)
             self._epochs.resumed_s = float(resume["elapsed_s"])

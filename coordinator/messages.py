@@ -164,7 +164,7 @@ class RequestParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capture:
+class TakeCheckpoint:
     """Send a :class:`Captured`: between two steps, under ``SYNC`` the same on every rank.
 
     Attributes:
@@ -253,7 +253,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CallCheckpointFn:
     """Hand the live weights, which hold the average, to the checkpoint function.
 
     Attributes:
@@ -331,8 +331,8 @@ ToWorker = (
     | Throttle
     | Resume
     | Evaluate
-    | Checkpoint
-    | Capture
+    | CallCheckpointFn
+    | TakeCheckpoint
     | Rollback
     | Halt
     | Regroup
@@ -628,7 +628,7 @@ class Captured:
 
     Attributes:
         rank: Who reports.
-        id: Of the :class:`Capture` that asked for it.
+        id: Of the :class:`TakeCheckpoint` that asked for it.
         payload: Weights and buffers; owned by the message. Under ``SYNC`` the parameters
             come from the lowest rank alone, since all have the same.
         num_samples: Samples that the buffers have seen since they were averaged.

@@ -213,7 +213,7 @@ _NONE = (None, None)
 
 
 class SavesOfRounds(Protocol):
-    """How a round becomes a checkpoint; see :class:`~coordinator.checkpoint.Saving`."""
+    """How a round becomes a checkpoint; see :class:`~coordinator.checkpoint.CheckpointRounds`."""
 
     @property
     def due(self) -> bool:
@@ -718,7 +718,7 @@ class RoundKeeper:
 
 
 class Limits:
-    """Sends each rank the limit that the :class:`~coordinator.state.Gate` gives it."""
+    """Sends each rank the limit that the :class:`~coordinator.state.BatchLimits` gives it."""
 
     def __init__(self, core: Core, rounds: RoundKeeper) -> None:
         self._core = core
@@ -744,7 +744,9 @@ class Limits:
         for rank in live:
             limit = self._core.gate.limit(rank, live)
             rank.set_limit(limit)
-            self._core.send(rank.rank, m.Resume(allowance=self._core.gate.relimit(rank, limit)))
+            self._core.send(
+                rank.rank, m.Resume(allowance=self._core.gate.allowance_for(rank, limit))
+            )
 
     def adjust(self) -> None:
         """Tell those ranks whose limit has changed."""
@@ -753,11 +755,13 @@ class Limits:
         live = self._core.live
         for rank in live:
             limit = self._core.gate.limit(rank, live)
-            if self._core.gate.told_well_enough(rank.rank, rank.limit, limit):
+            if self._core.gate.limit_is_current(rank.rank, rank.limit, limit):
                 continue
             raised = limit is None or (rank.limit is not None and limit > rank.limit)
             rank.set_limit(limit)
             if raised:
-                self._core.send(rank.rank, m.Resume(allowance=self._core.gate.relimit(rank, limit)))
+                self._core.send(
+                    rank.rank, m.Resume(allowance=self._core.gate.allowance_for(rank, limit))
+                )
             elif limit is not None:
                 self._core.send(rank.rank, m.Throttle(limit=limit))

@@ -191,7 +191,7 @@ _OVERRUN = 4
 """Times its count after which a rank waits no more for one that does not get on."""
 
 
-class Gate:
+class BatchLimits:
     """The rules of cadence, overshoot and lead.
 
     Args:
@@ -255,7 +255,7 @@ class Gate:
         behind = min(others) + lead + 1
         return behind if limit is None else min(limit, behind)
 
-    def told_well_enough(self, rank: int, told: int | None, limit: int | None) -> bool:
+    def limit_is_current(self, rank: int, told: int | None, limit: int | None) -> bool:
         """Whether a rank need not hear that its limit has changed.
 
         Batch counts waver with each measurement. A limit that the settings do not name need
@@ -267,7 +267,7 @@ class Gate:
             return told == limit
         return 0 <= 2 * (limit - told) <= limit - self._elche.batch_counts[rank]
 
-    def relimit(self, rank: Rank, limit: int | None) -> Allowance:
+    def allowance_for(self, rank: Rank, limit: int | None) -> Allowance:
         """The allowance that carries a changed limit."""
         return Allowance(limit=limit, report_after=self._report_after(rank.rank))
 
@@ -429,7 +429,7 @@ class Core:
         self.guard = ConvergenceGuard(
             config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
         )
-        self.gate = Gate(config, self.elche, self.pool)
+        self.gate = BatchLimits(config, self.elche, self.pool)
         self.choice = TransportChoice(
             config.backends, measures=not self.lockstep, reason=config.backend_reason
         )

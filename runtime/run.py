@@ -25,7 +25,7 @@ from coordinator.service import Service
 from coordinator.state import Statistics
 from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
-from runtime.cluster.cluster_run import Seat
+from runtime.cluster.cluster_run import ClusterHooks
 from runtime.collective import Collective, create_collectives
 from runtime.core.context import announce
 from runtime.core.draws import allow_own_draws
@@ -51,7 +51,7 @@ from runtime.progress import MetricsThread
 from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import Fallbacks
 from runtime.results import TrainedState, assemble
-from runtime.saving import Saves
+from runtime.saving import CheckpointService
 from runtime.timeline.events import RunFacts
 from runtime.train_config import TrainConfig
 from runtime.worker.group import Groups, StopAgreement
@@ -107,7 +107,7 @@ class Run:
     """
 
     def __init__(
-        self, config: TrainConfig, adapter: DatasetAdapter, seat: Seat | None = None
+        self, config: TrainConfig, adapter: DatasetAdapter, seat: ClusterHooks | None = None
     ) -> None:
         self._seat = seat
         self.model_digest = ""
@@ -154,7 +154,7 @@ class Run:
             if stream is not None:
                 stream.restore(self._resume.stream)
         state = None if stream is None else stream.state
-        self._saves = Saves(config, self._compatible(), index.drawn, state)
+        self._saves = CheckpointService(config, self._compatible(), index.drawn, state)
         self._machine, self._service = self._make_coordinator()
         if stream is not None:
             self._follow(stream)

@@ -131,7 +131,7 @@ class Ticket:
         return self._data
 
 
-class Saves:
+class CheckpointService:
     """What a run writes. Every method may be called from any thread.
 
     Args:

@@ -34,7 +34,7 @@ from runtime import (
     record_scalar,
 )
 from runtime.core.threads import IntraOpThreads
-from runtime.device.base import Arrival, Device
+from runtime.device.base import Device, PendingCopy
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.device.cuda_api import CudaApi
 from runtime.replica.averager import ReplicaAverager
@@ -350,7 +350,7 @@ class Replica:
             arrival.wait()
         return payload
 
-    def take(self, average: Payload, value: float) -> Arrival | None:
+    def take(self, average: Payload, value: float) -> PendingCopy | None:
         """Take an average between two steps."""
         self.train(1)
         arrival = self._averager.take(average)
@@ -421,7 +421,7 @@ NUM_BATCHES, NUM_EPOCHS = 36, 2
 OUT_OF_MEMORY_S = 30.0
 
 
-class Keeper(nn.Module):
+class ClusterCheckpointer(nn.Module):
     """Keeps a known number of activations of its input's size, and weights of that size.
 
     Args:
@@ -453,7 +453,7 @@ class Depths(logging.Handler):
 
 
 def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None) -> None:
-    """Train a :class:`Keeper` within a part of the device's memory, streamed."""
+    """Train a :class:`ClusterCheckpointer` within a part of the device's memory, streamed."""
     rows = batch_bytes // (4 * ROW)
     # One row many times over: a data set larger than the budget that takes no memory.
     x = torch.randn(1, ROW).expand(rows * NUM_BATCHES, -1)
@@ -464,7 +464,7 @@ def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None)
 
     handle = (
         Trainer.builder(
-            lambda device: Keeper(batch_bytes).to(device),
+            lambda device: ClusterCheckpointer(batch_bytes).to(device),
             lambda params: torch.optim.SGD(params, 1e-6, fused=True),
             train_fn or loss,
         )

@@ -46,7 +46,7 @@ from runtime.checkpoint.format import (
     rank_file,
 )
 from runtime.core.errors import CheckpointError, without_frames
-from runtime.core.threads import Living
+from runtime.core.threads import LiveRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -577,7 +577,7 @@ class CheckpointWriter:
         return done
 
 
-_LIVE: Living[CheckpointWriter] = Living()
+_LIVE: LiveRegistry[CheckpointWriter] = LiveRegistry()
 
 
 def _wait_at_exit() -> None:

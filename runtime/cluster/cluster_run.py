@@ -26,7 +26,7 @@ from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster import share
 from runtime.cluster.engine import EngineClosed, EngineError, PeerRefused, Quorum, State
-from runtime.cluster.keeping import KEY, Keeper, KeepOptions, cluster_state, of_resumed
+from runtime.cluster.keeping import KEY, ClusterCheckpointer, KeepOptions, cluster_state, of_resumed
 from runtime.cluster.settings import ClusterSettings
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
@@ -41,7 +41,7 @@ BUILD_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class ClusterHooks:
     """What a run of one machine is given by the cluster.
 
     Attributes:
@@ -163,10 +163,10 @@ class ClusterRun:
         self,
         settings: ClusterSettings,
         data: DataFacts,
-        make_run: Callable[[Seat], InnerRun],
+        make_run: Callable[[ClusterHooks], InnerRun],
         keep: KeepOptions,
     ) -> None:
-        self._keeper = Keeper(keep)
+        self._keeper = ClusterCheckpointer(keep)
         self._settings = settings
         self._data = data
         self._make_run = make_run
@@ -210,7 +210,7 @@ class ClusterRun:
         self._num_grants = 0  # that the run inside was told of
         self._stopped = False
 
-    def _seat(self, resume: ResumePoint | None) -> Seat:
+    def _seat(self, resume: ResumePoint | None) -> ClusterHooks:
         told = {"idle": True, "began": False, "grants": 0}
 
         def result() -> Payload | None:
@@ -228,7 +228,7 @@ class ClusterRun:
                 told["idle"] = True
                 self._news.put(_Idle(told["grants"]))
 
-        return Seat(
+        return ClusterHooks(
             machine=self._machine,
             resume=resume,
             look=look,

@@ -48,7 +48,7 @@ class KeepOptions:
     every_steps: int | None = None
 
 
-class Keeper:
+class ClusterCheckpointer:
     """Writes checkpoints after rounds, and gives the state to those who ask for it.
 
     Of machines that name the same directory, the first writes there; when it is gone, another

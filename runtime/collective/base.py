@@ -383,7 +383,7 @@ _ROWS_REMEDY = (
 )
 
 
-class LateEnd(ABC):
+class LateResult(ABC):
     """How an exchange ends that the host does not wait for. For the rank's own thread."""
 
     @property
@@ -435,8 +435,8 @@ class MeanInParts:
         parts, self._parts = self._parts, []
         return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
 
-    def end_late(self, called_off: Tensor) -> tuple[float, LateEnd | None]:
-        """As :meth:`end`, but where the collective ``trails`` only the device waits.
+    def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
+        """As :meth:`end`, but where the collective ``host_runs_ahead`` only the device waits.
 
         What the current stream is given from here on finds the mean in the parts, or, where
         the group was aborted, garbage. Only ``called_off`` tells which.
@@ -480,7 +480,7 @@ class Collective(ABC):
     """
 
     kind: str
-    trails: bool = False
+    host_runs_ahead: bool = False
     lane: Lane | None = None
     tally: float = 0.0
     _told: tuple[float, ...] = ()

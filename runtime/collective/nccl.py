@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from runtime.collective.base import Group, LateEnd, Plan, ReduceOp, Request
+from runtime.collective.base import Group, LateResult, Plan, ReduceOp, Request
 from runtime.collective.process_group import ProcessGroupCollective, as_summed, connect_ranks
 from runtime.collective.thread import reduce_at_once
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
@@ -60,7 +60,7 @@ class Communicators:
         self._group = group
         self._world_size = group.barrier.parties
         self._lock = threading.Lock()
-        self._watched: list[Followed] = []
+        self._watched: list[WatchedExchange] = []
         self._changed = threading.Condition(self._lock)
         self._watcher: threading.Thread | None = None
         self._backends: dict[int, Any] = {}
@@ -108,7 +108,7 @@ class Communicators:
         with self._lock:
             self._backends.clear()
 
-    def watch(self, exchange: Followed) -> None:
+    def watch(self, exchange: WatchedExchange) -> None:
         """Abort the group if an exchange does not end in time."""
         with self._changed:
             self._watched.append(exchange)
@@ -121,7 +121,7 @@ class Communicators:
             elif len(self._watched) == 1:
                 self._changed.notify_all()
 
-    def forget(self, exchange: Followed) -> None:
+    def forget(self, exchange: WatchedExchange) -> None:
         """Its rank has seen the end of an exchange, and uses its events again."""
         with self._lock:
             if exchange in self._watched:
@@ -199,7 +199,7 @@ _LONGEST_NAP_S = 250e-6
 _incarnations = itertools.count()
 
 
-class Followed(LateEnd):
+class WatchedExchange(LateResult):
     """An exchange that the host does not wait for.
 
     Its time runs from when the device comes to it, which may be behind by some steps.
@@ -242,7 +242,7 @@ class Followed(LateEnd):
         return self._end._api.is_complete(self._ended)
 
     def wait(self) -> None:
-        """As :meth:`LateEnd.wait`."""
+        """As :meth:`LateResult.wait`."""
         end = self._end
         with end._api.on_device(end._device):
             has_ended = end._await_event(self._ended)
@@ -307,7 +307,7 @@ class NcclCollective(ProcessGroupCollective):
         with self._api.on_device(device):
             self._event = self._api.new_event()
             self._read_host = self._load_reader()
-            self.trails = self._read_host is not None
+            self.host_runs_ahead = self._read_host is not None
             backend = new_backend(store, self.rank, self.world_size, self._timeout_s)
             self._communicators.add(self.rank, backend)
             # Nobody connects before all can: a connection cannot be broken off (D29).
@@ -434,13 +434,13 @@ class NcclCollective(ProcessGroupCollective):
         begun, self._first_sent = self._first_sent, None
         return begun
 
-    def _follow(self, name: str, called_off: Tensor) -> LateEnd:
+    def _follow(self, name: str, called_off: Tensor) -> LateResult:
         """As :meth:`ProcessGroupCollective._follow`; the thread of the group keeps the limit."""
         assert self._read_host is not None
         seen = torch.empty_like(called_off)
         self._read_host(called_off, self._communicators.called_off)
         self._api.copy(seen, called_off)
-        exchange = Followed(self, name, self._take_first_sent(), self._events.record(), seen)
+        exchange = WatchedExchange(self, name, self._take_first_sent(), self._events.record(), seen)
         self._communicators.watch(exchange)
         return exchange
 

@@ -18,7 +18,7 @@ from runtime.collective.base import (
     LOW_PRECISION,
     Collective,
     Group,
-    LateEnd,
+    LateResult,
     MeanInParts,
     Meeting,
     Plan,
@@ -176,7 +176,7 @@ class ProcessGroupCollective(Collective):
             if wire is not flat:
                 flat.copy_(wire)
 
-    def _follow(self, name: str, called_off: Tensor) -> LateEnd:
+    def _follow(self, name: str, called_off: Tensor) -> LateResult:
         """What was given to the current stream is an exchange that nobody waits for."""
         raise NotImplementedError(f"over {self.kind} the host waits")
 
@@ -287,10 +287,10 @@ class _SentMean(MeanInParts):
         end._in_parts = None
         return total
 
-    def end_late(self, called_off: Tensor) -> tuple[float, LateEnd | None]:
+    def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
         """As :meth:`MeanInParts.end_late`."""
         end, total = self._end, self._begun()
-        if not (end.trails and self._sent):
+        if not (end.host_runs_ahead and self._sent):
             return self.end(), None
         with self._failing():
             outcome = end._follow("mean_in_parts", called_off)

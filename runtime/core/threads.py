@@ -85,7 +85,7 @@ def _leave_device_guard_alone() -> None:
 T = TypeVar("T")
 
 
-class Living(Generic[T]):
+class LiveRegistry(Generic[T]):
     """Remembers objects and keeps none of them alive. Thread-safe, and safe in finalizers.
 
     A ``WeakSet`` is not: its iteration fails if another thread adds an object meanwhile, or

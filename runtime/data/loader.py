@@ -48,7 +48,7 @@ SIZING_BATCHES = 64
 """Batches between two sizings of a run at least: asking for the memory costs part of a step."""
 
 
-class Pace:
+class PlanLengths:
     """Says when a depth is to be sized: after the first steps, then where a plan ends.
 
     Used by the worker's thread alone.
@@ -112,9 +112,9 @@ class Stage:
 
     brings = False
 
-    def __init__(self, depth: int, pace: Pace | None = None) -> None:
+    def __init__(self, depth: int, pace: PlanLengths | None = None) -> None:
         self.depth = depth
-        self._pace = pace or Pace(0)
+        self._pace = pace or PlanLengths(0)
 
     def submitted(self, num_batches: int) -> None:
         """Worker: a plan follows those before it."""
@@ -160,7 +160,7 @@ class HostStage(Stage):
         pace: Says when.
     """
 
-    def __init__(self, num_workers: int, pace: Pace) -> None:
+    def __init__(self, num_workers: int, pace: PlanLengths) -> None:
         super().__init__(1, pace)
         self._num_workers = num_workers
         self._batch_bytes = 0  # written by the loader's thread

@@ -19,7 +19,7 @@ from runtime.data.loader import (
     InlineLoader,
     Loader,
     LoaderSpec,
-    Pace,
+    PlanLengths,
     ProcessLoader,
     Stage,
     ThreadLoader,
@@ -251,10 +251,10 @@ class DataPath:
             return Stage(depth)
         return HostStage(len(self._contexts), self._pace())
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> PlanLengths:
         # With the step that is captured, whose memory is its own.
         steps = max(CALIBRATION_STEPS, WARM_UP_STEPS + 1 if self._options.cuda_graphs else 0)
-        return Pace(steps * self._options.accumulate, SIZING_BATCHES)
+        return PlanLengths(steps * self._options.accumulate, SIZING_BATCHES)
 
     def _slots(self, rank: int) -> SlotStage:
         c, device = self._options, self._contexts[rank].device

@@ -26,7 +26,14 @@ from runtime.data.batches import (
     pin_batch,
 )
 from runtime.data.dataset import ColumnAdapter, DatasetAdapter, EpochIndex
-from runtime.data.loader import InlineLoader, LoadedBatch, LoaderSpec, Pace, Stage, ThreadLoader
+from runtime.data.loader import (
+    InlineLoader,
+    LoadedBatch,
+    LoaderSpec,
+    PlanLengths,
+    Stage,
+    ThreadLoader,
+)
 from runtime.data.slots import (
     MAX_DEPTH,
     BatchLayout,
@@ -229,7 +236,7 @@ class SlotStage(Stage):
         *,
         rank: int,
         batch_size: int,
-        pace: Pace,
+        pace: PlanLengths,
         num_host_workers: int = 1,
         snapshot_bytes: Callable[[], int] = int,
         depth: int | None = None,

@@ -66,7 +66,7 @@ def available_host_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-class Arrival(ABC):
+class PendingCopy(ABC):
     """Copies that are on their way between a device and the CPU."""
 
     @property
@@ -191,7 +191,7 @@ class Device:
         """CPU memory for a payload of the device; the payload itself if it is there."""
         return payload
 
-    def fetch(self, source: Payload, target: Payload) -> Arrival | None:
+    def fetch(self, source: Payload, target: Payload) -> PendingCopy | None:
         """Start copying a payload of the device to its :meth:`host_twin`.
 
         Ordered behind everything in :meth:`comm`; what follows the copy there waits for it,
@@ -212,7 +212,7 @@ class Device:
         """
         return average
 
-    def arrival(self) -> Arrival | None:
+    def arrival(self) -> PendingCopy | None:
         """When all that :meth:`comm` was given so far has arrived; ``None``: it has."""
         return None
 

@@ -22,7 +22,7 @@ from coordinator.messages import Payload
 from runtime.core.threads import IntraOpThreads
 from runtime.device import cuda_api
 from runtime.device import memory as cuda_memory
-from runtime.device.base import Arrival, Device
+from runtime.device.base import Device, PendingCopy
 from runtime.device.capture_gate import GATE, CaptureGate
 from runtime.device.cuda_api import CudaApi, Event, Stream
 from runtime.device.memory import CudaMemory, MemoryReading, StepMemory
@@ -105,7 +105,7 @@ _OUTSIDE = (
 )
 
 
-class CudaArrival(Arrival):
+class CudaArrival(PendingCopy):
     """Copies in front of an event. For the thread that started them."""
 
     def __init__(self, events: EventPool, event: Event) -> None:
@@ -307,7 +307,7 @@ class CudaDevice(Device):
         """Pinned memory of the same shapes and dtypes."""
         return payload.map(lambda t: self.api.empty_pinned(t.shape, t.dtype))
 
-    def fetch(self, source: Payload, target: Payload) -> Arrival:
+    def fetch(self, source: Payload, target: Payload) -> PendingCopy:
         """Copy to pinned memory on the comm stream."""
         with self.api.stream(self.comm_stream):
             for pinned, tensor in zip(target.tensors, source.tensors, strict=True):
@@ -320,7 +320,7 @@ class CudaDevice(Device):
             pinned.copy_(tensor)
         return twin
 
-    def arrival(self) -> Arrival:
+    def arrival(self) -> PendingCopy:
         """When the comm stream has done what it got so far."""
         return CudaArrival(self._events, self._events.record(self.comm_stream))
 

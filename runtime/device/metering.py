@@ -102,7 +102,7 @@ class LogMark(NamedTuple):
     step: int
 
 
-class Withheld(NamedTuple):
+class PendingStep(NamedTuple):
     """Values of a step that is not known to count yet.
 
     Attributes:
@@ -242,14 +242,14 @@ class ValueLog:
         del self._scalars[mark.scalars :]
         self._step = mark.step
 
-    def withhold(self, mark: LogMark) -> Withheld:
+    def withhold(self, mark: LogMark) -> PendingStep:
         """Take out the values pushed since, until :meth:`give` puts them back."""
-        held = Withheld(self._losses[mark.losses :], self._scalars[mark.scalars :])
+        held = PendingStep(self._losses[mark.losses :], self._scalars[mark.scalars :])
         del self._losses[mark.losses :]
         del self._scalars[mark.scalars :]
         return held
 
-    def give(self, held: Withheld) -> None:
+    def give(self, held: PendingStep) -> None:
         """Keep values that were withheld, and not yet those pushed after them."""
         self._losses.extend(held.losses)
         self._scalars.extend(held.scalars)

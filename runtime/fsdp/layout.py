@@ -140,7 +140,7 @@ def _gather(data: bytes, collective: Collective) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SharedParameter:
     """One parameter of a module.
 
     Attributes:
@@ -154,7 +154,7 @@ class Found:
     places: tuple[tuple[nn.Module, str], ...]
 
 
-def find_parameters(module: nn.Module) -> list[Found]:
+def find_parameters(module: nn.Module) -> list[SharedParameter]:
     """All parameters of a module, in the order of ``named_parameters``.
 
     Raises:
@@ -168,7 +168,9 @@ def find_parameters(module: nn.Module) -> list[Found]:
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((owner, key))
-    found = [Found(name, p, tuple(places[id(p)])) for name, p in module.named_parameters()]
+    found = [
+        SharedParameter(name, p, tuple(places[id(p)])) for name, p in module.named_parameters()
+    ]
     if not found:
         raise ValueError(
             f"{type(module).__name__} has no parameters, so there is nothing to shard; call it "
@@ -194,7 +196,7 @@ def _fault(parameter: nn.Parameter, device: torch.device) -> str | None:
     return None
 
 
-def describe(module: nn.Module, found: Sequence[Found]) -> list[str]:
+def describe(module: nn.Module, found: Sequence[SharedParameter]) -> list[str]:
     """What must be the same on every rank, a parameter or buffer a line."""
     lines = []
     for each in found:

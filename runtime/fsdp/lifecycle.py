@@ -26,7 +26,7 @@ from runtime.collective import Collective
 from runtime.collective.base import Group
 from runtime.device import cuda_api
 from runtime.device.cuda_api import StreamSync
-from runtime.fsdp.layout import Found
+from runtime.fsdp.layout import SharedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,10 @@ class SilentSteps:
         ] = weakref.WeakKeyDictionary()
 
     def watch(
-        self, check: StepCheck, shards: Iterable[nn.Parameter], sharded: Sequence[Found] = ()
+        self,
+        check: StepCheck,
+        shards: Iterable[nn.Parameter],
+        sharded: Sequence[SharedParameter] = (),
     ) -> None:
         """Call a method, held weakly, before steps on shards; refuse those on what was sharded."""
         method = weakref.WeakMethod(check)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import LOW_PRECISION
 from runtime.device import cuda_api
-from runtime.fsdp.layout import Bucket, Found, Layout, ShardGroups, Slot, make_layouts
+from runtime.fsdp.layout import Bucket, Layout, ShardGroups, SharedParameter, Slot, make_layouts
 from runtime.fsdp.lifecycle import Prefetch
 from runtime.replica.flat import dense_stride
 
@@ -106,7 +106,7 @@ class ReplicatedParameters:
     must_gather = False
     is_prefetching = False
 
-    def __init__(self, found: Sequence[Found], world: Collective) -> None:
+    def __init__(self, found: Sequence[SharedParameter], world: Collective) -> None:
         self.names = [each.name for each in found]
         self.shards = [each.parameter for each in found]
         self._world = world
@@ -262,7 +262,12 @@ class ShardedParameters:
     """
 
     def __init__(
-        self, found: Sequence[Found], world: Collective, groups: ShardGroups, *, keep_full: bool
+        self,
+        found: Sequence[SharedParameter],
+        world: Collective,
+        groups: ShardGroups,
+        *,
+        keep_full: bool,
     ) -> None:
         self.names = [each.name for each in found]
         self.generation = 0

@@ -14,9 +14,9 @@ from runtime.collective import Collective, split
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.weight import check_weight
 from runtime.fsdp.layout import (
-    Found,
     ShardGroups,
     ShardingStrategy,
+    SharedParameter,
     check_same,
     check_strategy,
     describe,
@@ -68,7 +68,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _make_parameters(
-    found: list[Found], world: Collective, groups: ShardGroups, strategy: ShardingStrategy
+    found: list[SharedParameter], world: Collective, groups: ShardGroups, strategy: ShardingStrategy
 ) -> Parameters:
     if strategy is ShardingStrategy.NO_SHARD:
         return ReplicatedParameters(found, world)

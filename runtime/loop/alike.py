@@ -16,7 +16,7 @@ from runtime.loop.loop_replica import LoopReplica, ParamGroups
 from runtime.loop.rank_threads import Runner, Task
 
 
-class Likeness:
+class ReplicaMirror:
     """Brings to the other replicas what happens to rank 0's model and optimizer.
 
     Looked at before the replicas compute, while nobody else uses them: train and eval mode of

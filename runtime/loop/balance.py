@@ -219,7 +219,7 @@ MIN_CHANGE = 0.25
 others are tried."""
 
 
-class Trial(NamedTuple):
+class RatioTrial(NamedTuple):
     """What there was before ratios that are on trial.
 
     Attributes:
@@ -266,7 +266,7 @@ class Balancer:
         self._last_s = [0.0] * world_size
         self._last_n = [0] * world_size
         self._costs: list[float] = []  # of the steps since the last re-balance
-        self._trial: Trial | None = None
+        self._trial: RatioTrial | None = None
         self._held: Sequence[float] | None = None
         self._sizes: dict[int, tuple[int, ...]] = {}
 
@@ -368,7 +368,7 @@ class Balancer:
             return True
         self._held = None
         if on_trial and costs:
-            self._trial = Trial(self._ratios, statistics.median(costs), self.throughput)
+            self._trial = RatioTrial(self._ratios, statistics.median(costs), self.throughput)
         self.adopt(fitted)
         return True
 

@@ -23,11 +23,17 @@ from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
 from runtime.core.threads import Closing
 from runtime.core.weight import Weighted, check_weight, checked_loss
 from runtime.data.batches import move_batch, parts_of
-from runtime.loop.alike import Likeness
+from runtime.loop.alike import ReplicaMirror
 from runtime.loop.balance import unequal_devices
 from runtime.loop.loop_replica import LoopReplica, Options
 from runtime.loop.module import MakeModel, build_replicas
-from runtime.loop.rank_threads import Ends, Journal, Runner, TaskOutcome, resolve_backend
+from runtime.loop.rank_threads import (
+    CollectiveGroup,
+    LoopRecorder,
+    Runner,
+    TaskOutcome,
+    resolve_backend,
+)
 from runtime.replica.build import (
     Copies,
     ModelFactory,
@@ -432,11 +438,11 @@ class DataParallelCoordinator(Closing):
         self._num_batches = 0
         kind = self.backend.value if self.backend in _GROUPS else "thread"
         num_ends = len(self._devices) if len(self._devices) > 1 else 0
-        ends = Ends(
+        ends = CollectiveGroup(
             partial(create_collectives, num_ends, kind, self._devices) if num_ends else list
         )
         self._runner = Runner(
-            self._devices, ends, Journal(None), name="data-parallel", patient=True
+            self._devices, ends, LoopRecorder(None), name="data-parallel", patient=True
         )
         try:
             self._replicas = build_replicas(self._runner, _maker(model_factory), optim_factory)
@@ -446,7 +452,7 @@ class DataParallelCoordinator(Closing):
             raise
         self._shards = Shards(self._replicas, loss_fn)
         self._unlike = unequal_devices(self._devices)
-        self._likeness = Likeness(self._replicas, self._runner)
+        self._likeness = ReplicaMirror(self._replicas, self._runner)
         for replica in self._replicas:
             replica.guard.close()  # a step by hand is the user's own affair
             # PyTorch takes the tensors of a state as they are, and each replica needs its own.

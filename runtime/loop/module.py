@@ -23,8 +23,8 @@ from runtime.device.base import Device, device_summary
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.balance import Balancer, Cadence, DdpConfig, rounds, unequal_devices, unequal_gpus
 from runtime.loop.loop_replica import LoopReplica, LossFn
-from runtime.loop.rank_threads import Ends, Journal, Runner, Task, resolve_backend
-from runtime.loop.team import Engine, Solo, Team
+from runtime.loop.rank_threads import CollectiveGroup, LoopRecorder, Runner, Task, resolve_backend
+from runtime.loop.team import Engine, SingleDeviceEngine, ThreadedEngine
 from runtime.replica.build import OptimFactory, Template, adopt, build_model, check_model
 from runtime.replica.schedule import SchedulerFactory
 
@@ -129,7 +129,7 @@ class ReplicatedModule(Closing, nn.Module):
         super().__init__()
         self._head = head
         self._engine = engine
-        if isinstance(engine, Solo):
+        if isinstance(engine, SingleDeviceEngine):
             # Not as an attribute of nn.Module, which would make it a submodule.
             self.__dict__["forward"] = engine.direct
 
@@ -473,13 +473,13 @@ def set_up(
     config.check(len(places))
     check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
     source = Source(model_or_factory, len(places))
-    journal = Journal(config.timeline)
+    journal = LoopRecorder(config.timeline)
     if len(places) == 1:
         announce(logger, f"your own loop: {device_summary(places)}; nothing is reduced")
         journal.begin(places, "none", "one device has nobody to reduce with")
         try:
             model = source.make(0, places[0])
-            engine = Solo(
+            engine = SingleDeviceEngine(
                 model, places[0], optim_factory, max_grad_norm=config.max_grad_norm, journal=journal
             )
             journal.built(model)
@@ -501,7 +501,7 @@ def set_up(
     make_ends = partial(
         create_collectives, len(places), backend.collective, places, COLLECTIVE_TIMEOUT_S
     )
-    ends = Ends(make_ends)
+    ends = CollectiveGroup(make_ends)
 
     journal.begin(places, backend.collective, reason)
     try:
@@ -515,7 +515,7 @@ def set_up(
         )
         ends.get()
         balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
-        team = Team(
+        team = ThreadedEngine(
             replicas,
             runner,
             balancer,

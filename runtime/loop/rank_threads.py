@@ -25,7 +25,7 @@ from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
 from runtime.core.nested import flatten
-from runtime.core.threads import IntraOpThreads, Living, prepare_threads
+from runtime.core.threads import IntraOpThreads, LiveRegistry, prepare_threads
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.loop_replica import LoopReplica
@@ -343,7 +343,7 @@ def _tell_to_end(inboxes: Sequence[Inbox]) -> None:
         inbox.put(None)
 
 
-_OPEN: Living[RankThreads] = Living()
+_OPEN: LiveRegistry[RankThreads] = LiveRegistry()
 
 
 def _close_at_exit() -> None:
@@ -407,7 +407,7 @@ def resolve_backend(
 _TRAINING = {"forward", "backward", "accumulate", "step"}
 
 
-class Journal:
+class LoopRecorder:
     """Writes a loop's work on its timeline; without one, every call does nothing.
 
     For the caller that has its turn: replicas are timed in their own threads, and noted here
@@ -564,7 +564,7 @@ def _num_samples(batch: Any) -> int:
     return next((t.size(0) for t in tensors if t.dim()), 1)
 
 
-class Ends:
+class CollectiveGroup:
     """The ranks' ends of one group, made when they are first needed.
 
     Args:
@@ -628,8 +628,8 @@ class Runner:
     def __init__(
         self,
         devices: Sequence[torch.device],
-        ends: Ends,
-        journal: Journal,
+        ends: CollectiveGroup,
+        journal: LoopRecorder,
         sync: StreamSync | None = None,
         *,
         name: str | None = None,

@@ -22,7 +22,7 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class Ambient:
+class CallerModes:
     """Gradient mode, inference mode and autocast of a thread.
 
     Attributes:
@@ -38,7 +38,7 @@ class Ambient:
     cache: bool
 
     @classmethod
-    def capture(cls) -> Ambient:
+    def capture(cls) -> CallerModes:
         """Those of the calling thread."""
         return cls(
             grad=torch.is_grad_enabled(),

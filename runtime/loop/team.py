@@ -21,7 +21,7 @@ from runtime.collective import Collective
 from runtime.core.errors import ReplicaFailed
 from runtime.core.nested import flatten
 from runtime.core.weight import Weight
-from runtime.loop.alike import Likeness
+from runtime.loop.alike import ReplicaMirror
 from runtime.loop.balance import Balancer, Cadence, sync_seconds
 from runtime.loop.loop_replica import (
     LearningRate,
@@ -34,14 +34,14 @@ from runtime.loop.loop_replica import (
     mean_of_accumulated,
     weighted_loss,
 )
-from runtime.loop.rank_threads import END_S, Journal, Runner, Task
-from runtime.loop.scatter import Ambient, Call, Scatter, Shard, move, placed
+from runtime.loop.rank_threads import END_S, LoopRecorder, Runner, Task
+from runtime.loop.scatter import Call, CallerModes, Scatter, Shard, move, placed
 from runtime.replica.build import OptimFactory, build_optimizer
 
 logger = logging.getLogger(__name__)
 
 
-class Turn:
+class ReentrancyGuard:
     """Lets threads have their turns.
 
     Args:
@@ -77,7 +77,7 @@ class Turn:
                 self._owner = None
 
 
-class Window(Enum):
+class GradientSource(Enum):
     """Where the gradients since the last step came from."""
 
     EMPTY = auto()
@@ -92,7 +92,7 @@ SMALL = 1 << 20
 the ranks can meet."""
 
 
-class Direct:
+class InlineExchange:
     """Brings gradients to rank 0 and from there to all, while the replicas' threads rest.
 
     Args:
@@ -175,7 +175,7 @@ GUESSED = (
 )
 
 
-class Crossing(Enum):
+class SampleCoupling(Enum):
     """Whether an output relates the samples of a piece to each other."""
 
     UNKNOWN = auto()
@@ -184,7 +184,7 @@ class Crossing(Enum):
     NO = auto()
 
 
-class Team:
+class ThreadedEngine:
     """Runs replicas in their threads and keeps them alike.
 
     Calls are serialised; backward comes through autograd, in whatever thread that uses.
@@ -211,7 +211,7 @@ class Team:
         runner: Runner,
         balancer: Balancer,
         cadence: Cadence,
-        journal: Journal,
+        journal: LoopRecorder,
         max_grad_norm: float | None,
         *,
         drifting: bool = False,
@@ -224,15 +224,15 @@ class Team:
         self._journal = journal
         self._max_grad_norm = max_grad_norm
         self._drifting = drifting
-        self._likeness = Likeness(replicas, runner)
-        self._turn = Turn(runner.check_thread)
-        self._window = Window.EMPTY
+        self._likeness = ReplicaMirror(replicas, runner)
+        self._turn = ReentrancyGuard(runner.check_thread)
+        self._window = GradientSource.EMPTY
         self._counts = [0] * len(replicas)
         self._weights: list[list[Weight | None]] = [[] for _ in replicas]
         self._held: list[Weight | None] = []  # weights of the steps that wait for a reduction
         self._held_s = [0.0] * len(replicas)
         self._has_warned = False
-        self._crossing = Crossing.UNKNOWN
+        self._crossing = SampleCoupling.UNKNOWN
         self._idle: list[Task | None] = [None] * (len(replicas) - 1)
         self.devices = tuple(replica.device for replica in replicas)
         self.models = tuple(replica.model for replica in replicas)
@@ -240,7 +240,9 @@ class Team:
         self.rate = LearningRate(self._first.optimizer)
         self._spaced = cadence.spaces_steps
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
-        self._direct = Direct(replicas, max_grad_norm) if Direct.serves(replicas) else None
+        self._direct = (
+            InlineExchange(replicas, max_grad_norm) if InlineExchange.serves(replicas) else None
+        )
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
@@ -256,7 +258,7 @@ class Team:
         """Share a batch out, run the replicas, and put their outputs together."""
         self._runner.check_caller()
         scatter = Scatter(args, kwargs)
-        ambient = Ambient.capture()
+        ambient = CallerModes.capture()
         with self._turn():
             self._prepare()
             sizes = self._sizes(scatter.num_samples)
@@ -276,8 +278,8 @@ class Team:
                 outcomes = self._runner.run(tasks, "forward", scatter.tensors)
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
         call = Call(scatter, shards, self.devices[0], self.backward)
-        if self._crossing is not Crossing.NO and len(shards) > 1:
-            self._crossing = Crossing.MAYBE if call.looks_crossed else Crossing.NO
+        if self._crossing is not SampleCoupling.NO and len(shards) > 1:
+            self._crossing = SampleCoupling.MAYBE if call.looks_crossed else SampleCoupling.NO
         if not self._has_warned and any(merged.is_guessed for merged in call.merged):
             self._has_warned = True
             logger.warning(GUESSED)
@@ -286,7 +288,7 @@ class Team:
     def _sizes(self, num_samples: int) -> Sequence[int]:
         """Pieces by measured speed; unequal ones where that tells what an output's dimension is."""
         sizes = self._balancer.sizes(num_samples)
-        if self._crossing is not Crossing.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
+        if self._crossing is not SampleCoupling.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
             return sizes
         return (sizes[0] + 1, sizes[1] - 1, *sizes[2:])
 
@@ -303,7 +305,7 @@ class Team:
             self._settle()
             if params:
                 self._notice_gradients()
-                self._open(Window.BACKWARD)
+                self._open(GradientSource.BACKWARD)
             given = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
             collects = params and not self._spaced
             direct = self._direct if collects else None
@@ -342,14 +344,14 @@ class Team:
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Deal batches out; each replica trains its own, one after the other."""
         self._runner.check_caller()
-        ambient = Ambient.capture()
+        ambient = CallerModes.capture()
         tensors: list[Tensor] = []
         flatten(list(batches), tensors, strict=False)
         with self._turn():
             self._prepare()
             if batches:
                 self._notice_gradients()
-                self._open(Window.ACCUMULATED)
+                self._open(GradientSource.ACCUMULATED)
             sizes = split_by_ratio(len(batches), self.batch_counts)
             tasks: list[Task | None] = []
             start = 0
@@ -374,7 +376,7 @@ class Team:
             self.rate.check()
             self._notice_gradients()
             held, reduces = 0, True
-            if self._spaced and self._window is not Window.ACCUMULATED:
+            if self._spaced and self._window is not GradientSource.ACCUMULATED:
                 self._hold(weight)
                 held = len(self._held)
                 reduces = held >= min(self.batch_counts) if reduce is None else reduce
@@ -396,7 +398,7 @@ class Team:
             for rank, end in enumerate(self._runner.ends())
         ]
         try:
-            if self._direct and self._window is Window.BACKWARD:
+            if self._direct and self._window is GradientSource.BACKWARD:
                 with self._timing_sync(self._first, 1):
                     self._direct.spread()
             self._runner.run(tasks, "step", (), self._meeting(True))
@@ -421,7 +423,7 @@ class Team:
         weight = total_weight(self._held)
         divisor = float(len(self._held)) if weight is None else weight
         self._held = []
-        self._window = Window.BACKWARD
+        self._window = GradientSource.BACKWARD
         with self._dropping_gradients():
             self._on_each("step", [replica.give_back for replica in self._replicas])
             if self._direct:
@@ -464,7 +466,7 @@ class Team:
 
         Gradients of no weight at all are forgotten, so that no optimizer changes anything.
         """
-        if self._window is Window.ACCUMULATED:
+        if self._window is GradientSource.ACCUMULATED:
             if weight is not None:
                 raise ValueError(WEIGHED_TWICE)
             weight = total_weight([weight for own in self._weights for weight in own])
@@ -475,7 +477,7 @@ class Team:
         if isinstance(weight, float) and weight == 0:
             self._forget()
             return None
-        if self._window is Window.ACCUMULATED:
+        if self._window is GradientSource.ACCUMULATED:
             totals = [total_weight(own) for own in self._weights]
             return [0.0 if total is None else total for total in totals]
         self._runner.run([partial(self._first.divide, weight), *self._idle], "weigh")
@@ -487,9 +489,9 @@ class Team:
         """In a replica's thread."""
         replica = self._replicas[rank]
         with self._runner.waking_peers():
-            if self._window is Window.ACCUMULATED:
+            if self._window is GradientSource.ACCUMULATED:
                 replica.average(end, self._counts[rank], self._max_grad_norm, weights)
-            elif self._window is Window.BACKWARD and not self._direct:
+            elif self._window is GradientSource.BACKWARD and not self._direct:
                 if rank == 0 and self._max_grad_norm is not None:
                     replica.clip(self._max_grad_norm)
                 with self._timing_sync(replica, 1):
@@ -505,7 +507,7 @@ class Team:
         """Clip the gradients of the whole batch, on rank 0."""
         with self._turn():
             self._settle()
-            if self._spaced or self._window is Window.ACCUMULATED:
+            if self._spaced or self._window is GradientSource.ACCUMULATED:
                 raise RuntimeError(CLIP_LATE)
             outcomes = self._runner.run([partial(self._first.clip, max_norm), *self._idle], "clip")
             norm: Tensor = outcomes[0].value
@@ -529,7 +531,7 @@ class Team:
             self._balancer.observe(replica.rank, num_samples, seconds)
             if num_held:
                 self._held_s[replica.rank] += seconds
-        if self._window is Window.ACCUMULATED:
+        if self._window is GradientSource.ACCUMULATED:
             times = [r.batch_timer.take(wait=False) for r in self._replicas]
             shares = self._cadence.report(times, self._sync_s())
             if shares is not None:
@@ -602,14 +604,16 @@ class Team:
     def _notice_gradients(self) -> None:
         """What the caller did to rank 0's gradients by itself: trained its module, or zeroed."""
         if any(p.grad is not None for p in self._first.tensors):
-            if self._window is Window.EMPTY:
-                self._window = Window.BACKWARD
-        elif self._window is Window.BACKWARD or any(map(_leaves_gradients, self._weights[0])):
+            if self._window is GradientSource.EMPTY:
+                self._window = GradientSource.BACKWARD
+        elif self._window is GradientSource.BACKWARD or any(
+            map(_leaves_gradients, self._weights[0])
+        ):
             self._forget(held=False)  # by optimizer.zero_grad()
 
-    def _open(self, window: Window) -> None:
-        is_mixed = self._held and window is Window.ACCUMULATED
-        if is_mixed or self._window not in (Window.EMPTY, window):
+    def _open(self, window: GradientSource) -> None:
+        is_mixed = self._held and window is GradientSource.ACCUMULATED
+        if is_mixed or self._window not in (GradientSource.EMPTY, window):
             raise RuntimeError(MIXED)
         self._window = window
 
@@ -625,7 +629,7 @@ class Team:
         self._clear_window()
 
     def _clear_window(self) -> None:
-        self._window, self._counts = Window.EMPTY, [0] * len(self._replicas)
+        self._window, self._counts = GradientSource.EMPTY, [0] * len(self._replicas)
         self._weights = [[] for _ in self._replicas]
 
     @contextmanager
@@ -645,20 +649,20 @@ def _leaves_gradients(weight: Weight | None) -> bool:
 
 
 def _forward(
-    replica: LoopReplica, ambient: Ambient, scatter: Scatter, start: int, stop: int
+    replica: LoopReplica, ambient: CallerModes, scatter: Scatter, start: int, stop: int
 ) -> Shard:
     with ambient.applied():
         return replica.forward(scatter.piece(start, stop, replica.device), start, stop)
 
 
 def _accumulate(
-    replica: LoopReplica, ambient: Ambient, loss_fn: LossFn, batches: Sequence[Any]
+    replica: LoopReplica, ambient: CallerModes, loss_fn: LossFn, batches: Sequence[Any]
 ) -> tuple[Tensor, list[Weight | None]]:
     with ambient.applied():
         return replica.accumulate(loss_fn, batches)
 
 
-class Solo:
+class SingleDeviceEngine:
     """One model on one device, in the caller's thread and on its streams.
 
     Args:
@@ -669,7 +673,7 @@ class Solo:
         journal: Takes down what happens.
 
     Attributes:
-        devices, models, optimizers, rate: See :class:`Team`.
+        devices, models, optimizers, rate: See :class:`ThreadedEngine`.
     """
 
     def __init__(
@@ -679,7 +683,7 @@ class Solo:
         optim_factory: OptimFactory,
         *,
         max_grad_norm: float | None,
-        journal: Journal,
+        journal: LoopRecorder,
     ) -> None:
         model.train()
         model.zero_grad(set_to_none=True)
@@ -835,12 +839,12 @@ class Solo:
             self._nodes.clear()  # one belongs to the stream under which it was made
 
 
-def _refuse(solo: weakref.ref[Solo], grads: Any) -> None:
+def _refuse(solo: weakref.ref[SingleDeviceEngine], grads: Any) -> None:
     if (self := solo()) is not None:
         self._notice_zeroed()
         if self._num_accumulated:
             raise RuntimeError(MIXED)
 
 
-Engine = Team | Solo
+Engine = ThreadedEngine | SingleDeviceEngine
 """Trains one model on some devices."""

@@ -143,7 +143,7 @@ _OF_RANKS = (Kind.CHECKPOINT, Kind.EVALUATION, Kind.FAILURE, Kind.THROTTLE)
 _OFTEN = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
 
 
-class Happenings:
+class EventBuffer:
     """What happened between two looks: the timeline's events, or what the counters show.
 
     Args:
@@ -357,7 +357,7 @@ MAX_SCALARS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class MonitorSnapshot:
     """What was seen.
 
     Attributes:
@@ -390,7 +390,7 @@ class Reader:
     def __init__(self, run: WatchedRun, poll_s: float) -> None:
         self._run = run
         self._load = MachineLoad(run, poll_s)
-        self._happenings = Happenings(run)
+        self._happenings = EventBuffer(run)
         self._num_epochs = 0
         self._first: tuple[float, int] | None = None
         self._num_looks = 0
@@ -405,7 +405,7 @@ class Reader:
             "begun": time.time() - (time.monotonic() - self._run.started),
         }
 
-    def look(self) -> Look:
+    def look(self) -> MonitorSnapshot:
         """Read everything once."""
         run = self._run
         end = run.end()  # before the counters: those of a run that has ended are final
@@ -419,7 +419,7 @@ class Reader:
         self._num_looks += 1
         epochs = list(run.epochs(self._num_epochs))
         self._num_epochs += len(epochs)
-        return Look(
+        return MonitorSnapshot(
             now=self._now(statistics, summary, end, elapsed_s),
             ticks=ticks,
             epochs=[_epoch(metrics) for metrics in epochs],

@@ -17,7 +17,7 @@ from torch import Tensor
 from coordinator.averaging import usable_weights
 from coordinator.messages import Payload
 from runtime.collective import Collective
-from runtime.device.base import Arrival, Device
+from runtime.device.base import Device, PendingCopy
 from runtime.replica.flat import FlatState, change, norm, reals
 
 TINY_NORM = 1e-10
@@ -34,7 +34,7 @@ class Snapshot(NamedTuple):
     """
 
     payload: Payload
-    arrival: Arrival | None
+    arrival: PendingCopy | None
     squares: tuple[float, ...] | None
 
 
@@ -72,7 +72,7 @@ class ReplicaAverager:
         # and the same on a CPU.
         self._base: Payload | None = None
         self._twin: Payload | None = None
-        self._arrival: Arrival | None = None
+        self._arrival: PendingCopy | None = None
         self._before: list[Tensor] | None = None
         self._before_buffers: tuple[Tensor, ...] = ()
         self.version = 0
@@ -143,7 +143,9 @@ class ReplicaAverager:
         self._arrival = self._device.fetch(self._base, self._twin)
         return Snapshot(self._twin, self._arrival, squares)
 
-    def take(self, average: Payload, meanwhile: Callable[[], None] | None = None) -> Arrival | None:
+    def take(
+        self, average: Payload, meanwhile: Callable[[], None] | None = None
+    ) -> PendingCopy | None:
         """Add ``average - snapshot`` to the live state, losing nothing trained since.
 
         Args:
@@ -178,7 +180,7 @@ class ReplicaAverager:
         self._arrival = self._device.arrival()
         return self._arrival
 
-    def replace(self, average: Payload) -> Arrival | None:
+    def replace(self, average: Payload) -> PendingCopy | None:
         """Replace the live state, whatever was trained; as :meth:`take` otherwise."""
         self._state.check_payload(average)
         staged = self._staged(average, self._twin or self._device.host_twin(average))

@@ -140,7 +140,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-class Arrangement:
+class FlatLayout:
     """Where tensors lie in flat tensors, one for each dtype.
 
     Args:
@@ -216,7 +216,7 @@ class FlatParams:
         self.names = [n for n, _ in named]
         self.params = [p for _, p in named]
         old = [p.data for p in self.params]
-        self._arrangement = Arrangement(old)
+        self._arrangement = FlatLayout(old)
         self.flats = self._arrangement.empty(old[0].device) if old else []
         views = self._arrangement.views(self.flats, old)
         for p, view, source in zip(self.params, views, old, strict=True):

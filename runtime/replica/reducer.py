@@ -5,8 +5,8 @@ buckets, gradients travel while the backward pass still computes others: a hook 
 parameter counts those of a bucket, and the last one sends it off.
 
 The host reads the device only for the flags that say which parameters got a gradient, and only
-where this rank alone cannot know. Where the collective ``trails``, the host need not wait for the
-exchange either: a number on the device tells the optimizer's kernels whether they may use it.
+where this rank alone cannot know. With a collective whose ``host_runs_ahead`` is set, the host does
+not wait for the exchange either: a flag on the device gates the optimizer's kernels.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective, ReduceOp
-from runtime.collective.base import LOW_PRECISION, LateEnd, MeanInParts
+from runtime.collective.base import LOW_PRECISION, LateResult, MeanInParts
 from runtime.core.weight import Weight, WindowWeight, part_of, scale_
 from runtime.device.timing import HostTimer, StepTimer
-from runtime.replica.flat import Arrangement, NamedParams
+from runtime.replica.flat import FlatLayout, NamedParams
 from runtime.replica.non_finite import StepJudge
 
 
@@ -308,7 +308,7 @@ class GradientReducer:
         self.is_empty = False
         device = self._params[0].device
         self.called_off = torch.zeros((), dtype=torch.float32, device=device)
-        self._outcome: LateEnd | None = None
+        self._outcome: LateResult | None = None
         self._arrange(None)
         if bucket_bytes is not None:
             _watch(self, self._params)
@@ -316,7 +316,7 @@ class GradientReducer:
     def _arrange(self, order: Sequence[int] | None) -> None:
         """Make the flat tensors anew, with the gradients in this order."""
         like = [p.data for p in self._params]
-        arrangement = Arrangement(like, order)
+        arrangement = FlatLayout(like, order)
         num = len(like)
         dtypes = [like[group[0]].dtype for group in arrangement.groups]
         widths = [2 if dtype.is_complex else 1 for dtype in dtypes]
@@ -354,7 +354,7 @@ class GradientReducer:
 
     def _cut(
         self,
-        arrangement: Arrangement,
+        arrangement: FlatLayout,
         widths: Sequence[int],
         room: Sequence[int],
         order: Sequence[int] | None,
@@ -391,7 +391,7 @@ class GradientReducer:
         self._broken_off = []
         self.called_off.zero_()  # a graph of the step reads it over any collective
 
-    def take_outcome(self) -> LateEnd | None:
+    def take_outcome(self) -> LateResult | None:
         """How the last exchange ends; ``None``: it has ended well."""
         outcome, self._outcome = self._outcome, None
         return outcome
@@ -399,7 +399,7 @@ class GradientReducer:
     @property
     def _in_parts(self) -> bool:
         """Whether an exchange is made in parts, on every rank alike."""
-        return self._bucket_bytes is not None or self.collective.trails
+        return self._bucket_bytes is not None or self.collective.host_runs_ahead
 
     def forget(self) -> None:
         """Nothing of the last step is left, made or not."""
@@ -574,7 +574,7 @@ class GradientReducer:
     def can_trail(self) -> bool:
         """Whether nothing has to be read before the step that was packed can be made."""
         judged = self._judge is not None and self._judge.reads
-        return self.collective.trails and self.packed.complete and not judged
+        return self.collective.host_runs_ahead and self.packed.complete and not judged
 
     def exchange(self, num_samples: int, *, late: bool = False) -> bool:
         """Replace what was packed by the weighted mean over the ranks.
@@ -600,7 +600,7 @@ class GradientReducer:
                     waiting = self._waiting()
                     self._mean = mean
                     mean.add([bucket.flat for bucket in waiting])
-                    if self._weight_apart and self.collective.trails:
+                    if self._weight_apart and self.collective.host_runs_ahead:
                         mean.add([self._weight])
                     if late:
                         total, self._outcome = mean.end_late(self.called_off)
@@ -628,7 +628,7 @@ class GradientReducer:
             if not self.is_empty:
                 for flat in self._grads:
                     flat.div_(mean_weight)
-        if self.collective.trails:
+        if self.collective.host_runs_ahead:
             self.called_off.zero_()
         return True
 
@@ -653,7 +653,7 @@ class GradientReducer:
             num_weighed: Those of the ranks whose loss has a weight.
             num_samples: Those of this rank.
         """
-        if self._weight_apart and not self.collective.trails:
+        if self._weight_apart and not self.collective.host_runs_ahead:
             with self._comm():
                 self.collective.weighted_mean_([self._weight], num_samples)
         mean = float(self._weight) + (total - num_weighed) / total

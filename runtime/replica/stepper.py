@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.collective.base import LateEnd
+from runtime.collective.base import LateResult
 from runtime.core.weight import (
     Mask,
     Weight,
@@ -236,7 +236,7 @@ class Stepper:
     ) -> None:
         self.weight: Weight | None = None
         self.window: WindowWeight | None = None
-        self.trails = False
+        self.host_runs_ahead = False
         self.global_batch: GlobalBatch | None = None
         self._last_of = 0
         self._units = 0.0  # of the step's micro-batches before the first that has a weight
@@ -415,9 +415,9 @@ class Stepper:
     def _is_gated(self) -> bool:
         """Whether the device tells the optimizer whether the reduced gradients can be used."""
         reducer = self._reducer
-        return reducer is not None and reducer.collective.trails and self._skips_by_itself
+        return reducer is not None and reducer.collective.host_runs_ahead and self._skips_by_itself
 
-    def take_outcome(self) -> LateEnd | None:
+    def take_outcome(self) -> LateResult | None:
         """How the reduction of the step that was made ends; ``None``: it has ended well."""
         return None if self._reducer is None else self._reducer.take_outcome()
 
@@ -611,7 +611,7 @@ class Stepper:
         if self._reducer is not None:
             # The first step makes the optimizer's state, which one that is called off would leave
             # without values.
-            late = self.trails and self._has_stepped and self._is_gated
+            late = self.host_runs_ahead and self._has_stepped and self._is_gated
             late = late and self._reducer.can_trail()
             self._timer.pause()
             accepted = self._reducer.exchange(num_samples, late=late)

@@ -14,7 +14,7 @@ from coordinator import messages as m
 from runtime.core.context import worker_context
 from runtime.core.draws import draws_from
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
-from runtime.device.base import Arrival
+from runtime.device.base import PendingCopy
 from runtime.replica.averager import ReducedState
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recording import Recorder
@@ -119,7 +119,7 @@ class Answers:
                 self._judge.require_finite()
                 with self._averager.holding(work.state):
                     self._per_epoch(work.epoch, None, work.at)
-            case m.Checkpoint():
+            case m.CallCheckpointFn():
                 self._judge.require_finite()
                 with self._averager.holding(work.state):
                     self._per_epoch(None, work.version)
@@ -127,7 +127,7 @@ class Answers:
                 self._averager.undo_all_reduce()
             case m.Halt():
                 raise CollectiveAborted("a rank died; this one halts")
-            case m.Capture():
+            case m.TakeCheckpoint():
                 self._take_state(work.id)
             case m.Shift():
                 self._take_shift(work)
@@ -239,7 +239,7 @@ class Answers:
             aside = self._clock.now() - before
 
         wanted = message.evaluate is not None or message.checkpoint is not None
-        arrival: Arrival | None = None
+        arrival: PendingCopy | None = None
         if self._judge.poisoned:
             arrival = self._replace(message)
             per_epoch()
@@ -253,7 +253,7 @@ class Answers:
         ack = m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s, at=at)
         self._reporter.put(ack, arrival)
 
-    def _replace(self, message: m.Update) -> Arrival | None:
+    def _replace(self, message: m.Update) -> PendingCopy | None:
         """The replica was not finite: take the average alone.
 
         Adding to it what was trained since the snapshot would spoil it again.

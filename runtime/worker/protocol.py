@@ -183,9 +183,9 @@ class WorkerProtocol:
                 return message
             case m.Rollback():
                 return message if self.rolled_back(message.round) else None
-            case m.RequestParams() | m.Update() | m.Evaluate() | m.Checkpoint():
+            case m.RequestParams() | m.Update() | m.Evaluate() | m.CallCheckpointFn():
                 return message
-            case m.Capture() | m.Shift():
+            case m.TakeCheckpoint() | m.Shift():
                 return message
             case _:
                 assert_never(message)

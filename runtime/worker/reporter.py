@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator import messages as m
 from coordinator.metrics import Tally
-from runtime.device.base import Arrival, Device
+from runtime.device.base import Device, PendingCopy
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.replica.schedule import Schedule
 from runtime.worker.protocol import WorkerProtocol
@@ -47,9 +47,9 @@ class Reporter:
         self._clock = clock
         self._interval_s = interval_s
         self._last = clock.now()
-        self.held: deque[tuple[Arrival | None, m.FromWorker]] = deque()
+        self.held: deque[tuple[PendingCopy | None, m.FromWorker]] = deque()
 
-    def put(self, message: m.FromWorker, arrival: Arrival | None = None) -> None:
+    def put(self, message: m.FromWorker, arrival: PendingCopy | None = None) -> None:
         """Send a message, once the copies that it depends on have arrived.
 
         Messages never overtake each other: the coordinator takes what was told before a

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coordinator.dispatch import batch_bounds
 from coordinator.messages import EpochPlan
-from runtime.collective.base import LateEnd
+from runtime.collective.base import LateResult
 from runtime.core.errors import (
     CollectiveAborted,
     CollectiveTimeout,
@@ -21,7 +21,7 @@ from runtime.core.errors import (
     without_frames,
 )
 from runtime.device.memory import is_out_of_memory
-from runtime.device.metering import LogMark, StepMeter, ValueLog, Withheld
+from runtime.device.metering import LogMark, PendingStep, StepMeter, ValueLog
 from runtime.device.timing import StepTimer
 from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
 from runtime.replica.schedule import ScheduleMark
@@ -170,9 +170,9 @@ class _Launched:
         num_empty: Batches after it that peers have trained.
     """
 
-    outcome: LateEnd
+    outcome: LateResult
     before: _Before
-    values: Withheld
+    values: PendingStep
     num_batches: int
     num_samples: int
     num_empty: int = 0
@@ -181,10 +181,10 @@ class _Launched:
 class WorkerSteps:
     """Makes the optimizer steps of one worker. In its thread.
 
-    Where the collective ``trails``, up to ``MAX_UNSEEN`` steps are launched before the host looks
-    at how the reduction of the first has ended. Until then none of them is told, and whoever uses
-    the replica calls :meth:`conclude` first. The device makes no step whose reduction was broken
-    off.
+    With a collective whose ``host_runs_ahead`` is set, up to ``MAX_UNSEEN`` steps are launched
+    before the host inspects how the reduction of the first has ended. None of them is reported
+    before that, and every other user of the replica calls :meth:`conclude` first. The device skips
+    each step whose reduction was aborted.
 
     Args:
         config: The worker's settings.
@@ -299,7 +299,7 @@ class WorkerSteps:
         """
         samples = count_samples(batch)
         self.conclude()
-        self._stepper.trails = False
+        self._stepper.host_runs_ahead = False
         self._advance_schedule()
         self._timer.start()
         if self._stepper.parts:
@@ -377,7 +377,7 @@ class WorkerSteps:
             self.replica.generator.get_state() if self._shrinks else None,
             self._schedule_before,
         )
-        self._stepper.trails = not self._stepper.parts
+        self._stepper.host_runs_ahead = not self._stepper.parts
         try:
             self._begin_global_batch(len(sizes))
             end = self._make_step(sizes, first, train_fn, total)

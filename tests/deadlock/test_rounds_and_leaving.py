@@ -80,11 +80,15 @@ def ends():
         collective.close()
 
 
-STALE = [*(m.SyncNow(round=r) for r in (1, 2, 3)), m.Checkpoint(version=1), start(range(3, 6))]
+STALE = [
+    *(m.SyncNow(round=r) for r in (1, 2, 3)),
+    m.CallCheckpointFn(version=1),
+    start(range(3, 6)),
+]
 
 
 def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
-    """D2: ``SyncNow`` x3, ``Checkpoint``, ``StartEpoch``, ``Shutdown`` ends in exit."""
+    """D2: ``SyncNow`` x3, ``CallCheckpointFn``, ``StartEpoch``, ``Shutdown`` ends in exit."""
     saved, trace = [], Trace()
     alone = Alone(
         train=trace,

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import LoaderSpec, Pace
+from runtime.data.loader import LoaderSpec, PlanLengths
 from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
 from runtime.data.slots import DeviceBudget
 from runtime.device.base import Device
@@ -84,7 +84,7 @@ class Rig:
             DeviceBudget(0.5),
             rank=0,
             batch_size=SIZE,
-            pace=Pace(CALIBRATION),
+            pace=PlanLengths(CALIBRATION),
             depth=depth,
             data=ResidentData(adapter) if resident else None,
         )

@@ -439,9 +439,9 @@ class SimWorker:
                 yield from self._take_update(work)
             case m.Evaluate():
                 yield from self._per_epoch(work.epoch, None, work.at)
-            case m.Checkpoint():
+            case m.CallCheckpointFn():
                 yield from self._per_epoch(None, work.version)
-            case m.Capture():
+            case m.TakeCheckpoint():
                 self._capture(work.id)
             case m.Halt():
                 raise CollectiveAborted("a rank died")

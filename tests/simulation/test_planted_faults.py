@@ -12,7 +12,7 @@ from coordinator.failures import Survival
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.rounds import Round, RoundKeeper
-from coordinator.state import Gate
+from coordinator.state import BatchLimits
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.step import Windows
 from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly
@@ -48,12 +48,12 @@ def test_a_parked_rank_that_a_round_does_not_wake_is_found(monkeypatch):
 
 def test_a_parked_rank_counted_as_busy_is_found(monkeypatch):
     """A round that waits for a rank which waits for the round."""
-    due = Gate.due
+    due = BatchLimits.due
 
     def blind(self, live):
         return not any(r.parked for r in live) and due(self, live)
 
-    monkeypatch.setattr(Gate, "due", blind)
+    monkeypatch.setattr(BatchLimits, "due", blind)
     assert_is_found(STUCK)
 
 

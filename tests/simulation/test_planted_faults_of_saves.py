@@ -9,7 +9,7 @@ import pytest
 
 from coordinator import checkpoint
 from coordinator import messages as m
-from coordinator.checkpoint import Note, Saving, capture_run
+from coordinator.checkpoint import CheckpointRounds, Note, capture_run
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import Epochs
 from coordinator.pool import ChunkPool
@@ -86,19 +86,19 @@ def test_ranks_that_capture_without_agreeing_on_a_step_are_found(monkeypatch):
 
 
 def test_a_cut_that_outlives_its_round_is_found(monkeypatch):
-    monkeypatch.setattr(Saving, "cancel", lambda self: None)
+    monkeypatch.setattr(CheckpointRounds, "cancel", lambda self: None)
     assert_is_found("")
 
 
 def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
-    freeze_end, settle, ending = Saving.freeze_end, ChunkPool.settle, []
+    freeze_end, settle, ending = CheckpointRounds.freeze_end, ChunkPool.settle, []
 
     def marking(self, finals):
         ending.append(True)
         freeze_end(self, finals)
         ending.clear()
 
-    monkeypatch.setattr(Saving, "freeze_end", marking)
+    monkeypatch.setattr(CheckpointRounds, "freeze_end", marking)
     monkeypatch.setattr(ChunkPool, "settle", lambda self, rank: 0 if ending else settle(self, rank))
     assert_is_found("in the checkpoint and not told: [(")
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import LoaderSpec, Pace
+from runtime.data.loader import LoaderSpec, PlanLengths
 from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
 from runtime.data.slots import DeviceBudget
 from tests.support.fake_streams import DelayedCopies
@@ -58,7 +58,7 @@ class Rig(Consumer):
             self.budget,
             rank=0,
             batch_size=SIZE,
-            pace=Pace(CALIBRATION),
+            pace=PlanLengths(CALIBRATION),
             snapshot_bytes=snapshot_bytes,
             depth=depth,
             data=data,

@@ -518,7 +518,7 @@ def test_without_the_kernel_that_sees_an_abort_the_host_waits(scene, monkeypatch
 
     monkeypatch.setattr(scene.fake, "host_reader", host_reader)
     (end,) = scene.group(1)
-    assert not end.trails
+    assert not end.host_runs_ahead
     ((outcome, _),) = on_ranks([end], scene.on_stream(lambda end: late_mean(scene, end)))
     assert outcome is None
     assert ("planted" in caplog.text) is (found is not None)

@@ -7,7 +7,7 @@ import pytest
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.pool import ChunkPool
-from coordinator.state import Gate, Rank, RankState
+from coordinator.state import BatchLimits, Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 
@@ -29,7 +29,7 @@ class Bench:
         self.elche = ElChe(world, anchor)
         for rank, s in enumerate(seconds or ()):
             self.elche.observe(rank, s, 1)
-        self.gate = Gate(config, self.elche, self.pool)
+        self.gate = BatchLimits(config, self.elche, self.pool)
         self.ranks = [Rank(rank=r, state=RankState.LIVE) for r in range(world)]
         for rank in range(world):
             self.pool.deal_chunk(
@@ -145,19 +145,19 @@ def test_the_lead_counts_from_the_slowest_rank(policy, lead):
 
 def test_a_limit_is_raised_once_less_than_half_of_the_overshoot_is_left():
     gate = Bench(ASYNC, anchor=100).gate
-    told = [gate.told_well_enough(0, told, 125) for told in (126, 125, 113, 112)]
+    told = [gate.limit_is_current(0, told, 125) for told in (126, 125, 113, 112)]
     assert told == [False, True, True, False]
 
 
 @pytest.mark.parametrize("settings", [{"max_batch_diff": 3}, {"max_overshoot": 5}])
 def test_limits_that_the_settings_name_are_told_exactly(settings):
     gate = Bench(ASYNC, anchor=100, **settings).gate
-    assert [gate.told_well_enough(0, 12, limit) for limit in (12, 13, None)] == [
+    assert [gate.limit_is_current(0, 12, limit) for limit in (12, 13, None)] == [
         True,
         False,
         False,
     ]
-    assert not gate.told_well_enough(0, None, 12)
+    assert not gate.limit_is_current(0, None, 12)
 
 
 def test_catching_up_raises_the_limit():

@@ -568,7 +568,7 @@ def test_every_checkpoint_asked_for_is_made_when_it_is_asked_for(world, policy, 
     for ticket in range(3):
         run.tell(m.SaveRequested(ticket=ticket))
         for rank in range(world):
-            asked = run.to(m.Capture, rank)
+            asked = run.to(m.TakeCheckpoint, rank)
             assert len(asked) == ticket + 1
             part = m.Payload(params=(), buffers=held)
             step, extra = ticket + 1, {"rank": rank}
@@ -588,7 +588,7 @@ def test_buffers_of_a_checkpoint_under_sync_are_averaged_though_a_rank_had_no_sa
     run.tell(m.SaveRequested(ticket=0))
     part = m.Payload(params=(), buffers=(torch.zeros(1),))
     for rank, num_samples in enumerate((0, 3)):
-        number = run.to(m.Capture, rank)[-1].id
+        number = run.to(m.TakeCheckpoint, rank)[-1].id
         run.tell(
             m.Captured(
                 rank=rank, id=number, payload=part, num_samples=num_samples, step=1, extra={}

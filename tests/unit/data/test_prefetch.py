@@ -12,7 +12,7 @@ import torch
 from coordinator.messages import EpochPlan
 from runtime.data import prefetch as prefetch_module
 from runtime.data.dataset import ColumnAdapter, EpochIndex, adapt_dataset
-from runtime.data.loader import LoaderSpec, Pace, ProcessLoader
+from runtime.data.loader import LoaderSpec, PlanLengths, ProcessLoader
 from runtime.data.prefetch import SlotStage
 from runtime.data.slots import DeviceBudget
 from runtime.device.base import Device
@@ -387,7 +387,7 @@ def test_batches_of_loader_processes_go_through_slots():
         DeviceBudget(0.5, margin=0),
         rank=0,
         batch_size=SIZE,
-        pace=Pace(CALIBRATION),
+        pace=PlanLengths(CALIBRATION),
     )
     loader = ProcessLoader(
         LoaderSpec(

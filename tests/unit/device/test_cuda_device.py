@@ -97,7 +97,7 @@ def test_the_order_is_asked_for_in_the_order_in_which_it_works(fake, device):
 @any_order
 def test_gradients_are_reduced_between_backward_and_the_optimizer(fake, device, order):
     class Marking:
-        trails = False
+        host_runs_ahead = False
         world_size = 1
         tally = 0.0
 
@@ -134,7 +134,7 @@ def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, 
             return 2.0
 
     class Marking:
-        trails = False
+        host_runs_ahead = False
         world_size = 1
         tally = 0.0
         mean_in_parts = Mean

@@ -16,8 +16,8 @@ from runtime.loop import rank_threads as threads_file
 from runtime.loop.balance import Balancer, Cadence, DdpConfig
 from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.module import ReplicatedModule
-from runtime.loop.rank_threads import Ends, Job, Journal, Runner
-from runtime.loop.team import Team
+from runtime.loop.rank_threads import CollectiveGroup, Job, LoopRecorder, Runner
+from runtime.loop.team import ThreadedEngine
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.loop.test_cadence import loss_fn
@@ -119,8 +119,8 @@ def posing_team(fake, net, config=None):
     """Replicas whose threads work on streams of the stand-in."""
     config = config or DdpConfig()
     devices = (CPU,) * NUM_REPLICAS
-    ends = Ends(partial(create_collectives, NUM_REPLICAS))
-    journal = Journal(None)
+    ends = CollectiveGroup(partial(create_collectives, NUM_REPLICAS))
+    journal = LoopRecorder(None)
     runner = Runner(devices, ends, journal, PosingSync(fake))
     used = [[] for _ in devices]
     models = [net]
@@ -134,7 +134,9 @@ def posing_team(fake, net, config=None):
     outcomes = runner.execute(tasks)
     assert [o.error for o in outcomes] == [None] * NUM_REPLICAS
     cadence = Cadence.of(NUM_REPLICAS, config, spaced=True)
-    team = Team([o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), cadence, journal, None)
+    team = ThreadedEngine(
+        [o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), cadence, journal, None
+    )
     team._on_cpu = False  # buffers travel through the collective
     return ReplicatedModule(team)
 

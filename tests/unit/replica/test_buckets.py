@@ -48,7 +48,7 @@ class Net(nn.Module):
         return self.last(self.spare(x) if spare else x)
 
 
-class Team:
+class ThreadedEngine:
     """Replicas on ranks of one group, each with a stepper.
 
     Attributes:
@@ -94,7 +94,7 @@ class Team:
 
 @contextmanager
 def team(*args, **kwargs):
-    made = Team(*args, **kwargs)
+    made = ThreadedEngine(*args, **kwargs)
     try:
         yield made
     finally:

@@ -95,7 +95,7 @@ def test_skip_reads_one_flag_a_step(monkeypatch):
 # -- live weights --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("message", [m.Evaluate(epoch=0), m.Checkpoint(version=1)], ids=repr)
+@pytest.mark.parametrize("message", [m.Evaluate(epoch=0), m.CallCheckpointFn(version=1)], ids=repr)
 @pytest.mark.parametrize("mode", ON_NON_FINITE)
 def test_live_weights_that_are_not_finite_are_not_shown_to_the_users_functions(mode, message):
     seen = []

@@ -128,7 +128,7 @@ def test_a_parked_worker_is_released_by_shutdown_to_leave():
         m.StartEpoch(plan=PLAN),
         m.SetGlobalStep(step=5),
         m.Evaluate(epoch=0),
-        m.Checkpoint(version=1),
+        m.CallCheckpointFn(version=1),
         m.Throttle(),
     ],
     ids=lambda message: type(message).__name__,
@@ -282,7 +282,7 @@ def test_a_leaving_worker_skips_what_was_sent_before_it_left():
     protocol = training()
     protocol.leave()
     stale = [m.SyncNow(round=r) for r in (1, 2, 3)]
-    for message in (*stale, m.Checkpoint(version=1), m.StartEpoch(plan=PLAN)):
+    for message in (*stale, m.CallCheckpointFn(version=1), m.StartEpoch(plan=PLAN)):
         assert protocol.receive(message) is None
     protocol.end_plan()
     assert protocol.begin_plan() is None

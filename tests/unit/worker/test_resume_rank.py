@@ -227,11 +227,11 @@ def test_a_worker_goes_on_from_what_it_has_sent(alone):
     first = alone()
     for seed in range(3):
         first.step(seed)
-    (captured,) = first.ask(m.Capture(id=1))
+    (captured,) = first.ask(m.TakeCheckpoint(id=1))
     assert captured.report.tally.num_batches == 3
     weights = {k: t.clone() for k, t in first.worker.model.state_dict().items()}
     losses = [first.step(seed) for seed in range(3, 6)]
-    assert first.ask(m.Capture(id=2))[0].report.tally.num_batches == 3
+    assert first.ask(m.TakeCheckpoint(id=2))[0].report.tally.num_batches == 3
 
     second = alone(resume=point(captured, weights))
     assert second.worker.local_step == 3
@@ -243,7 +243,7 @@ def test_a_worker_goes_on_from_what_it_has_sent(alone):
 def test_what_was_sent_does_not_change_with_the_next_step(alone):
     worker = alone()
     worker.step(0)
-    (captured,) = worker.ask(m.Capture(id=1))
+    (captured,) = worker.ask(m.TakeCheckpoint(id=1))
     before = through_a_file({"extra": captured.extra, "params": list(captured.payload.params)})
     worker.step(1)
     after = through_a_file({"extra": captured.extra, "params": list(captured.payload.params)})
@@ -275,7 +275,7 @@ def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
     first = alone(epoch_fn=epoch_fn)
     first.begin(0)
     draws(first.worker)
-    (captured,) = first.ask(m.Capture(id=1))
+    (captured,) = first.ask(m.TakeCheckpoint(id=1))
     weights = dict(first.worker.model.state_dict())
     expected = draws(first.worker)
     second = alone(resume=point(captured, weights), epoch_fn=epoch_fn)
@@ -293,7 +293,7 @@ def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
 def test_a_rank_that_was_not_there_draws_numbers_of_its_own(alone):
     first = alone()
     first.begin(0)
-    (captured,) = first.ask(m.Capture(id=1))
+    (captured,) = first.ask(m.TakeCheckpoint(id=1))
     going_on = point(captured, dict(first.worker.model.state_dict()))
     drawn = []
     for worker in (first, alone(resume=going_on), alone(resume=going_on, rank=1), alone(rank=1)):
@@ -307,6 +307,6 @@ def test_a_state_that_no_file_can_hold_is_told_and_stops_nothing(alone):
     worker = alone()
     worker.step(0)
     next(iter(worker.worker.optimizer.state.values()))["odd"] = object()
-    (captured,) = worker.ask(m.Capture(id=1))
+    (captured,) = worker.ask(m.TakeCheckpoint(id=1))
     assert isinstance(captured.extra, CheckpointError)
     assert "the state of rank 0" in str(captured.extra)

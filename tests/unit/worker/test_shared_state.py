@@ -11,7 +11,7 @@ import pytest
 
 from runtime.collective.base import Rendezvous
 from runtime.core.errors import CollectiveAborted
-from runtime.core.threads import Living
+from runtime.core.threads import LiveRegistry
 from runtime.replica.graphs import Fallbacks
 from tests.support.running import WAIT_S
 
@@ -32,7 +32,7 @@ def many_switches():
 
 
 def test_what_is_alive_is_told_and_not_kept_alive():
-    living, item, other = Living(), Item(), Item()
+    living, item, other = LiveRegistry(), Item(), Item()
     living.add(item)
     living.add(other)
     living.add(item)
@@ -45,7 +45,7 @@ def test_what_is_alive_is_told_and_not_kept_alive():
 
 @pytest.mark.usefixtures("many_switches")
 def test_objects_come_and_die_while_others_read_which_there_are():
-    living, item, errors = Living(), Item(), []
+    living, item, errors = LiveRegistry(), Item(), []
     living.add(item)
     deadline = time.monotonic() + STRESS_S
 

@@ -188,7 +188,7 @@ def test_a_message_is_answered_once_all_steps_before_it_count(fake, lone):
     """The capture is named at the edge of step 2, for that of step 3; both steps are late."""
 
     def capture():
-        lone.alone.send(m.Capture(id=1))
+        lone.alone.send(m.TakeCheckpoint(id=1))
         fake.patience = 10
 
     lone.at_step = {1: capture}
@@ -285,8 +285,8 @@ def fused_momentum(params):
 @pytest.fixture
 def late_steps(monkeypatch):
     """Counts the steps that were launched before it was known that they count."""
-    counted, make = [], nccl_module.Followed
-    monkeypatch.setattr(nccl_module, "Followed", lambda *a: (counted.append(1), make(*a))[1])
+    counted, make = [], nccl_module.WatchedExchange
+    monkeypatch.setattr(nccl_module, "WatchedExchange", lambda *a: (counted.append(1), make(*a))[1])
     return counted
 
 

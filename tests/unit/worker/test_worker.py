@@ -23,7 +23,7 @@ from runtime import (
 from runtime.core.errors import CollectiveAborted
 from runtime.data.dataset import EpochIndex, adapt_dataset
 from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
-from runtime.device.base import Arrival
+from runtime.device.base import PendingCopy
 from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
 from runtime.worker.group import StopAgreement
@@ -384,7 +384,7 @@ def test_what_was_put_aside_within_a_step_is_answered_before_the_next():
 
 
 def test_what_waited_for_copies_is_sent_before_the_next_step():
-    class OnItsWay(Arrival):
+    class OnItsWay(PendingCopy):
         done = False
 
         def wait(self):
@@ -419,7 +419,7 @@ def test_callbacks_run_inside_the_worker(message):
         assert seen == [(0, (alone.worker.model, 7))]
         assert alone.worker.model.training
     else:
-        alone.send(m.Checkpoint(version=7))
+        alone.send(m.CallCheckpointFn(version=7))
         alone.worker.handle_control()
         assert seen == [(0, (7, alone.worker.model))]
 
@@ -565,7 +565,9 @@ def test_the_schedule_follows_the_steps_of_all_ranks():
 def test_drain_skips_every_stale_message_until_shutdown():
     alone = Alone()
     alone.send(*(m.SyncNow(round=r) for r in (1, 2, 3)))
-    alone.send(m.Checkpoint(version=1), start(range(3)), m.RequestParams(round=4), m.Throttle())
+    alone.send(
+        m.CallCheckpointFn(version=1), start(range(3)), m.RequestParams(round=4), m.Throttle()
+    )
     alone.send(m.Shutdown())
     alone.worker.drain_until_shutdown()
     assert alone.control.empty()
