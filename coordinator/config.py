@@ -49,6 +49,7 @@ def choose_backend(
     devices: Sequence[str],
     *,
     nccl_available: bool,
+    shared_gpu_fault: str | None = "NCCL refuses two ranks on one GPU",
 ) -> tuple[AverageBackend, str]:
     """Resolve ``AUTO`` and refuse what cannot work.
 
@@ -57,6 +58,8 @@ def choose_backend(
         policy: When replicas average.
         devices: One device name for each rank, such as ``"cpu"`` or ``"cuda:0"``.
         nccl_available: Whether this build of PyTorch has NCCL.
+        shared_gpu_fault: Why ``NCCL`` cannot be requested for a GPU that is named twice; ``None``:
+            it can. ``AUTO`` never chooses it there.
 
     Returns:
         The backend and a sentence that says why.
@@ -70,10 +73,11 @@ def choose_backend(
     if requested is AverageBackend.AUTO:
         return _choose_auto(policy, devices, on_cuda, distinct, nccl_available)
     if requested is AverageBackend.NCCL:
-        if not all(on_cuda) or not distinct:
+        fault = shared_gpu_fault if all(on_cuda) else "NCCL refuses CPU devices"
+        if fault is not None and not (all(on_cuda) and distinct):
             raise ValueError(
-                f"backend(NCCL) needs distinct CUDA devices, got [{names}]: NCCL refuses CPU "
-                "devices and two ranks on one GPU; use THREAD, CPU or AUTO"
+                f"backend(NCCL) needs distinct CUDA devices, got [{names}]: {fault}; "
+                "use THREAD, CPU or AUTO"
             )
         if not nccl_available:
             raise ValueError(

@@ -15,6 +15,7 @@ import torch.distributed
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from runtime.cluster.engine import VARIABLES
 from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
+from runtime.collective.nccl_library import loaded_version, version_name
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.base import device_summary
@@ -89,7 +90,9 @@ def _has_nccl() -> bool:
 def _nccl() -> str:
     if not _has_nccl():
         return "not in this build of PyTorch"
-    return "available, for runs on distinct CUDA devices"
+    version = loaded_version()
+    name = "" if version is None else f" ({version_name(version)})"
+    return f"available{name}, for runs on distinct CUDA devices"
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:

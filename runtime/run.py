@@ -27,6 +27,7 @@ from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster.cluster_run import ClusterHooks
 from runtime.collective import Collective, create_collectives
+from runtime.collective.nccl_library import shared_gpu_fault
 from runtime.core.context import announce
 from runtime.core.draws import allow_own_draws
 from runtime.core.errors import (
@@ -131,6 +132,7 @@ class Run:
             names,
             nccl_available=torch.distributed.is_available()
             and torch.distributed.is_nccl_available(),
+            shared_gpu_fault=shared_gpu_fault(),
         )
         config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
         self.config = config

@@ -334,7 +334,7 @@ class TrainConfig:
                 f"scheduler(metric={metric!r}) needs eval_fn(f), which gives {metric[5:]!r}"
             )
         if len(devices) > 1:
-            self._check_meetings(devices)
+            self._check_meetings()
         self._check_buckets()
         self._check_optimizers()
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
@@ -500,7 +500,7 @@ class TrainConfig:
                     "its backward pass; leave one of them out"
                 )
 
-    def _check_meetings(self, devices: Sequence[torch.device]) -> None:
+    def _check_meetings(self) -> None:
         """What lets ranks meet within their passes."""
         asked = [name for name in ("sync_batchnorm", "all_gather") if getattr(self.worker, name)]
         if not asked:
@@ -516,12 +516,6 @@ class TrainConfig:
             raise ValueError(
                 f"{way} does not go with cuda_graphs(True): ranks meet within the "
                 "forward pass, which a graph cannot hold; leave one of them out"
-            )
-        gpus = [device for device in devices if device.type == "cuda"]
-        if len(set(gpus)) < len(gpus):
-            raise ValueError(
-                f"{way} needs a GPU for each rank: PyTorch runs the backward passes "
-                "of one GPU in one thread, where two ranks cannot wait for each other"
             )
 
 

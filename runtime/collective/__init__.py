@@ -9,6 +9,7 @@ import torch.distributed
 
 from runtime.collective.base import AbortableBarrier, Collective, Group, ReduceOp
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
+from runtime.collective.nccl_library import shared_gpu_fault
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import StagedThreadCollective, ThreadCollective
@@ -41,7 +42,8 @@ def create_collectives(
     Args:
         world_size: How many ranks, at least 1.
         kind: ``"thread"``, which serves devices of any kind and number; ``"gloo"``, for
-            CPU devices; ``"nccl"``, for a distinct CUDA device for each rank.
+            CPU devices; ``"nccl"``, for a distinct CUDA device for each rank. Ranks may share a GPU
+            over NCCL 2.30 or later with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, for checks.
         devices: Each rank's device; ``None``: all on the CPU.
         timeout_s: How long a collective may wait for a rank to arrive, in seconds; over
             Gloo and NCCL as long again for the exchange.
@@ -91,7 +93,12 @@ def _thread_end(rank: int, group: Group, device: torch.device) -> Collective:
 
 
 def _check_nccl(devices: Sequence[torch.device]) -> None:
-    if any(device.type != "cuda" for device in devices) or len(set(devices)) < len(devices):
-        raise ValueError("'nccl' needs a distinct CUDA device for each rank; use 'thread'")
+    fault: str | None = "NCCL refuses CPU devices"
+    if all(device.type == "cuda" for device in devices):
+        fault = shared_gpu_fault() if len(set(devices)) < len(devices) else None
+    if fault is not None:
+        raise ValueError(
+            f"'nccl' needs a distinct CUDA device for each rank: {fault}; use 'thread'"
+        )
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         raise ValueError("'nccl': this build of PyTorch has no NCCL; use 'thread'")

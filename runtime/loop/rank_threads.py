@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
 from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
+from runtime.collective.nccl_library import shared_gpu_fault
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaFailed
 from runtime.core.nested import flatten
 from runtime.core.threads import IntraOpThreads, LiveRegistry, prepare_threads
@@ -401,6 +402,7 @@ def resolve_backend(
         ApplyPolicy.SYNC,
         [str(device) for device in devices],
         nccl_available=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+        shared_gpu_fault=shared_gpu_fault(),
     )
 
 

@@ -51,6 +51,20 @@ def test_nccl_on_repeated_or_cpu_devices_is_refused(devices):
         choose_backend(NCCL, CADENCE, devices, nccl_available=True)
 
 
+def test_nccl_on_a_repeated_gpu_is_accepted_where_its_library_allows_it_and_never_by_auto():
+    shared = ("cuda:0", "cuda:0")
+    allowed = {"nccl_available": True, "shared_gpu_fault": None}
+    assert choose_backend(NCCL, SYNC, shared, **allowed)[0] is NCCL
+    for policy in ApplyPolicy:
+        assert choose_backend(AUTO, policy, shared, **allowed)[0] in (THREAD, CPU)
+    with pytest.raises(ValueError, match="NCCL refuses CPU devices"):
+        choose_backend(NCCL, SYNC, ("cuda:0", "cpu"), **allowed)
+    with pytest.raises(ValueError, match="an old one is loaded; use THREAD"):
+        choose_backend(
+            NCCL, SYNC, shared, nccl_available=True, shared_gpu_fault="an old one is loaded"
+        )
+
+
 def test_nccl_without_nccl_is_refused():
     with pytest.raises(ValueError, match="has no NCCL; use"):
         choose_backend(NCCL, CADENCE, GPUS, nccl_available=False)
