@@ -7,6 +7,8 @@
 # make compat  models and recipes of others through each way in, into docs/compatibility.md
 # make docs   build docs/ with the API reference into site/
 # make mutation  changes that no test sees, 100 of them drawn; much too slow for every commit
+# make coverage  branch coverage of the tests, into htmlcov/
+# make release   build sdist and wheel into dist/, check them, and run the README's example with each
 # make clean  remove the virtual environment and all caches
 
 PYTHON ?= python3
@@ -16,7 +18,7 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-gpu compat browser lint format docs clean
+.PHONY: demo test test-long test-gpu compat browser lint format docs mutation coverage release clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
@@ -63,6 +65,17 @@ MUTATION ?= --sample 100 --seed 0
 
 mutation: $(VENV)/.stamp-test
 	$(PY) -m tests.mutation $(MUTATION)
+
+coverage: $(VENV)/.stamp-test
+	$(PY) -m pip install --quiet --disable-pip-version-check 'coverage>=7.10'
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest -n $(WORKERS) --dist worksteal
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage html --quiet
+	$(PY) -m coverage report | tail -1
+
+release:
+	PYTHON=$(PYTHON) .ci/release
 
 format: $(VENV)/.stamp-test
 	$(PY) -m ruff check --fix
