@@ -5,10 +5,8 @@ Everything runs in the calling thread, and on the stream that is current there.
 
 from __future__ import annotations
 
-import gc
 import math
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,56 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import LOW_PRECISION
 from runtime.device import cuda_api
-from runtime.fsdp.layout import Bucket, Layout, ShardGroups, SharedParameter, Slot, make_layouts
-from runtime.fsdp.lifecycle import Prefetch
+from runtime.fsdp.layout import Bucket, Layout, Slot, make_layouts
+from runtime.fsdp.param_prefetch import ParamPrefetch
+from runtime.fsdp.shared_parameters import SharedParameter
+from runtime.fsdp.strategy import ShardGroups
 from runtime.replica.flat import dense_stride
-
-_OPAQUE = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.FrameType,
-    types.CodeType,
-)
-
-
-def reachable_bytes(*roots: object) -> int:
-    """Bytes of all tensor memory that objects hold, each piece of memory counted once.
-
-    Follows every reference that the garbage collector sees, gradients included, but for
-    classes, Python modules, functions and bound methods: roots may be models, optimizers and
-    containers of them. What a graph of autograd saves is not seen. Nobody may change the
-    objects meanwhile.
-
-    Args:
-        roots: Where to start.
-
-    Returns:
-        The sum, in bytes, on all devices together.
-    """
-    seen: set[int] = set()
-    storages: dict[int, int] = {}
-    waiting: list[object] = list(roots)
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, _OPAQUE):
-            continue
-        seen.add(id(found))
-        if isinstance(found, Tensor):
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-            waiting.extend(_held_by(found))
-        else:
-            waiting.extend(gc.get_referents(found))
-    return sum(storages.values())
-
-
-def _held_by(tensor: Tensor) -> Iterable[object]:
-    yield tensor.__dict__
-    if tensor.is_leaf or tensor.retains_grad:
-        yield tensor.grad
 
 
 def rank_0s(tensor: Tensor, world: Collective) -> Tensor:
@@ -284,7 +237,7 @@ class ShardedParameters:
         self._flats: list[Tensor] = []
         self._fulls: list[Tensor] | None = None
         self._empties: list[Tensor] = []
-        self._prefetch: Prefetch | None = None
+        self._prefetch: ParamPrefetch | None = None
         self._stream: cuda_api.Stream | None = None  # of its prefetches on a GPU
         self._side: Collective | None = None
         self._may_be_stale = False
@@ -486,7 +439,7 @@ class ShardedParameters:
                 raise
 
         self._stamp = self._versions()
-        self._prefetch = Prefetch(gather, self._new_fulls(), name, self._stream)
+        self._prefetch = ParamPrefetch(gather, self._new_fulls(), name, self._stream)
         self._stream = self._prefetch.stream
 
     def wait_prefetch(self) -> None:

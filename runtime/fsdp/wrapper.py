@@ -1,4 +1,4 @@
-"""The wrapper, and the state of a sharded module as that of the bare one."""
+"""The FSDP module."""
 
 from __future__ import annotations
 
@@ -9,71 +9,23 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.format import plain_key
 from runtime.collective import Collective, split
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.weight import check_weight
-from runtime.fsdp.layout import (
-    ShardGroups,
-    ShardingStrategy,
-    SharedParameter,
-    check_same,
-    check_strategy,
-    describe,
-    find_parameters,
-    make_groups,
-)
-from runtime.fsdp.lifecycle import SILENT_STEPS, OwnedGroups, calls_of
+from runtime.fsdp.call_agreement import agreement_of
+from runtime.fsdp.full_state import ParameterStore, gather_state, load_state, sync_buffers
+from runtime.fsdp.group_closer import OwnedGroups
 from runtime.fsdp.sharded import (
     ReplicatedParameters,
     ShardedParameters,
     check_clip,
     clip_by_,
-    rank_0s,
     sharded_norm,
 )
+from runtime.fsdp.shared_parameters import SharedParameter, check_same, describe, find_parameters
+from runtime.fsdp.step_checks import STEP_CHECKS
+from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 from runtime.replica.reducer import weigh_
-
-
-def guard(output: Any, parameters: Parameters) -> None:
-    """Makes a backward fail if the parameters of its forward have been freed.
-
-    Args:
-        output: Output of forward: a tensor, or tensors in tuples, lists and mappings; others
-            are not guarded.
-        parameters: The parameters that forward used.
-    """
-    generation = parameters.generation
-
-    def check(_: Tensor) -> None:
-        if parameters.generation != generation:
-            raise RuntimeError(
-                "backward() after the full parameters of its forward() were freed or replaced; "
-                "run every backward() before sync_gradients() and reshard()"
-            )
-
-    for tensor in _tensors(output):
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(check)  # type: ignore[no-untyped-call]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for part in output:
-            yield from _tensors(part)
-    elif isinstance(output, Mapping):
-        yield from _tensors(tuple(output.values()))
-
-
-def _make_parameters(
-    found: list[SharedParameter], world: Collective, groups: ShardGroups, strategy: ShardingStrategy
-) -> Parameters:
-    if strategy is ShardingStrategy.NO_SHARD:
-        return ReplicatedParameters(found, world)
-    keep_full = not strategy.frees_parameters
-    return ShardedParameters(found, world, groups, keep_full=keep_full)
 
 
 class FSDP(nn.Module):
@@ -174,17 +126,17 @@ class FSDP(nn.Module):
         self._closed = False
         self._has_forward = False
         self._subgroups = OwnedGroups()
-        self._calls = calls_of(collective)
+        self._calls = agreement_of(collective)
         with self._aborting():
             how = f"the strategy {strategy.name} with intra_node_size={intra_node_size}"
             check_same([how, *describe(module, found)], collective)
             groups = make_groups(collective, strategy, intra_node_size)
             self._subgroups.add(groups.owned)
             self._groups = groups
-            self._store: Parameters = _make_parameters(found, collective, groups, strategy)
+            self._store: ParameterStore = _make_parameters(found, collective, groups, strategy)
             sync_buffers(module, collective)
         keeps = strategy is ShardingStrategy.NO_SHARD  # the module's own parameters
-        SILENT_STEPS.watch(self._check_synced, self._store.shards, () if keeps else found)
+        STEP_CHECKS.watch(self._check_synced, self._store.shards, () if keeps else found)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with full parameters. A collective call if they must be gathered.
@@ -454,7 +406,7 @@ class FSDP(nn.Module):
         with self._aborting():
             self._store.drop_prefetch()
             self._store.restore()
-        SILENT_STEPS.forget(self.module.parameters())
+        STEP_CHECKS.forget(self.module.parameters())
         self.close()
         return self.module
 
@@ -548,113 +500,42 @@ class FSDP(nn.Module):
             raise
 
 
-Parameters = ShardedParameters | ReplicatedParameters
-
-_EXTRA = "_extra_state"
-
-
-def gather_state(
-    module: nn.Module, parameters: Parameters, world: Collective, *, wanted: bool
-) -> dict[str, Any]:
-    """Returns the bare module's state dict in CPU memory; a collective call.
-
-    Compiled parts have the same keys as without compilation.
-
-    Args:
-        module: The bare module.
-        parameters: Its parameters.
-        world: All ranks.
-        wanted: Whether this rank keeps it; otherwise it gets an empty one.
-
-    Returns:
-        Full parameters, and rank 0's buffers. Tied names share their memory.
-    """
-    entries = _entries(module, parameters)
-    values: dict[int, Tensor] = {}
-    for index, whole in parameters.full_values():
-        if wanted:
-            values[id(parameters.shards[index])] = whole.detach().to("cpu", copy=True)
-    for entry in entries.values():
-        if isinstance(entry, Tensor) and id(entry) not in values and not _is_in(entry, parameters):
-            values[id(entry)] = rank_0s(entry, world).to("cpu")
-    if not wanted:
-        return {}
-    return {
-        plain_key(name): values[id(entry)] if isinstance(entry, Tensor) else entry
-        for name, entry in entries.items()
-    }
+def _make_parameters(
+    found: list[SharedParameter], world: Collective, groups: ShardGroups, strategy: ShardingStrategy
+) -> ParameterStore:
+    if strategy is ShardingStrategy.NO_SHARD:
+        return ReplicatedParameters(found, world)
+    keep_full = not strategy.frees_parameters
+    return ShardedParameters(found, world, groups, keep_full=keep_full)
 
 
-def load_state(
-    module: nn.Module, parameters: Parameters, state: Mapping[str, Any], *, strict: bool
-) -> None:
-    """Loads this rank's part of a full state dict; no collective call.
+def guard(output: Any, parameters: ParameterStore) -> None:
+    """Makes a backward fail if the parameters of its forward have been freed.
 
     Args:
-        module: The bare module.
-        parameters: Its parameters.
-        state: Keys of the bare module, compiled or not, tensors of its shapes on any device.
-        strict: Whether the keys must be exactly those of the module.
-
-    Raises:
-        ValueError: Keys or shapes do not fit; nothing was changed.
+        output: Output of forward: a tensor, or tensors in tuples, lists and mappings; others
+            are not guarded.
+        parameters: The parameters that forward used.
     """
-    was_changed = parameters.is_changed
-    entries = _entries(module, parameters)
-    own = {plain_key(name): name for name in entries}
-    state = {own.get(plain_key(key), key): value for key, value in state.items()}
-    if strict:
-        _check_keys(entries, state)
-    places = {id(shard): index for index, shard in enumerate(parameters.shards)}
-    for name, entry in entries.items():
-        given = state.get(name, entry)
-        if not isinstance(entry, Tensor):
-            continue
-        if not isinstance(given, Tensor):
-            raise ValueError(f"the state's {name!r} is a {type(given).__name__}, not a tensor")
-        index = places.get(id(entry))
-        shape = entry.size() if index is None else parameters.shape_of(index)
-        if name in state and given.size() != shape:
-            raise ValueError(
-                f"the state's {name!r} has the shape {tuple(given.size())}, the module's is "
-                f"{tuple(shape)}; load the state of the same model"
+    generation = parameters.generation
+
+    def check(_: Tensor) -> None:
+        if parameters.generation != generation:
+            raise RuntimeError(
+                "backward() after the full parameters of its forward() were freed or replaced; "
+                "run every backward() before sync_gradients() and reshard()"
             )
-    for name, entry in entries.items():
-        if name not in state:
-            continue
-        if not isinstance(entry, Tensor):
-            owner = name.removesuffix(_EXTRA).removesuffix(".")
-            module.get_submodule(owner).set_extra_state(state[name])
-        elif id(entry) in places:
-            parameters.load(places[id(entry)], state[name])
-        else:
-            with torch.no_grad():
-                entry.copy_(state[name])
-    parameters.loaded(was_changed=was_changed)
+
+    for tensor in _tensors(output):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
 
-def sync_buffers(module: nn.Module, world: Collective) -> None:
-    """Copies rank 0's buffers to every rank; a collective call."""
-    with torch.no_grad():
-        for buffer in module.buffers():
-            buffer.copy_(rank_0s(buffer, world))
-
-
-def _entries(module: nn.Module, parameters: Parameters) -> dict[str, Any]:
-    """What the state dict is made of: shards, buffers and extra state."""
-    with parameters.as_shards():
-        return dict(module.state_dict(keep_vars=True))
-
-
-def _is_in(tensor: Tensor, parameters: Parameters) -> bool:
-    return any(tensor is shard for shard in parameters.shards)
-
-
-def _check_keys(entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    missing = [name for name in entries if name not in state]
-    unexpected = [name for name in state if name not in entries]
-    if missing or unexpected:
-        raise ValueError(
-            f"the state does not fit the module: missing {missing}, unexpected {unexpected}; load "
-            "what full_state_dict() of the same model gave, or pass strict=False"
-        )
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _tensors(part)
+    elif isinstance(output, Mapping):
+        yield from _tensors(tuple(output.values()))

@@ -11,7 +11,7 @@ import pytest
 from runtime import ShardingStrategy, create_collectives
 from runtime.collective import split
 from runtime.core.errors import CollectiveAborted
-from runtime.fsdp import lifecycle as closing
+from runtime.fsdp import group_closer as closing
 from tests.support.fsdp_ranks import outcomes_of, wrap
 
 WAIT_S = 5.0
@@ -124,7 +124,7 @@ def test_a_thread_that_has_ended_is_followed_by_another(subgroups):
 
 
 def test_the_interpreter_closes_what_is_still_open(subgroups, monkeypatch):
-    closer = closing.Closer()
+    closer = closing.GroupCloser()
     monkeypatch.setattr(closing, "CLOSER", closer)
     owner = Owner(subgroups)
     closer.close_all()

@@ -14,7 +14,7 @@ from torch import nn
 
 from runtime import FSDP, create_collectives
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.fsdp.lifecycle import Prefetch
+from runtime.fsdp.param_prefetch import ParamPrefetch
 from tests.support.fake_cuda import GPU, FakeCuda, standing_in
 from tests.support.fsdp_ranks import (
     FREEING,
@@ -266,7 +266,7 @@ def test_an_error_that_was_raised_keeps_nothing_alive():
     def gather(fulls):
         raise MemoryError
 
-    prefetch = Prefetch(gather, [torch.zeros(1)], "fsdp-prefetch-0")
+    prefetch = ParamPrefetch(gather, [torch.zeros(1)], "fsdp-prefetch-0")
     gone = weakref.ref(prefetch)
     gc.disable()
     try:

@@ -1,0 +1,122 @@
+"""Parameters of a module with their tied names; comparison of modules over all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from runtime.collective import Collective, ReduceOp
+from runtime.collective.base import FLOATS
+from runtime.core.errors import ReplicaMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """One parameter of a module.
+
+    Attributes:
+        name: Its first name.
+        parameter: The parameter as the module was built with it.
+        places: Every module and attribute that hold it: several where it is tied.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+def find_parameters(module: nn.Module) -> list[SharedParameter]:
+    """All parameters of a module, in the order of ``named_parameters``.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: There are none, or one that cannot be sharded; says what to do.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP wraps a torch.nn.Module, not a {type(module).__name__}")
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((owner, key))
+    found = [
+        SharedParameter(name, p, tuple(places[id(p)])) for name, p in module.named_parameters()
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; call it "
+            "without FSDP"
+        )
+    for each in found:
+        if (fault := _fault(each.parameter, found[0].parameter.device)) is not None:
+            raise ValueError(f"FSDP: parameter {each.name!r} {fault}")
+    return found
+
+
+def _fault(parameter: nn.Parameter, device: torch.device) -> str | None:
+    if is_lazy(cast(Any, parameter)):
+        return "is lazy; run one forward before wrapping, or give the module its sizes"
+    if parameter.layout is not torch.strided:
+        return f"has the layout {parameter.layout}; only dense parameters can be sharded"
+    if parameter.is_meta:
+        return "is on the meta device; give it values before wrapping"
+    if parameter.device != device:
+        return f"is on {parameter.device}, others are on {device}; use one device for each rank"
+    if parameter.requires_grad and parameter.dtype not in FLOATS:
+        return f"is trainable and {parameter.dtype}; only real floating-point ones can be"
+    return None
+
+
+def describe(module: nn.Module, found: Sequence[SharedParameter]) -> list[str]:
+    """What must be the same on every rank, a parameter or buffer a line."""
+    lines = []
+    for each in found:
+        p = each.parameter
+        kind = "trainable" if p.requires_grad else "frozen"
+        lines.append(f"{kind} {each.name!r} of shape {tuple(p.shape)} and {p.dtype}")
+    for name, buffer in module.named_buffers():
+        lines.append(f"a buffer {name!r} of shape {tuple(buffer.shape)} and {buffer.dtype}")
+    return lines
+
+
+def check_same(lines: Sequence[str], collective: Collective) -> None:
+    """Compares descriptions over all ranks; a collective call.
+
+    Args:
+        lines: This rank's description, one thing a line.
+        collective: The ranks.
+
+    Raises:
+        ReplicaMismatch: They differ; raised on every rank, naming the first difference.
+    """
+    text = "\n".join(lines).encode()
+    digests = _gather(hashlib.sha256(text).digest(), collective)
+    if len(set(digests)) == 1:
+        return
+    length = torch.tensor([len(text)])
+    collective.all_reduce_(length, ReduceOp.MAX)
+    padded = text.ljust(int(length.item()), b"\0")
+    first, *others = [
+        whole.rstrip(b"\0").decode().split("\n") for whole in _gather(padded, collective)
+    ]
+    for rank, other in enumerate(others, 1):
+        for index in range(max(len(first), len(other))):
+            here, there = (x[index] if index < len(x) else "nothing" for x in (first, other))
+            if here != there:
+                raise ReplicaMismatch(
+                    f"rank {rank} wraps another module than rank 0, or in another way: it has "
+                    f"{there}, rank 0 has {here}; build the same on every rank"
+                )
+
+
+def _gather(data: bytes, collective: Collective) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    whole = torch.empty(collective.world_size * len(data), dtype=torch.uint8)
+    collective.all_gather_into(whole, mine)
+    return [bytes(row.tolist()) for row in whole.view(collective.world_size, -1)]

@@ -1,0 +1,100 @@
+"""Refusal of optimizer steps that would train nothing, or each rank by itself."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from runtime.fsdp.shared_parameters import SharedParameter
+
+
+# Such optimizers are found at their next step: looking through the whole heap for them when a
+# module is wrapped takes seconds in a large process.
+class OptimizerStepChecks:
+    """Refuses steps that would train nothing, or each rank by itself. Thread-safe.
+
+    Those are steps on parameters that the module no longer uses, since they were sharded, and
+    steps on shards whose gradients were not reduced.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sharded: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self._shards: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[StepCheck]]] = {}
+        self._version = 0
+        self._checked: weakref.WeakKeyDictionary[
+            Optimizer, tuple[int, Sequence[weakref.ref[StepCheck]]]
+        ] = weakref.WeakKeyDictionary()
+
+    def watch(
+        self,
+        check: StepCheck,
+        shards: Iterable[nn.Parameter],
+        sharded: Sequence[SharedParameter] = (),
+    ) -> None:
+        """Call a method, held weakly, before steps on shards; refuse those on what was sharded."""
+        method = weakref.WeakMethod(check)
+        with self._lock:
+            if self._version == 0:
+                register_optimizer_step_pre_hook(self._check)
+            self._version += 1
+            for known in (self._sharded, self._shards):
+                for key in [key for key, (ref, _) in known.items() if ref() is None]:
+                    del known[key]
+            for each in sharded:
+                self._sharded[id(each.parameter)] = weakref.ref(each.parameter), each.name
+            for shard in shards:
+                self._shards[id(shard)] = weakref.ref(shard), method
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """They are their module's again."""
+        with self._lock:
+            for parameter in parameters:
+                self._sharded.pop(id(parameter), None)
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before each step of any optimizer; looks at its parameters once.
+
+        Raises:
+            ValueError: They were sharded.
+            RuntimeError: Gradients of these shards were not reduced.
+        """
+        with self._lock:
+            version, checks = self._checked.get(optimizer, (0, ()))
+            if version != self._version:
+                checks = self._checks_of(optimizer)
+                self._checked[optimizer] = self._version, checks
+        for ref in checks:
+            if (check := ref()) is not None:
+                check(optimizer)
+
+    def _checks_of(self, optimizer: Optimizer) -> Sequence[weakref.ref[StepCheck]]:
+        found: dict[int, weakref.ref[StepCheck]] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                ref, name = self._sharded.get(id(p), (None, ""))
+                if ref is not None and ref() is p:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was built from {name!r} before the module "
+                        "was wrapped, and would train nothing; build the optimizer from "
+                        "fsdp.parameters()"
+                    )
+                shard = self._shards.get(id(p))
+                if shard is not None and shard[0]() is p:
+                    found[id(shard[1])] = shard[1]
+        return tuple(found.values())
+
+
+StepCheck = Callable[[Optimizer], None]
+
+"""Called before a step of an optimizer; raises if gradients wait for their reduction."""
+
+STEP_CHECKS = OptimizerStepChecks()
+
+"""That of the process."""
