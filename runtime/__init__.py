@@ -31,8 +31,9 @@ from runtime.loggers import (
     WandbLogger,
 )
 from runtime.loop import DdpConfig, ReplicatedModule
-from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator, shard_samples
+from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator
 from runtime.loop.ddp import Ddp
+from runtime.loop.shard_samples import shard_samples
 from runtime.monitor import Monitor
 from runtime.replica.reducer import average_gradients, has_non_finite
 from runtime.results import TrainedState, WorkerFailure

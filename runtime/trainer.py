@@ -27,8 +27,9 @@ from runtime.core.checks import (
 from runtime.data.dataset import check_sampler, parts_of_loader
 from runtime.data.stream import is_stream
 from runtime.handle import TrainerHandle, start_run
-from runtime.loop.balance import DdpConfig
-from runtime.loop.module import ReplicatedModule, set_up
+from runtime.loop.ddp_config import DdpConfig
+from runtime.loop.loop_setup import set_up
+from runtime.loop.module import ReplicatedModule
 from runtime.replica.build import (
     Copies,
     ModelFactory,

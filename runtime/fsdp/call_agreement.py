@@ -90,7 +90,6 @@ def _reason(end: Collective, error: BaseException) -> str:
 
 
 _LOCK = threading.Lock()  # no finalizer takes it
-
 _CALLS: weakref.WeakKeyDictionary[Group, CallAgreement] = weakref.WeakKeyDictionary()
 
 

@@ -13,7 +13,6 @@ from runtime.collective import Collective
 from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters, rank_0s
 
 ParameterStore = ShardedParameters | ReplicatedParameters
-
 _EXTRA = "_extra_state"
 
 

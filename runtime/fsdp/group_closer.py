@@ -20,7 +20,6 @@ from runtime.collective import Collective
 logger = logging.getLogger(__name__)
 
 EXIT_S = 5.0
-
 """How long the thread may take to end with the interpreter."""
 
 
@@ -126,7 +125,6 @@ def _close(groups: Sequence[Collective]) -> None:
 
 
 CLOSER = GroupCloser()
-
 """That of the process."""
 
 atexit.register(CLOSER.close_all)

@@ -18,11 +18,8 @@ from torch import Tensor
 from runtime.replica.flat import ALIGNMENT_BYTES, dense_stride
 
 LARGE = 1 << 16
-
 """Elements from which on a parameter is exchanged alone."""
-
 BUCKET = 1 << 20
-
 """Elements that a bucket of small parameters may hold."""
 
 

@@ -92,9 +92,6 @@ class OptimizerStepChecks:
 
 
 StepCheck = Callable[[Optimizer], None]
-
 """Called before a step of an optimizer; raises if gradients wait for their reduction."""
-
 STEP_CHECKS = OptimizerStepChecks()
-
 """That of the process."""

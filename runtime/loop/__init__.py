@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.loop.balance import DdpConfig
+from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.module import ReplicatedModule
 
 __all__ = ["DdpConfig", "ReplicatedModule"]

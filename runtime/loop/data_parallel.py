@@ -1,39 +1,44 @@
-"""Replicas in parallel under one call for each mini-batch."""
+"""Data-parallel training with one call per mini-batch."""
 
 from __future__ import annotations
 
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
-from runtime.core.checks import check_callable, check_devices, check_float
-from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
-from runtime.core.threads import Closing
-from runtime.core.weight import Weighted, check_weight, checked_loss
-from runtime.data.batches import move_batch, parts_of
-from runtime.loop.alike import ReplicaMirror
-from runtime.loop.balance import unequal_devices
-from runtime.loop.loop_replica import LoopReplica, Options
-from runtime.loop.module import MakeModel, build_replicas
-from runtime.loop.rank_threads import (
-    CollectiveGroup,
-    LoopRecorder,
-    Runner,
-    TaskOutcome,
-    resolve_backend,
+from runtime.core.checks import (
+    check_callable,
+    check_devices,
+    check_float,
 )
+from runtime.core.errors import (
+    NonFiniteError,
+    ReplicaFailed,
+    ReplicaMismatch,
+)
+from runtime.core.threads import Closing
+from runtime.data.batches import move_batch, parts_of
+from runtime.loop.balance import unequal_devices
+from runtime.loop.collective_group import CollectiveGroup, resolve_backend
+from runtime.loop.loop_recorder import LoopRecorder
+from runtime.loop.loop_replica import LoopReplica, Options
+from runtime.loop.loop_setup import MakeModel, build_replicas
+from runtime.loop.mirror import ReplicaMirror
+from runtime.loop.rank_threads import TaskOutcome
+from runtime.loop.runner import Runner
+from runtime.loop.shard_loss import LossFn, Part, Seconds, _check_result
+from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples
 from runtime.replica.build import (
     Copies,
     ModelFactory,
@@ -50,313 +55,10 @@ from runtime.replica.reducer import (
     has_non_finite,
 )
 
-
-def shard_samples(samples: Any, num_shards: int) -> list[Any]:
-    """Cut samples into contiguous shards whose sizes differ by at most one.
-
-    The later shards are larger: 10 samples over 3 shards give 3, 3 and 4. With fewer samples
-    than shards some shards are empty; no samples at all give no shards. Shards of tensors are
-    views.
-
-    What a sample is depends on the container:
-
-    - a tensor, or a tuple, list or dict that holds tensors: *columns*, cut along their first
-      dimension. The parts of a tuple or list that holds a tensor, and all values of a dict,
-      are columns themselves, of any depth; for example, a list of strings is a column. A tuple
-      that holds only containers is one of columns, too.
-    - any other list, tuple or range: its elements are the samples. So a list of tensors is a
-      list of columns, as a ``DataLoader`` yields it; if each tensor is a sample, stack them or
-      wrap each in a tuple.
-
-    Args:
-        samples: The mini-batch.
-        num_shards: How many shards, at least 1.
-
-    Returns:
-        ``num_shards`` shards of the kind of ``samples``, or ``[]``.
-
-    Raises:
-        TypeError: A value has no samples.
-        ValueError: Columns differ in length, a tensor has no dimension, or there are no columns.
-    """
-    if isinstance(num_shards, bool) or not isinstance(num_shards, int):
-        raise TypeError(f"num_shards={num_shards!r}: pass a whole number")
-    if num_shards < 1:
-        raise ValueError(f"num_shards={num_shards}: must be at least 1")
-    count = count_samples(samples)
-    if count == 0:
-        return []
-    size, rest = divmod(count, num_shards)
-    sizes = [size] * (num_shards - rest) + [size + 1] * rest
-    return [_cut(samples, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def count_samples(samples: Any) -> int:
-    """How many samples there are; raises as :func:`shard_samples`."""
-    lengths: dict[str, int] = {}
-    _measure(samples, "samples", lengths)
-    if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(f"columns must hold the same number of samples: {found}")
-    if not lengths:
-        raise ValueError(f"samples is an empty {type(samples).__name__}; pass at least one column")
-    return next(iter(lengths.values()))
-
-
-def holds_columns(samples: Any) -> bool:
-    """Whether a container is cut by its parts, not between them."""
-    if isinstance(samples, Mapping):
-        return True
-    if not isinstance(samples, (tuple, list)) or not samples:
-        return False
-    if any(isinstance(part, Tensor) for part in samples):
-        return True
-    return isinstance(samples, tuple) and all(
-        isinstance(part, (tuple, list, Mapping)) for part in samples
-    )
-
-
-def _parts(samples: Any) -> list[tuple[Any, Any]]:
-    return list(samples.items() if isinstance(samples, Mapping) else enumerate(samples))
-
-
-def _measure(samples: Any, name: str, lengths: dict[str, int]) -> None:
-    if isinstance(samples, Tensor):
-        if samples.ndim == 0:
-            raise ValueError(
-                f"{name} is a tensor without dimension: its first one counts the samples"
-            )
-        lengths[name] = len(samples)
-    elif holds_columns(samples):
-        for key, part in _parts(samples):
-            _measure(part, f"{name}[{key!r}]", lengths)
-    elif isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)):
-        lengths[name] = len(samples)
-    else:
-        raise TypeError(
-            f"{name} is a {type(samples).__name__}: pass tensors, tuples, lists or dicts of "
-            "them, or a list of samples"
-        )
-
-
-def _cut(samples: Any, start: int, stop: int) -> Any:
-    if not holds_columns(samples):
-        return samples[start:stop]
-    parts = {key: _cut(part, start, stop) for key, part in _parts(samples)}
-    if isinstance(samples, Mapping):
-        return parts
-    if hasattr(samples, "_fields"):
-        return type(samples)(*parts.values())
-    return type(samples)(parts.values())
-
-
-LossFn = Callable[[nn.Module, Any], Any]
-
-
-class Part(NamedTuple):
-    """What a replica made of its samples.
-
-    Attributes:
-        loss: Their mean loss.
-        second: What ``loss_fn`` gave beside it in a tuple of two, to be read with that of the
-            other replicas.
-        weight: What the loss is a mean over; ``None``: the samples.
-        correct: How many of them were right, as ``loss_fn`` counted.
-    """
-
-    loss: float = 0.0
-    second: float | None = None
-    weight: float | None = None
-    correct: int = 0
-
-
-class Reduced(NamedTuple):
-    """A replica's view of the averaged gradients.
-
-    Attributes:
-        norm: Their L2 norm; not finite exactly if one of them is not.
-        bad: The first parameter whose gradient was not finite on this replica before.
-    """
-
-    norm: float
-    bad: str | None = None
-
-
-class Shards:
-    """What the replicas do with a mini-batch. Every method runs in a replica's thread.
-
-    Args:
-        replicas: In order of rank.
-        loss_fn: The user's.
-    """
-
-    def __init__(self, replicas: Sequence[LoopReplica], loss_fn: LossFn) -> None:
-        self.replicas = replicas
-        self.loss_fn = loss_fn
-        self._kept: list[list[Tensor]] = [[] for _ in replicas]
-        self._checked = [False] * len(replicas)
-
-    def compute(self, rank: int, samples: Any, num_samples: int) -> Part:
-        """The gradients of a shard. The parameters stay as they are; of no samples nothing is
-        computed. Tensors in columns are moved to the device."""
-        replica = self.replicas[rank]
-        replica.state.params.check()
-        self._kept[rank] = [buffer.clone() for buffer in replica.state.buffers.tensors()]
-        replica.zero_grad()
-        if num_samples == 0:
-            return Part()
-        if isinstance(samples, Tensor) or holds_columns(samples):
-            samples = move_batch(samples, replica.device)
-        loss, told = _check_result(self.loss_fn(replica.model, samples))
-        loss.backward()  # type: ignore[no-untyped-call]
-        if not self._checked[rank]:
-            params = replica.state.params
-            check_gradients(params.names, params.params, "loss_fn")
-            self._checked[rank] = True
-        return told._replace(loss=float(loss.detach()))
-
-    def reduce(self, rank: int, end: Collective | None, weight: float) -> Reduced:
-        """Average the gradients with those of the other replicas; not all weights are 0."""
-        params = self.replicas[rank].state.params
-        own = [p.grad for p in params.params]
-        if end is not None:
-            self.replicas[rank].exchange.average(end, weight)
-        norm = gradient_norm([p.grad for p in params.params if p.grad is not None])
-        return Reduced(norm, None if math.isfinite(norm) else first_bad(params.names, own))
-
-    def step(self, rank: int, factor: float, source: LoopReplica, options: Options | None) -> None:
-        """Scale the gradients, let the optimizer step, take over another replica's buffers."""
-        replica = self.replicas[rank]
-        grads = [p.grad for p in replica.state.params.params if p.grad is not None]
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        replica.step(options, keep=True)
-        if replica is not source:
-            replica.copy_buffers(source)
-        self._kept[rank] = []
-
-    def undo(self, rank: int) -> None:
-        """Take the batch back: the buffers are as they were, and there are no gradients."""
-        replica = self.replicas[rank]
-        replica.restore_buffers(self._kept[rank])
-        self._kept[rank] = []
-        replica.zero_grad()
-
-
-def _check_result(result: object) -> tuple[Tensor, Part]:
-    """The mean loss, and what else ``loss_fn`` gave."""
-    loss, part = result, Part()
-    if isinstance(result, Weighted):
-        loss = result.loss
-        weight, correct = host_weight(result.weight), read_correct(_number(result.correct))
-        part = Part(weight=weight, correct=correct)
-    elif isinstance(result, tuple) and len(result) == 2:
-        loss, part = result[0], Part(second=_number(result[1]))
-    elif isinstance(result, tuple) and len(result) == 3:
-        loss, correct, weight = result
-        part = Part(weight=host_weight(weight), correct=read_correct(_number(correct)))
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"loss_fn returned {type(result).__name__}: return the mean loss of the samples as a "
-            "tensor, (loss, weight), (loss, number correct), or Weighted(loss, weight, correct)"
-        )
-    return checked_loss(loss, "loss_fn"), part
-
-
-def _number(value: object) -> float:
-    """A number that ``loss_fn`` gave beside the loss."""
-    found = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(found, bool) or not isinstance(found, Real):
-        raise TypeError(
-            f"loss_fn returned (loss, {type(value).__name__}): the second is the number of "
-            "samples that were right, for instance (logits.argmax(1) == y).sum(), or the loss's "
-            "weight, for instance (labels != -100).sum()"
-        )
-    return float(found)
-
-
-def host_weight(value: object) -> float:
-    """A weight as a number; the host has read the loss already."""
-    weight = check_weight("the weight that loss_fn returned", value)
-    return weight if isinstance(weight, float) else check_weight("weight", weight.cpu())  # type: ignore[return-value]
-
-
-def read_correct(number: float) -> int:
-    """A number of samples that were right."""
-    if not number.is_integer() or number < 0:
-        raise ValueError(
-            f"loss_fn returned (loss, {number:g}): the second is the number of samples that were "
-            "right, not their share; for instance (logits.argmax(1) == y).sum(). If it is the "
-            "loss's weight, return runtime.Weighted(loss, weight)"
-        )
-    return int(number)
-
-
-class Seconds:
-    """Reads what ``loss_fn`` gives beside the loss in a tuple of two: a weight, or a count.
-
-    All replicas' numbers of a batch are read alike. They are weights if one of them cannot be
-    a number of right samples: it exceeds the replica's samples, or is a fraction above 1. From
-    then on they always are. Until then they count right samples.
-    """
-
-    def __init__(self) -> None:
-        self._are_weights = False
-        self._were_counts = False
-
-    def look(self, parts: Sequence[Part], counts: Sequence[int]) -> None:
-        """Find out what the numbers of a batch are.
-
-        Raises:
-            ValueError: These are weights, and earlier ones were taken for counts.
-        """
-        told = [(p.second, n) for p, n in zip(parts, counts, strict=True) if p.second is not None]
-        if not self._are_weights and any(s > n or (s > 1 and s % 1) for s, n in told):
-            if self._were_counts:
-                raise ValueError(
-                    "loss_fn returned (loss, number), and the number can be no count of right "
-                    "samples, for which earlier ones were taken: return runtime.Weighted(loss, "
-                    "weight), or (loss, correct, weight)"
-                )
-            self._are_weights = True
-        if not self._are_weights:
-            self._were_counts = self._were_counts or any(s for s, _ in told)
-
-    def read(self, part: Part) -> Part:
-        """A replica's part with its number in its place.
-
-        Raises:
-            ValueError: It is neither a weight nor a count.
-        """
-        if part.second is None:
-            return part
-        if self._are_weights:
-            return part._replace(weight=host_weight(part.second))
-        return part._replace(correct=read_correct(part.second))
-
-
 _REMEDY = (
     "No replica was changed. Lower the learning rate, set max_grad_norm, or guard the loss "
     "against such batches"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BatchResult:
-    """The result of training on a mini-batch.
-
-    Attributes:
-        avg_loss: Mean loss of its samples, or weighted by the weights of ``loss_fn``. 0 if all
-            weights are 0: then no optimizer has stepped.
-        correct: Number of right samples; 0 if ``loss_fn`` does not count them.
-        total: Number of samples.
-        grad_norm: L2 norm of the averaged gradient, before clipping.
-    """
-
-    avg_loss: float
-    correct: int
-    total: int
-    grad_norm: float
 
 
 class DataParallelCoordinator(Closing):
@@ -732,3 +434,94 @@ def _maker(model_factory: ModelFactory) -> MakeModel:
         return model
 
     return make
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """The result of training on a mini-batch.
+
+    Attributes:
+        avg_loss: Mean loss of its samples, or weighted by the weights of ``loss_fn``. 0 if all
+            weights are 0: then no optimizer has stepped.
+        correct: Number of right samples; 0 if ``loss_fn`` does not count them.
+        total: Number of samples.
+        grad_norm: L2 norm of the averaged gradient, before clipping.
+    """
+
+    avg_loss: float
+    correct: int
+    total: int
+    grad_norm: float
+
+
+class Shards:
+    """What the replicas do with a mini-batch. Every method runs in a replica's thread.
+
+    Args:
+        replicas: In order of rank.
+        loss_fn: The user's.
+    """
+
+    def __init__(self, replicas: Sequence[LoopReplica], loss_fn: LossFn) -> None:
+        self.replicas = replicas
+        self.loss_fn = loss_fn
+        self._kept: list[list[Tensor]] = [[] for _ in replicas]
+        self._checked = [False] * len(replicas)
+
+    def compute(self, rank: int, samples: Any, num_samples: int) -> Part:
+        """The gradients of a shard. The parameters stay as they are; of no samples nothing is
+        computed. Tensors in columns are moved to the device."""
+        replica = self.replicas[rank]
+        replica.state.params.check()
+        self._kept[rank] = [buffer.clone() for buffer in replica.state.buffers.tensors()]
+        replica.zero_grad()
+        if num_samples == 0:
+            return Part()
+        if isinstance(samples, Tensor) or holds_columns(samples):
+            samples = move_batch(samples, replica.device)
+        loss, told = _check_result(self.loss_fn(replica.model, samples))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._checked[rank]:
+            params = replica.state.params
+            check_gradients(params.names, params.params, "loss_fn")
+            self._checked[rank] = True
+        return told._replace(loss=float(loss.detach()))
+
+    def reduce(self, rank: int, end: Collective | None, weight: float) -> Reduced:
+        """Average the gradients with those of the other replicas; not all weights are 0."""
+        params = self.replicas[rank].state.params
+        own = [p.grad for p in params.params]
+        if end is not None:
+            self.replicas[rank].exchange.average(end, weight)
+        norm = gradient_norm([p.grad for p in params.params if p.grad is not None])
+        return Reduced(norm, None if math.isfinite(norm) else first_bad(params.names, own))
+
+    def step(self, rank: int, factor: float, source: LoopReplica, options: Options | None) -> None:
+        """Scale the gradients, let the optimizer step, take over another replica's buffers."""
+        replica = self.replicas[rank]
+        grads = [p.grad for p in replica.state.params.params if p.grad is not None]
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        replica.step(options, keep=True)
+        if replica is not source:
+            replica.copy_buffers(source)
+        self._kept[rank] = []
+
+    def undo(self, rank: int) -> None:
+        """Take the batch back: the buffers are as they were, and there are no gradients."""
+        replica = self.replicas[rank]
+        replica.restore_buffers(self._kept[rank])
+        self._kept[rank] = []
+        replica.zero_grad()
+
+
+class Reduced(NamedTuple):
+    """A replica's view of the averaged gradients.
+
+    Attributes:
+        norm: Their L2 norm; not finite exactly if one of them is not.
+        bad: The first parameter whose gradient was not finite on this replica before.
+    """
+
+    norm: float
+    bad: str | None = None

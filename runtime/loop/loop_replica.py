@@ -1,4 +1,4 @@
-"""One replica: its model, its optimizer, and what its thread does with them."""
+"""One rank's replica in the user's own loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from runtime.collective import Collective
 from runtime.core.nested import flatten
@@ -28,190 +28,27 @@ from runtime.core.weight import (
     weight_field,
 )
 from runtime.device.base import Device
-from runtime.loop.scatter import Piece, Shard, carry, move, outside_autocast, placed
-from runtime.replica.build import OptimFactory, build_optimizer
+from runtime.loop.caller_modes import outside_autocast
+from runtime.loop.gather import Shard
+from runtime.loop.scatter import Piece, carry, move, placed
+from runtime.replica.build import (
+    OptimFactory,
+    build_optimizer,
+)
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState, reals
-from runtime.replica.reducer import refuse_sparse, weigh_
-from runtime.replica.schedule import Schedule, SchedulerFactory
-
-
-class GradientExchange:
-    """One replica's gradients, in flat tensors where the ranks meet. For its thread.
-
-    A parameter that got no gradient on any rank keeps ``.grad is None``. Which ones got one
-    is told in ``used``, a list that all ranks share: a rank writes its entry before it meets
-    the others in a collective, and reads theirs after it, so nothing is read from a device.
-
-    Args:
-        params: The replica's parameters.
-        rank: Its rank.
-        used: For each rank which parameters had a gradient.
-        comm: The context for collectives, see :meth:`Device.comm`.
-    """
-
-    def __init__(
-        self,
-        params: FlatParams,
-        rank: int,
-        used: list[list[bool]],
-        comm: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._params = params.params
-        self._names = params.names
-        self._rank = rank
-        self._used = used
-        self._comm = comm
-        flats = params.like()
-        self._flats = reals(flats)
-        self._views = params.views(flats)
-
-    def collect(self, collective: Collective) -> None:
-        """Add all ranks' gradients up on rank 0; the others have none afterwards.
-
-        What rank 0 had before is part of the sum.
-        """
-        self._fill()
-        with self._comm():
-            for flat in self._flats:
-                collective.all_reduce_(flat)
-        if self._rank == 0:
-            self._take(self._used_anywhere())
-        else:
-            self.drop()
-
-    def spread(self, collective: Collective) -> None:
-        """Give rank 0's gradients, as they are now, to all ranks."""
-        if self._rank == 0:
-            self._fill()
-        with self._comm():
-            for flat in self._flats:
-                collective.broadcast_(flat)
-        self._take(self._used[0])
-
-    def average(self, collective: Collective, weight: float) -> None:
-        """Replace every rank's gradients by their mean, weighted by ``weight``."""
-        self._fill(empty=weight == 0)
-        with self._comm():
-            collective.weighted_mean_(self._flats, weight)
-        self._take(self._used_anywhere())
-
-    def drop(self) -> None:
-        """Forget this rank's gradients."""
-        for p in self._params:
-            p.grad = None
-
-    def _fill(self, *, empty: bool = False) -> None:
-        """Bring the gradients into the flat tensors, and tell which there are."""
-        grads = [None if empty else p.grad for p in self._params]
-        self._used[self._rank] = [g is not None for g in grads]
-        if empty:  # with the weight 0 nobody looks at the tensors
-            return
-        targets, sources = [], []
-        for name, view, grad in zip(self._names, self._views, grads, strict=True):
-            if grad is view:  # of an earlier exchange, added to since
-                continue
-            if grad is None:
-                view.zero_()
-            else:
-                refuse_sparse(name, grad)
-                targets.append(view)
-                sources.append(grad)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    # In the caller's thread, while the ranks rest.
-
-    @property
-    def num_elements(self) -> int:
-        """Of all parameters together."""
-        return sum(p.numel() for p in self._params)
-
-    @torch.no_grad()
-    def hand_to(self, first: GradientExchange) -> None:
-        """Add this rank's gradients to rank 0's; this one has none afterwards."""
-        targets, sources = [], []
-        for name, mine, theirs in zip(self._names, self._params, first._params, strict=True):
-            grad = mine.grad
-            if grad is None:
-                continue
-            refuse_sparse(name, grad)
-            if theirs.grad is None:
-                theirs.grad = grad
-            else:
-                refuse_sparse(name, theirs.grad)
-                targets.append(theirs.grad)
-                sources.append(grad)
-        if targets:
-            torch._foreach_add_(targets, sources)
-        self.drop()
-
-    @torch.no_grad()
-    def take_from(self, first: GradientExchange) -> None:
-        """Take rank 0's gradients, as they are now."""
-        targets, sources = [], []
-        for name, mine, view, theirs in zip(
-            self._names, self._params, self._views, first._params, strict=True
-        ):
-            if theirs.grad is None:
-                mine.grad = None
-                continue
-            refuse_sparse(name, theirs.grad)
-            targets.append(view)
-            sources.append(theirs.grad)
-            mine.grad = view
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _used_anywhere(self) -> list[bool]:
-        return [any(flags) for flags in zip(*self._used, strict=True)]
-
-    def _take(self, used: Sequence[bool]) -> None:
-        for p, view, flag in zip(self._params, self._views, used, strict=True):
-            p.grad = view if flag else None
-
+from runtime.replica.reducer import (
+    refuse_sparse,
+    weigh_,
+)
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 Options = Sequence[Mapping[str, Any]]
 """Settings of an optimizer's groups, without their parameters."""
-
 BY_HAND = (
     "the optimizer of a model from Trainer.setup was stepped outside model.step(), by hand or by "
     "a GradScaler: it would train one replica alone, on gradients that may still be scaled. Call "
     "model.step() instead; with autocast use bfloat16, which needs no GradScaler"
 )
-
-
-class StepGuard:
-    """Refuses an optimizer's steps outside :meth:`stepping`, as long as it lives.
-
-    ``GradScaler.step`` ends in the optimizer's own ``step``, so it is refused too.
-
-    Args:
-        optimizer: A replica's.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.is_stepping = False
-        guard = weakref.ref(self)  # the optimizer may live longer
-        self._hook = optimizer.register_step_pre_hook(partial(_refuse_by_hand, guard))
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around the step that ``model.step()`` makes."""
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
-
-    def close(self) -> None:
-        """The optimizer is the user's own from here on. Idempotent."""
-        self._hook.remove()
-
-
-def _refuse_by_hand(guard: weakref.ref[StepGuard], *args: object) -> None:
-    if (self := guard()) is not None and not self.is_stepping:
-        raise RuntimeError(BY_HAND)
 
 
 class LoopReplica:
@@ -602,159 +439,169 @@ def backward_of(loss: Tensor, weight: Weight | None, params: Sequence[nn.Paramet
     return torch.where(weight == 0, 0.0, found) if isinstance(weight, Tensor) else found
 
 
-class ParamGroups:
-    """Compares rank 0's groups with what they were, and passes changes on.
+class GradientExchange:
+    """One replica's gradients, in flat tensors where the ranks meet. For its thread.
 
-    Looked at before the replicas compute, while nobody else uses them. A parameter is found
-    on another replica by its place in the model.
+    A parameter that got no gradient on any rank keeps ``.grad is None``. Which ones got one
+    is told in ``used``, a list that all ranks share: a rank writes its entry before it meets
+    the others in a collective, and reads theirs after it, so nothing is read from a device.
 
     Args:
-        replicas: Alike, in order of rank.
+        params: The replica's parameters.
+        rank: Its rank.
+        used: For each rank which parameters had a gradient.
+        comm: The context for collectives, see :meth:`Device.comm`.
     """
 
-    def __init__(self, replicas: Sequence[LoopReplica]) -> None:
-        self._first, *self._others = replicas
-        self._places = {id(p): i for i, p in enumerate(self._first.state.params.params)}
-        self._members = self._read()
+    def __init__(
+        self,
+        params: FlatParams,
+        rank: int,
+        used: list[list[bool]],
+        comm: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._params = params.params
+        self._names = params.names
+        self._rank = rank
+        self._used = used
+        self._comm = comm
+        flats = params.like()
+        self._flats = reals(flats)
+        self._views = params.views(flats)
 
-    def follow(self) -> None:
-        """Regroup the others as rank 0's optimizer is grouped now.
+    def collect(self, collective: Collective) -> None:
+        """Add all ranks' gradients up on rank 0; the others have none afterwards.
 
-        Raises:
-            ValueError: A parameter that is not trained here; it is taken out again.
+        What rank 0 had before is part of the sum.
         """
-        members = self._read()
-        if members == self._members:
+        self._fill()
+        with self._comm():
+            for flat in self._flats:
+                collective.all_reduce_(flat)
+        if self._rank == 0:
+            self._take(self._used_anywhere())
+        else:
+            self.drop()
+
+    def spread(self, collective: Collective) -> None:
+        """Give rank 0's gradients, as they are now, to all ranks."""
+        if self._rank == 0:
+            self._fill()
+        with self._comm():
+            for flat in self._flats:
+                collective.broadcast_(flat)
+        self._take(self._used[0])
+
+    def average(self, collective: Collective, weight: float) -> None:
+        """Replace every rank's gradients by their mean, weighted by ``weight``."""
+        self._fill(empty=weight == 0)
+        with self._comm():
+            collective.weighted_mean_(self._flats, weight)
+        self._take(self._used_anywhere())
+
+    def drop(self) -> None:
+        """Forget this rank's gradients."""
+        for p in self._params:
+            p.grad = None
+
+    def _fill(self, *, empty: bool = False) -> None:
+        """Bring the gradients into the flat tensors, and tell which there are."""
+        grads = [None if empty else p.grad for p in self._params]
+        self._used[self._rank] = [g is not None for g in grads]
+        if empty:  # with the weight 0 nobody looks at the tensors
             return
-        if any(p not in self._places for group in members for p in group):
-            self._drop_strangers()
-            raise ValueError(
-                "the optimizer was given a parameter that is not a trained one of the model, and "
-                "has been taken from it again: only what required a gradient in Trainer.setup is "
-                "exchanged between the replicas; freeze parameters after it, and add them to the "
-                "optimizer when they are due"
-            )
-        places = [[self._places[p] for p in group] for group in members]
-        for replica in self._others:
-            replica.set_groups(places, self.options())
-        self._members = members
+        targets, sources = [], []
+        for name, view, grad in zip(self._names, self._views, grads, strict=True):
+            if grad is view:  # of an earlier exchange, added to since
+                continue
+            if grad is None:
+                view.zero_()
+            else:
+                refuse_sparse(name, grad)
+                targets.append(view)
+                sources.append(grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
-    def check(self) -> None:
-        """Refuse other groups than there were.
+    # In the caller's thread, while the ranks rest.
 
-        Raises:
-            RuntimeError: There are.
-        """
-        if self._read() != self._members:
-            raise RuntimeError(
-                "the first optimizer has other parameter groups than the others: build all "
-                "groups in optim_factory"
-            )
+    @property
+    def num_elements(self) -> int:
+        """Of all parameters together."""
+        return sum(p.numel() for p in self._params)
 
-    def options(self) -> Options:
-        """Settings of rank 0's groups, as they are now; the caller's own."""
-        return [
-            {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in self._first.optimizer.param_groups
-        ]
+    @torch.no_grad()
+    def hand_to(self, first: GradientExchange) -> None:
+        """Add this rank's gradients to rank 0's; this one has none afterwards."""
+        targets, sources = [], []
+        for name, mine, theirs in zip(self._names, self._params, first._params, strict=True):
+            grad = mine.grad
+            if grad is None:
+                continue
+            refuse_sparse(name, grad)
+            if theirs.grad is None:
+                theirs.grad = grad
+            else:
+                refuse_sparse(name, theirs.grad)
+                targets.append(theirs.grad)
+                sources.append(grad)
+        if targets:
+            torch._foreach_add_(targets, sources)
+        self.drop()
 
-    def _drop_strangers(self) -> None:
-        kept = []
-        for group in self._first.optimizer.param_groups:
-            known = [p for p in group["params"] if id(p) in self._places]
-            if known or not group["params"]:
-                group["params"] = known
-                kept.append(group)
-        self._first.optimizer.param_groups[:] = kept
+    @torch.no_grad()
+    def take_from(self, first: GradientExchange) -> None:
+        """Take rank 0's gradients, as they are now."""
+        targets, sources = [], []
+        for name, mine, view, theirs in zip(
+            self._names, self._params, self._views, first._params, strict=True
+        ):
+            if theirs.grad is None:
+                mine.grad = None
+                continue
+            refuse_sparse(name, theirs.grad)
+            targets.append(view)
+            sources.append(theirs.grad)
+            mine.grad = view
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
-    def _read(self) -> list[list[int]]:
-        # A parameter of the model lives as long as this, so nothing else gets its number.
-        return [list(map(id, group["params"])) for group in self._first.optimizer.param_groups]
+    def _used_anywhere(self) -> list[bool]:
+        return [any(flags) for flags in zip(*self._used, strict=True)]
+
+    def _take(self, used: Sequence[bool]) -> None:
+        for p, view, flag in zip(self._params, self._views, used, strict=True):
+            p.grad = view if flag else None
 
 
-class LearningRate:
-    """Drives the rates of one optimizer; where there are several, they follow it.
+class StepGuard:
+    """Refuses an optimizer's steps outside :meth:`stepping`, as long as it lives.
+
+    ``GradScaler.step`` ends in the optimizer's own ``step``, so it is refused too.
 
     Args:
-        optimizer: Rank 0's.
+        optimizer: A replica's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._schedule = Schedule(optimizer)
-        self._attached = False
-        self._scheduled = False
-        self._scale = 1.0
-        self._num_groups = 0
-        self._num_steps = 0
+        self.is_stepping = False
+        guard = weakref.ref(self)  # the optimizer may live longer
+        self._hook = optimizer.register_step_pre_hook(partial(_refuse_by_hand, guard))
 
-    def set_scheduler(self, factory: SchedulerFactory) -> None:
-        """From here on ``factory(optimizer)`` gives the rates, from its own beginning."""
-        self._attach(factory)
-        self._scheduled = True
-
-    def set_scale(self, scale: float) -> None:
-        """Multiply what the scheduler gives, or the rates as they are without one."""
-        self.check()
-        self._scale = scale
-        if not self._attached:
-            self._attach(_unchanged)
-        self._schedule.set_scale(scale)
-
-    def check(self) -> None:
-        """Before a step: take in parameter groups that were added. The scale holds for them.
-
-        Raises:
-            RuntimeError: A scheduler was made for other groups than there are now.
-        """
-        groups = self._optimizer.param_groups
-        if not self._attached or len(groups) == self._num_groups:
-            return
-        if self._scheduled or len(groups) < self._num_groups:
-            raise RuntimeError(
-                f"the optimizer has {len(groups)} parameter groups, and the learning rate was set "
-                f"up for {self._num_groups}: call model.set_scheduler(...) again, which makes a "
-                "scheduler for all of them"
-            )
-        self._attach(_unchanged)
-
-    def _attach(self, factory: SchedulerFactory) -> None:
-        self._unscale()
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the step that ``model.step()`` makes."""
+        self.is_stepping = True
         try:
-            self._schedule.attach(factory)
+            yield
         finally:
-            self._schedule.set_scale(self._scale)
-        self._attached = True
-        self._num_groups = len(self._optimizer.param_groups)
-        self._num_steps = 0
+            self.is_stepping = False
 
-    def _unscale(self) -> None:
-        """The scale is on top of a scheduler, which must not take it for its own rates."""
-        groups = self._optimizer.param_groups
-        if not self._attached:
-            return
-        if len(groups) < self._num_groups:
-            self._schedule = Schedule(self._optimizer)  # from the rates as they are
-            return
-        added = groups[self._num_groups :]
-        del groups[self._num_groups :]
-        self._schedule.set_scale(1.0)
-        groups.extend(added)
-
-    @property
-    def current(self) -> float:
-        """Learning rate of the first parameter group."""
-        return self._schedule.current
-
-    def advance(self) -> None:
-        """An optimizer step was made."""
-        self._num_steps += 1
-        self._schedule.advance(self._num_steps)
+    def close(self) -> None:
+        """The optimizer is the user's own from here on. Idempotent."""
+        self._hook.remove()
 
 
-def _unchanged(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    return ConstantLR(optimizer, factor=1.0, total_iters=1)
+def _refuse_by_hand(guard: weakref.ref[StepGuard], *args: object) -> None:
+    if (self := guard()) is not None and not self.is_stepping:
+        raise RuntimeError(BY_HAND)

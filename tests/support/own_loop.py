@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import Trainer
-from runtime.loop import team as direct
+from runtime.loop import threaded
 
 WAIT_S = 60.0
 """Bound of every wait: reached only by a test that fails."""
@@ -40,7 +40,7 @@ def make_batch(size, dtype=torch.float64):
 def gradients_travel(how):
     """How CPU replicas exchange gradients: "directly", in the caller's thread, or by "meeting"."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "SMALL", 0 if how == "meeting" else 1 << 20)
+        patch.setattr(threaded, "SMALL", 0 if how == "meeting" else 1 << 20)
         yield
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
 from runtime.device import timing
-from runtime.loop.balance import Cadence, rounds, sync_seconds, unequal_gpus
+from runtime.loop.accumulation import Cadence, rounds, sync_seconds
+from runtime.loop.balance import unequal_gpus
 from tests.support.own_loop import (
     OneDevice,
     adamw,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed
-from runtime.loop import rank_threads
+from runtime.loop import runner
 from tests.support.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of, state
 
 WAIT_S = 60.0
@@ -323,7 +323,7 @@ def test_ctrl_c_within_a_step_lets_every_replica_make_it():
 
 def test_ctrl_c_while_user_code_does_not_return_breaks_the_coordinator(trained, monkeypatch):
     coordinator, plan = trained
-    monkeypatch.setattr(rank_threads, "SETTLE_S", 0.05)
+    monkeypatch.setattr(runner, "SETTLE_S", 0.05)
     go = threading.Event()
 
     def stuck(loss, model):

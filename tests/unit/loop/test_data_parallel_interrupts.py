@@ -11,11 +11,18 @@ import pytest
 import torch
 
 from runtime import ReplicaFailed
-from runtime.loop import alike, data_parallel, rank_threads
+from runtime.loop import (
+    data_parallel,
+    mirror,
+    rank_threads,
+    runner,
+    shard_loss,
+    shard_samples,
+)
 from tests.support.parallel import identical, loss_fn, mlp, replicas, samples_of
 
 # What of the standard library is written in Python can be left at any line, too.
-MODULES = (alike, data_parallel, rank_threads, threading)
+MODULES = (data_parallel, mirror, rank_threads, runner, shard_loss, shard_samples, threading)
 FILES = {module.__file__ for module in MODULES}
 
 

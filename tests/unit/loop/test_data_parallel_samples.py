@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import DataParallelCoordinator, shard_samples
-from runtime.loop.data_parallel import count_samples
+from runtime.loop.shard_samples import count_samples
 
 Pair = namedtuple("Pair", "x y")
 

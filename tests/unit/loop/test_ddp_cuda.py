@@ -9,8 +9,8 @@ import torch
 
 from runtime.collective import nccl as nccl_module
 from runtime.core.errors import CollectiveAborted
-from runtime.loop import ddp as ddp_module
-from runtime.loop.ddp import GroupReduction
+from runtime.loop import reduction as reduction_module
+from runtime.loop.reduction import GroupReduction
 from tests.support.fake_cuda import (
     CPU,
     GPU,
@@ -36,12 +36,12 @@ def fake():
 def staged(fake, monkeypatch):
     """Makes reductions in the CPU's memory, of these devices."""
     made = []
-    room = ddp_module._Packed._room
+    room = reduction_module._Packed._room
 
     def placed(packed, like, num_elements):
         return fake.place(room(packed, like, num_elements), fake.device_of(like))
 
-    monkeypatch.setattr(ddp_module._Packed, "_room", placed)
+    monkeypatch.setattr(reduction_module._Packed, "_room", placed)
 
     def make(devices):
         made.append(GroupReduction(devices, "thread", 20.0))
@@ -159,7 +159,7 @@ def posing_nccl(fake, monkeypatch):
         return nccl_module.create_nccl_groups(devices, timeout_s)
 
     monkeypatch.setattr(nccl_module, "new_backend", new_backend)
-    monkeypatch.setattr(ddp_module, "create_collectives", create)
+    monkeypatch.setattr(reduction_module, "create_collectives", create)
     reduction = GroupReduction((GPU, GPU), "nccl", 20.0)
     yield reduction, calls
     reduction.close()
@@ -203,9 +203,9 @@ def test_a_group_whose_threads_cannot_start_is_closed(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("can't start new thread")
 
-    original = ddp_module.create_collectives
-    monkeypatch.setattr(ddp_module, "create_collectives", create)
-    monkeypatch.setattr(ddp_module, "RankThreads", refuse)
+    original = reduction_module.create_collectives
+    monkeypatch.setattr(reduction_module, "create_collectives", create)
+    monkeypatch.setattr(reduction_module, "RankThreads", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         GroupReduction((CPU, CPU), "gloo")
     assert len(ends) == 2

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import GpuWorkerError, ReplicaFailed, Trainer
-from runtime.loop import rank_threads as threads_file
-from runtime.loop import team as team_file
+from runtime.loop import runner as runner_file
+from runtime.loop import threaded as threaded_file
 from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.rank_threads import Job
 from tests.support import programs
@@ -330,8 +330,8 @@ def test_setup_that_fails_leaves_no_thread():
 
 
 def test_a_thread_stuck_in_the_model_is_named_by_close(monkeypatch):
-    monkeypatch.setattr(threads_file, "END_S", 0.1)
-    monkeypatch.setattr(team_file, "END_S", 0.1)
+    monkeypatch.setattr(runner_file, "END_S", 0.1)
+    monkeypatch.setattr(threaded_file, "END_S", 0.1)
     entered, go_on = threading.Event(), threading.Event()
 
     class Stuck(nn.Module):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from runtime.loop import loop_replica as replica_file
-from runtime.loop import module as build
+from runtime.loop import loop_setup as build
 from tests.support.own_loop import (
     NUM_FEATURES,
     OneDevice,

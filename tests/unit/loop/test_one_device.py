@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import ReplicaFailed, Trainer
-from runtime.loop.team import CLIP_LATE, MIXED
+from runtime.loop.loop_engine import CLIP_LATE, MIXED
 from tests.support.own_loop import (
     WAIT_S,
     OneDevice,

@@ -12,12 +12,17 @@ from torch import nn
 from runtime.collective import create_collectives
 from runtime.device.cuda import CudaDevice
 from runtime.device.cuda_api import StreamSync
-from runtime.loop import rank_threads as threads_file
-from runtime.loop.balance import Balancer, Cadence, DdpConfig
+from runtime.loop import runner as runner_file
+from runtime.loop.accumulation import Cadence
+from runtime.loop.balance import Balancer
+from runtime.loop.collective_group import CollectiveGroup
+from runtime.loop.ddp_config import DdpConfig
+from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.module import ReplicatedModule
-from runtime.loop.rank_threads import CollectiveGroup, Job, LoopRecorder, Runner
-from runtime.loop.team import ThreadedEngine
+from runtime.loop.rank_threads import Job
+from runtime.loop.runner import Runner
+from runtime.loop.threaded import ThreadedEngine
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
 from tests.unit.loop.test_cadence import loss_fn
@@ -109,7 +114,7 @@ class MarkingAdamW(torch.optim.AdamW):
 def fake(monkeypatch):
     found = FakeCuda(patience=1, allow_default=True, prompt=True)
     monkeypatch.setattr(
-        threads_file, "open_device", lambda device, n: CudaDevice(CPU, api=found, max_run_ahead=9)
+        runner_file, "open_device", lambda device, n: CudaDevice(CPU, api=found, max_run_ahead=9)
     )
     monkeypatch.setattr(MarkingAdamW, "fake", found)
     return found

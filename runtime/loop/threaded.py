@@ -1,11 +1,9 @@
-"""What stands behind the module of a loop: one device or several, used alike."""
+"""One thread per device: replicas run in their threads and are kept identical."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -13,175 +11,45 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+import torch.distributed
+from torch import Tensor
 
 from coordinator.dispatch import split_by_ratio
 from runtime.collective import Collective
-from runtime.core.errors import ReplicaFailed
-from runtime.core.nested import flatten
-from runtime.core.weight import Weight
-from runtime.loop.alike import ReplicaMirror
-from runtime.loop.balance import Balancer, Cadence, sync_seconds
-from runtime.loop.loop_replica import (
-    LearningRate,
-    LoopReplica,
-    LossFn,
-    Options,
-    StepGuard,
-    backward_of,
-    divide_by,
-    mean_of_accumulated,
-    weighted_loss,
+from runtime.core.errors import (
+    ReplicaFailed,
 )
-from runtime.loop.rank_threads import END_S, LoopRecorder, Runner, Task
-from runtime.loop.scatter import Call, CallerModes, Scatter, Shard, move, placed
-from runtime.replica.build import OptimFactory, build_optimizer
+from runtime.core.nested import flatten
+from runtime.core.weight import (
+    Weight,
+)
+from runtime.loop.accumulation import Cadence, sync_seconds
+from runtime.loop.balance import Balancer
+from runtime.loop.caller_modes import CallerModes
+from runtime.loop.gather import Call, Shard
+from runtime.loop.learning_rate import LearningRate
+from runtime.loop.loop_engine import CLIP_LATE, MIXED, WEIGHED_TWICE, total_weight
+from runtime.loop.loop_recorder import LoopRecorder
+from runtime.loop.loop_replica import LoopReplica, LossFn, Options
+from runtime.loop.mirror import ReplicaMirror
+from runtime.loop.rank_threads import Task
+from runtime.loop.runner import END_S, Runner
+from runtime.loop.scatter import Scatter
 
 logger = logging.getLogger(__name__)
-
-
-class ReentrancyGuard:
-    """Lets threads have their turns.
-
-    Args:
-        check_thread: Raises in a thread that others wait for.
-
-    Attributes:
-        lock: Held by whoever has its turn.
-    """
-
-    def __init__(self, check_thread: Callable[[], None]) -> None:
-        self._check_thread = check_thread
-        self.lock = threading.Lock()
-        self._owner: int | None = None
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Wait for this thread's turn, and have it.
-
-        Raises:
-            RuntimeError: Called from inside another call, which waits for this one.
-        """
-        self._check_thread()
-        if self._owner == threading.get_ident():
-            raise RuntimeError(
-                "the model was called from inside one of its own calls: do that once the call has "
-                "returned"
-            )
-        with self.lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
-
-
-class GradientSource(Enum):
-    """Where the gradients since the last step came from."""
-
-    EMPTY = auto()
-    BACKWARD = auto()
-    """From ``loss.backward()``: those of the whole batch, on rank 0."""
-    ACCUMULATED = auto()
-    """From ``accumulate``: each rank's own."""
-
 
 SMALL = 1 << 20
 """Elements of all ranks together up to which one thread brings gradients across faster than
 the ranks can meet."""
-
-
-class InlineExchange:
-    """Brings gradients to rank 0 and from there to all, while the replicas' threads rest.
-
-    Args:
-        replicas: On the CPU, in order of rank.
-        max_grad_norm: Rank 0's gradients are clipped to it before all get them.
-    """
-
-    def __init__(self, replicas: Sequence[LoopReplica], max_grad_norm: float | None) -> None:
-        self._first, *self._others = replicas
-        self._max_grad_norm = max_grad_norm
-
-    @staticmethod
-    def serves(replicas: Sequence[LoopReplica]) -> bool:
-        """Whether all replicas are on the CPU, and small."""
-        return (
-            all(replica.device.type == "cpu" for replica in replicas)
-            and sum(replica.exchange.num_elements for replica in replicas) <= SMALL
-        )
-
-    def collect(self) -> None:
-        """Add all ranks' gradients up on rank 0; the others have none afterwards."""
-        for replica in self._others:
-            with _naming(replica, "backward"):
-                replica.hand_to(self._first)
-
-    def spread(self) -> None:
-        """Give rank 0's gradients, clipped, to all."""
-        with _naming(self._first, "step"):
-            self._first.state.params.check()
-            if self._max_grad_norm is not None:
-                self._first.clip(self._max_grad_norm)
-        for replica in self._others:
-            with _naming(replica, "step"):
-                replica.take_from(self._first)
-
-
-@contextmanager
-def _naming(replica: LoopReplica, what: str) -> Iterator[None]:
-    """Errors come out as those of tasks in the replicas' threads do."""
-    try:
-        yield
-    except Exception as error:
-        raise ReplicaFailed(replica.rank, str(replica.device), what, error) from error
-
-
-MIXED = (
-    "loss.backward() and accumulate(...) cannot share a step: their gradients are averaged "
-    "differently; call model.step() or model.zero_grad() in between"
-)
-CLIP_LATE = (
-    "each device keeps its own gradients until they are reduced, after accumulate(...) and with "
-    "max_anchor: clip them with DdpConfig(max_grad_norm=...)"
-)
-WEIGHED_TWICE = (
-    "step(weight=...) divides the gradients of loss.backward(): after accumulate(...) leave it out "
-    "and let loss_fn return (loss, weight)"
-)
 HELD_AT_THE_END = (
     "the gradients of the last %d steps were never reduced, so that their batches have trained "
     "nothing: with max_anchor, call step(reduce=True) for the last batch"
 )
-PARTLY_WEIGHED = (
-    "loss_fn returned a weight for some batches of this step only, and what the other losses are "
-    "means over is not known: return (loss, weight) for all of them"
-)
-
-
-def total_weight(weights: Sequence[Weight | None]) -> Weight | None:
-    """The sum of weights that are given for all batches, or for none of them."""
-    given = [weight for weight in weights if weight is not None]
-    if given and len(given) < len(weights):
-        raise ValueError(PARTLY_WEIGHED)
-    return sum(given[1:], given[0]) if given else None
-
-
 GUESSED = (
     "the model returned a loss without a dimension from each device, and nothing tells what it is "
     "a mean over: it is weighted by samples, which is wrong where tokens are ignored or classes "
     "have weights; pass DdpConfig(loss_weight=f(inputs, output)), or return a field loss_weight"
 )
-
-
-class SampleCoupling(Enum):
-    """Whether an output relates the samples of a piece to each other."""
-
-    UNKNOWN = auto()
-    MAYBE = auto()
-    """Its shape says so, but the pieces were equal, so that it may be chance."""
-    NO = auto()
 
 
 class ThreadedEngine:
@@ -662,189 +530,102 @@ def _accumulate(
         return replica.accumulate(loss_fn, batches)
 
 
-class SingleDeviceEngine:
-    """One model on one device, in the caller's thread and on its streams.
+class ReentrancyGuard:
+    """Lets threads have their turns.
 
     Args:
-        model: On the device.
-        device: Where it is.
-        optim_factory: Makes the optimizer.
-        max_grad_norm: Clips gradients; ``None``: they stay as they are.
-        journal: Takes down what happens.
+        check_thread: Raises in a thread that others wait for.
 
     Attributes:
-        devices, models, optimizers, rate: See :class:`ThreadedEngine`.
+        lock: Held by whoever has its turn.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        optim_factory: OptimFactory,
-        *,
-        max_grad_norm: float | None,
-        journal: LoopRecorder,
-    ) -> None:
-        model.train()
-        model.zero_grad(set_to_none=True)
-        self._model = model
-        self._device = device
-        self._params = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = build_optimizer(optim_factory, model, self._params, None)
-        self._step_guard = StepGuard(self._optimizer)
+    def __init__(self, check_thread: Callable[[], None]) -> None:
+        self._check_thread = check_thread
+        self.lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Wait for this thread's turn, and have it.
+
+        Raises:
+            RuntimeError: Called from inside another call, which waits for this one.
+        """
+        self._check_thread()
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                "the model was called from inside one of its own calls: do that once the call has "
+                "returned"
+            )
+        with self.lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+
+class GradientSource(Enum):
+    """Where the gradients since the last step came from."""
+
+    EMPTY = auto()
+    BACKWARD = auto()
+    """From ``loss.backward()``: those of the whole batch, on rank 0."""
+    ACCUMULATED = auto()
+    """From ``accumulate``: each rank's own."""
+
+
+class SampleCoupling(Enum):
+    """Whether an output relates the samples of a piece to each other."""
+
+    UNKNOWN = auto()
+    MAYBE = auto()
+    """Its shape says so, but the pieces were equal, so that it may be chance."""
+    NO = auto()
+
+
+class InlineExchange:
+    """Brings gradients to rank 0 and from there to all, while the replicas' threads rest.
+
+    Args:
+        replicas: On the CPU, in order of rank.
+        max_grad_norm: Rank 0's gradients are clipped to it before all get them.
+    """
+
+    def __init__(self, replicas: Sequence[LoopReplica], max_grad_norm: float | None) -> None:
+        self._first, *self._others = replicas
         self._max_grad_norm = max_grad_norm
-        self._journal = journal
-        self._num_accumulated = 0
-        self._weights: list[Weight | None] = []
-        self._guards: list[RemovableHandle] = []
-        self._nodes: dict[int, Any] = {}  # of the parameters, by place; the guards are in them
-        self.devices = (device,)
-        self.models = (model,)
-        self.optimizers = (self._optimizer,)
-        self.rate = LearningRate(self._optimizer)
 
-    @property
-    def direct(self) -> Callable[..., Any]:
-        """What runs a batch with the least in between."""
-        plain = self._device.type == "cpu" and not self._journal.on
-        return self._model if plain else self.forward
+    @staticmethod
+    def serves(replicas: Sequence[LoopReplica]) -> bool:
+        """Whether all replicas are on the CPU, and small."""
+        return (
+            all(replica.device.type == "cpu" for replica in replicas)
+            and sum(replica.exchange.num_elements for replica in replicas) <= SMALL
+        )
 
-    @property
-    def chunk_ratios(self) -> tuple[float, ...]:
-        """All of it."""
-        return (1.0,)
+    def collect(self) -> None:
+        """Add all ranks' gradients up on rank 0; the others have none afterwards."""
+        for replica in self._others:
+            with _naming(replica, "backward"):
+                replica.hand_to(self._first)
 
-    @property
-    def batch_counts(self) -> tuple[int, ...]:
-        """One: there is nobody to reduce with."""
-        return (1,)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, with the inputs on its device as with many devices."""
-        start_s = time.monotonic()
-        if self._device.type != "cpu":
-            args, kwargs = move((args, kwargs), self._device)
-        output = self._model(*args, **kwargs)
-        self._journal.record("forward", start_s)
-        if torch.is_grad_enabled() and self._journal.on:
-            self._journal.watch_backward(output)
-            self._journal.given(0, [(args, kwargs)])
-        return output
-
-    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
-        """Forward, loss and backward of each batch in turn."""
-        self._notice_zeroed()
-        if not self._num_accumulated and any(p.grad is not None for p in self._params):
-            raise RuntimeError(MIXED)
-        start_s = time.monotonic()
-        losses = []
-        self._unguard()
-        try:
-            for batch in batches:
-                loss, weight = weighted_loss(loss_fn(self._model, move(batch, self._device)))
-                losses.append(backward_of(loss, weight, self._params))
-                self._num_accumulated += 1
-                self._weights.append(weight)
-            total_weight(self._weights)
-        except BaseException:
-            self.zero_grad()  # half of the gradients are no use
-            raise
-        if self._num_accumulated:
-            self._guard()
-        self._journal.record("accumulate", start_s)
-        self._journal.given(0, batches)
-        return torch.stack(losses) if losses else torch.empty(0, device=self._device)
-
-    def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
-        """Clip, step and forget the gradients; there is nobody to reduce with."""
-        start_s = time.monotonic()
-        self.rate.check()
-        self._notice_zeroed()
-        empty = False
-        if self._num_accumulated:
-            if weight is not None:
-                raise ValueError(WEIGHED_TWICE)
-            weight = total_weight(self._weights)
-        if weight is not None:
-            divide_by(self._params, weight, max(1, self._num_accumulated))
-            empty = isinstance(weight, float) and weight == 0
-        if self._num_accumulated:
-            mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
-            self._num_accumulated = 0
-            self._weights = []
-        elif self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
-        self._unguard()
-        if not empty:
-            with self._step_guard.stepping():
-                self._optimizer.step()
-        self._model.zero_grad(set_to_none=True)
-        self.rate.advance()
-        self._journal.record("step", start_s)
-        self._journal.step += 1
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients."""
-        if self._num_accumulated:
-            raise RuntimeError(CLIP_LATE)
-        return nn.utils.clip_grad_norm_(self._params, max_norm)
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self._num_accumulated = 0
-        self._weights = []
-        self._unguard()
-        self._model.zero_grad(set_to_none=True)
-
-    def sync_params(self) -> None:
-        """Nobody else has weights."""
-
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load the optimizer's state."""
-        self._optimizer.load_state_dict(state)
-
-    def set_attribute(self, name: str, value: object) -> None:
-        """Set an attribute of the model."""
-        setattr(self._model, name, placed(value, self._device, copy=False))
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        """Add a buffer to the model."""
-        own = placed(tensor, self._device, copy=False)
-        self._model.register_buffer(name, own, persistent)
-
-    def close(self) -> None:
-        """Nothing was started; the optimizer may be stepped by hand."""
-        self._step_guard.close()
-        self._journal.finish()
-
-    def _notice_zeroed(self) -> None:
-        """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""
-        if self._num_accumulated and all(p.grad is None for p in self._params):
-            self._num_accumulated = 0
-            self._weights = []
-
-    def _guard(self) -> None:
-        """Until the step, refuse gradients from elsewhere before any of them is added."""
-        for place, p in enumerate(self._params):
-            if p.requires_grad and place not in self._nodes:
-                self._nodes[place] = torch.autograd.graph.get_gradient_edge(p).node
-        refuse = partial(_refuse, weakref.ref(self))  # the nodes may live longer
-        self._guards = [node.register_prehook(refuse) for node in self._nodes.values()]
-
-    def _unguard(self) -> None:
-        for guard in self._guards:
-            guard.remove()
-        self._guards = []
-        if self._device.type != "cpu":
-            self._nodes.clear()  # one belongs to the stream under which it was made
+    def spread(self) -> None:
+        """Give rank 0's gradients, clipped, to all."""
+        with _naming(self._first, "step"):
+            self._first.state.params.check()
+            if self._max_grad_norm is not None:
+                self._first.clip(self._max_grad_norm)
+        for replica in self._others:
+            with _naming(replica, "step"):
+                replica.take_from(self._first)
 
 
-def _refuse(solo: weakref.ref[SingleDeviceEngine], grads: Any) -> None:
-    if (self := solo()) is not None:
-        self._notice_zeroed()
-        if self._num_accumulated:
-            raise RuntimeError(MIXED)
-
-
-Engine = ThreadedEngine | SingleDeviceEngine
-"""Trains one model on some devices."""
+@contextmanager
+def _naming(replica: LoopReplica, what: str) -> Iterator[None]:
+    """Errors come out as those of tasks in the replicas' threads do."""
+    try:
+        yield
+    except Exception as error:
+        raise ReplicaFailed(replica.rank, str(replica.device), what, error) from error

@@ -1,0 +1,67 @@
+"""Gradient mode, inference mode and autocast of the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class CallerModes:
+    """Gradient mode, inference mode and autocast of a thread.
+
+    Attributes:
+        grad: Whether graphs are recorded.
+        inference: Whether ``torch.inference_mode`` is on.
+        autocasts: Device type and dtype of each autocast that is on.
+        cache: Whether autocast keeps converted weights.
+    """
+
+    grad: bool
+    inference: bool
+    autocasts: tuple[tuple[str, torch.dtype], ...]
+    cache: bool
+
+    @classmethod
+    def capture(cls) -> CallerModes:
+        """Those of the calling thread."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocasts=tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in _DEVICE_TYPES
+                if torch.is_autocast_enabled(kind)
+            ),
+            cache=torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Make them those of this thread for a while."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
+            yield
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """No autocast for a while: around a backward pass, as PyTorch asks for.
+
+    Backward runs each operation in the dtype of its forward, unless autocast changes that.
+    """
+    with ExitStack() as stack:
+        for kind in _DEVICE_TYPES:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

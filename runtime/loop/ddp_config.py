@@ -1,0 +1,96 @@
+"""Settings of a ReplicatedModule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.core.checks import (
+    check_callable,
+    check_flag,
+    check_float,
+    check_int,
+)
+from runtime.core.weight import (
+    LossWeightFn,
+)
+from runtime.timeline.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpConfig:
+    """Settings of :meth:`Trainer.setup_with <runtime.Trainer.setup_with>`.
+
+    Attributes:
+        speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
+            faster. Sets the devices' shares until the first reduction; then measured speeds do.
+        balance: Whether measured speeds set the devices' shares. If not, shares stay equal, or
+            those of the hint: for models that need pieces of a certain size.
+        overhead_target: Share of the computing time that reductions may cost, 0.01 to 0.50,
+            if ElChe spaces them; ``None``: 0.10.
+        max_anchor: Most batches that the slowest device runs between two reductions.
+            ``None``: ElChe chooses; 0: ElChe is off, every device runs one. Several batches are
+            passed by ``model.rounds`` and ``model.accumulate``. In a loop of
+            ``loss.backward()`` and ``step()``, a value of 2 or more lets several steps share a
+            reduction, see :meth:`step() <runtime.ReplicatedModule.step>`.
+        max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
+            device's accumulated gradient is clipped separately, before it is divided by its
+            number of batches; after ``loss.backward()`` the gradient of the whole batch.
+        timeline: A :class:`runtime.Timeline`, which records the loop from ``Trainer.setup_with``
+            until the model is closed: forward, backward, reductions and steps of each replica,
+            and what they wait for. Times are those of the host. On one device, work of the loop
+            outside the model (the loss) counts as idle.
+        loss_weight: ``f(inputs, output)`` returns the count that the model's own loss is a mean
+            over, for one device's piece of the batch: tokens, or a sum of class weights, a
+            number or a scalar tensor. ``inputs`` is the tuple of positional inputs, or the dict
+            of keyword ones; with both, a dict under the names of ``forward``'s parameters.
+            Called in the replica's thread, on its device. See
+            :class:`~runtime.ReplicatedModule` for the weights without it.
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range.
+    """
+
+    speed_hint: tuple[int, float] | None = None
+    balance: bool = True
+    overhead_target: float | None = None
+    max_anchor: int | None = None
+    max_grad_norm: float | None = None
+    timeline: Timeline | None = None
+    loss_weight: LossWeightFn | None = None
+
+    def __post_init__(self) -> None:
+        if self.speed_hint is not None:
+            object.__setattr__(self, "speed_hint", _checked_hint(self.speed_hint))
+        check_flag("balance", self.balance)
+        if self.loss_weight is not None:
+            check_callable("loss_weight", self.loss_weight, "f(inputs, output) -> weight")
+        if self.overhead_target is not None:
+            check_float("overhead_target", self.overhead_target, 0.01, 0.50)
+        if self.max_anchor is not None:
+            check_int("max_anchor", self.max_anchor, 0)
+        if self.max_grad_norm is not None:
+            check_float("max_grad_norm", self.max_grad_norm, 0.0, above=True)
+        if self.timeline is not None:
+            if not isinstance(self.timeline, Timeline):
+                raise TypeError(f"timeline({self.timeline!r}): pass a runtime.Timeline()")
+            self.timeline.require_unused()
+
+    def check(self, world_size: int) -> None:
+        """What can only be judged once the number of devices is known.
+
+        Raises:
+            ValueError: The hint names a rank that does not exist.
+        """
+        if self.speed_hint is not None and self.speed_hint[0] >= world_size:
+            raise ValueError(
+                f"speed_hint: there is no rank {self.speed_hint[0]} of {world_size}; name one from "
+                f"0 to {world_size - 1}, or leave the hint out"
+            )
+
+
+def _checked_hint(hint: object) -> tuple[int, float]:
+    if not isinstance(hint, Sequence) or isinstance(hint, str) or len(hint) != 2:
+        raise TypeError(f"speed_hint({hint!r}): pass (slow rank, ratio), for instance (1, 2.3)")
+    return check_int("speed_hint rank", hint[0], 0), check_float("speed_hint ratio", hint[1], 1.0)

@@ -1,0 +1,344 @@
+"""Gathers the outputs of replicas, and runs their backward passes in their own threads.
+
+PyTorch runs backward of CPU graphs in the thread that calls it. So each replica's graph ends
+at its own outputs, and a function of autograd stands between them and what the caller gets:
+its backward hands every replica its part and lets it run backward in its own thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from runtime.core.nested import Spec
+from runtime.core.weight import (
+    Weight,
+    parts_of,
+)
+from runtime.loop.scatter import Piece, Scatter, carry
+
+CROSSED = (
+    "forward returned tensors of shapes {shapes} for {sizes} samples on the replicas: each relates "
+    "the samples of its piece to each other, and nothing those of different pieces. Return the "
+    "features (z) and compute what relates them (z @ z.T) in the loop: model(x) gives those of the "
+    "whole batch, and gradients go back through them. In a train_fn of Trainer.builder, gather "
+    "them with runtime.all_gather(z)"
+)
+
+
+class Call:
+    """One forward pass over all replicas, until its backward.
+
+    Args:
+        scatter: The inputs.
+        shards: What the replicas made of them, in order of samples.
+        device: Where the outputs shall lie.
+        backward: Runs the shards' backward.
+
+    Attributes:
+        merged: Each tensor of the output.
+        looks_crossed: Whether an output may relate the samples of a piece to each other: one of
+            its other dimensions is as long as the piece, and all pieces are equal.
+
+    Raises:
+        ValueError: Outputs that cannot be put together, or relate samples to each other.
+    """
+
+    def __init__(
+        self,
+        scatter: Scatter,
+        shards: Sequence[Shard],
+        device: torch.device,
+        backward: Backward,
+    ) -> None:
+        self._shards = shards
+        self._run = backward
+        self._scatter = scatter
+        first = shards[0].spec
+        for shard in shards[1:]:
+            found = first.difference(shard.spec)
+            if found is not None:
+                raise ValueError(
+                    f"rank {shard.rank} returned another output than rank {shards[0].rank}: {found}"
+                )
+        columns = list(zip(*(shard.outputs or [] for shard in shards), strict=True))
+        sizes = [shard.stop - shard.start for shard in shards]
+        crossed = [parts for parts in columns if _is_crossed(parts, sizes)]
+        self.looks_crossed = bool(crossed)
+        if crossed and len(set(sizes)) > 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in crossed[0])
+            raise ValueError(CROSSED.format(shapes=shapes, sizes=", ".join(map(str, sizes))))
+        summed = shards[0].weight_index
+        self.merged = [
+            Merged(parts, shards, device, adds_up=index == summed)
+            for index, parts in enumerate(columns)
+        ]
+
+    def output(self) -> Any:
+        """The output of the call, with a graph where the replicas' outputs have one."""
+        values = [merged.value for merged in self.merged]
+        if any(merged.requires_grad for merged in self.merged):
+            # One input with a gradient there must be, or autograd would skip the function.
+            anchor = torch.zeros((), requires_grad=True)
+            values = list(_Gather.apply(self, anchor, *self._scatter.tensors))  # type: ignore[no-untyped-call]
+        for merged in self.merged:
+            del merged.value  # the caller's alone from here on
+        return self._shards[0].spec.build(iter(values))
+
+    def backward(
+        self, grads: Sequence[Tensor | None], *, params: bool, keep: bool
+    ) -> list[Tensor | None]:
+        """From the gradients of the outputs to those of the inputs."""
+        if any(shard.outputs is None for shard in self._shards):
+            raise RuntimeError(
+                "backward ran through this output before, and the graph was freed: pass "
+                "retain_graph=True to the first one if there are to be two"
+            )
+        columns = [merged.split(grad) for merged, grad in zip(self.merged, grads, strict=True)]
+        parts = [list(row) for row in zip(*columns, strict=True)]
+        found = self._run(self._shards, parts, params=params, keep=keep)
+        ranges = [(shard.start, shard.stop) for shard in self._shards]
+        return [
+            self._scatter.merge_gradients(index, pieces, ranges)
+            for index, pieces in enumerate(zip(*found, strict=True))
+        ]
+
+
+class _Gather(torch.autograd.Function):
+    """Stands between the replicas' graphs and the caller's."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        values = tuple(merged.value for merged in call.merged)
+        ctx.mark_non_differentiable(
+            *(v for v, m in zip(values, call.merged, strict=True) if not m.requires_grad)
+        )
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: gradients of gradients do not pass through replicas; compute "
+                "such a term with model.module(...), which runs on the first device alone"
+            )
+        found = ctx.call.backward(grads, params=_params_wanted(ctx), keep=_graph_kept())
+        return (None, None, *found)
+
+
+# Two questions about the backward pass that is under way. Autograd answers them to its own
+# users inside PyTorch; where it does not, the answer is that of a plain loss.backward().
+def _params_wanted(ctx: Any) -> bool:
+    """Whether leaves get gradients: not in ``torch.autograd.grad(output, inputs)``."""
+    ask: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+    return ask is None or ask(ctx.next_functions[0][0])
+
+
+def _graph_kept() -> bool:
+    """Whether ``retain_graph=True`` was passed."""
+    ask: Callable[[], bool] | None = getattr(
+        torch._C._autograd, "_get_current_graph_task_keep_graph", None
+    )
+    return ask is not None and ask()
+
+
+class Merged:
+    """One tensor of the output, put together from the shards' parts.
+
+    A part with dimensions holds a fixed number of rows for each sample, and parts are laid
+    end to end. A floating-point part without dimensions is taken for a mean over what its piece
+    weighs, or over the samples where that is not known, and the whole is the mean of them all.
+    A piece of weight 0 adds nothing to it, and gets no gradient from it. The weights
+    themselves, where the model returns them, add up.
+
+    Args:
+        parts: Each shard's part.
+        shards: The shards.
+        device: Where the whole lies.
+        adds_up: Whether these are the weights.
+
+    Attributes:
+        value: The whole, without a graph.
+        requires_grad: Whether it leads to a graph.
+        is_guessed: Whether parts were taken for means over samples because nothing tells.
+
+    Raises:
+        ValueError: Parts that cannot be put together.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        shards: Sequence[Shard],
+        device: torch.device,
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        self.is_guessed = False
+        self.requires_grad = any(part.requires_grad for part in parts)
+        self._weights: Sequence[float | Tensor] = []
+        self._rows: list[int] = []
+        values = [carry(part.detach(), device) for part in parts]
+        known = [shard.weight for shard in shards if shard.weight is not None]
+        if adds_up:
+            self._weights = [1.0] * len(parts)
+            self.value = torch.stack(values).sum(0)
+        elif parts[0].dim() == 0 and parts[0].is_floating_point() and len(known) == len(parts):
+            self._weights = _known_parts(known, device)
+            self.value = torch.stack(_scaled(values, self._weights)).sum(0)
+        elif len(parts) == 1:
+            self._weights = [1.0]
+            self.value = values[0]
+        elif parts[0].dim() == 0:
+            self.is_guessed = True
+            samples = self._weights = _weights(parts, shards)
+            scaled = [v * w for v, w in zip(values, samples, strict=True)]
+            self.value = torch.stack(scaled).sum(0)
+        else:
+            _check_rows(parts, shards)
+            self._rows = [part.size(0) for part in parts]
+            self.value = torch.cat(values)
+
+    def split(self, grad: Tensor | None) -> list[Tensor | None]:
+        """The gradient of each part, from that of the whole."""
+        if grad is None:
+            return [None] * len(self._weights or self._rows)
+        if self._rows:
+            return list(torch.split(grad, self._rows))
+        found: list[Tensor | None] = []
+        for w in self._weights:
+            if isinstance(w, Tensor):
+                found.append(grad * w.to(grad.dtype))
+            else:  # nothing goes back to a piece of weight 0, whose own gradients may be NaN
+                found.append(grad if w == 1.0 else grad * w if w else None)
+        return found
+
+
+def _known_parts(weights: Sequence[Weight], device: torch.device) -> Sequence[float | Tensor]:
+    """Each weight's part in their sum; tensors where the host cannot read one."""
+    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if len(numbers) < len(weights):
+        return parts_of([torch.as_tensor(weight) for weight in weights], device)
+    total = sum(numbers) or 1.0
+    return [number / total for number in numbers]
+
+
+def _scaled(values: Sequence[Tensor], factors: Sequence[float | Tensor]) -> list[Tensor]:
+    found = []
+    for value, factor in zip(values, factors, strict=True):
+        if isinstance(factor, Tensor):
+            found.append(torch.where(factor == 0, 0.0, value * factor.to(value.dtype)))
+        else:
+            found.append(value * factor if factor else torch.zeros_like(value))
+    return found
+
+
+def _weights(parts: Sequence[Tensor], shards: Sequence[Shard]) -> list[float]:
+    if not parts[0].is_floating_point():
+        raise ValueError(
+            f"forward returned a {parts[0].dtype} tensor without dimensions, one for each of "
+            f"{len(parts)} replicas, and it is not known how they add up: return one value for "
+            "each sample"
+        )
+    total = sum(shard.stop - shard.start for shard in shards)
+    return [(shard.stop - shard.start) / total for shard in shards]
+
+
+def _has_rows(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether the first dimension has the same number of rows for each sample."""
+    rows = [part.size(0) if part.dim() else 0 for part in parts]
+    per_sample = rows[0] // sizes[0]
+    return rows == [per_sample * size for size in sizes]
+
+
+def _check_rows(parts: Sequence[Tensor], shards: Sequence[Shard]) -> None:
+    sizes = [shard.stop - shard.start for shard in shards]
+    if not _has_rows(parts, sizes):
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(
+            f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
+            "on the replicas, which cannot be laid end to end: put the batch first in each output"
+        )
+
+
+def _is_crossed(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether a dimension other than the first, which is the samples', is as long as each piece."""
+    if len(parts) < 2 or min(part.dim() for part in parts) < 2 or not _has_rows(parts, sizes):
+        return False
+    shapes = [part.shape[1:] for part in parts]
+    return any(list(lengths) == list(sizes) for lengths in zip(*shapes, strict=False))
+
+
+class Shard:
+    """One replica's part of one call, with the graph that leads to its outputs.
+
+    Attributes:
+        rank: The replica.
+        start: First sample.
+        stop: One past the last.
+        spec: What the output is like.
+        outputs: Its tensors; ``None`` once the graph was freed.
+        weight: What its scalar losses are means over; ``None``: not known.
+        weight_index: Which of the outputs is that weight; ``None``: none is.
+    """
+
+    weight: Weight | None = None
+    weight_index: int | None = None
+
+    def __init__(self, rank: int, start: int, stop: int, piece: Piece, spec: Spec) -> None:
+        self.rank = rank
+        self.start, self.stop = start, stop
+        self.spec = spec
+        self.outputs: list[Tensor] | None = []
+        self._piece: Piece | None = piece
+
+    def backward(
+        self, grads: Sequence[Tensor | None], *, params: bool, keep: bool
+    ) -> list[Tensor | None]:
+        """Run backward in the replica's thread.
+
+        Args:
+            grads: For each output its gradient, on the replica's device.
+            params: Whether parameters get gradients too, not only inputs.
+            keep: Whether the graph is used again.
+
+        Returns:
+            The gradient of each input tensor's piece, where one was asked for.
+        """
+        assert self.outputs is not None, "checked by the caller"
+        assert self._piece is not None, "goes with the outputs"
+        leaves = self._piece.leaves
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if g is not None]
+        pairs = [(o, g) for o, g in pairs if o.requires_grad]
+        if pairs and (params or wanted):
+            outputs, given = zip(*pairs, strict=True)
+            torch.autograd.backward(
+                outputs, given, retain_graph=keep, inputs=None if params else wanted
+            )
+        found = [None if leaf is None else leaf.grad for leaf in leaves]
+        for leaf in wanted:
+            leaf.grad = None
+        if not keep:
+            self.outputs = self._piece = None
+        return found
+
+
+class Backward(Protocol):
+    """Runs backward of shards in their replicas' threads."""
+
+    def __call__(
+        self,
+        shards: Sequence[Shard],
+        grads: Sequence[Sequence[Tensor | None]],
+        *,
+        params: bool,
+        keep: bool,
+    ) -> list[list[Tensor | None]]:
+        """For each shard the gradients of its outputs; gives those of its inputs."""

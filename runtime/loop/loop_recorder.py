@@ -1,0 +1,177 @@
+"""Records a loop's work on a timeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from runtime.core.nested import flatten
+from runtime.loop.loop_replica import LoopReplica
+from runtime.loop.rank_threads import TaskOutcome
+from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind, RunFacts
+from runtime.timeline.recorder import Lane
+from runtime.timeline.timeline import Timeline
+
+_TRAINING = {"forward", "backward", "accumulate", "step"}
+
+
+class LoopRecorder:
+    """Writes a loop's work on its timeline; without one, every call does nothing.
+
+    For the caller that has its turn: replicas are timed in their own threads, and noted here
+    once all of them are done. So what a rank waits for its peers is known at once: from its
+    own end, or from when it joined a reduction, until the last one got there. Between two
+    calls of the module a replica is idle: it waits for the loop.
+
+    Args:
+        timeline: ``None``: nothing is recorded.
+
+    Attributes:
+        step: Optimizer steps made so far.
+    """
+
+    def __init__(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        self._lanes: list[Lane] = []
+        self._sizes: list[list[int]] = []
+        self.step = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is recorded."""
+        return self._timeline is not None
+
+    def begin(self, devices: Sequence[torch.device], backend: str, reason: str) -> None:
+        """The replicas are about to be built.
+
+        Raises:
+            ValueError: The timeline has recorded another run.
+        """
+        if self._timeline is None:
+            return
+        facts = RunFacts(
+            devices=tuple(map(str, devices)),
+            policy="own loop",
+            backend=backend,
+            backend_reason=reason,
+        )
+        self._timeline.begin(facts, devices, None)
+        self._lanes = [self._timeline.lane(rank) for rank in range(len(devices))]
+        self._sizes = [[] for _ in devices]
+
+    def built(self, model: nn.Module) -> None:
+        """All replicas are there."""
+        if self._timeline is not None:
+            self._timeline.built(model)
+            for lane in self._lanes:
+                lane.enter(IDLE)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The loop is over. Idempotent."""
+        if self._timeline is not None:
+            for lane in self._lanes:
+                lane.close()
+            self._timeline.finish(stopped=False, error=error)
+            self._timeline = None
+
+    def outcomes(
+        self, what: str, outcomes: Sequence[TaskOutcome], replicas: Sequence[LoopReplica] = ()
+    ) -> None:
+        """Each rank has done its task; with a reduction in it where it took one."""
+        if self._timeline is None or what not in _TRAINING:
+            return
+        spans = {r: o for r, o in enumerate(outcomes) if o.end_s and o.error is None}
+        if not spans:
+            return
+        last_s = max(outcome.end_s for outcome in spans.values())
+        reduced = {
+            replica.rank: replica.reduced_s
+            for replica in replicas
+            if replica.rank in spans and replica.reduced_s[0] >= spans[replica.rank].start_s
+        }
+        met_s = max((start_s for start_s, _ in reduced.values()), default=0.0)
+        for rank, outcome in spans.items():
+            self._enter(rank, COMPUTE, outcome.start_s)
+            if rank in reduced:
+                start_s, end_s = reduced[rank]
+                self._enter(rank, SYNC, start_s)
+                self._enter(rank, AVERAGING, min(met_s, end_s))
+                self._enter(rank, COMPUTE, end_s)
+                self._lanes[rank].note(Kind.AVERAGING, start_s, self.step, "gradients", end=end_s)
+            self._enter(rank, SYNC, outcome.end_s)
+            self._enter(rank, IDLE, last_s)
+            self._lanes[rank].note(Kind.PHASE, outcome.start_s, self.step, what, end=outcome.end_s)
+        if reduced:
+            self._timeline.count_averaging()
+        if what == "step":
+            self._stepped(spans)
+
+    def reductions(self, replicas: Sequence[LoopReplica]) -> None:
+        """The caller's thread has brought the gradients together, while the replicas rested."""
+        if self._timeline is None:
+            return
+        for replica in replicas:
+            start_s, end_s = replica.reduced_s
+            self._enter(replica.rank, AVERAGING, start_s)
+            self._enter(replica.rank, IDLE, end_s)
+            self._lanes[replica.rank].note(
+                Kind.AVERAGING, start_s, self.step, "gradients", end=end_s
+            )
+        self._timeline.count_averaging()
+
+    def given(self, rank: int, batches: Sequence[Any]) -> None:
+        """A rank trains these batches, or pieces of one; they count with the next step."""
+        if self._timeline is not None:
+            self._sizes[rank] += [_num_samples(batch) for batch in batches]
+
+    def record(self, what: str, start_s: float) -> None:
+        """The one device has done something, in the caller's thread."""
+        if self._timeline is not None:
+            self.outcomes(what, [TaskOutcome(start_s=start_s, end_s=time.monotonic())])
+
+    def watch_backward(self, output: Any) -> None:
+        """Record the backward pass through what the one device has computed."""
+        tensors: list[Tensor] = []
+        if self._timeline is None:
+            return
+        flatten(output, tensors, strict=False)
+        started: list[float] = []
+
+        def finished() -> None:
+            if started:
+                self.record("backward", started.pop())
+
+        def begun(_: Tensor) -> None:
+            if not started:
+                started.append(time.monotonic())
+                torch.autograd.Variable._execution_engine.queue_callback(finished)
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(begun)  # type: ignore[no-untyped-call]
+
+    def _stepped(self, spans: dict[int, TaskOutcome]) -> None:
+        assert self._timeline is not None, "checked by the caller"
+        for rank, lane in enumerate(self._lanes):
+            sizes, self._sizes[rank] = self._sizes[rank], []
+            start_s = spans[rank].start_s if rank in spans else lane.since
+            lane.end_step(IDLE, start_s, sizes)
+            self._timeline.count(rank, len(sizes), sum(sizes))
+
+    def _enter(self, rank: int, cause: int, at_s: float) -> None:
+        lane = self._lanes[rank]
+        lane.enter(cause, max(at_s, lane.since))
+
+
+def _num_samples(batch: Any) -> int:
+    """Size of a batch; one that is a number of samples is its own."""
+    if isinstance(batch, int):
+        return batch
+    tensors: list[Tensor] = []
+    flatten(batch, tensors, strict=False)
+    return next((t.size(0) for t in tensors if t.dim()), 1)

@@ -1,0 +1,254 @@
+"""Builds a ReplicatedModule: its replicas, their threads and their process group."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from coordinator.config import AverageBackend
+from runtime.collective import create_collectives
+from runtime.core.checks import (
+    check_callable,
+    check_devices,
+    default_devices,
+)
+from runtime.core.context import announce
+from runtime.core.errors import (
+    ReplicaMismatch,
+)
+from runtime.core.weight import (
+    LossWeightFn,
+)
+from runtime.device.base import Device, device_summary
+from runtime.device.cuda_api import StreamSync
+from runtime.loop.accumulation import Cadence
+from runtime.loop.balance import Balancer, unequal_devices, unequal_gpus
+from runtime.loop.collective_group import CollectiveGroup, resolve_backend
+from runtime.loop.ddp_config import DdpConfig
+from runtime.loop.loop_recorder import LoopRecorder
+from runtime.loop.loop_replica import LoopReplica
+from runtime.loop.module import ReplicatedModule
+from runtime.loop.one_device import SingleDeviceEngine
+from runtime.loop.rank_threads import Task
+from runtime.loop.runner import Runner
+from runtime.loop.threaded import ThreadedEngine
+from runtime.replica.build import (
+    OptimFactory,
+    Template,
+    adopt,
+    build_model,
+    check_model,
+)
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""How long a replica waits for a slower one; one that fails wakes its peers at once."""
+
+
+def set_up(
+    model_or_factory: Any,
+    optim_factory: OptimFactory,
+    devices: Sequence[torch.device | str] | None,
+    config: DdpConfig,
+    *,
+    spaced: bool | None,
+) -> ReplicatedModule:
+    """Build all replicas; see :meth:`Trainer.setup <runtime.Trainer.setup>`.
+
+    Args:
+        model_or_factory: A module, an object with a ``.module``, or a factory of either.
+        optim_factory: Makes each replica's optimizer.
+        devices: ``None``: every visible CUDA device, else one CPU.
+        config: The settings.
+        spaced: Whether ElChe is on; ``None``: where there are GPUs of different models.
+    """
+    if not isinstance(config, DdpConfig):
+        raise TypeError(f"config must be a DdpConfig, got {type(config).__name__}")
+    places = default_devices() if devices is None else check_devices(devices)
+    config.check(len(places))
+    check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
+    source = Source(model_or_factory, len(places))
+    journal = LoopRecorder(config.timeline)
+    if len(places) == 1:
+        announce(logger, f"your own loop: {device_summary(places)}; nothing is reduced")
+        journal.begin(places, "none", "one device has nobody to reduce with")
+        try:
+            model = source.make(0, places[0])
+            engine = SingleDeviceEngine(
+                model, places[0], optim_factory, max_grad_norm=config.max_grad_norm, journal=journal
+            )
+            journal.built(model)
+            return source.finish(ReplicatedModule(engine, source.head))
+        except BaseException as error:
+            journal.finish(error)
+            raise
+    if spaced is None:
+        spaced = unequal_gpus(places)
+    cadence = Cadence.of(len(places), config, spaced=spaced)
+    backend, reason = resolve_backend(AverageBackend.AUTO, places)
+    drifting = unequal_devices(places)
+    alike = "unequal devices" if drifting else "equal devices"
+    announce(
+        logger,
+        f"your own loop: {device_summary(places)}; {alike}; gradients go over {backend.name}: "
+        f"{reason}",
+    )
+    make_ends = partial(
+        create_collectives, len(places), backend.collective, places, COLLECTIVE_TIMEOUT_S
+    )
+    ends = CollectiveGroup(make_ends)
+
+    journal.begin(places, backend.collective, reason)
+    try:
+        runner = Runner(places, ends, journal)
+    except BaseException as error:
+        journal.finish(error)
+        raise
+    try:
+        replicas = build_replicas(
+            runner, source.make, optim_factory, config.loss_weight, tensors=source.tensors()
+        )
+        ends.get()
+        balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
+        team = ThreadedEngine(
+            replicas,
+            runner,
+            balancer,
+            cadence,
+            journal,
+            config.max_grad_norm,
+            drifting=drifting,
+        )
+        journal.built(replicas[0].model)
+        return source.finish(ReplicatedModule(team, source.head))
+    except BaseException as error:
+        journal.finish(error)
+        runner.close()
+        raise
+
+
+MakeModel = Callable[[int, torch.device, nn.Module | None], nn.Module]
+"""``f(rank, device, first)`` gives a rank's model on its device, with the weights of rank 0's."""
+
+
+class Source:
+    """Where the models come from.
+
+    Args:
+        given: A module, an object with a ``.module``, or a factory of either.
+        world_size: How many are needed; copies of a module are made at once.
+
+    Attributes:
+        head: The object with a ``.module``, given or made for rank 0.
+    """
+
+    def __init__(self, given: Any, world_size: int) -> None:
+        self.head: Any = None
+        self._factory: Callable[[torch.device], Any] | None = None
+        self._models: list[nn.Module] = []
+        model = given if isinstance(given, nn.Module) else getattr(given, "module", None)
+        if isinstance(given, type) or not isinstance(model, nn.Module):
+            if not callable(given):
+                raise TypeError(
+                    f"pass a torch.nn.Module, an object whose .module is one, or a factory "
+                    f"f(device) -> nn.Module, not a {type(given).__name__}"
+                )
+            self._factory = given
+            return
+        if isinstance(model, ReplicatedModule):
+            raise ValueError("the model was set up before; set up its .module, or keep using it")
+        if model is not given:
+            self.head = given
+        check_model(model, "Trainer.setup")
+        try:
+            twins = [copy.deepcopy(model) for _ in range(world_size - 1)]
+        except Exception as error:
+            raise ValueError(
+                f"the model cannot be copied for the other devices ({error}); pass a factory "
+                "f(device) -> nn.Module instead"
+            ) from error
+        self._models = [model, *twins]
+
+    def make(self, rank: int, device: torch.device, first: nn.Module | None = None) -> nn.Module:
+        """A rank's model on its device, with the weights of rank 0's."""
+        if self._factory is None:
+            return self._models[rank].to(device)
+        made = self._factory(device)
+        model = made
+        if not isinstance(made, nn.Module) and isinstance(getattr(made, "module", None), nn.Module):
+            model = made.module
+            self.head = made if rank == 0 else self.head
+        model = build_model(lambda _: model, device)
+        if first is not None:
+            adopt(model, Template.of(first), rank)
+            if len(list(model.modules())) != len(list(first.modules())):
+                raise ReplicaMismatch(
+                    f"model_factory gave rank {rank} another number of modules than rank 0; it "
+                    "must build the same architecture each time"
+                )
+        return model
+
+    def tensors(self) -> list[Tensor]:
+        """What the models that are there already consist of."""
+        return [t for m in self._models for t in (*m.parameters(), *m.buffers())]
+
+    def finish(self, model: ReplicatedModule) -> ReplicatedModule:
+        """Let the head use the replicas."""
+        if self.head is not None:
+            try:
+                self.head.module = model
+            except AttributeError as error:
+                raise TypeError(
+                    f"{type(self.head).__name__}.module cannot be set: pass the module itself"
+                ) from error
+        return model
+
+
+def build_replicas(
+    runner: Runner,
+    make: MakeModel,
+    optim_factory: OptimFactory,
+    loss_weight: LossWeightFn | None = None,
+    *,
+    tensors: Sequence[Tensor] = (),
+) -> list[LoopReplica]:
+    """One after the other, each in its own thread, rank 0 first.
+
+    Args:
+        runner: Has their threads.
+        make: Makes a rank's model.
+        optim_factory: Makes its optimizer.
+        loss_weight: See :class:`~runtime.DdpConfig`.
+        tensors: What the models consist of, as far as they are there already.
+    """
+    replicas: list[LoopReplica] = []
+    num_ranks = len(runner.contexts)
+    used: list[list[bool]] = [[] for _ in runner.contexts]
+    sync = StreamSync([context.device for context in runner.contexts])
+    # A model that is on a GPU may still be on its way there.
+    events = sync.marks(tensors)
+
+    def build(rank: int, context: Device) -> LoopReplica:
+        sync.wait(context.device, events)
+        model = make(rank, context.device, replicas[0].model if replicas else None)
+        replica = LoopReplica(rank, context, model, optim_factory, used, loss_weight)
+        context.finish()  # others copy its weights on streams of their own
+        return replica
+
+    for rank, context in enumerate(runner.contexts):
+        tasks: list[Task | None] = [None] * num_ranks
+        tasks[rank] = partial(build, rank, context)
+        outcome = runner.execute(tasks)[rank]
+        if outcome.error is not None:
+            outcome.error.add_note(f"while replica {rank} was built on {context.device}")
+            raise outcome.error
+        replicas.append(outcome.value)
+    return replicas

@@ -1,0 +1,218 @@
+"""One model on one device, in the caller's thread."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from runtime.core.weight import (
+    Weight,
+)
+from runtime.loop.learning_rate import LearningRate
+from runtime.loop.loop_engine import CLIP_LATE, MIXED, WEIGHED_TWICE, total_weight
+from runtime.loop.loop_recorder import LoopRecorder
+from runtime.loop.loop_replica import (
+    LossFn,
+    StepGuard,
+    backward_of,
+    divide_by,
+    mean_of_accumulated,
+    weighted_loss,
+)
+from runtime.loop.scatter import move, placed
+from runtime.replica.build import (
+    OptimFactory,
+    build_optimizer,
+)
+
+
+class SingleDeviceEngine:
+    """One model on one device, in the caller's thread and on its streams.
+
+    Args:
+        model: On the device.
+        device: Where it is.
+        optim_factory: Makes the optimizer.
+        max_grad_norm: Clips gradients; ``None``: they stay as they are.
+        journal: Takes down what happens.
+
+    Attributes:
+        devices, models, optimizers, rate: See :class:`ThreadedEngine`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        optim_factory: OptimFactory,
+        *,
+        max_grad_norm: float | None,
+        journal: LoopRecorder,
+    ) -> None:
+        model.train()
+        model.zero_grad(set_to_none=True)
+        self._model = model
+        self._device = device
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = build_optimizer(optim_factory, model, self._params, None)
+        self._step_guard = StepGuard(self._optimizer)
+        self._max_grad_norm = max_grad_norm
+        self._journal = journal
+        self._num_accumulated = 0
+        self._weights: list[Weight | None] = []
+        self._guards: list[RemovableHandle] = []
+        self._nodes: dict[int, Any] = {}  # of the parameters, by place; the guards are in them
+        self.devices = (device,)
+        self.models = (model,)
+        self.optimizers = (self._optimizer,)
+        self.rate = LearningRate(self._optimizer)
+
+    @property
+    def direct(self) -> Callable[..., Any]:
+        """What runs a batch with the least in between."""
+        plain = self._device.type == "cpu" and not self._journal.on
+        return self._model if plain else self.forward
+
+    @property
+    def chunk_ratios(self) -> tuple[float, ...]:
+        """All of it."""
+        return (1.0,)
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """One: there is nobody to reduce with."""
+        return (1,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with the inputs on its device as with many devices."""
+        start_s = time.monotonic()
+        if self._device.type != "cpu":
+            args, kwargs = move((args, kwargs), self._device)
+        output = self._model(*args, **kwargs)
+        self._journal.record("forward", start_s)
+        if torch.is_grad_enabled() and self._journal.on:
+            self._journal.watch_backward(output)
+            self._journal.given(0, [(args, kwargs)])
+        return output
+
+    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
+        """Forward, loss and backward of each batch in turn."""
+        self._notice_zeroed()
+        if not self._num_accumulated and any(p.grad is not None for p in self._params):
+            raise RuntimeError(MIXED)
+        start_s = time.monotonic()
+        losses = []
+        self._unguard()
+        try:
+            for batch in batches:
+                loss, weight = weighted_loss(loss_fn(self._model, move(batch, self._device)))
+                losses.append(backward_of(loss, weight, self._params))
+                self._num_accumulated += 1
+                self._weights.append(weight)
+            total_weight(self._weights)
+        except BaseException:
+            self.zero_grad()  # half of the gradients are no use
+            raise
+        if self._num_accumulated:
+            self._guard()
+        self._journal.record("accumulate", start_s)
+        self._journal.given(0, batches)
+        return torch.stack(losses) if losses else torch.empty(0, device=self._device)
+
+    def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
+        """Clip, step and forget the gradients; there is nobody to reduce with."""
+        start_s = time.monotonic()
+        self.rate.check()
+        self._notice_zeroed()
+        empty = False
+        if self._num_accumulated:
+            if weight is not None:
+                raise ValueError(WEIGHED_TWICE)
+            weight = total_weight(self._weights)
+        if weight is not None:
+            divide_by(self._params, weight, max(1, self._num_accumulated))
+            empty = isinstance(weight, float) and weight == 0
+        if self._num_accumulated:
+            mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
+            self._num_accumulated = 0
+            self._weights = []
+        elif self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
+        self._unguard()
+        if not empty:
+            with self._step_guard.stepping():
+                self._optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+        self.rate.advance()
+        self._journal.record("step", start_s)
+        self._journal.step += 1
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients."""
+        if self._num_accumulated:
+            raise RuntimeError(CLIP_LATE)
+        return nn.utils.clip_grad_norm_(self._params, max_norm)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._num_accumulated = 0
+        self._weights = []
+        self._unguard()
+        self._model.zero_grad(set_to_none=True)
+
+    def sync_params(self) -> None:
+        """Nobody else has weights."""
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Load the optimizer's state."""
+        self._optimizer.load_state_dict(state)
+
+    def set_attribute(self, name: str, value: object) -> None:
+        """Set an attribute of the model."""
+        setattr(self._model, name, placed(value, self._device, copy=False))
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
+        """Add a buffer to the model."""
+        own = placed(tensor, self._device, copy=False)
+        self._model.register_buffer(name, own, persistent)
+
+    def close(self) -> None:
+        """Nothing was started; the optimizer may be stepped by hand."""
+        self._step_guard.close()
+        self._journal.finish()
+
+    def _notice_zeroed(self) -> None:
+        """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""
+        if self._num_accumulated and all(p.grad is None for p in self._params):
+            self._num_accumulated = 0
+            self._weights = []
+
+    def _guard(self) -> None:
+        """Until the step, refuse gradients from elsewhere before any of them is added."""
+        for place, p in enumerate(self._params):
+            if p.requires_grad and place not in self._nodes:
+                self._nodes[place] = torch.autograd.graph.get_gradient_edge(p).node
+        refuse = partial(_refuse, weakref.ref(self))  # the nodes may live longer
+        self._guards = [node.register_prehook(refuse) for node in self._nodes.values()]
+
+    def _unguard(self) -> None:
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        if self._device.type != "cpu":
+            self._nodes.clear()  # one belongs to the stream under which it was made
+
+
+def _refuse(solo: weakref.ref[SingleDeviceEngine], grads: Any) -> None:
+    if (self := solo()) is not None:
+        self._notice_zeroed()
+        if self._num_accumulated:
+            raise RuntimeError(MIXED)

@@ -1,0 +1,224 @@
+"""Weighted means of gradients over replicas, in the calling thread or over a process group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from coordinator.config import AverageBackend
+from runtime.collective import Collective, create_collectives
+from runtime.collective.thread import weighted_sums
+from runtime.device import cuda_api
+from runtime.device.cuda_api import Event, StreamSync
+from runtime.loop.rank_threads import Job, RankThreads, first_failure
+from runtime.replica.flat import reals
+
+Tensors = Sequence[Tensor]
+_BLOCK = 1 << 18
+"""Elements of one rank that are reduced before the next: they stay in cache meanwhile."""
+ABORT_S = 10.0
+"""How long internal threads may take to come back once their group was aborted."""
+
+
+class Reduction(ABC):
+    """Replaces the ranks' tensors by their weighted mean. For one thread at a time."""
+
+    @abstractmethod
+    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
+        """Give every rank the mean, in place, with the same bits on all of them.
+
+        Runs after the work already on the calling thread's current stream of each GPU, and
+        before later work there. Each tensor keeps its strides.
+
+        Args:
+            tensors: ``tensors[rank][i]``, of the same shape and dtype on every rank.
+            weights: One for each rank, finite, not negative, not all 0. The values of a
+                rank with weight 0 are never used.
+        """
+
+    def close(self) -> None:
+        """Free what the reduction holds. Idempotent."""
+        return
+
+
+class CpuReduction(Reduction):
+    """Reduces in place in the calling thread, for replicas that are all on the CPU.
+
+    Adds in order of rank, float16 and bfloat16 in float32, as the collectives do.
+    """
+
+    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
+        """As :meth:`Reduction.mean_`."""
+        total = float(sum(weights))
+        factors = [weight / total for weight in weights]
+        with torch.no_grad():
+            for block in _blocks(tensors[0]):
+                values = [[own[i] for i in block] for own in tensors]
+                mean = weighted_sums(values, factors)
+                for target in values:
+                    if target is not mean:
+                        torch._foreach_copy_(target, mean)
+
+
+def _blocks(tensors: Tensors) -> Iterator[list[int]]:
+    """Indices of tensors of one dtype that are reduced together."""
+    order = sorted(range(len(tensors)), key=lambda i: str(tensors[i].dtype))
+    block: list[int] = []
+    size = 0
+    for i in order:
+        tensor = tensors[i]
+        if block and (size + tensor.numel() > _BLOCK or tensors[block[0]].dtype != tensor.dtype):
+            yield block
+            block, size = [], 0
+        block.append(i)
+        size += tensor.numel()
+    if block:
+        yield block
+
+
+class GroupReduction(Reduction):
+    """Reduces over a group of ranks, with one internal thread for each.
+
+    The call blocks until earlier work is done and the mean is formed; copies back to the
+    gradients are only issued. After a failure the tensors are unchanged, and the group stays
+    aborted.
+
+    Args:
+        devices: The device of each rank.
+        kind: ``"nccl"`` or ``"gloo"``; ``"thread"``: in CPU memory, through pinned memory for
+            ranks on GPUs, of which several may share one.
+        timeout_s: How long an exchange may take, in seconds.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], kind: str, timeout_s: float = 60.0) -> None:
+        self._devices = devices
+        self._sync = StreamSync()
+        self._packed = [_Packed() for _ in devices]
+        self._events: list[Event | None] = [None] * len(devices)
+        self._ends = create_collectives(len(devices), kind, devices, timeout_s)
+        try:
+            contexts = [_stream_of(device) for device in devices]
+            self._threads = RankThreads("ddp", contexts, _closing(self._ends))
+        except BaseException:
+            _closing(self._ends)()
+            raise
+
+    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
+        """As :meth:`Reduction.mean_`.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: The exchange failed, now or earlier.
+        """
+        with torch.no_grad():
+            flats = [self._load(rank, own) for rank, own in enumerate(tensors)]
+
+            def exchange(rank: int) -> Event | None:
+                self._sync.wait(self._devices[rank], [self._events[rank]])
+                self._ends[rank].weighted_mean_(flats[rank], weights[rank])
+                return self._sync.mark(self._devices[rank])
+
+            job = Job([partial(exchange, rank) for rank in range(len(flats))])
+            try:
+                self._threads.deliver(job)
+                job.wait()
+            except BaseException:  # Ctrl-C: nobody may write to the tensors any more
+                if job.is_begun:
+                    self._ends[0].abort()
+                    self._threads.deliver(job)
+                    job.wait(ABORT_S)
+                raise
+            failure = first_failure(job.outcomes)
+            if failure is not None:
+                raise failure[1]
+            for rank, (own, outcome) in enumerate(zip(tensors, job.outcomes, strict=True)):
+                self._store(rank, own, outcome.value)
+
+    def _load(self, rank: int, tensors: Tensors) -> list[Tensor]:
+        device, event = self._devices[rank], self._events[rank]
+        # The stream may be another one now: what the last call copies must have left.
+        self._sync.wait(device, [event])
+        flats = self._packed[rank].load(tensors)
+        self._events[rank] = self._sync.mark(device, event)
+        return flats
+
+    def _store(self, rank: int, tensors: Tensors, reduced: Event | None) -> None:
+        device = self._devices[rank]
+        self._sync.wait(device, [reduced])
+        self._packed[rank].store(tensors)
+        self._events[rank] = self._sync.mark(device, self._events[rank])
+
+    def close(self) -> None:
+        """End the threads and the group; blocks for that."""
+        self._threads.close()
+        self._packed = []
+
+
+class _Packed:
+    """Tensors of one rank side by side: one flat tensor for each dtype, used again and again."""
+
+    def __init__(self) -> None:
+        self._flats: dict[torch.dtype, Tensor] = {}
+        self._groups: list[tuple[list[int], list[Tensor]]] = []
+
+    def load(self, tensors: Tensors) -> list[Tensor]:
+        """Copy tensors of one device into the flat ones; gives those, in order of dtype."""
+        groups: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            groups.setdefault(tensor.dtype, []).append(i)
+        flats: list[Tensor] = []
+        self._groups = []
+        for group in groups.values():
+            sizes = [tensors[i].numel() for i in group]
+            flat = self._room(tensors[group[0]], sum(sizes))
+            parts = flat.split(sizes)  # type: ignore[no-untyped-call]
+            views = [part.view(tensors[i].shape) for i, part in zip(group, parts, strict=True)]
+            torch._foreach_copy_(views, [tensors[i] for i in group])
+            self._groups.append((group, views))
+            flats.append(flat)
+        return reals(flats)
+
+    def store(self, tensors: Tensors) -> None:
+        """Copy the flat tensors back to where they were loaded from."""
+        for group, views in self._groups:
+            torch._foreach_copy_([tensors[i] for i in group], views)
+
+    def _room(self, like: Tensor, num_elements: int) -> Tensor:
+        flat = self._flats.get(like.dtype)
+        if flat is None or flat.numel() < num_elements:
+            flat = self._flats[like.dtype] = like.new_empty(num_elements)
+        return flat[:num_elements]
+
+
+def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """What makes the context of a rank's internal thread: its device, and a stream of its own."""
+    api: Any = cuda_api.API
+
+    @contextmanager
+    def current() -> Iterator[None]:
+        with api.on_device(device), api.stream(api.new_stream(device)):
+            yield
+
+    return nullcontext if device.type == "cpu" else current
+
+
+def _closing(ends: Sequence[Collective]) -> Callable[[], None]:
+    def close() -> None:
+        for end in ends:
+            end.close()
+
+    return close
+
+
+def make_reduction(backend: AverageBackend, devices: Sequence[torch.device]) -> Reduction:
+    """Make the reduction for replicas on these devices; ``backend`` is resolved."""
+    over_group = backend in (AverageBackend.NCCL, AverageBackend.GLOO)
+    if not over_group and all(device.type == "cpu" for device in devices):
+        return CpuReduction()
+    return GroupReduction(devices, backend.value if over_group else "thread")

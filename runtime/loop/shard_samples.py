@@ -1,0 +1,108 @@
+"""Cuts a mini-batch into shards of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+
+def shard_samples(samples: Any, num_shards: int) -> list[Any]:
+    """Cut samples into contiguous shards whose sizes differ by at most one.
+
+    The later shards are larger: 10 samples over 3 shards give 3, 3 and 4. With fewer samples
+    than shards some shards are empty; no samples at all give no shards. Shards of tensors are
+    views.
+
+    What a sample is depends on the container:
+
+    - a tensor, or a tuple, list or dict that holds tensors: *columns*, cut along their first
+      dimension. The parts of a tuple or list that holds a tensor, and all values of a dict,
+      are columns themselves, of any depth; for example, a list of strings is a column. A tuple
+      that holds only containers is one of columns, too.
+    - any other list, tuple or range: its elements are the samples. So a list of tensors is a
+      list of columns, as a ``DataLoader`` yields it; if each tensor is a sample, stack them or
+      wrap each in a tuple.
+
+    Args:
+        samples: The mini-batch.
+        num_shards: How many shards, at least 1.
+
+    Returns:
+        ``num_shards`` shards of the kind of ``samples``, or ``[]``.
+
+    Raises:
+        TypeError: A value has no samples.
+        ValueError: Columns differ in length, a tensor has no dimension, or there are no columns.
+    """
+    if isinstance(num_shards, bool) or not isinstance(num_shards, int):
+        raise TypeError(f"num_shards={num_shards!r}: pass a whole number")
+    if num_shards < 1:
+        raise ValueError(f"num_shards={num_shards}: must be at least 1")
+    count = count_samples(samples)
+    if count == 0:
+        return []
+    size, rest = divmod(count, num_shards)
+    sizes = [size] * (num_shards - rest) + [size + 1] * rest
+    return [_cut(samples, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def count_samples(samples: Any) -> int:
+    """How many samples there are; raises as :func:`shard_samples`."""
+    lengths: dict[str, int] = {}
+    _measure(samples, "samples", lengths)
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise ValueError(f"columns must hold the same number of samples: {found}")
+    if not lengths:
+        raise ValueError(f"samples is an empty {type(samples).__name__}; pass at least one column")
+    return next(iter(lengths.values()))
+
+
+def holds_columns(samples: Any) -> bool:
+    """Whether a container is cut by its parts, not between them."""
+    if isinstance(samples, Mapping):
+        return True
+    if not isinstance(samples, (tuple, list)) or not samples:
+        return False
+    if any(isinstance(part, Tensor) for part in samples):
+        return True
+    return isinstance(samples, tuple) and all(
+        isinstance(part, (tuple, list, Mapping)) for part in samples
+    )
+
+
+def _parts(samples: Any) -> list[tuple[Any, Any]]:
+    return list(samples.items() if isinstance(samples, Mapping) else enumerate(samples))
+
+
+def _measure(samples: Any, name: str, lengths: dict[str, int]) -> None:
+    if isinstance(samples, Tensor):
+        if samples.ndim == 0:
+            raise ValueError(
+                f"{name} is a tensor without dimension: its first one counts the samples"
+            )
+        lengths[name] = len(samples)
+    elif holds_columns(samples):
+        for key, part in _parts(samples):
+            _measure(part, f"{name}[{key!r}]", lengths)
+    elif isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)):
+        lengths[name] = len(samples)
+    else:
+        raise TypeError(
+            f"{name} is a {type(samples).__name__}: pass tensors, tuples, lists or dicts of "
+            "them, or a list of samples"
+        )
+
+
+def _cut(samples: Any, start: int, stop: int) -> Any:
+    if not holds_columns(samples):
+        return samples[start:stop]
+    parts = {key: _cut(part, start, stop) for key, part in _parts(samples)}
+    if isinstance(samples, Mapping):
+        return parts
+    if hasattr(samples, "_fields"):
+        return type(samples)(*parts.values())
+    return type(samples)(parts.values())
