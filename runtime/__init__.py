@@ -19,7 +19,7 @@ from runtime.core.errors import (
     ReplicaMismatch,
     WorkerFailed,
 )
-from runtime.core.weight import Weighted
+from runtime.core.loss_weights import Weighted
 from runtime.device.base import device_summary
 from runtime.fsdp import FSDP, ShardingStrategy
 from runtime.handle import TrainerHandle
@@ -35,7 +35,7 @@ from runtime.loop.data_parallel import BatchResult, DataParallelCoordinator
 from runtime.loop.ddp import Ddp
 from runtime.loop.shard_samples import shard_samples
 from runtime.monitor import Monitor
-from runtime.replica.reducer import average_gradients, has_non_finite
+from runtime.replica.gradients import average_gradients, has_non_finite
 from runtime.results import TrainedState, WorkerFailure
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer, TrainerBuilder, fit

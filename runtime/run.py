@@ -55,8 +55,9 @@ from runtime.results import TrainedState, assemble
 from runtime.saving import CheckpointService
 from runtime.timeline.events import RunFacts
 from runtime.train_config import TrainConfig
-from runtime.worker.group import Groups, StopAgreement
-from runtime.worker.recording import Recording
+from runtime.worker.collective_groups import Groups
+from runtime.worker.lockstep import StopAgreement
+from runtime.worker.recorder import Recording
 from runtime.worker.replica import Peers
 from runtime.worker.worker import GpuWorker
 from runtime.worker.worker_config import WAKE, WorkerEndpoints

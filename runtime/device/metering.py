@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coordinator.metrics import ExactSum, Tally, WeightSum
-from runtime.core.weight import Weight, check_read_weight
+from runtime.core.loss_weights import Weight, check_read_weight
 from runtime.device.cuda_api import Event
 from runtime.device.timing import EventPool, StepTimer
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runtime.collective import Collective, split
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
-from runtime.core.weight import check_weight
+from runtime.core.loss_weights import check_weight
 from runtime.fsdp.call_agreement import agreement_of
 from runtime.fsdp.full_state import ParameterStore, gather_state, load_state, sync_buffers
 from runtime.fsdp.group_closer import OwnedGroups
@@ -25,7 +25,7 @@ from runtime.fsdp.sharded import (
 from runtime.fsdp.shared_parameters import SharedParameter, check_same, describe, find_parameters
 from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
-from runtime.replica.reducer import weigh_
+from runtime.replica.gradients import weigh_
 
 
 class FSDP(nn.Module):

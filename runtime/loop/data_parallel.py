@@ -47,13 +47,13 @@ from runtime.replica.build import (
     adopt,
     build_model,
 )
-from runtime.replica.non_finite import first_bad
-from runtime.replica.reducer import (
+from runtime.replica.gradients import (
     average_gradients,
     check_gradients,
     gradient_norm,
     has_non_finite,
 )
+from runtime.replica.non_finite import first_bad
 
 _REMEDY = (
     "No replica was changed. Lower the learning rate, set max_grad_norm, or guard the loss "

@@ -13,13 +13,13 @@ from coordinator.config import AverageBackend
 from runtime.core.checks import (
     check_devices,
 )
-from runtime.core.threads import Closing
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     Weight,
     check_weight,
     parts_of,
     scale_,
 )
+from runtime.core.threads import Closing
 from runtime.loop.collective_group import resolve_backend
 from runtime.loop.reduction import Reduction, make_reduction
 from runtime.loop.replica_set import ReplicaSet

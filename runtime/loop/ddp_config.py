@@ -11,7 +11,7 @@ from runtime.core.checks import (
     check_float,
     check_int,
 )
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     LossWeightFn,
 )
 from runtime.timeline.timeline import Timeline

@@ -14,11 +14,11 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from runtime.core.nested import Spec
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     Weight,
     parts_of,
 )
+from runtime.core.nested import Spec
 from runtime.loop.scatter import Piece, Scatter, carry
 
 CROSSED = (

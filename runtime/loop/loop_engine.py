@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runtime.core.weight import Weight
+from runtime.core.loss_weights import Weight
 from runtime.loop.learning_rate import LearningRate
 from runtime.loop.loop_replica import LossFn
 

@@ -15,8 +15,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from runtime.collective import Collective
-from runtime.core.nested import flatten
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     LossWeightFn,
     Weight,
     Weighted,
@@ -27,6 +26,7 @@ from runtime.core.weight import (
     scale_,
     weight_field,
 )
+from runtime.core.nested import flatten
 from runtime.device.base import Device
 from runtime.loop.caller_modes import outside_autocast
 from runtime.loop.gather import Shard
@@ -36,10 +36,7 @@ from runtime.replica.build import (
     build_optimizer,
 )
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState, reals
-from runtime.replica.reducer import (
-    refuse_sparse,
-    weigh_,
-)
+from runtime.replica.gradients import refuse_sparse, weigh_
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 Options = Sequence[Mapping[str, Any]]

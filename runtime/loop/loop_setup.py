@@ -23,7 +23,7 @@ from runtime.core.context import announce
 from runtime.core.errors import (
     ReplicaMismatch,
 )
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     LossWeightFn,
 )
 from runtime.device.base import Device, device_summary

@@ -14,10 +14,10 @@ from runtime.core.checks import (
     check_callable,
     check_float,
 )
-from runtime.core.threads import Closing
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     check_weight,
 )
+from runtime.core.threads import Closing
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine
 from runtime.loop.loop_replica import LossFn

@@ -13,7 +13,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     Weight,
 )
 from runtime.loop.learning_rate import LearningRate

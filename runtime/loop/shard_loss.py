@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     Weighted,
     check_weight,
     checked_loss,

@@ -19,10 +19,10 @@ from runtime.collective import Collective
 from runtime.core.errors import (
     ReplicaFailed,
 )
-from runtime.core.nested import flatten
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     Weight,
 )
+from runtime.core.nested import flatten
 from runtime.loop.accumulation import Cadence, sync_seconds
 from runtime.loop.balance import Balancer
 from runtime.loop.caller_modes import CallerModes

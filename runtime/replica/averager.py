@@ -23,35 +23,6 @@ from runtime.replica.flat import FlatState, change, norm, reals
 TINY_NORM = 1e-10
 
 
-class Snapshot(NamedTuple):
-    """A replica's state on its way to the coordinator.
-
-    Attributes:
-        payload: Valid until the next snapshot.
-        arrival: When it may be read; ``None``: at once.
-        squares: Squared norms of its parameter tensors; ``None``: not measured, as a device
-            would have to be waited for.
-    """
-
-    payload: Payload
-    arrival: PendingCopy | None
-    squares: tuple[float, ...] | None
-
-
-class ReducedState(NamedTuple):
-    """What a round over a collective has shown.
-
-    Attributes:
-        divergence: ``||pre - post|| / ||post||`` over the parameters.
-        norm: ``||post||``.
-        waited_s: Seconds spent waiting for the others.
-    """
-
-    divergence: float
-    norm: float
-    waited_s: float
-
-
 class ReplicaAverager:
     """Averages a replica's flat state with its peers'.
 
@@ -363,3 +334,32 @@ def _taken_away(old: Tensor, new: Tensor) -> Tensor:
         return old.to(torch.int8).sub_(new.to(torch.int8))
     change(old, new, out=old)
     return old
+
+
+class Snapshot(NamedTuple):
+    """A replica's state on its way to the coordinator.
+
+    Attributes:
+        payload: Valid until the next snapshot.
+        arrival: When it may be read; ``None``: at once.
+        squares: Squared norms of its parameter tensors; ``None``: not measured, as a device
+            would have to be waited for.
+    """
+
+    payload: Payload
+    arrival: PendingCopy | None
+    squares: tuple[float, ...] | None
+
+
+class ReducedState(NamedTuple):
+    """What a round over a collective has shown.
+
+    Attributes:
+        divergence: ``||pre - post|| / ||post||`` over the parameters.
+        norm: ``||post||``.
+        waited_s: Seconds spent waiting for the others.
+    """
+
+    divergence: float
+    norm: float
+    waited_s: float

@@ -12,63 +12,36 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runtime.replica.global_batch import GlobalBatch
 
 
-class _Normalized(torch.autograd.Function):
-    """The samples of all ranks, normalised by the statistics of them all."""
+def synchronise(model: nn.Module, statistics: GlobalBatch) -> int:
+    """Have a model's batch normalisation use the statistics of all ranks.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        statistics: GlobalBatch,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.double() if x.dtype is torch.float64 else x.float()
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-        num = x.numel() // x.shape[1]
-        var, mean = torch.var_mean(wide, dims, correction=0)
-        told = torch.cat([mean, var * num, mean.new_full((1,), num)])
-        gathered = statistics.gather(told)
-        means, squares, counts = torch.split(gathered, [len(mean), len(mean), 1], dim=1)
-        # Sums of squares around the common mean: differences of large numbers would lose digits.
-        count = counts.sum()
-        mean = (means * counts).sum(0) / count
-        squares = squares.sum(0) + ((means - mean).square() * counts).sum(0)
-        scale = torch.rsqrt(squares / count + eps)
-        y = (wide - mean.view(shape)) * scale.view(shape)
-        if weight is not None:
-            y = y * weight.view(shape)
-        if bias is not None:
-            y = y + bias.view(shape)
-        ctx.save_for_backward(x, weight, mean, scale, count)
-        ctx.statistics = statistics
-        ctx.mark_non_differentiable(mean, squares, count)
-        return y.to(x.dtype), mean, squares, count
+    Its layers stay the same objects, with the same parameters, buffers, hooks and keys.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale, count = ctx.saved_tensors
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-        dy = dy.to(mean.dtype)
-        normal = (x.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
-        sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
-        own_bias, own_weight = sums
-        around, along = (ctx.statistics.add_up(sums) / count).unbind()
-        dx = dy - around.view(shape) - normal * along.view(shape)
-        if weight is not None:
-            scale = scale * weight
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        return (
-            (dx * scale.view(shape)).to(x.dtype) if needs_x else None,
-            own_weight.to(weight.dtype) if needs_weight else None,
-            own_bias.to(weight.dtype) if needs_bias else None,
-            None,
-            None,
-        )
+    Args:
+        model: The model.
+        statistics: Where its rank meets the others.
+
+    Returns:
+        How many layers there are.
+
+    Raises:
+        TypeError: One is of a class of its own, whose forward nobody knows here.
+    """
+    num = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        kind = _KINDS.get(type(module))
+        if kind is None:
+            raise TypeError(
+                f"sync_batchnorm(True): {name or 'the model'} is a {type(module).__name__}, whose "
+                "statistics cannot be shared; use torch.nn.BatchNorm1d, 2d or 3d there"
+            )
+        module.__class__ = kind
+        module.statistics = statistics  # type: ignore[assignment]
+        num += 1
+    statistics.num_layers += num
+    return num
 
 
 class _Synchronised(_BatchNorm):
@@ -130,33 +103,60 @@ _KINDS: dict[type[nn.Module], type[_Synchronised]] = {
 }
 
 
-def synchronise(model: nn.Module, statistics: GlobalBatch) -> int:
-    """Have a model's batch normalisation use the statistics of all ranks.
+class _Normalized(torch.autograd.Function):
+    """The samples of all ranks, normalised by the statistics of them all."""
 
-    Its layers stay the same objects, with the same parameters, buffers, hooks and keys.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        statistics: GlobalBatch,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = x.double() if x.dtype is torch.float64 else x.float()
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+        num = x.numel() // x.shape[1]
+        var, mean = torch.var_mean(wide, dims, correction=0)
+        told = torch.cat([mean, var * num, mean.new_full((1,), num)])
+        gathered = statistics.gather(told)
+        means, squares, counts = torch.split(gathered, [len(mean), len(mean), 1], dim=1)
+        # Sums of squares around the common mean: differences of large numbers would lose digits.
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        squares = squares.sum(0) + ((means - mean).square() * counts).sum(0)
+        scale = torch.rsqrt(squares / count + eps)
+        y = (wide - mean.view(shape)) * scale.view(shape)
+        if weight is not None:
+            y = y * weight.view(shape)
+        if bias is not None:
+            y = y + bias.view(shape)
+        ctx.save_for_backward(x, weight, mean, scale, count)
+        ctx.statistics = statistics
+        ctx.mark_non_differentiable(mean, squares, count)
+        return y.to(x.dtype), mean, squares, count
 
-    Args:
-        model: The model.
-        statistics: Where its rank meets the others.
-
-    Returns:
-        How many layers there are.
-
-    Raises:
-        TypeError: One is of a class of its own, whose forward nobody knows here.
-    """
-    num = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
-        kind = _KINDS.get(type(module))
-        if kind is None:
-            raise TypeError(
-                f"sync_batchnorm(True): {name or 'the model'} is a {type(module).__name__}, whose "
-                "statistics cannot be shared; use torch.nn.BatchNorm1d, 2d or 3d there"
-            )
-        module.__class__ = kind
-        module.statistics = statistics  # type: ignore[assignment]
-        num += 1
-    statistics.num_layers += num
-    return num
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale, count = ctx.saved_tensors
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+        dy = dy.to(mean.dtype)
+        normal = (x.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
+        sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
+        own_bias, own_weight = sums
+        around, along = (ctx.statistics.add_up(sums) / count).unbind()
+        dx = dy - around.view(shape) - normal * along.view(shape)
+        if weight is not None:
+            scale = scale * weight
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        return (
+            (dx * scale.view(shape)).to(x.dtype) if needs_x else None,
+            own_weight.to(weight.dtype) if needs_weight else None,
+            own_bias.to(weight.dtype) if needs_bias else None,
+            None,
+            None,
+        )

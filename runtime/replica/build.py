@@ -28,65 +28,6 @@ OptimFactory = Callable[[Any], torch.optim.Optimizer]
 OptimFactories = OptimFactory | Mapping[str, OptimFactory]
 """One, or several by the names of the submodules whose parameters they get."""
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
-
-
-class Copies:
-    """A model factory that copies a module, which stays as it is.
-
-    Args:
-        module: What each worker gets a copy of.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self, device: torch.device) -> nn.Module:
-        """A copy on a device."""
-        try:
-            copied = copy.deepcopy(self._module)
-        except Exception as error:
-            raise TypeError(
-                f"a {type(self._module).__name__} cannot be copied for each worker ({error}): pass "
-                "a function that builds it, lambda device: Net().to(device)"
-            ) from error
-        return copied.to(device)
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """What rank 0's model looks like, and its tensors to copy from."""
-
-    tensors: dict[str, Tensor]
-    kinds: dict[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Template:
-        """The template of a model."""
-        tensors: dict[str, Tensor] = {}
-        kinds: dict[str, str] = {}
-        for name, p in model.named_parameters():
-            tensors[name], kinds[name] = p, "trainable" if p.requires_grad else "frozen"
-        for name, b in model.named_buffers():
-            tensors[name], kinds[name] = b, "buffer"
-        return cls(tensors, kinds)
-
-    def first_difference(self, other: Template) -> str | None:
-        """The first thing in which another rank's model differs."""
-        for name, mine in self.tensors.items():
-            if name not in other.tensors:
-                return f"rank 0 has {self.kinds[name]} tensor {name!r}, it has none"
-            theirs = other.tensors[name]
-            for what, a, b in (
-                ("shape", tuple(mine.shape), tuple(theirs.shape)),
-                ("dtype", mine.dtype, theirs.dtype),
-                ("kind", self.kinds[name], other.kinds[name]),
-            ):
-                if a != b:
-                    return f"the {what} of {name!r} is {b}, on rank 0 it is {a}"
-        extra = next((n for n in other.tensors if n not in self.tensors), None)
-        return None if extra is None else f"it has a tensor {extra!r} that rank 0 has not"
-
-
 _PROCESS = threading.Lock()
 """Held while a model is built: factories draw from the process's generators, which rank 0 of
 another run may have seeded for its own."""
@@ -95,6 +36,63 @@ BUILT_ALONE_S = 30.0
 _LOOK_S = 0.1
 """How long it may take until the end of a run is seen that waits for it."""
 _thread = threading.local()
+
+
+def build_replica(
+    order: BuildOrder,
+    rank: int,
+    device: torch.device,
+    model_factory: ModelFactory,
+    optim_factory: OptimFactories,
+    *,
+    param_groups: ParamGroups | None = None,
+    scheduler: SchedulerFactories | None = None,
+    total_steps: int | None = None,
+    schedule_every: int = 1,
+    finish: Callable[[], None] = lambda: None,
+    load: Callable[[nn.Module], None] | None = None,
+) -> Replica:
+    """Build a rank's replica in its turn, with rank 0's weights.
+
+    Parameters are moved into flat tensors before the optimizer is built, so that its
+    state belongs to them. ``finish`` waits for the device: others copy rank 0's weights on
+    streams of their own, and rank 0 trains on as soon as they have told to be ready. ``load``
+    gives rank 0's model the weights of a checkpoint.
+    """
+    try:
+        with order.turn(rank) as template:
+            with order.seeded(rank, device):
+                model = build_model(model_factory, device)
+            if template is not None:
+                adopt(model, template, rank)
+            elif load is not None:
+                load(model)
+            model.train()
+            state = FlatState(model)
+            if isinstance(optim_factory, Mapping):
+                optimizer: torch.optim.Optimizer = build_optimizers(optim_factory, model)
+            else:
+                params = state.params.params
+                optimizer = build_optimizer(optim_factory, model, params, param_groups)
+            schedule = Schedule(optimizer, scheduler, total_steps, schedule_every)
+            finish()
+        if rank == 0:
+            order.publish(Template.of(model))
+    except BaseException:
+        if rank == 0:
+            order.fail()
+        raise
+    return Replica(model, state, optimizer, schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A model ready to be trained, in train mode, with everything that hangs on it."""
+
+    model: nn.Module
+    state: FlatState
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
 
 
 class BuildOrder:
@@ -194,6 +192,66 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What rank 0's model looks like, and its tensors to copy from."""
+
+    tensors: dict[str, Tensor]
+    kinds: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Template:
+        """The template of a model."""
+        tensors: dict[str, Tensor] = {}
+        kinds: dict[str, str] = {}
+        for name, p in model.named_parameters():
+            tensors[name], kinds[name] = p, "trainable" if p.requires_grad else "frozen"
+        for name, b in model.named_buffers():
+            tensors[name], kinds[name] = b, "buffer"
+        return cls(tensors, kinds)
+
+    def first_difference(self, other: Template) -> str | None:
+        """The first thing in which another rank's model differs."""
+        for name, mine in self.tensors.items():
+            if name not in other.tensors:
+                return f"rank 0 has {self.kinds[name]} tensor {name!r}, it has none"
+            theirs = other.tensors[name]
+            for what, a, b in (
+                ("shape", tuple(mine.shape), tuple(theirs.shape)),
+                ("dtype", mine.dtype, theirs.dtype),
+                ("kind", self.kinds[name], other.kinds[name]),
+            ):
+                if a != b:
+                    return f"the {what} of {name!r} is {b}, on rank 0 it is {a}"
+        extra = next((n for n in other.tensors if n not in self.tensors), None)
+        return None if extra is None else f"it has a tensor {extra!r} that rank 0 has not"
+
+
+def adopt(model: nn.Module, template: Template, rank: int) -> None:
+    """Give a replica rank 0's weights and buffers.
+
+    Raises:
+        ReplicaMismatch: The models differ; names the first difference.
+        ValueError: A parameter is one of rank 0's own.
+    """
+    own = Template.of(model)
+    difference = template.first_difference(own)
+    if difference is not None:
+        raise ReplicaMismatch(
+            f"model_factory gave rank {rank} another model than rank 0: {difference}; "
+            "it must build the same architecture each time"
+        )
+    for name, tensor in own.tensors.items():
+        if own.kinds[name] == "trainable" and tensor is template.tensors[name]:
+            raise ValueError(
+                f"model_factory gave rank {rank} the parameter {name!r} of rank 0 itself: "
+                "return a new module at each call, for instance copy.deepcopy(model)"
+            )
+    with torch.no_grad():
+        for name, tensor in own.tensors.items():
+            tensor.copy_(template.tensors[name])
+
+
 def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
     """Call the model factory and check what it gives.
 
@@ -230,31 +288,6 @@ def check_model(model: nn.Module, where: str) -> None:
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"{where}: no parameter requires a gradient, nothing can be trained")
-
-
-def adopt(model: nn.Module, template: Template, rank: int) -> None:
-    """Give a replica rank 0's weights and buffers.
-
-    Raises:
-        ReplicaMismatch: The models differ; names the first difference.
-        ValueError: A parameter is one of rank 0's own.
-    """
-    own = Template.of(model)
-    difference = template.first_difference(own)
-    if difference is not None:
-        raise ReplicaMismatch(
-            f"model_factory gave rank {rank} another model than rank 0: {difference}; "
-            "it must build the same architecture each time"
-        )
-    for name, tensor in own.tensors.items():
-        if own.kinds[name] == "trainable" and tensor is template.tensors[name]:
-            raise ValueError(
-                f"model_factory gave rank {rank} the parameter {name!r} of rank 0 itself: "
-                "return a new module at each call, for instance copy.deepcopy(model)"
-            )
-    with torch.no_grad():
-        for name, tensor in own.tensors.items():
-            tensor.copy_(template.tensors[name])
 
 
 def build_optimizer(
@@ -325,58 +358,23 @@ def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) ->
     return Optimizers(members)
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """A model ready to be trained, in train mode, with everything that hangs on it."""
+class Copies:
+    """A model factory that copies a module, which stays as it is.
 
-    model: nn.Module
-    state: FlatState
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-
-
-def build_replica(
-    order: BuildOrder,
-    rank: int,
-    device: torch.device,
-    model_factory: ModelFactory,
-    optim_factory: OptimFactories,
-    *,
-    param_groups: ParamGroups | None = None,
-    scheduler: SchedulerFactories | None = None,
-    total_steps: int | None = None,
-    schedule_every: int = 1,
-    finish: Callable[[], None] = lambda: None,
-    load: Callable[[nn.Module], None] | None = None,
-) -> Replica:
-    """Build a rank's replica in its turn, with rank 0's weights.
-
-    Parameters are moved into flat tensors before the optimizer is built, so that its
-    state belongs to them. ``finish`` waits for the device: others copy rank 0's weights on
-    streams of their own, and rank 0 trains on as soon as they have told to be ready. ``load``
-    gives rank 0's model the weights of a checkpoint.
+    Args:
+        module: What each worker gets a copy of.
     """
-    try:
-        with order.turn(rank) as template:
-            with order.seeded(rank, device):
-                model = build_model(model_factory, device)
-            if template is not None:
-                adopt(model, template, rank)
-            elif load is not None:
-                load(model)
-            model.train()
-            state = FlatState(model)
-            if isinstance(optim_factory, Mapping):
-                optimizer: torch.optim.Optimizer = build_optimizers(optim_factory, model)
-            else:
-                params = state.params.params
-                optimizer = build_optimizer(optim_factory, model, params, param_groups)
-            schedule = Schedule(optimizer, scheduler, total_steps, schedule_every)
-            finish()
-        if rank == 0:
-            order.publish(Template.of(model))
-    except BaseException:
-        if rank == 0:
-            order.fail()
-        raise
-    return Replica(model, state, optimizer, schedule)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, device: torch.device) -> nn.Module:
+        """A copy on a device."""
+        try:
+            copied = copy.deepcopy(self._module)
+        except Exception as error:
+            raise TypeError(
+                f"a {type(self._module).__name__} cannot be copied for each worker ({error}): pass "
+                "a function that builds it, lambda device: Net().to(device)"
+            ) from error
+        return copied.to(device)

@@ -27,71 +27,6 @@ from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-
-def copy_measured(out: Tensor, source: Tensor) -> float:
-    """Copy a flat tensor; returns its squared norm, NaN or infinite where a value is.
-
-    Args:
-        out: As ``source``, of which it shares no memory.
-        source: Flat; floating-point or complex.
-    """
-    out, source = reals([out, source])
-    square = 0.0
-    square_of = _square_of_narrow if source.dtype.itemsize < 4 else dot_square
-    # Blocks stay in the caches for the second reading, and a sum of few numbers keeps its digits.
-    length = block_length(source.dtype, torch.get_num_threads())
-    for target, block in blocks([out, source], length):
-        square += sum_squares(block, square_of)
-        target.copy_(block)
-    return square
-
-
-def reals(flats: Iterable[Tensor]) -> list[Tensor]:
-    """Flat tensors as real ones in the same memory, which is what collectives average."""
-    return [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
-
-
-def add_progress(live: Tensor, average: Tensor, base: Tensor) -> None:
-    """``live`` becomes ``average + (live - base)``: exactly the average where it is the base.
-
-    Args:
-        live: Flat; written to.
-        average: As ``live``.
-        base: As ``live``; holds nothing of use afterwards.
-    """
-    torch.sub(live, base, out=base)
-    torch.add(average, base, out=live)
-
-
-def add(mean: Tensor, delta: Tensor, out: Tensor) -> None:
-    """``mean + delta``, where the mean may still lie on the CPU."""
-    if mean.device == out.device:
-        torch.add(mean, delta, out=out)
-    else:
-        out.copy_(mean, non_blocking=True)
-        out.add_(delta)
-
-
-def change(new: Tensor, old: Tensor, out: Tensor) -> None:
-    """``new - old``; 0 where both are the same infinity, as in a mask kept as a buffer."""
-    same = new == old
-    torch.sub(new, old, out=out)
-    out.masked_fill_(same, 0)
-
-
-def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors together, a scalar on their device."""
-    parts = [torch.linalg.vector_norm(t) for t in tensors]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([p.double() for p in parts]))
-    return total
-
-
-def _square_of_narrow(block: Tensor) -> float:
-    """The squared norm of float16 or bfloat16, whose own sums are too coarse."""
-    norm: float = torch.linalg.vector_norm(block, dtype=torch.float32).item()
-    return norm * norm
-
-
 ALIGNMENT_BYTES = 64
 """Every parameter starts at a multiple of this within its flat tensor; of FSDP's shards, the
 chunks of large parameters do."""
@@ -99,269 +34,9 @@ _COPIED_TOGETHER = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
-
-
-class _Layout:
-    """Where tensors of one dtype lie in a flat tensor."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.dtype = tensors[0].dtype
-        unit = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
-        self.offsets: list[int] = []
-        end = 0
-        for t in tensors:
-            self.offsets.append(end)
-            end += -(-t.numel() // unit) * unit
-        self.numel = end
-
-    def views(self, flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """Views of ``flat`` with the shapes and, where dense, the strides of ``like``."""
-        return [
-            torch.as_strided(flat, t.size(), dense_stride(t), flat.storage_offset() + offset)
-            for t, offset in zip(like, self.offsets, strict=True)
-        ]
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's strides if it fills its memory without gaps, else contiguous ones."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1:
-            if stride != extent:
-                return torch.empty(tensor.size(), device="meta").stride()
-            extent *= size
-    return tensor.stride()
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, t in enumerate(tensors):
-        groups.setdefault(t.dtype, []).append(i)
-    return list(groups.values())
-
-
-class FlatLayout:
-    """Where tensors lie in flat tensors, one for each dtype.
-
-    Args:
-        tensors: Their shapes, dtypes and strides count; they are not kept.
-        order: In which they follow each other; ``None``: as they come. The flat tensors come in
-            the order of their dtypes among ``tensors`` in any case.
-
-    Attributes:
-        groups: For each flat tensor the places of its tensors in ``tensors``, one after the other.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
-        self.groups = _by_dtype(tensors)
-        if order is not None:
-            place = {i: rank for rank, i in enumerate(order)}
-            self.groups = [sorted(group, key=place.__getitem__) for group in self.groups]
-        self._layouts = [_Layout([tensors[i] for i in group]) for group in self.groups]
-
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """New flat tensors, zero."""
-        return [
-            torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in self._layouts
-        ]
-
-    def views(self, flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """``flats`` as tensors of the shapes and, where dense, the strides of ``like``."""
-        out = list(like)
-        for group, layout, flat in zip(self.groups, self._layouts, flats, strict=True):
-            for i, view in zip(group, layout.views(flat, [like[i] for i in group]), strict=True):
-                out[i] = view
-        return out
-
-    def end(self, number: int, index: int) -> int:
-        """Where in flat tensor ``number`` its tensor ``index`` ends, and the next one begins."""
-        layout = self._layouts[number]
-        return [*layout.offsets[1:], layout.numel][index]
-
-
-class NamedParams(Protocol):
-    """Parameters with their names.
-
-    Attributes:
-        params: Parameters.
-        names: The name of each.
-    """
-
-    params: list[nn.Parameter]
-    names: list[str]
-
-
-@dataclass(slots=True)
-class ParamSubset:
-    """See :class:`NamedParams`."""
-
-    params: list[nn.Parameter]
-    names: list[str]
-
-
-class FlatParams:
-    """The trainable parameters of a module, moved into flat tensors.
-
-    Args:
-        module: Its trainable parameters become views; the objects stay the same.
-
-    Attributes:
-        names: Names in ``named_parameters`` order.
-        params: The parameters in that order.
-        flats: One tensor for each dtype, of shape ``(numel,)``.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self.names = [n for n, _ in named]
-        self.params = [p for _, p in named]
-        old = [p.data for p in self.params]
-        self._arrangement = FlatLayout(old)
-        self.flats = self._arrangement.empty(old[0].device) if old else []
-        views = self._arrangement.views(self.flats, old)
-        for p, view, source in zip(self.params, views, old, strict=True):
-            view.copy_(source)
-            p.data = view
-        self._pointers = [view.data_ptr() for view in views]
-
-    def like(self) -> list[Tensor]:
-        """New flat tensors of the same shapes, zero."""
-        return [torch.zeros_like(flat) for flat in self.flats]
-
-    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """``flats`` as one tensor for each parameter, in order."""
-        return self._arrangement.views(flats, [p.data for p in self.params])
-
-    def viewer(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-        """:meth:`views` as a function that keeps no parameter alive."""
-        like = [
-            torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
-            for p in self.params
-        ]
-        arrangement = self._arrangement
-        return lambda flats: arrangement.views(flats, like)
-
-    def check(self) -> None:
-        """Make sure that no parameter was moved out of its flat tensor.
-
-        Raises:
-            RuntimeError: A parameter's memory was replaced, as by ``model.to(...)``.
-        """
-        for name, p, pointer in zip(self.names, self.params, self._pointers, strict=True):
-            if p.data_ptr() != pointer:
-                raise RuntimeError(
-                    f"parameter {name!r} was moved to other memory during training: assign to it "
-                    "in place (p.copy_(...)), and call .to(device) in the model factory only"
-                )
-
-
-class FlatBuffers:
-    """The buffers of a module, read where they are now and written in place.
-
-    A module may replace a buffer's tensor, so buffers are looked up each time.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        owners: list[tuple[nn.Module, str, str]] = []
-        seen: set[int] = set()
-        for prefix, sub in module.named_modules():
-            for key, buffer in sub._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    owners.append((sub, key, f"{prefix}.{key}" if prefix else key))
-        self.names = [name for _, _, name in owners]
-        self._owners = [(sub, key) for sub, key, _ in owners]
-        self._shapes = [b.size() for b in self.tensors()]
-        floats = [b.is_floating_point() or b.is_complex() for b in self.tensors()]
-        self._float_groups = self._pick(floats)
-        self._other_groups = self._pick([not f for f in floats])
-
-    def _pick(self, mask: Sequence[bool]) -> list[list[int]]:
-        chosen = [i for i, m in enumerate(mask) if m]
-        tensors = self.tensors()
-        return [[chosen[j] for j in g] for g in _by_dtype(tensors[i] for i in chosen)]
-
-    def tensors(self) -> list[Tensor]:
-        """The buffers as they are now, in order."""
-        found = [sub._buffers[key] for sub, key in self._owners]
-        return [b if b is not None else torch.empty(0) for b in found]
-
-    def __bool__(self) -> bool:
-        return bool(self._owners)
-
-    def empty(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """New tensors on the buffers' device for :meth:`read_into`."""
-        return self._alloc(self._float_groups), self._alloc(self._other_groups)
-
-    def _alloc(self, groups: list[list[int]]) -> tuple[Tensor, ...]:
-        tensors = self.tensors()
-        return tuple(tensors[g[0]].new_empty(sum(tensors[i].numel() for i in g)) for g in groups)
-
-    def viewer(self) -> Callable[[Payload], dict[int, Tensor]]:
-        """Gives a payload's buffers as views, by position; keeps no buffer alive."""
-        groups, shapes = [*self._float_groups, *self._other_groups], self._shapes
-
-        def views(payload: Payload) -> dict[int, Tensor]:
-            found: dict[int, Tensor] = {}
-            for group, flat in zip(groups, (*payload.buffers, *payload.taken), strict=True):
-                offset = 0
-                for i in group:
-                    numel = shapes[i].numel()
-                    found[i] = flat[offset : offset + numel].view(shapes[i])
-                    offset += numel
-            return found
-
-        return views
-
-    @torch.no_grad()
-    def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Copy all buffers into flat tensors."""
-        for parts, buffers in self._pieces(floats, others):
-            _copy_each(parts, buffers)
-
-    @torch.no_grad()
-    def write_from(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Copy flat tensors into the buffers."""
-        for parts, buffers in self._pieces(floats, others):
-            _copy_each(buffers, parts, non_blocking=True)
-
-    def _pieces(
-        self, floats: Sequence[Tensor], others: Sequence[Tensor]
-    ) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """For each flat tensor its views in the shapes of the buffers, and those buffers."""
-        tensors = self.tensors()
-        self._check_shapes(tensors)
-        pieces = []
-        groups = [*self._float_groups, *self._other_groups]
-        for group, flat in zip(groups, (*floats, *others), strict=True):
-            shapes = [self._shapes[i] for i in group]
-            parts = torch.split(flat, [shape.numel() for shape in shapes])
-            views = [
-                part if len(shape) == 1 else part.view(shape)
-                for part, shape in zip(parts, shapes, strict=True)
-            ]
-            pieces.append((views, [tensors[i] for i in group]))
-        return pieces
-
-    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
-        if [t.size() for t in tensors] == self._shapes:
-            return
-        for name, shape, buffer in zip(self.names, self._shapes, tensors, strict=True):
-            if buffer.size() != shape:
-                raise RuntimeError(
-                    f"buffer {name!r} changed its shape from {tuple(shape)} to "
-                    f"{tuple(buffer.size())}: buffers that are averaged must keep their shape"
-                )
-
-
-def _copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
-    """In one call where its kernels for GPUs know the dtype and all have the same."""
-    dtypes = {t.dtype for t in (*targets, *sources)}
-    if len(dtypes) == 1 and dtypes <= _COPIED_TOGETHER:
-        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=non_blocking)
+_WORD_BYTES = 8
+_PART = 1 << 22
+"""Words that are summed at once."""
 
 
 class FlatState:
@@ -505,35 +180,330 @@ def _pairs(a: Payload, b: Payload) -> Iterable[tuple[Tensor, Tensor]]:
     return zip((*a.buffers, *a.taken), (*b.buffers, *b.taken), strict=True)
 
 
-_WORD_BYTES = 8
-_PART = 1 << 22
-"""Words that are summed at once."""
+class FlatParams:
+    """The trainable parameters of a module, moved into flat tensors.
 
+    Args:
+        module: Its trainable parameters become views; the objects stay the same.
 
-def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have state besides tensors, by name; the model itself is ``""``."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
-
-
-def mark(t: Tensor) -> Tensor:
-    """A number that changes when the tensor's content does; stays on its device.
-
-    The sum of its bytes as 64-bit words, part by part: exact, where a norm would round a
-    small change away. Reads the tensor once.
+    Attributes:
+        names: Names in ``named_parameters`` order.
+        params: The parameters in that order.
+        flats: One tensor for each dtype, of shape ``(numel,)``.
     """
-    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    content = t.view(torch.uint8)
-    if content.storage_offset() % _WORD_BYTES:
-        content = content.clone()
-    end = content.numel() // _WORD_BYTES * _WORD_BYTES
-    words = content[:end].view(torch.int64)
-    total = content[end:].sum(dtype=torch.int64)
-    for begin in range(0, words.numel(), _PART):
-        total = total * 31 + words[begin : begin + _PART].sum()
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self.names = [n for n, _ in named]
+        self.params = [p for _, p in named]
+        old = [p.data for p in self.params]
+        self._arrangement = FlatLayout(old)
+        self.flats = self._arrangement.empty(old[0].device) if old else []
+        views = self._arrangement.views(self.flats, old)
+        for p, view, source in zip(self.params, views, old, strict=True):
+            view.copy_(source)
+            p.data = view
+        self._pointers = [view.data_ptr() for view in views]
+
+    def like(self) -> list[Tensor]:
+        """New flat tensors of the same shapes, zero."""
+        return [torch.zeros_like(flat) for flat in self.flats]
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """``flats`` as one tensor for each parameter, in order."""
+        return self._arrangement.views(flats, [p.data for p in self.params])
+
+    def viewer(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """:meth:`views` as a function that keeps no parameter alive."""
+        like = [
+            torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
+            for p in self.params
+        ]
+        arrangement = self._arrangement
+        return lambda flats: arrangement.views(flats, like)
+
+    def check(self) -> None:
+        """Make sure that no parameter was moved out of its flat tensor.
+
+        Raises:
+            RuntimeError: A parameter's memory was replaced, as by ``model.to(...)``.
+        """
+        for name, p, pointer in zip(self.names, self.params, self._pointers, strict=True):
+            if p.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"parameter {name!r} was moved to other memory during training: assign to it "
+                    "in place (p.copy_(...)), and call .to(device) in the model factory only"
+                )
+
+
+class NamedParams(Protocol):
+    """Parameters with their names.
+
+    Attributes:
+        params: Parameters.
+        names: The name of each.
+    """
+
+    params: list[nn.Parameter]
+    names: list[str]
+
+
+@dataclass(slots=True)
+class ParamSubset:
+    """See :class:`NamedParams`."""
+
+    params: list[nn.Parameter]
+    names: list[str]
+
+
+class FlatBuffers:
+    """The buffers of a module, read where they are now and written in place.
+
+    A module may replace a buffer's tensor, so buffers are looked up each time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners: list[tuple[nn.Module, str, str]] = []
+        seen: set[int] = set()
+        for prefix, sub in module.named_modules():
+            for key, buffer in sub._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    owners.append((sub, key, f"{prefix}.{key}" if prefix else key))
+        self.names = [name for _, _, name in owners]
+        self._owners = [(sub, key) for sub, key, _ in owners]
+        self._shapes = [b.size() for b in self.tensors()]
+        floats = [b.is_floating_point() or b.is_complex() for b in self.tensors()]
+        self._float_groups = self._pick(floats)
+        self._other_groups = self._pick([not f for f in floats])
+
+    def _pick(self, mask: Sequence[bool]) -> list[list[int]]:
+        chosen = [i for i, m in enumerate(mask) if m]
+        tensors = self.tensors()
+        return [[chosen[j] for j in g] for g in _by_dtype(tensors[i] for i in chosen)]
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers as they are now, in order."""
+        found = [sub._buffers[key] for sub, key in self._owners]
+        return [b if b is not None else torch.empty(0) for b in found]
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def empty(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """New tensors on the buffers' device for :meth:`read_into`."""
+        return self._alloc(self._float_groups), self._alloc(self._other_groups)
+
+    def _alloc(self, groups: list[list[int]]) -> tuple[Tensor, ...]:
+        tensors = self.tensors()
+        return tuple(tensors[g[0]].new_empty(sum(tensors[i].numel() for i in g)) for g in groups)
+
+    def viewer(self) -> Callable[[Payload], dict[int, Tensor]]:
+        """Gives a payload's buffers as views, by position; keeps no buffer alive."""
+        groups, shapes = [*self._float_groups, *self._other_groups], self._shapes
+
+        def views(payload: Payload) -> dict[int, Tensor]:
+            found: dict[int, Tensor] = {}
+            for group, flat in zip(groups, (*payload.buffers, *payload.taken), strict=True):
+                offset = 0
+                for i in group:
+                    numel = shapes[i].numel()
+                    found[i] = flat[offset : offset + numel].view(shapes[i])
+                    offset += numel
+            return found
+
+        return views
+
+    @torch.no_grad()
+    def read_into(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Copy all buffers into flat tensors."""
+        for parts, buffers in self._pieces(floats, others):
+            _copy_each(parts, buffers)
+
+    @torch.no_grad()
+    def write_from(self, floats: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Copy flat tensors into the buffers."""
+        for parts, buffers in self._pieces(floats, others):
+            _copy_each(buffers, parts, non_blocking=True)
+
+    def _pieces(
+        self, floats: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """For each flat tensor its views in the shapes of the buffers, and those buffers."""
+        tensors = self.tensors()
+        self._check_shapes(tensors)
+        pieces = []
+        groups = [*self._float_groups, *self._other_groups]
+        for group, flat in zip(groups, (*floats, *others), strict=True):
+            shapes = [self._shapes[i] for i in group]
+            parts = torch.split(flat, [shape.numel() for shape in shapes])
+            views = [
+                part if len(shape) == 1 else part.view(shape)
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+            pieces.append((views, [tensors[i] for i in group]))
+        return pieces
+
+    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
+        if [t.size() for t in tensors] == self._shapes:
+            return
+        for name, shape, buffer in zip(self.names, self._shapes, tensors, strict=True):
+            if buffer.size() != shape:
+                raise RuntimeError(
+                    f"buffer {name!r} changed its shape from {tuple(shape)} to "
+                    f"{tuple(buffer.size())}: buffers that are averaged must keep their shape"
+                )
+
+
+def _copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
+    """In one call where its kernels for GPUs know the dtype and all have the same."""
+    dtypes = {t.dtype for t in (*targets, *sources)}
+    if len(dtypes) == 1 and dtypes <= _COPIED_TOGETHER:
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
+
+
+class FlatLayout:
+    """Where tensors lie in flat tensors, one for each dtype.
+
+    Args:
+        tensors: Their shapes, dtypes and strides count; they are not kept.
+        order: In which they follow each other; ``None``: as they come. The flat tensors come in
+            the order of their dtypes among ``tensors`` in any case.
+
+    Attributes:
+        groups: For each flat tensor the places of its tensors in ``tensors``, one after the other.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
+        self.groups = _by_dtype(tensors)
+        if order is not None:
+            place = {i: rank for rank, i in enumerate(order)}
+            self.groups = [sorted(group, key=place.__getitem__) for group in self.groups]
+        self._layouts = [_Layout([tensors[i] for i in group]) for group in self.groups]
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """New flat tensors, zero."""
+        return [
+            torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in self._layouts
+        ]
+
+    def views(self, flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """``flats`` as tensors of the shapes and, where dense, the strides of ``like``."""
+        out = list(like)
+        for group, layout, flat in zip(self.groups, self._layouts, flats, strict=True):
+            for i, view in zip(group, layout.views(flat, [like[i] for i in group]), strict=True):
+                out[i] = view
+        return out
+
+    def end(self, number: int, index: int) -> int:
+        """Where in flat tensor ``number`` its tensor ``index`` ends, and the next one begins."""
+        layout = self._layouts[number]
+        return [*layout.offsets[1:], layout.numel][index]
+
+
+class _Layout:
+    """Where tensors of one dtype lie in a flat tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.dtype = tensors[0].dtype
+        unit = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
+        self.offsets: list[int] = []
+        end = 0
+        for t in tensors:
+            self.offsets.append(end)
+            end += -(-t.numel() // unit) * unit
+        self.numel = end
+
+    def views(self, flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Views of ``flat`` with the shapes and, where dense, the strides of ``like``."""
+        return [
+            torch.as_strided(flat, t.size(), dense_stride(t), flat.storage_offset() + offset)
+            for t, offset in zip(like, self.offsets, strict=True)
+        ]
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's strides if it fills its memory without gaps, else contiguous ones."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != extent:
+                return torch.empty(tensor.size(), device="meta").stride()
+            extent *= size
+    return tensor.stride()
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault(t.dtype, []).append(i)
+    return list(groups.values())
+
+
+def copy_measured(out: Tensor, source: Tensor) -> float:
+    """Copy a flat tensor; returns its squared norm, NaN or infinite where a value is.
+
+    Args:
+        out: As ``source``, of which it shares no memory.
+        source: Flat; floating-point or complex.
+    """
+    out, source = reals([out, source])
+    square = 0.0
+    square_of = _square_of_narrow if source.dtype.itemsize < 4 else dot_square
+    # Blocks stay in the caches for the second reading, and a sum of few numbers keeps its digits.
+    length = block_length(source.dtype, torch.get_num_threads())
+    for target, block in blocks([out, source], length):
+        square += sum_squares(block, square_of)
+        target.copy_(block)
+    return square
+
+
+def _square_of_narrow(block: Tensor) -> float:
+    """The squared norm of float16 or bfloat16, whose own sums are too coarse."""
+    norm: float = torch.linalg.vector_norm(block, dtype=torch.float32).item()
+    return norm * norm
+
+
+def reals(flats: Iterable[Tensor]) -> list[Tensor]:
+    """Flat tensors as real ones in the same memory, which is what collectives average."""
+    return [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
+
+
+def add_progress(live: Tensor, average: Tensor, base: Tensor) -> None:
+    """``live`` becomes ``average + (live - base)``: exactly the average where it is the base.
+
+    Args:
+        live: Flat; written to.
+        average: As ``live``.
+        base: As ``live``; holds nothing of use afterwards.
+    """
+    torch.sub(live, base, out=base)
+    torch.add(average, base, out=live)
+
+
+def add(mean: Tensor, delta: Tensor, out: Tensor) -> None:
+    """``mean + delta``, where the mean may still lie on the CPU."""
+    if mean.device == out.device:
+        torch.add(mean, delta, out=out)
+    else:
+        out.copy_(mean, non_blocking=True)
+        out.add_(delta)
+
+
+def change(new: Tensor, old: Tensor, out: Tensor) -> None:
+    """``new - old``; 0 where both are the same infinity, as in a mask kept as a buffer."""
+    same = new == old
+    torch.sub(new, old, out=out)
+    out.masked_fill_(same, 0)
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all tensors together, a scalar on their device."""
+    parts = [torch.linalg.vector_norm(t) for t in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([p.double() for p in parts]))
     return total
 
 
@@ -587,3 +557,30 @@ class ModuleState:
         if name not in self._told:
             self._told.add(name)
             logger.warning("%s", message)
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that have state besides tensors, by name; the model itself is ``""``."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def mark(t: Tensor) -> Tensor:
+    """A number that changes when the tensor's content does; stays on its device.
+
+    The sum of its bytes as 64-bit words, part by part: exact, where a norm would round a
+    small change away. Reads the tensor once.
+    """
+    t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    content = t.view(torch.uint8)
+    if content.storage_offset() % _WORD_BYTES:
+        content = content.clone()
+    end = content.numel() // _WORD_BYTES * _WORD_BYTES
+    words = content[:end].view(torch.int64)
+    total = content[end:].sum(dtype=torch.int64)
+    for begin in range(0, words.numel(), _PART):
+        total = total * 31 + words[begin : begin + _PART].sum()
+    return total

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from runtime.collective import Collective
 from runtime.collective.base import LOW_PRECISION
 from runtime.collective.subgroups import split
-from runtime.core.weight import Weight
+from runtime.core.loss_weights import Weight
 from runtime.device.timing import HostTimer, StepTimer
 
 

@@ -12,8 +12,8 @@ import logging
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,606 +21,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.core.weight import Weight, WindowWeight
+from runtime.core.loss_weights import Weight, WindowWeight
 from runtime.data.batches import map_batch, parts_of
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
 from runtime.device.metering import ValueLog
+from runtime.replica.capturable import (
+    CannotCapture,
+    CapturableOptimizer,
+    ModuleTensors,
+    StateMissing,
+)
 from runtime.replica.reducer import Packed
 from runtime.replica.stepper import MADE, StepEnd, Stepper, TrainFn
 
 logger = logging.getLogger(__name__)
 
-
-class CannotCapture(Exception):
-    """The step cannot be a graph; the message says why."""
-
-
-class Fallbacks:
-    """What the workers of a run have found out; thread-safe.
-
-    A rank that knows it from another one need not break a capture of its own.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._told: set[str] = set()
-        self._optimizer = False
-        self._all = False
-
-    @property
-    def without_optimizer(self) -> bool:
-        """Whether the optimizer cannot be captured."""
-        return self._optimizer
-
-    @property
-    def without_graphs(self) -> bool:
-        """Whether nothing can be captured."""
-        return self._all
-
-    def leave_out_optimizer(self, rank: int, reason: str) -> None:
-        """No rank captures the optimizer from here on."""
-        self._optimizer = True
-        self._tell(rank, "the optimizer steps without a graph", reason)
-
-    def give_up(self, rank: int, reason: str, *, everywhere: bool = True) -> None:
-        """A rank captures nothing from here on, nor does any other if so ``everywhere``."""
-        if everywhere:  # not "or": that would write back what it read before another rank's word
-            self._all = True
-        self._tell(rank, "steps are made without a graph", reason)
-
-    def pass_by(self, rank: int, reason: str) -> None:
-        """Some windows of batches are made without a graph."""
-        self._tell(rank, "some steps are made without a graph", reason)
-
-    def _tell(self, rank: int, what: str, reason: str) -> None:
-        with self._lock:
-            first = reason not in self._told
-            self._told.add(reason)
-        level = logging.WARNING if first else logging.DEBUG
-        logger.log(level, "cuda_graphs, rank %d: %s: %s", rank, what, reason)
-
-
-class CapturableOptimizer:
-    """Lets an optimizer count its steps and read its learning rates on the device.
-
-    A graph holds the numbers that Python had when it was captured. So the learning rates
-    stand in tensors during each step, captured or not, and are plain numbers at all other
-    times: for the user, the scheduler and in checkpoints. Every step of every rank uses the
-    same kind, which keeps replicas equal in every bit.
-
-    Optimizers that take no tensor there (SGD, unless it is ``fused``) keep plain numbers;
-    :meth:`settings` tells when those have changed.
-
-    Args:
-        optimizer: Not stepped yet. ``capturable`` is set in it where it exists.
-        device: Where its parameters lie.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        if "capturable" in optimizer.defaults:
-            for settings in (optimizer.defaults, *optimizer.param_groups):
-                settings["capturable"] = True
-        # PyTorch's warning that such an optimizer also runs without a capture.
-        optimizer._warned_capturable_if_run_uncaptured = True
-        self._tensors: list[Tensor | None] = []
-        self._written: list[float | None] = []
-        self._add_groups()
-
-    def _add_groups(self) -> None:
-        """Also for groups that are added while the run goes on."""
-        for group in self._optimizer.param_groups[len(self._tensors) :]:
-            takes = group.get("capturable") or group.get("fused")
-            rate = group["lr"]
-            there = isinstance(rate, Tensor) and rate.device == self._device
-            dtype = _rate_dtype(group)
-            tensor = torch.zeros((), dtype=dtype, device=self._device)
-            self._tensors.append(tensor if takes and not there else None)
-            self._written.append(None)
-
-    def refresh(self) -> None:
-        """Bring the tensors to the present learning rates; the host does not wait."""
-        groups = self._optimizer.param_groups
-        if len(groups) > len(self._tensors):
-            self._add_groups()
-        for i, (group, tensor) in enumerate(zip(groups, self._tensors, strict=True)):
-            if tensor is not None and (rate := float(group["lr"])) != self._written[i]:
-                self._written[i] = rate
-                tensor.fill_(rate)
-
-    @contextmanager
-    def rates(self) -> Iterator[None]:
-        """The learning rates are tensors, as they were at the last :meth:`refresh`."""
-        groups = self._optimizer.param_groups
-        plain = [group["lr"] for group in groups]
-        for group, tensor in zip(groups, self._tensors, strict=True):
-            if tensor is not None:
-                group["lr"] = tensor
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, plain, strict=True):
-                group["lr"] = rate
-
-    def settings(self) -> Hashable:
-        """Every number that a graph of the step would hold on to."""
-        return tuple(
-            (
-                len(group["params"]),
-                tuple(
-                    (name, _plain(value))
-                    for name, value in group.items()
-                    if name not in ("params", "initial_lr") and (name != "lr" or tensor is None)
-                ),
-            )
-            for group, tensor in zip(self._optimizer.param_groups, self._tensors, strict=True)
-        )
-
-    def changed_settings(self, before: Hashable) -> str:
-        """Names of the settings that are not as they were."""
-        names = set()
-        for (_, old), (_, new) in zip(before, self.settings(), strict=False):  # type: ignore[call-overload]
-            names |= {name for name, value in new if (name, value) not in old}
-        return ", ".join(sorted(names))
-
-    def state_tensors(self) -> list[Tensor]:
-        """Every tensor of its state, which a graph of the step reads and writes."""
-        return [
-            value
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-
-    def state_mark(self) -> tuple[Any, int, Any]:
-        """Tells cheaply whether the state was replaced: compare with ``is`` and ``==``."""
-        state = self._optimizer.state
-        return state, len(state), next(iter(state.values()), None)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Around the capture of a step: what Python keeps of the state must stay as it is.
-
-        A replay would not repeat what Python does. Changes are taken back.
-
-        Raises:
-            CannotCapture: The step changes its state elsewhere than on the device.
-            StateMissing: It makes state that no step has made before.
-        """
-        optimizer = self._optimizer
-        for p, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.device != p.device:
-                    raise CannotCapture(f"its state {name!r} lies on {value.device}")
-        states = {p: dict(state) for p, state in optimizer.state.items()}
-        groups = [dict(group) for group in optimizer.param_groups]
-        try:
-            yield
-        finally:
-            made, changed = self._differences(states, groups)
-            for p in list(optimizer.state):
-                if p in states:
-                    optimizer.state[p].clear()
-                    optimizer.state[p].update(states[p])
-                else:
-                    del optimizer.state[p]
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
-                group.update(before)
-        if changed is not None:
-            raise CannotCapture(f"each step changes {changed!r} of its state in Python")
-        if made:
-            raise StateMissing
-
-    def _differences(
-        self, states: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]
-    ) -> tuple[bool, str | None]:
-        """Whether state was made, and the name of something that was changed."""
-        made = False
-        for p, state in self._optimizer.state.items():
-            before = states.get(p)
-            for name, value in state.items():
-                if before is None or before.get(name) is None:
-                    made = made or value is not None
-                elif not _same(before[name], value):
-                    return made, name
-        for group, old in zip(self._optimizer.param_groups, groups, strict=True):
-            for name, value in group.items():
-                if name not in ("params", "lr") and not _same(old.get(name), value):
-                    return made, name
-        return made, None
-
-
-class StateMissing(Exception):
-    """The optimizer has not stepped yet, or its state was dropped."""
-
-
-def _same(before: Any, now: Any) -> bool:
-    if isinstance(before, Tensor) or isinstance(now, Tensor):
-        return before is now
-    return bool(before == now)
-
-
-def _rate_dtype(group: dict[str, Any]) -> torch.dtype:
-    """As exact as the parameters; the fused kernels read a float32, whatever the parameters are."""
-    params = group["params"]
-    exact = params and params[0].dtype is torch.float64 and not group.get("fused")
-    return torch.float64 if exact else torch.float32
-
-
-def _plain(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return id(value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-class ModuleTensors:
-    """The tensors that a module keeps beside its parameters: buffers and plain attributes.
-
-    A graph reads and writes them where they were when it was captured. A module that gives
-    one of them a new tensor, in a step or between two, is not followed by any replay.
-
-    Args:
-        module: The module; its parts are those of now.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._places: list[tuple[dict[str, object], str, str, Tensor]] = []
-        for prefix, part in module.named_modules():
-            for place in (part._buffers, part.__dict__):
-                for key, value in place.items():
-                    if isinstance(value, Tensor):
-                        name = f"{prefix}.{key}" if prefix else key
-                        self._places.append((place, key, name, value))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [value for _, _, _, value in self._places]
-
-    def first_replaced(self) -> str | None:
-        """Name of the first that is another tensor now."""
-        for place, key, name, value in self._places:
-            if place.get(key) is not value:
-                return name
-        return None
-
-    def put_back(self) -> None:
-        """Make them what they were."""
-        for place, key, _, value in self._places:
-            place[key] = value
-
-
 MAX_SIZES = 4
 """Sizes of windows that are captured; a graph of each takes the memory of a step."""
 MAX_KINDS = 8
 """Kinds of batches that are held, each with memory of its own."""
-
-
-def kind_of(batch: Any) -> Hashable | None:
-    """What two batches must share for one graph to serve both; ``None``: none can.
-
-    That is the containers, the tensors' shapes and dtypes, and the values of everything
-    that is no tensor.
-    """
-    if isinstance(batch, Tensor):
-        plain = type(batch) is Tensor and batch.layout is torch.strided
-        return (tuple(batch.shape), batch.dtype, batch.device) if plain else None
-    if callable(getattr(batch, "to", None)):
-        return None
-    if isinstance(batch, Mapping):
-        parts = [(key, kind_of(part)) for key, part in batch.items()]
-        return None if any(kind is None for _, kind in parts) else (type(batch), tuple(parts))
-    if isinstance(batch, tuple | list):
-        kinds = [kind_of(part) for part in batch]
-        return None if any(kind is None for kind in kinds) else (type(batch), tuple(kinds))
-    try:
-        hash(batch)
-    except TypeError:
-        return None
-    return (type(batch), batch)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A batch in memory of its own.
-
-    Attributes:
-        kind: See :func:`kind_of`.
-        data: The batch, with tensors that the next batch of its kind overwrites.
-    """
-
-    kind: Hashable
-    data: Any
-
-
-class HeldBatches:
-    """Memory for the batches of a window. In the worker's thread, on its compute stream."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[int, Hashable], Held] = {}
-
-    def hold(self, index: int, batch: Any) -> Held | None:
-        """Copy a batch to its memory, on the device; the host does not wait.
-
-        Args:
-            index: Which micro-batch of the window it is.
-            batch: On the device.
-
-        Returns:
-            ``None`` if no graph can serve such batches, or there are too many kinds.
-        """
-        kind = kind_of(batch)
-        if kind is None:
-            return None
-        held = self._held.get((index, kind))
-        if held is None:
-            if len({known for _, known in self._held} | {kind}) > MAX_KINDS:
-                return None
-            held = Held(kind, map_batch(batch, torch.empty_like))
-            self._held[index, kind] = held
-        targets = parts_of(held.data)
-        if targets:
-            torch._foreach_copy_(targets, parts_of(batch))
-        return held
-
-
-Replay = Callable[[], None]
-CaptureWork = Callable[[Callable[[], None]], Replay]
-"""Records work of the device without running it, and gives what runs it."""
-
-
-class ValueTap(ValueLog):
-    """Takes the losses and scalars of a step while it is captured."""
-
-    def gather(self) -> StepValues:
-        """Make one tensor of them; to be captured behind the step."""
-        losses = [(None, loss, n) for loss, n, _ in self._losses]
-        entries: list[tuple[str | None, float | Tensor, Weight]] = [*losses, *self._scalars]
-        every = [v for _, *pair in entries for v in pair if isinstance(v, Tensor)]
-        # Those on a CPU are known now, unless it is the stand-in of a device.
-        tensors = [t for t in every if not t.is_cpu] or every
-        known = {id(t) for t in tensors}
-        return StepValues(
-            torch.stack([t.detach().reshape(()).double() for t in tensors]),
-            [
-                (
-                    name,
-                    None if id(value) in known else float(value),
-                    None if id(n) in known else n if isinstance(n, int) else float(n),
-                )
-                for name, value, n in entries
-            ],
-        )
-
-
-class StepValues:
-    """Losses and scalars that a replay leaves on the device.
-
-    Args:
-        values: The values, of shape ``(n,)``; the next replay overwrites them.
-        entries: ``(name, number, weight)`` in order; a loss has no name, and what is in
-            ``values`` no number and no weight.
-    """
-
-    def __init__(
-        self, values: Tensor, entries: Sequence[tuple[str | None, float | None, float | None]]
-    ) -> None:
-        self._values = values
-        self._entries = entries
-
-    def push(self, log: ValueLog) -> None:
-        """Hand a copy of the values on."""
-        values = iter(self._values.clone().unbind())
-        for name, number, known in self._entries:
-            value = next(values) if number is None else number
-            weight = next(values) if known is None else known
-            if name is not None:
-                log.push_scalar(name, value, weight)
-            elif isinstance(value, Tensor):
-                log.push_loss(value, weight)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepGraph:
-    """A captured window.
-
-    Attributes:
-        first: Forward, backward and, where they are packed or nothing comes between, more.
-        second: Clip and step, where something comes between; else ``None``.
-        is_whole: Whether ``first`` is all.
-        values: What ``first`` leaves.
-        grads: The gradients that it leaves; empty where nobody reads them.
-        packed: What it has packed; ``None``: nothing.
-        window: Weight of the step, which it leaves, too; ``None``: its samples.
-        settings: Of the optimizer when it was captured.
-        state: Mark of the optimizer's state then; ``None``: no graph touches it.
-        kept: Tensors of the optimizer's state, whose memory the graphs use.
-        module: What they read of the module.
-    """
-
-    first: Replay
-    second: Replay | None
-    is_whole: bool
-    values: StepValues
-    grads: Sequence[Tensor | None]
-    packed: Packed | None
-    window: WindowWeight | None
-    settings: Any
-    state: tuple[Any, int, Any] | None
-    kept: Sequence[Tensor]
-    module: ModuleTensors
-
-    def run(self, stepper: Stepper, log: ValueLog, num_samples: int) -> StepEnd:
-        """Make the step on the batches that lie in the held memory."""
-        self.first()
-        self.values.push(log)
-        stepper.window = self.window
-        if self.is_whole:
-            return MADE
-        stepper.give_gradients(self.grads, self.packed)
-        if self.second is None:
-            return stepper.finish(num_samples)
-        end = stepper.settle(num_samples)
-        if end is not None:
-            return end
-        self.second()
-        return MADE
-
-    def holds(self, optimizer: CapturableOptimizer) -> bool:
-        """Whether the optimizer's state is still the one that the graphs write to."""
-        if self.state is None:
-            return True
-        mapping, size, first = optimizer.state_mark()
-        return mapping is self.state[0] and size == self.state[1] and first is self.state[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How a window is captured.
-
-    Attributes:
-        capture: Records work.
-        stepper: Makes the step.
-        optimizer: Its optimizer.
-        forward: Forward and backward of the window on the held batches.
-        redirect: Sends losses and scalars to a log meanwhile.
-        num_samples: Samples in the window.
-        is_split: Whether the ranks reduce, or a flag is read, before the optimizer steps.
-        with_optimizer: Whether clip and step are captured too.
-        module: What the step reads of the module.
-    """
-
-    capture: CaptureWork
-    stepper: Stepper
-    optimizer: CapturableOptimizer
-    forward: Callable[[], None]
-    redirect: Callable[[ValueLog], AbstractContextManager[None]]
-    num_samples: int
-    is_split: bool
-    with_optimizer: bool
-    module: ModuleTensors
-
-    def make(self) -> StepGraph:
-        """Capture. Nothing is trained; gradients are forgotten.
-
-        Raises:
-            CannotCapture: The optimizer's part cannot be captured.
-            StateMissing: The optimizer has no state yet.
-            BaseException: What the device, or the user's function, says of the rest.
-        """
-        stepper, whole = self.stepper, self.with_optimizer and not self.is_split
-        stepper.clear_gradients()  # the memory of what was captured before goes with it
-        try:
-            values, first = self._first(whole)
-            grads, window = stepper.gradients(), stepper.window
-            split = self.with_optimizer and self.is_split
-            packed = stepper.packed() if split else None
-            if packed is not None and not packed.complete:
-                raise CannotCapture("a parameter gets no gradient, which the ranks tell each other")
-            second = self._second() if split else None
-        finally:
-            stepper.clear_gradients()
-        return StepGraph(
-            first=first,
-            second=second,
-            is_whole=whole,
-            values=values,
-            grads=() if whole else grads,
-            packed=packed,
-            window=window,
-            settings=self.optimizer.settings() if self.with_optimizer else None,
-            state=self.optimizer.state_mark() if self.with_optimizer else None,
-            kept=self.optimizer.state_tensors() if self.with_optimizer else (),
-            module=self.module,
-        )
-
-    def _first(self, whole: bool) -> tuple[StepValues, Replay]:
-        tap, made = ValueTap(), []
-        in_optimizer = False
-
-        def work() -> None:
-            nonlocal in_optimizer
-            self.stepper.clear_gradients()
-            with self.redirect(tap):
-                self.forward()
-            if whole and self.stepper.is_split:
-                raise StateMissing  # its first loss with a weight: once more, with a read between
-            if self.with_optimizer:
-                self.stepper.pack(self.num_samples)
-            made.append(tap.gather())
-            if whole:
-                in_optimizer = True
-                with self.optimizer.unchanged():
-                    self.stepper.apply()
-
-        try:
-            replay = self.capture(work)
-        except (CannotCapture, StateMissing):
-            raise
-        except Exception as error:
-            if in_optimizer:
-                raise CannotCapture(first_line(error)) from error
-            raise
-        return made[0], replay
-
-    def _second(self) -> Replay:
-        def work() -> None:
-            self.stepper.unpack()
-            with self.optimizer.unchanged():
-                self.stepper.apply()
-
-        try:
-            return self.capture(work)
-        except (CannotCapture, StateMissing):
-            raise
-        except Exception as error:
-            raise CannotCapture(first_line(error)) from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says in one line, and the line of the user's code that it came from."""
-    text = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
-    return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))
-
-
 MAX_CHANGES = 3
 """Times that a changed setting of the optimizer is answered by a new capture."""
 FIRST_PAUSE_STEPS = 8
 """Steps made eagerly after a capture that was refused; doubled each time."""
 MAX_PAUSE_STEPS = 64
 _MAX_COUNTED = 64
-
-
+Replay = Callable[[], None]
+CaptureWork = Callable[[Callable[[], None]], Replay]
+"""Records work of the device without running it, and gives what runs it."""
 MicroStep = Callable[[TrainFn, Any, int, float], object]
-
-
-class GraphWindow:
-    """A window of batches that is to be made at once.
-
-    Args:
-        batches: Memory for them.
-        sizes: Samples of each of its batches.
-    """
-
-    def __init__(self, batches: HeldBatches, sizes: Sequence[int]) -> None:
-        self._batches = batches
-        self.sizes = sizes
-        self.held: list[Held] = []
-
-    def hold(self, batch: Any) -> bool:
-        """Keep the next batch; whether that was possible."""
-        held = self._batches.hold(len(self.held), batch)
-        if held is not None:
-            self.held.append(held)
-        return held is not None
 
 
 class GraphedSteps:
@@ -870,3 +300,357 @@ class GraphedSteps:
         self._gives_up = True
         self._graphs.clear()
         self._batches = HeldBatches()
+
+
+class GraphWindow:
+    """A window of batches that is to be made at once.
+
+    Args:
+        batches: Memory for them.
+        sizes: Samples of each of its batches.
+    """
+
+    def __init__(self, batches: HeldBatches, sizes: Sequence[int]) -> None:
+        self._batches = batches
+        self.sizes = sizes
+        self.held: list[Held] = []
+
+    def hold(self, batch: Any) -> bool:
+        """Keep the next batch; whether that was possible."""
+        held = self._batches.hold(len(self.held), batch)
+        if held is not None:
+            self.held.append(held)
+        return held is not None
+
+
+class HeldBatches:
+    """Memory for the batches of a window. In the worker's thread, on its compute stream."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, Hashable], Held] = {}
+
+    def hold(self, index: int, batch: Any) -> Held | None:
+        """Copy a batch to its memory, on the device; the host does not wait.
+
+        Args:
+            index: Which micro-batch of the window it is.
+            batch: On the device.
+
+        Returns:
+            ``None`` if no graph can serve such batches, or there are too many kinds.
+        """
+        kind = kind_of(batch)
+        if kind is None:
+            return None
+        held = self._held.get((index, kind))
+        if held is None:
+            if len({known for _, known in self._held} | {kind}) > MAX_KINDS:
+                return None
+            held = Held(kind, map_batch(batch, torch.empty_like))
+            self._held[index, kind] = held
+        targets = parts_of(held.data)
+        if targets:
+            torch._foreach_copy_(targets, parts_of(batch))
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A batch in memory of its own.
+
+    Attributes:
+        kind: See :func:`kind_of`.
+        data: The batch, with tensors that the next batch of its kind overwrites.
+    """
+
+    kind: Hashable
+    data: Any
+
+
+def kind_of(batch: Any) -> Hashable | None:
+    """What two batches must share for one graph to serve both; ``None``: none can.
+
+    That is the containers, the tensors' shapes and dtypes, and the values of everything
+    that is no tensor.
+    """
+    if isinstance(batch, Tensor):
+        plain = type(batch) is Tensor and batch.layout is torch.strided
+        return (tuple(batch.shape), batch.dtype, batch.device) if plain else None
+    if callable(getattr(batch, "to", None)):
+        return None
+    if isinstance(batch, Mapping):
+        parts = [(key, kind_of(part)) for key, part in batch.items()]
+        return None if any(kind is None for _, kind in parts) else (type(batch), tuple(parts))
+    if isinstance(batch, tuple | list):
+        kinds = [kind_of(part) for part in batch]
+        return None if any(kind is None for kind in kinds) else (type(batch), tuple(kinds))
+    try:
+        hash(batch)
+    except TypeError:
+        return None
+    return (type(batch), batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """A captured window.
+
+    Attributes:
+        first: Forward, backward and, where they are packed or nothing comes between, more.
+        second: Clip and step, where something comes between; else ``None``.
+        is_whole: Whether ``first`` is all.
+        values: What ``first`` leaves.
+        grads: The gradients that it leaves; empty where nobody reads them.
+        packed: What it has packed; ``None``: nothing.
+        window: Weight of the step, which it leaves, too; ``None``: its samples.
+        settings: Of the optimizer when it was captured.
+        state: Mark of the optimizer's state then; ``None``: no graph touches it.
+        kept: Tensors of the optimizer's state, whose memory the graphs use.
+        module: What they read of the module.
+    """
+
+    first: Replay
+    second: Replay | None
+    is_whole: bool
+    values: StepValues
+    grads: Sequence[Tensor | None]
+    packed: Packed | None
+    window: WindowWeight | None
+    settings: Any
+    state: tuple[Any, int, Any] | None
+    kept: Sequence[Tensor]
+    module: ModuleTensors
+
+    def run(self, stepper: Stepper, log: ValueLog, num_samples: int) -> StepEnd:
+        """Make the step on the batches that lie in the held memory."""
+        self.first()
+        self.values.push(log)
+        stepper.window = self.window
+        if self.is_whole:
+            return MADE
+        stepper.give_gradients(self.grads, self.packed)
+        if self.second is None:
+            return stepper.finish(num_samples)
+        end = stepper.settle(num_samples)
+        if end is not None:
+            return end
+        self.second()
+        return MADE
+
+    def holds(self, optimizer: CapturableOptimizer) -> bool:
+        """Whether the optimizer's state is still the one that the graphs write to."""
+        if self.state is None:
+            return True
+        mapping, size, first = optimizer.state_mark()
+        return mapping is self.state[0] and size == self.state[1] and first is self.state[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a window is captured.
+
+    Attributes:
+        capture: Records work.
+        stepper: Makes the step.
+        optimizer: Its optimizer.
+        forward: Forward and backward of the window on the held batches.
+        redirect: Sends losses and scalars to a log meanwhile.
+        num_samples: Samples in the window.
+        is_split: Whether the ranks reduce, or a flag is read, before the optimizer steps.
+        with_optimizer: Whether clip and step are captured too.
+        module: What the step reads of the module.
+    """
+
+    capture: CaptureWork
+    stepper: Stepper
+    optimizer: CapturableOptimizer
+    forward: Callable[[], None]
+    redirect: Callable[[ValueLog], AbstractContextManager[None]]
+    num_samples: int
+    is_split: bool
+    with_optimizer: bool
+    module: ModuleTensors
+
+    def make(self) -> StepGraph:
+        """Capture. Nothing is trained; gradients are forgotten.
+
+        Raises:
+            CannotCapture: The optimizer's part cannot be captured.
+            StateMissing: The optimizer has no state yet.
+            BaseException: What the device, or the user's function, says of the rest.
+        """
+        stepper, whole = self.stepper, self.with_optimizer and not self.is_split
+        stepper.clear_gradients()  # the memory of what was captured before goes with it
+        try:
+            values, first = self._first(whole)
+            grads, window = stepper.gradients(), stepper.window
+            split = self.with_optimizer and self.is_split
+            packed = stepper.packed() if split else None
+            if packed is not None and not packed.complete:
+                raise CannotCapture("a parameter gets no gradient, which the ranks tell each other")
+            second = self._second() if split else None
+        finally:
+            stepper.clear_gradients()
+        return StepGraph(
+            first=first,
+            second=second,
+            is_whole=whole,
+            values=values,
+            grads=() if whole else grads,
+            packed=packed,
+            window=window,
+            settings=self.optimizer.settings() if self.with_optimizer else None,
+            state=self.optimizer.state_mark() if self.with_optimizer else None,
+            kept=self.optimizer.state_tensors() if self.with_optimizer else (),
+            module=self.module,
+        )
+
+    def _first(self, whole: bool) -> tuple[StepValues, Replay]:
+        tap, made = ValueTap(), []
+        in_optimizer = False
+
+        def work() -> None:
+            nonlocal in_optimizer
+            self.stepper.clear_gradients()
+            with self.redirect(tap):
+                self.forward()
+            if whole and self.stepper.is_split:
+                raise StateMissing  # its first loss with a weight: once more, with a read between
+            if self.with_optimizer:
+                self.stepper.pack(self.num_samples)
+            made.append(tap.gather())
+            if whole:
+                in_optimizer = True
+                with self.optimizer.unchanged():
+                    self.stepper.apply()
+
+        try:
+            replay = self.capture(work)
+        except (CannotCapture, StateMissing):
+            raise
+        except Exception as error:
+            if in_optimizer:
+                raise CannotCapture(first_line(error)) from error
+            raise
+        return made[0], replay
+
+    def _second(self) -> Replay:
+        def work() -> None:
+            self.stepper.unpack()
+            with self.optimizer.unchanged():
+                self.stepper.apply()
+
+        try:
+            return self.capture(work)
+        except (CannotCapture, StateMissing):
+            raise
+        except Exception as error:
+            raise CannotCapture(first_line(error)) from error
+
+
+class ValueTap(ValueLog):
+    """Takes the losses and scalars of a step while it is captured."""
+
+    def gather(self) -> StepValues:
+        """Make one tensor of them; to be captured behind the step."""
+        losses = [(None, loss, n) for loss, n, _ in self._losses]
+        entries: list[tuple[str | None, float | Tensor, Weight]] = [*losses, *self._scalars]
+        every = [v for _, *pair in entries for v in pair if isinstance(v, Tensor)]
+        # Those on a CPU are known now, unless it is the stand-in of a device.
+        tensors = [t for t in every if not t.is_cpu] or every
+        known = {id(t) for t in tensors}
+        return StepValues(
+            torch.stack([t.detach().reshape(()).double() for t in tensors]),
+            [
+                (
+                    name,
+                    None if id(value) in known else float(value),
+                    None if id(n) in known else n if isinstance(n, int) else float(n),
+                )
+                for name, value, n in entries
+            ],
+        )
+
+
+class StepValues:
+    """Losses and scalars that a replay leaves on the device.
+
+    Args:
+        values: The values, of shape ``(n,)``; the next replay overwrites them.
+        entries: ``(name, number, weight)`` in order; a loss has no name, and what is in
+            ``values`` no number and no weight.
+    """
+
+    def __init__(
+        self, values: Tensor, entries: Sequence[tuple[str | None, float | None, float | None]]
+    ) -> None:
+        self._values = values
+        self._entries = entries
+
+    def push(self, log: ValueLog) -> None:
+        """Hand a copy of the values on."""
+        values = iter(self._values.clone().unbind())
+        for name, number, known in self._entries:
+            value = next(values) if number is None else number
+            weight = next(values) if known is None else known
+            if name is not None:
+                log.push_scalar(name, value, weight)
+            elif isinstance(value, Tensor):
+                log.push_loss(value, weight)
+
+
+class Fallbacks:
+    """What the workers of a run have found out; thread-safe.
+
+    A rank that knows it from another one need not break a capture of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+        self._optimizer = False
+        self._all = False
+
+    @property
+    def without_optimizer(self) -> bool:
+        """Whether the optimizer cannot be captured."""
+        return self._optimizer
+
+    @property
+    def without_graphs(self) -> bool:
+        """Whether nothing can be captured."""
+        return self._all
+
+    def leave_out_optimizer(self, rank: int, reason: str) -> None:
+        """No rank captures the optimizer from here on."""
+        self._optimizer = True
+        self._tell(rank, "the optimizer steps without a graph", reason)
+
+    def give_up(self, rank: int, reason: str, *, everywhere: bool = True) -> None:
+        """A rank captures nothing from here on, nor does any other if so ``everywhere``."""
+        if everywhere:  # not "or": that would write back what it read before another rank's word
+            self._all = True
+        self._tell(rank, "steps are made without a graph", reason)
+
+    def pass_by(self, rank: int, reason: str) -> None:
+        """Some windows of batches are made without a graph."""
+        self._tell(rank, "some steps are made without a graph", reason)
+
+    def _tell(self, rank: int, what: str, reason: str) -> None:
+        with self._lock:
+            first = reason not in self._told
+            self._told.add(reason)
+        level = logging.WARNING if first else logging.DEBUG
+        logger.log(level, "cuda_graphs, rank %d: %s: %s", rank, what, reason)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in one line, and the line of the user's code that it came from."""
+    text = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))

@@ -24,30 +24,7 @@ from runtime.replica.flat import FlatBuffers, FlatParams, NamedParams
 from runtime.replica.optimizers import members_of
 
 ON_NON_FINITE = ("raise", "skip", "ignore")
-
 logger = logging.getLogger(__name__)
-
-
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor holds a NaN or an infinity: one reduction, one read of the device."""
-    if not tensors:
-        return True
-    if len(tensors) == 1:  # as in most lockstep steps: ten times cheaper for a small model
-        total = torch.linalg.vector_norm(tensors[0])
-    else:
-        total = torch.nn.utils.get_total_norm(tensors)
-    if math.isfinite(float(total)):
-        return True
-    # The norm of finite values can overflow.
-    return all(bool(torch.isfinite(t).all()) for t in tensors)
-
-
-def first_bad(names: Sequence[str], tensors: Sequence[Tensor | None]) -> str | None:
-    """Name of the first tensor that holds a NaN or an infinity."""
-    for name, t in zip(names, tensors, strict=True):
-        if t is not None and not bool(torch.isfinite(t).all()):
-            return name
-    return None
 
 
 class ReplicaJudge:
@@ -312,3 +289,25 @@ class StepJudge:
                 fault.what,
                 fault.parameter,
             )
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor holds a NaN or an infinity: one reduction, one read of the device."""
+    if not tensors:
+        return True
+    if len(tensors) == 1:  # as in most lockstep steps: ten times cheaper for a small model
+        total = torch.linalg.vector_norm(tensors[0])
+    else:
+        total = torch.nn.utils.get_total_norm(tensors)
+    if math.isfinite(float(total)):
+        return True
+    # The norm of finite values can overflow.
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+def first_bad(names: Sequence[str], tensors: Sequence[Tensor | None]) -> str | None:
+    """Name of the first tensor that holds a NaN or an infinity."""
+    for name, t in zip(names, tensors, strict=True):
+        if t is not None and not bool(torch.isfinite(t).all()):
+            return name
+    return None

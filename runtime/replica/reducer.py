@@ -11,245 +11,33 @@ not wait for the exchange either: a flag on the device gates the optimizer's ker
 
 from __future__ import annotations
 
-import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from runtime.collective import Collective, ReduceOp
+from runtime.collective import Collective
 from runtime.collective.base import LOW_PRECISION, LateResult, MeanInParts
-from runtime.core.weight import Weight, WindowWeight, part_of, scale_
+from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatLayout, NamedParams
 from runtime.replica.non_finite import StepJudge
 
-
-def average_gradients(grads: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """The weighted mean of the gradients of several replicas.
-
-    NaN and infinity stay visible. Nothing that is passed is changed, and the result shares
-    no memory with it. float16 and bfloat16 are summed in float32.
-
-    Args:
-        grads: For each replica a tensor, or a list of tensors, of numbers or of lists. A
-            tensor may be ``None`` where a parameter got no gradient: it counts as zero, and
-            is ``None`` in the result if no replica has one.
-        weights: For each replica how much it counts, its samples for instance; not
-            negative, not all 0. What has weight 0 is never used, NaN included. ``None``:
-            all alike.
-
-    Returns:
-        The mean, of the form that each replica's gradients have; ``[]`` for ``[]``.
-
-    Raises:
-        ValueError: Gradients of different forms, shapes or dtypes, or wrong weights.
-    """
-    if not isinstance(grads, Sequence):
-        raise TypeError(
-            f"grads is a {type(grads).__name__}; pass a list with the gradients of each replica"
-        )
-    if weights is None:
-        weights = [1.0] * len(grads)
-    if len(weights) != len(grads):
-        raise ValueError(f"{len(weights)} weights for the gradients of {len(grads)} replicas")
-    if not grads:
-        return []
-    total = float(sum(weights))
-    if not all(0 <= w < math.inf for w in weights) or not 0 < total < math.inf:
-        raise ValueError(
-            f"weights {list(weights)}: pass finite numbers, none negative and not all 0"
-        )
-    with torch.no_grad():
-        return _mean(grads, [w / total for w in weights], "the gradient")
-
-
-def _mean(values: Sequence[Any], factors: Sequence[float], name: str) -> Any:
-    present = [value for value in values if value is not None]
-    if not present:
-        return None
-    if isinstance(present[0], Tensor):
-        return _mean_of_tensors(values, factors, name)
-    if isinstance(present[0], (list, tuple)):
-        lengths = {len(v) if isinstance(v, (list, tuple)) else -1 for v in values}
-        if len(lengths) > 1:
-            raise ValueError(f"{name} has another length on some replicas: pass them all alike")
-        columns = zip(*values, strict=True)
-        return [_mean(c, factors, f"{name}[{i}]") for i, c in enumerate(columns)]
-    return sum(f * v for v, f in zip(values, factors, strict=True) if f and v is not None)
-
-
-def _mean_of_tensors(values: Sequence[Any], factors: Sequence[float], name: str) -> Tensor:
-    first = next(value for value in values if value is not None)
-    for rank, value in enumerate(values):
-        if value is None:
-            continue
-        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (
-            first.shape,
-            first.dtype,
-        ):
-            raise ValueError(f"{name} of replica {rank} has another shape or dtype than the others")
-    exact = first.is_floating_point() or first.is_complex()
-    wide = torch.float32 if first.dtype in LOW_PRECISION or not exact else first.dtype
-    mean = torch.zeros_like(first, dtype=wide)
-    for value, factor in zip(values, factors, strict=True):
-        if value is not None and factor:
-            mean.add_(value.to(mean.device), alpha=factor)
-    return mean.to(first.dtype) if exact else mean
-
-
-def has_non_finite(values: Any) -> bool:
-    """Whether a NaN or an infinity is among the values.
-
-    Args:
-        values: A tensor, a number, ``None``, or a list, tuple or dict of such. Reads each
-            tensor, so it waits for a GPU.
-    """
-    if values is None:
-        return False
-    if isinstance(values, Tensor):
-        return not bool(torch.isfinite(values).all())
-    if isinstance(values, dict):
-        return any(has_non_finite(value) for value in values.values())
-    if isinstance(values, (list, tuple)):
-        return any(has_non_finite(value) for value in values)
-    return not math.isfinite(values)
-
-
-def gradient_norm(grads: Sequence[Tensor]) -> float:
-    """L2 norm of all gradients together; not finite exactly if one of their elements is not.
-
-    Reads one value, so it waits for a GPU.
-    """
-    if not grads:
-        return 0.0
-    total = float(torch.nn.utils.get_total_norm(grads))
-    if math.isfinite(total):
-        return total
-    # The squares of finite values overflow, in the dtype of the gradient.
-    peaks = [float(torch.linalg.vector_norm(g, math.inf)) for g in grads if g.numel()]
-    for peak in peaks:  # max() would drop a NaN
-        if not math.isfinite(peak):
-            return peak
-    peak = max(peaks)
-    parts = [torch.linalg.vector_norm(_widest(g) / peak).to("cpu") for g in grads]
-    return min(peak * float(torch.linalg.vector_norm(torch.stack(parts))), sys.float_info.max)
-
-
-def _widest(values: Tensor) -> Tensor:
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
-
-
-def refuse_sparse(name: str, grad: Tensor) -> None:
-    """Raise ``ValueError`` for a gradient that cannot be laid into a flat tensor."""
-    if grad.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has a sparse gradient, which replicas cannot average: build the "
-            "embedding with sparse=False"
-        )
-
-
-def check_gradients(names: Sequence[str], params: Sequence[nn.Parameter], function: str) -> None:
-    """Look at the gradients of the first loss that a function of the user's has given.
-
-    Raises:
-        ValueError: There are none, or one is sparse.
-    """
-    if all(p.grad is None for p in params):
-        raise ValueError(
-            f"{function}'s loss reaches no trainable parameter: every gradient is None after "
-            f"backward; compute the loss with the model that {function} is given"
-        )
-    for name, p in zip(names, params, strict=True):
-        if p.grad is not None:
-            refuse_sparse(name, p.grad)
-
-
-@torch.no_grad()
-def weigh_(
-    gradients: Sequence[Tensor], weight: Weight, device: torch.device, end: Collective
-) -> None:
-    """Scale a rank's gradients so that their plain mean over the ranks is the weighted one.
-
-    A collective call, without a host sync: every rank takes part, also with weight 0. If all
-    have weight 0 the gradients become zeros.
-
-    Args:
-        gradients: This rank's, written to.
-        weight: Of this rank.
-        device: Where the weights are added up.
-        end: All ranks.
-    """
-    own = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1).clone()
-    total = own.clone()
-    end.all_reduce_(total, ReduceOp.SUM)
-    scale_(gradients, (part_of(own, total) * end.world_size).reshape(()))
-
-
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that the first exchange begins early, as in PyTorch's DDP."""
-
 _NO_ORDER, _TWICE = -1, -2
-
-
-class Packed(NamedTuple):
-    """What a rank gives to a reduction.
-
-    Attributes:
-        grads: Its own gradients, one for each parameter.
-        complete: Whether every parameter has one.
-        weighed: Whether the step's loss has a weight other than its samples.
-    """
-
-    grads: Sequence[Tensor | None]
-    complete: bool
-    weighed: bool = False
-
-
-NOTHING = Packed([], complete=False)
-
-
-class Comm(Protocol):
-    """See :meth:`Device.comm`."""
-
-    def __call__(self, *, joined: bool = True) -> AbstractContextManager[None]:
-        """The context for a collective."""
-
-
-def _here(*, joined: bool = True) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """Gradients that travel together.
-
-    Attributes:
-        params: Their parameters, none of them in another bucket.
-        flat: Where they lie.
-        is_open: Whether flags lie behind them, which are known at the end of the step.
-        missing: How many the backward pass has not computed yet.
-        sent: Whether they are on their way.
-    """
-
-    params: Sequence[int]
-    flat: Tensor
-    is_open: bool
-    missing: int = 0
-    sent: bool = False
 
 
 class GradientReducer:
     """Averages gradients over the ranks through one flat tensor for each dtype.
 
-    They are weighted by samples, or by what :class:`~runtime.core.weight.WindowWeight` says: as
-    soon as one rank's loss has a weight, each such rank multiplies its gradients by its weight for
-    each sample, which lies in one more element, and the reduced gradients are divided by what that
+    They are weighted by samples, or by a :class:`~runtime.core.loss_weights.WindowWeight`: as soon
+    as one rank's loss has a weight, each such rank multiplies its gradients by its weight for each
+    sample, which lies in one more element, and the reduced gradients are divided by what that
     element became. The ranks agree on it as they meet, and nothing else changes without weights.
 
     Complex gradients lie there as real and imaginary parts.
@@ -284,7 +72,7 @@ class GradientReducer:
         params: NamedParams,
         collective: Collective,
         judge: StepJudge | None = None,
-        comm: Comm = _here,
+        comm: Comm | None = None,
         *,
         bucket_bytes: int | None = None,
         timer: StepTimer | None = None,
@@ -292,7 +80,7 @@ class GradientReducer:
         self._params = params.params
         self.collective = collective
         self._judge = judge
-        self._comm = comm
+        self._comm = comm or _here
         self._bucket_bytes = bucket_bytes
         self._timer = timer or HostTimer()
         self._agreed = bucket_bytes is None
@@ -666,6 +454,53 @@ class GradientReducer:
         for i, (p, view) in enumerate(zip(self._params, self._views, strict=True)):
             p.grad = view if used is None or used[i] else None
         self.packed = Packed([], complete=self.packed.complete)  # the memory of the others
+
+
+class Packed(NamedTuple):
+    """What a rank gives to a reduction.
+
+    Attributes:
+        grads: Its own gradients, one for each parameter.
+        complete: Whether every parameter has one.
+        weighed: Whether the step's loss has a weight other than its samples.
+    """
+
+    grads: Sequence[Tensor | None]
+    complete: bool
+    weighed: bool = False
+
+
+NOTHING = Packed([], complete=False)
+
+
+class Comm(Protocol):
+    """See :meth:`Device.comm`."""
+
+    def __call__(self, *, joined: bool = True) -> AbstractContextManager[None]:
+        """The context for a collective."""
+
+
+def _here(*, joined: bool = True) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        params: Their parameters, none of them in another bucket.
+        flat: Where they lie.
+        is_open: Whether flags lie behind them, which are known at the end of the step.
+        missing: How many the backward pass has not computed yet.
+        sent: Whether they are on their way.
+    """
+
+    params: Sequence[int]
+    flat: Tensor
+    is_open: bool
+    missing: int = 0
+    sent: bool = False
 
 
 def _copy(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, complete: bool) -> None:

@@ -16,16 +16,6 @@ SchedulerFactories = SchedulerFactory | Mapping[str, SchedulerFactory]
 """One for each optimizer, or those of some of several, by name."""
 
 
-class ScheduleMark(NamedTuple):
-    """Where a schedule stood; see its attributes."""
-
-    position: int
-    scale: float
-    base: list[float]
-    rates: list[float | torch.Tensor]
-    scheduler: dict[str, Any]
-
-
 class Schedule:
     """Keeps an optimizer's learning rates at a position of the run.
 
@@ -248,6 +238,16 @@ class Schedule:
             # Chainable schedulers compute from the rate they find: never the scaled one.
             self._base = self._read()
             self._write([rate * self._scale for rate in self._base])
+
+
+class ScheduleMark(NamedTuple):
+    """Where a schedule stood; see its attributes."""
+
+    position: int
+    scale: float
+    base: list[float]
+    rates: list[float | torch.Tensor]
+    scheduler: dict[str, Any]
 
 
 def _how(every: int) -> str:

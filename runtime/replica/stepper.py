@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective.base import LateResult
-from runtime.core.weight import (
+from runtime.core.loss_weights import (
     Mask,
     Weight,
     WindowWeight,
@@ -28,126 +28,10 @@ from runtime.core.weight import (
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch import GlobalBatch
+from runtime.replica.gradients import check_gradients
 from runtime.replica.non_finite import StepJudge
-from runtime.replica.optimizers import kind_of, members_of
-from runtime.replica.reducer import GradientReducer, Packed, check_gradients
-
-_OWN = ("capturable", "fused", "foreach")
-"""Settings that say how an optimizer works where it is, and not what it computes."""
-_MAX = float(1 << 53)
-"""Above every setting and count."""
-
-
-def _check_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Refuse settings that torch would take, and fail on in a step or train nonsense with."""
-    groups = zip(optimizer.param_groups, state["param_groups"], strict=False)
-    for number, (own, given) in enumerate(groups):
-        for name, value in own.items():
-            if name != "params" and not _alike(value, given[name]):
-                raise ValueError(
-                    f"{name!r} of its group {number} is {given[name]!r:.60}, not like {value!r:.60}"
-                )
-        rate = float(given.get("lr", 0.0))
-        if not rate >= 0.0:
-            raise ValueError(f"the learning rate of its group {number} is {rate}")
-
-
-def _alike(own: Any, given: Any) -> bool:
-    """Whether a setting may take another's place."""
-    if own is None or given is None:
-        return own is None
-    if isinstance(own, (bool, str)):
-        return type(given) is type(own)
-    if isinstance(own, (tuple, list)):
-        is_row = isinstance(given, (tuple, list)) and len(given) == len(own)
-        return is_row and all(map(_alike, own, given))
-    if isinstance(own, (int, float)) or (isinstance(own, Tensor) and own.numel() == 1):
-        if isinstance(given, Tensor):
-            return given.numel() == 1 and abs(float(given)) <= _MAX
-        return type(given) in (int, float) and (given == own or abs(given) <= _MAX)
-    return True
-
-
-def _check_states(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse states without what a step of this optimizer looks for, as far as that is known:
-    an optimizer of torch says it by a step of its own with a number in place of the parameter."""
-    kind: type[Any] = type(optimizer)
-    if not kind.__module__.startswith("torch.optim"):
-        return
-    known: dict[tuple[int, int], Mapping[str, Any]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            found = optimizer.state.get(p)
-            if not found:
-                continue
-            key = number, p.dim()
-            if key not in known:
-                known[key] = _example(kind, group, p.dim())
-            for name, value in known[key].items():
-                _check_value(f"{name!r} in its state of a parameter", found, name, value, p)
-
-
-def _check_value(where: str, found: Mapping[str, Any], name: str, example: Any, p: Tensor) -> None:
-    if name not in found:
-        raise ValueError(f"{where} of shape {tuple(p.shape)} is missing")
-    if not isinstance(example, Tensor):
-        return
-    value = found[name]
-    if value is None and name == "momentum_buffer":  # before the first gradient
-        return
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{where} is {value!r:.80}, where a tensor belongs")
-    if name == "step" and not (value.numel() == 1 and 0 <= float(value) <= _MAX):
-        raise ValueError(f"{where} is {value!r:.80}, where a count belongs")
-    shape = p.shape if example.dim() else example.shape
-    if "row" not in name and "col" not in name and value.shape != shape:
-        raise ValueError(f"{where} is of shape {tuple(value.shape)}, where {tuple(shape)} belongs")
-
-
-def _example(kind: type[Any], group: dict[str, Any], num_dims: int) -> Mapping[str, Any]:
-    """The state that such an optimizer makes in a step; nothing where one cannot be made."""
-    p = torch.nn.Parameter(torch.ones([1] * num_dims))
-    p.grad = torch.ones_like(p)
-    settings = {k: v for k, v in group.items() if k not in ("params", "initial_lr", *_OWN)}
-    try:
-        probe = kind([{**settings, "params": [p]}])
-        probe.step()
-    except Exception:  # it needs a closure, sparse gradients, or something else
-        return {}
-    state: Mapping[str, Any] = probe.state[p]
-    return state if num_dims else {}
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As ``optimizer.load_state_dict(state)``, but for how the optimizer works.
-
-    Whether it counts its steps on the device, for one, stays as it is here, and the counts
-    go where they are looked for.
-
-    Args:
-        optimizer: On any device.
-        state: Of an optimizer of the same kind and parameters; its containers are changed.
-
-    Raises:
-        ValueError: It has other groups, or settings and states that none of this kind can have.
-    """
-    for own, given in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        for name in _OWN:
-            given.pop(name, None)
-        for name, value in own.items():
-            if name != "params":
-                given.setdefault(name, value)  # also what another version of PyTorch lacks
-    _check_settings(optimizer, state)
-    optimizer.load_state_dict(state)
-    for group in optimizer.param_groups:
-        on_device = group.get("capturable") or group.get("fused")
-        for p in group["params"]:
-            step = optimizer.state.get(p, {}).get("step")
-            if isinstance(step, Tensor):
-                optimizer.state[p]["step"] = step.to(p.device if on_device else "cpu")
-    for each in members_of(optimizer):
-        _check_states(each)
-
+from runtime.replica.optimizers import kind_of, load_optimizer_state
+from runtime.replica.reducer import GradientReducer, Packed
 
 TrainFn = Callable[[nn.Module, Any], Any]
 """Gives a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
@@ -156,40 +40,6 @@ a model returns, with a field ``loss``."""
 TrainFns = TrainFn | Mapping[str, TrainFn]
 """One, or one for each of several optimizers, by their names, in the order of their steps."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerPart:
-    """One optimizer, and what makes its steps.
-
-    Attributes:
-        name: Of the submodule that it trains.
-        params: The submodule's trainable parameters.
-        optimizer: Their optimizer.
-        reducer: Averages their gradients over the ranks.
-        judge: Judges their steps.
-    """
-
-    name: str
-    params: NamedParams
-    optimizer: torch.optim.Optimizer
-    reducer: GradientReducer | None
-    judge: StepJudge | None
-
-
-class StepEnd(NamedTuple):
-    """How a step ended.
-
-    Attributes:
-        dropped: Whether it was dropped because of a value that is not finite.
-    """
-
-    dropped: bool
-
-
-MADE, DROPPED = StepEnd(False), StepEnd(True)
-EMPTY = MADE
-"""The weights sum to 0: the batches are trained, and nothing follows from them."""
 
 
 class Stepper:
@@ -670,3 +520,37 @@ class Stepper:
             optimizer.step()
         finally:
             del optimizer.found_inf
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """One optimizer, and what makes its steps.
+
+    Attributes:
+        name: Of the submodule that it trains.
+        params: The submodule's trainable parameters.
+        optimizer: Their optimizer.
+        reducer: Averages their gradients over the ranks.
+        judge: Judges their steps.
+    """
+
+    name: str
+    params: NamedParams
+    optimizer: torch.optim.Optimizer
+    reducer: GradientReducer | None
+    judge: StepJudge | None
+
+
+class StepEnd(NamedTuple):
+    """How a step ended.
+
+    Attributes:
+        dropped: Whether it was dropped because of a value that is not finite.
+    """
+
+    dropped: bool
+
+
+MADE, DROPPED = StepEnd(False), StepEnd(True)
+EMPTY = MADE
+"""The weights sum to 0: the batches are trained, and nothing follows from them."""

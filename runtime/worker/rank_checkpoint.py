@@ -19,7 +19,7 @@ from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
 from runtime.replica.schedule import Schedule
 from runtime.replica.stepper import Stepper
-from runtime.worker.group import Lockstep
+from runtime.worker.lockstep import Lockstep
 
 logger = logging.getLogger(__name__)
 

@@ -19,54 +19,20 @@ from runtime.device.timing import StepTimer
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.build import BuildOrder, build_replica
+from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.flat import NamedParams, ParamSubset
 from runtime.replica.global_batch import GlobalBatch
-from runtime.replica.graphs import CapturableOptimizer
 from runtime.replica.non_finite import ReplicaJudge, StepJudge
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import OptimizerPart, Stepper
-from runtime.worker.group import Groups, Lockstep
+from runtime.worker.collective_groups import Groups
+from runtime.worker.lockstep import Lockstep
 from runtime.worker.rank_checkpoint import RankCheckpoint
-from runtime.worker.recording import Recorder
+from runtime.worker.recorder import Recorder
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Peers:
-    """Shared by the workers of a run in which ranks may die.
-
-    Attributes:
-        groups: Where the ranks that are left meet.
-        replicas: What each rank trains, once its worker is built. A rank reads another's state
-            only while that one waits for it in the first meeting of a new group.
-    """
-
-    groups: Groups
-    replicas: dict[int, WorkerReplica] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class WorkerProgress:
-    """How far a worker has come.
-
-    Attributes:
-        local_step: Batches trained by it.
-        epoch: Epoch of the plan in progress or the last one.
-        begun_epoch: The last epoch that it has begun.
-    """
-
-    local_step: int = 0
-    epoch: int = 0
-    begun_epoch: int = -1
-
-
-def key_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
-    """Have a worker's generator draw what belongs to its seed, rank and epoch."""
-    state = np.random.SeedSequence([seed, rank, epoch])
-    generator.manual_seed(int(state.generate_state(1, np.uint64)[0] >> 1))
 
 
 class WorkerReplica:
@@ -347,3 +313,38 @@ class WorkerReplica:
         self.state.copy_from(donor.state)
         self.stepper.copy_from(donor.stepper)
         self.schedule.copy_from(donor.schedule)
+
+
+@dataclass(slots=True)
+class Peers:
+    """Shared by the workers of a run in which ranks may die.
+
+    Attributes:
+        groups: Where the ranks that are left meet.
+        replicas: What each rank trains, once its worker is built. A rank reads another's state
+            only while that one waits for it in the first meeting of a new group.
+    """
+
+    groups: Groups
+    replicas: dict[int, WorkerReplica] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WorkerProgress:
+    """How far a worker has come.
+
+    Attributes:
+        local_step: Batches trained by it.
+        epoch: Epoch of the plan in progress or the last one.
+        begun_epoch: The last epoch that it has begun.
+    """
+
+    local_step: int = 0
+    epoch: int = 0
+    begun_epoch: int = -1
+
+
+def key_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
+    """Have a worker's generator draw what belongs to its seed, rank and epoch."""
+    state = np.random.SeedSequence([seed, rank, epoch])
+    generator.manual_seed(int(state.generate_state(1, np.uint64)[0] >> 1))

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from coordinator.dispatch import batch_bounds
-from coordinator.messages import EpochPlan
 from runtime.collective.base import LateResult
 from runtime.core.errors import (
     CollectiveAborted,
@@ -23,7 +21,8 @@ from runtime.core.errors import (
 from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import LogMark, PendingStep, StepMeter, ValueLog
 from runtime.device.timing import StepTimer
-from runtime.replica.graphs import CapturableOptimizer, Fallbacks, GraphedSteps, GraphWindow
+from runtime.replica.capturable import CapturableOptimizer
+from runtime.replica.graphs import Fallbacks, GraphedSteps, GraphWindow
 from runtime.replica.schedule import ScheduleMark
 from runtime.replica.stepper import DROPPED, MADE, StepEnd, TrainFn, TrainFns
 from runtime.timeline.events import COMPUTE, CONTROL
@@ -32,150 +31,8 @@ from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.worker_config import StepResult, WorkerConfig
 
-
-class Windows:
-    """A plan cut into optimizer steps of up to ``accumulate`` micro-batches.
-
-    Attributes:
-        steps: Samples in each micro-batch of each step; under ``SYNC`` as many steps as the rank
-            with most batches makes, the last ones empty where this rank has run out.
-        num_empty: Batches of a step, by its index, that have no samples for this rank.
-    """
-
-    def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
-        self._plan = plan
-        self._num_global = config.accumulate
-        self._accumulate = accumulate = config.accumulate * plan.num_slices
-        num_batches = plan.num_batches
-        self.num_empty: dict[int, int] = {}
-        # A plan may have millions of steps: the whole ones share one list.
-        whole = [config.batch_size] * accumulate
-        self.steps: list[Sequence[int]] = [whole] * (num_batches // accumulate)
-        if rest := num_batches % accumulate:
-            self.steps.append(whole[:rest])
-        longest = max(plan.shares, default=num_batches)
-        self.steps += [()] * (-(-longest // accumulate) - len(self.steps))
-        if plan.pieces:
-            for step, start in enumerate(range(0, num_batches, accumulate)):
-                pieces = plan.pieces[start : start + accumulate]
-                self.steps[step] = sizes = [end - begin for begin, end in pieces if end > begin]
-                if len(sizes) < len(pieces):
-                    self.num_empty[step] = len(pieces) - len(sizes)
-            return
-        # Only the last batch of an epoch can be short, and spans rise within a plan
-        # except where a batch came back from a dead rank: look at each span's end.
-        end = 0
-        for span in plan.batches:
-            if not span:
-                continue
-            end += len(span)
-            start, stop = batch_bounds(span[-1], config.num_samples, config.batch_size)
-            if stop - start < config.batch_size:
-                step, place = divmod(end - 1, accumulate)
-                shorter = list(self.steps[step])
-                shorter[place] = stop - start
-                self.steps[step] = shorter
-
-    def position(self, index: int) -> int:
-        """Batches that all ranks together have trained before a lockstep step."""
-        if self._plan.pieces:
-            return self._plan.first_step + index * self._num_global * self._plan.per_global
-        done = index * self._accumulate
-        return self._plan.first_step + sum([min(done, share) for share in self._plan.shares])
-
-
-def count_samples(batch: Any) -> int:
-    """Length of the first tensor of a batch."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    values = batch.values() if isinstance(batch, dict) else batch
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        return 1
-    for value in values:
-        return count_samples(value)
-    return 1
-
-
-class AwaitBatch(Protocol):
-    """Gives the next batch of the plan in progress; ``None``: the worker is to leave."""
-
-    def __call__(self, *, answer: bool) -> Any:
-        """Wait for it; ``answer``: between two steps, where messages are answered meanwhile."""
-
-
-class BatchLog:
-    """Where the losses and scalars of the batch in training go.
-
-    Args:
-        log: There, unless they are redirected.
-
-    Attributes:
-        log: There.
-        num_samples: Samples in the batch.
-    """
-
-    __slots__ = ("log", "num_samples")
-
-    def __init__(self, log: ValueLog) -> None:
-        self.log = log
-        self.num_samples = 1
-
-    def record_scalar(self, name: str, value: float | Tensor) -> None:
-        """See :func:`runtime.record_scalar`."""
-        if isinstance(value, Tensor):
-            value = value.data.clone()  # read later, when a parameter has moved on
-        self.log.push_scalar(name, value, self.num_samples)
-
-    @contextmanager
-    def redirected(self, log: ValueLog) -> Iterator[None]:
-        """Send them elsewhere meanwhile."""
-        before, self.log = self.log, log
-        try:
-            yield
-        finally:
-            self.log = before
-
-
 MAX_UNSEEN = 3
 """Steps that may be launched before the host knows that the first of them counts."""
-
-
-@dataclass(slots=True)
-class _Before:
-    """How things stood before a step under lockstep.
-
-    Attributes:
-        mark: The log.
-        buffers: Those of the model, where they may have to be put back.
-        draws: State of the worker's generator, likewise.
-        schedule: The learning rate, likewise.
-    """
-
-    mark: LogMark
-    buffers: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
-    draws: Tensor | None
-    schedule: ScheduleMark | None
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A step that was given to the device, whose reduction may still fail there.
-
-    Attributes:
-        outcome: How the reduction ends.
-        before: How things stood.
-        values: Its losses and scalars.
-        num_batches: Its batches.
-        num_samples: Their samples.
-        num_empty: Batches after it that peers have trained.
-    """
-
-    outcome: LateResult
-    before: _Before
-    values: PendingStep
-    num_batches: int
-    num_samples: int
-    num_empty: int = 0
 
 
 class WorkerSteps:
@@ -652,6 +509,96 @@ class WorkerSteps:
         self._schedule.advance(position)
         if self._capturable is not None:
             self._capturable.refresh()
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step that was given to the device, whose reduction may still fail there.
+
+    Attributes:
+        outcome: How the reduction ends.
+        before: How things stood.
+        values: Its losses and scalars.
+        num_batches: Its batches.
+        num_samples: Their samples.
+        num_empty: Batches after it that peers have trained.
+    """
+
+    outcome: LateResult
+    before: _Before
+    values: PendingStep
+    num_batches: int
+    num_samples: int
+    num_empty: int = 0
+
+
+@dataclass(slots=True)
+class _Before:
+    """How things stood before a step under lockstep.
+
+    Attributes:
+        mark: The log.
+        buffers: Those of the model, where they may have to be put back.
+        draws: State of the worker's generator, likewise.
+        schedule: The learning rate, likewise.
+    """
+
+    mark: LogMark
+    buffers: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
+    draws: Tensor | None
+    schedule: ScheduleMark | None
+
+
+class BatchLog:
+    """Where the losses and scalars of the batch in training go.
+
+    Args:
+        log: There, unless they are redirected.
+
+    Attributes:
+        log: There.
+        num_samples: Samples in the batch.
+    """
+
+    __slots__ = ("log", "num_samples")
+
+    def __init__(self, log: ValueLog) -> None:
+        self.log = log
+        self.num_samples = 1
+
+    def record_scalar(self, name: str, value: float | Tensor) -> None:
+        """See :func:`runtime.record_scalar`."""
+        if isinstance(value, Tensor):
+            value = value.data.clone()  # read later, when a parameter has moved on
+        self.log.push_scalar(name, value, self.num_samples)
+
+    @contextmanager
+    def redirected(self, log: ValueLog) -> Iterator[None]:
+        """Send them elsewhere meanwhile."""
+        before, self.log = self.log, log
+        try:
+            yield
+        finally:
+            self.log = before
+
+
+class AwaitBatch(Protocol):
+    """Gives the next batch of the plan in progress; ``None``: the worker is to leave."""
+
+    def __call__(self, *, answer: bool) -> Any:
+        """Wait for it; ``answer``: between two steps, where messages are answered meanwhile."""
+
+
+def count_samples(batch: Any) -> int:
+    """Length of the first tensor of a batch."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    values = batch.values() if isinstance(batch, dict) else batch
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        return 1
+    for value in values:
+        return count_samples(value)
+    return 1
 
 
 def _one(train_fn: TrainFns) -> TrainFn:

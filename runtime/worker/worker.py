@@ -35,13 +35,14 @@ from runtime.replica.graphs import Fallbacks
 from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
-from runtime.worker.answers import Answers
-from runtime.worker.group import Lockstep, StopAgreement
+from runtime.worker.lockstep import Lockstep, StopAgreement
+from runtime.worker.message_handler import Answers
+from runtime.worker.plan_steps import Windows
 from runtime.worker.protocol import WorkerProtocol, WorkerState
-from runtime.worker.recording import Recorder
+from runtime.worker.recorder import Recorder
 from runtime.worker.replica import Peers, WorkerProgress, WorkerReplica, key_generator
 from runtime.worker.reporter import Reporter
-from runtime.worker.step import BatchLog, Windows, WorkerSteps
+from runtime.worker.step import BatchLog, WorkerSteps
 from runtime.worker.worker_config import (
     WAKE,
     StepResult,

@@ -20,13 +20,6 @@ from runtime.replica.stepper import TrainFns
 EvalFn = Callable[[nn.Module, int], dict[str, float]]
 
 
-class Wake:
-    """What a loader puts into the inbox when a batch is ready."""
-
-
-WAKE = Wake()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Settings of one worker.
@@ -155,3 +148,10 @@ class StepResult:
     def compute_s(self) -> float:
         """Seconds of the step; waits for it. In the worker's thread alone."""
         return self.time.seconds
+
+
+class Wake:
+    """What a loader puts into the inbox when a batch is ready."""
+
+
+WAKE = Wake()

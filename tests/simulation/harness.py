@@ -32,7 +32,7 @@ from coordinator.messages import (
     Send,
 )
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.worker.group import StopAgreement
+from runtime.worker.lockstep import StopAgreement
 from runtime.worker.worker_config import WAKE
 from tests.simulation.checks import Checks
 from tests.simulation.effects import Batch, SamplesOf, Traced, Violation, WeightOf, average, replica

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
-from runtime.worker.group import Lockstep
+from runtime.worker.lockstep import Lockstep
+from runtime.worker.plan_steps import Windows
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.reporter import Reporter
-from runtime.worker.step import Windows
 from runtime.worker.worker_config import WAKE, Wake, WorkerConfig
 from tests.simulation.effects import Batch, Traced, Violation, replica, squares_of
 from tests.simulation.replicas import Brought, Meeting

@@ -13,8 +13,8 @@ from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.rounds import Round, RoundKeeper
 from coordinator.state import BatchLimits
+from runtime.worker.plan_steps import Windows
 from runtime.worker.protocol import WorkerProtocol
-from runtime.worker.step import Windows
 from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.schedule import stopped_late

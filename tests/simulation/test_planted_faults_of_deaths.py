@@ -15,9 +15,9 @@ from coordinator.failures import Survival
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool, Ledger, LockstepPlan
 from coordinator.rounds import RoundKeeper
-from runtime.worker.group import Lockstep
+from runtime.worker.lockstep import Lockstep
+from runtime.worker.plan_steps import Windows
 from runtime.worker.protocol import WorkerProtocol
-from runtime.worker.step import Windows
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Simulation, SimulationFailed
 from tests.simulation.schedule import Death, Pace, Schedule, draw_schedule

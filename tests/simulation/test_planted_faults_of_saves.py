@@ -13,7 +13,7 @@ from coordinator.checkpoint import CheckpointRounds, Note, capture_run
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import Epochs
 from coordinator.pool import ChunkPool
-from runtime.worker.group import Lockstep
+from runtime.worker.lockstep import Lockstep
 from tests.simulation.finding import assert_is_found, drawn
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
 from tests.simulation.saves import Origin

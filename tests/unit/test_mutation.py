@@ -84,7 +84,7 @@ def test_a_change_is_found_where_it_stands(source, before, after):
 
 
 def test_every_change_of_the_packages_is_another_program():
-    for module in modules_of(["runtime/worker/group.py", "runtime/collective"]):
+    for module in modules_of(["runtime/worker/collective_groups.py", "runtime/collective"]):
         source = (ROOT / module).read_bytes()
         found = Finder(module, source).found
         assert found

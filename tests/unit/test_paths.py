@@ -111,7 +111,7 @@ def test_a_batch_passes_twelve_files_at_most_on_its_way_to_the_report():
     )
     of_the_worker = {path for path in found if path.startswith("runtime/")}
     # A report travels with an answer only where there is something to tell then.
-    assert of_the_worker | {"runtime/worker/answers.py"} == named("The path of a batch")
+    assert of_the_worker | {"runtime/worker/message_handler.py"} == named("The path of a batch")
     assert len(named("The path of a batch")) <= 12
 
 
@@ -135,4 +135,7 @@ def test_an_answer_passes_the_same_files_over_both_transports(way):
     coordinators = {
         f"coordinator/{name}.py" for name in ("service", "failures", "machine", "rounds")
     }
-    assert found == coordinators | {"runtime/worker/answers.py", "runtime/worker/reporter.py"}
+    assert found == coordinators | {
+        "runtime/worker/message_handler.py",
+        "runtime/worker/reporter.py",
+    }

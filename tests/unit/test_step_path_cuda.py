@@ -41,7 +41,7 @@ FORBIDDEN = {
 ALLOWED = {
     ("runtime/replica/flat.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
     ("runtime/replica/stepper.py", "_weigh", "item"): "a weight of the CPU",
-    ("runtime/core/weight.py", "check_weight", "item"): "a weight of the CPU",
+    ("runtime/core/loss_weights.py", "check_weight", "item"): "a weight of the CPU",
     ("runtime/replica/reducer.py", "_agree", "tolist"): "a tensor of the CPU",
     (
         "runtime/replica/reducer.py",
@@ -99,7 +99,7 @@ def test_the_step_path_holds_what_a_step_runs():
         "averager.py",
         "flat.py",
         "reporter.py",
-        "answers.py",
+        "message_handler.py",
     }
     assert found >= {"cuda.py", "values.py", "timing.py", "thread.py", "nccl.py"}
 

@@ -8,7 +8,7 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, Send
-from runtime.worker.group import Lockstep, StopAgreement
+from runtime.worker.lockstep import Lockstep, StopAgreement
 
 
 def delta(value):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import DataParallelCoordinator, average_gradients, has_non_finite
-from runtime.replica.reducer import gradient_norm
+from runtime.replica.gradients import gradient_norm
 
 NAN, INF = float("nan"), float("inf")
 numbers = st.floats(-1e6, 1e6)

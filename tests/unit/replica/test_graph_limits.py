@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.replica.stepper import load_optimizer_state
+from runtime.replica.optimizers import load_optimizer_state
 from tests.support.graphing import (
     DATA,
     a_run,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.replica.graphs import CapturableOptimizer
+from runtime.replica.capturable import CapturableOptimizer
 from tests.support.tape import Tape
 
 CPU = torch.device("cpu")

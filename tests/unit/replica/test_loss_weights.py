@@ -21,7 +21,7 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime.core.weight import WindowWeight, _tell_of_guess
+from runtime.core.loss_weights import WindowWeight, _tell_of_guess
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import EMPTY, Stepper

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.collective import create_collectives
 from runtime.core.errors import CollectiveAborted
-from runtime.worker.group import Groups
+from runtime.worker.collective_groups import Groups
 from tests.support.running import THREAD, WAIT_S
 
 

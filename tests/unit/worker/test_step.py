@@ -11,9 +11,9 @@ from runtime.core.errors import CollectiveAborted
 from runtime.device.cuda import open_device
 from runtime.device.metering import StepMeter
 from runtime.replica.build import BuildOrder
-from runtime.worker.group import Lockstep
+from runtime.worker.lockstep import Lockstep
 from runtime.worker.protocol import WorkerProtocol
-from runtime.worker.recording import Recorder
+from runtime.worker.recorder import Recorder
 from runtime.worker.replica import WorkerProgress, WorkerReplica
 from runtime.worker.step import BatchLog, WorkerSteps
 from tests.support.running import CPU, count_up, counter, plain_sgd

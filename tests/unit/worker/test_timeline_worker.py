@@ -17,7 +17,7 @@ from runtime.timeline.events import RunFacts
 from runtime.timeline.recorder import CoordinatorLane
 from runtime.worker import recording
 from runtime.worker.rank_checkpoint import RankCheckpoint
-from runtime.worker.recording import LaneRecorder, Recorder, Recording
+from runtime.worker.recorder import LaneRecorder, Recorder, Recording
 from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
 from tests.support.trace_format import load_trace

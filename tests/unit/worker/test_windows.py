@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.messages import EpochPlan
 from runtime import WorkerConfig
-from runtime.worker.step import Windows
+from runtime.worker.plan_steps import Windows
 
 SPANS = [
     (),

@@ -26,7 +26,7 @@ from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
 from runtime.device.base import PendingCopy
 from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
-from runtime.worker.group import StopAgreement
+from runtime.worker.lockstep import StopAgreement
 from runtime.worker.protocol import WorkerState
 from tests.support.running import CPU, WAIT_S, Trace, count_up, counter, numbers, plain_sgd
 
