@@ -18,7 +18,7 @@ from runtime import (
     Trainer,
     Weighted,
 )
-from runtime.core import weight as weights
+from runtime.core import loss_weights as weights
 from tests.support.fsdp_ranks import node_size, on_ranks
 from tests.support.own_loop import gradients_travel
 from tests.support.pairs import pairwise

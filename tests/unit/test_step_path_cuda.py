@@ -101,7 +101,7 @@ def test_the_step_path_holds_what_a_step_runs():
         "reporter.py",
         "message_handler.py",
     }
-    assert found >= {"cuda.py", "values.py", "timing.py", "thread.py", "nccl.py"}
+    assert found >= {"cuda.py", "metering.py", "timing.py", "thread.py", "nccl.py"}
 
 
 def cuda_names(path):

@@ -15,7 +15,7 @@ from coordinator.machine import Coordinator
 from runtime import CheckpointError, Kind, Timeline
 from runtime.timeline.events import RunFacts
 from runtime.timeline.recorder import CoordinatorLane
-from runtime.worker import recording
+from runtime.worker import recorder
 from runtime.worker.rank_checkpoint import RankCheckpoint
 from runtime.worker.recorder import LaneRecorder, Recorder, Recording
 from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
@@ -64,7 +64,7 @@ def test_a_run_without_a_timeline_has_no_lane():
 
 
 def test_each_message_to_a_worker_counts_as_something():
-    assert set(recording._WORK) == set(typing.get_args(m.ToWorker))
+    assert set(recorder._WORK) == set(typing.get_args(m.ToWorker))
 
 
 def make_machine(ranks=2):
