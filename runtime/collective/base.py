@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -9,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
@@ -333,7 +335,7 @@ class Request(NamedTuple):
 
     Attributes:
         name: The method called.
-        tensors: Tensors to reduce, or ``(output, input)``.
+        tensors: Tensors to reduce, or ``(output, input, output, input, ...)``.
         detail: The reduction, the source rank, or what all ranks say alike.
         weight: Weight of this rank's tensors.
         tally: A number that is summed over the ranks.
@@ -477,9 +479,11 @@ class Collective(ABC):
         trails: Whether a mean in parts can be ended without a wait of the host.
         lane: Where the rank notes how long it waits for the others; ``None``: nowhere.
         tally: Sum of the ranks' tallies in the last collective.
+        coalesced_bytes: Limit of one meeting of a coalesced collective, a larger tensor aside.
     """
 
     kind: str
+    coalesced_bytes: float = math.inf
     host_runs_ahead: bool = False
     lane: Lane | None = None
     tally: float = 0.0
@@ -494,6 +498,15 @@ class Collective(ABC):
     def all_reduce_(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Reduces a tensor over all ranks, in place; integers (no bool) or floats."""
         self._run(Request("all_reduce_", (tensor,), op))
+
+    def all_reduce_coalesced_(self, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> None:
+        """:meth:`all_reduce_` of each tensor, in one meeting of the ranks and with one wait.
+
+        Args:
+            tensors: As many on every rank; their shapes and dtypes may differ.
+            op: The reduction.
+        """
+        self._run_coalesced("all_reduce_", [(tensor,) for tensor in tensors], op)
 
     def weighted_mean_(
         self, tensors: Sequence[Tensor], weight: float, *, tally: float = 0.0
@@ -533,6 +546,15 @@ class Collective(ABC):
         """
         self._run(Request("all_gather_into", (output, input)))
 
+    def all_gather_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """:meth:`all_gather_into` of each pair, in one meeting of the ranks and with one wait.
+
+        Args:
+            outputs: As many on every rank.
+            inputs: One for each output.
+        """
+        self._run_coalesced("all_gather_into", list(zip_longest(outputs, inputs)))
+
     def reduce_scatter_into(
         self, output: Tensor, input: Tensor, op: ReduceOp = ReduceOp.SUM
     ) -> None:
@@ -545,6 +567,18 @@ class Collective(ABC):
             op: The reduction.
         """
         self._run(Request("reduce_scatter_into", (output, input), op))
+
+    def reduce_scatter_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM
+    ) -> None:
+        """:meth:`reduce_scatter_into` of each pair, in one meeting of the ranks and with one wait.
+
+        Args:
+            outputs: As many on every rank.
+            inputs: One for each output.
+            op: The reduction.
+        """
+        self._run_coalesced("reduce_scatter_into", list(zip_longest(outputs, inputs)), op)
 
     def tell(self, number: float) -> tuple[float, ...]:
         """Every rank's number, in order of rank; on the host alone."""
@@ -588,6 +622,21 @@ class Collective(ABC):
             self._closed = True
             self._group.barrier.leave(self.rank)
             self._release()
+
+    def _run_coalesced(
+        self, name: str, rows: Sequence[tuple[Tensor, ...]], op: ReduceOp | None = None
+    ) -> None:
+        """Carries out one operation for each row of tensors, several in one request."""
+        request: list[Tensor] = []
+        num_bytes = 0
+        for row in rows:
+            row_bytes = max(t.nbytes if isinstance(t, Tensor) else 0 for t in row)
+            if request and num_bytes + row_bytes > self.coalesced_bytes:
+                self._run(Request(name, tuple(request), op))
+                request, num_bytes = [], 0
+            request.extend(row)
+            num_bytes += row_bytes
+        self._run(Request(name, tuple(request), op))
 
     def _run(self, request: Request) -> float:
         """Carries a collective out. Returns the sum of the weights."""
@@ -706,16 +755,22 @@ def _describe(detail: object) -> str:
 
 
 def _size_fault(name: str, tensors: Sequence[Tensor], world_size: int) -> str | None:
-    output, input = tensors
-    if output.dtype != input.dtype:
-        return f"passed a {output.dtype} output for a {input.dtype} input; pass one dtype"
-    whole, part = (output, input) if name == "all_gather_into" else (input, output)
-    if whole.numel() != world_size * part.numel():
-        return (
-            f"passed an output of {output.numel()} and an input of {input.numel()} elements; "
-            f"the {'output' if whole is output else 'input'} must hold {world_size} times as many"
-        )
+    for output, input in pairs_of(tensors):
+        if output.dtype != input.dtype:
+            return f"passed a {output.dtype} output for a {input.dtype} input; pass one dtype"
+        whole, part = (output, input) if name == "all_gather_into" else (input, output)
+        if whole.numel() != world_size * part.numel():
+            return (
+                f"passed an output of {output.numel()} and an input of {input.numel()} elements; "
+                f"the {'output' if whole is output else 'input'} must hold {world_size} times as "
+                "many"
+            )
     return None
+
+
+def pairs_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """``(output, input)`` of each all-gather or reduce-scatter in a request."""
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _difference(request: Request, first: Request) -> str | None:

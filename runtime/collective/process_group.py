@@ -24,6 +24,7 @@ from runtime.collective.base import (
     Plan,
     ReduceOp,
     Request,
+    pairs_of,
 )
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 
@@ -148,15 +149,18 @@ class ProcessGroupCollective(Collective):
                     self._weighted_sum_(tensor.view(-1), plan.factors[self.rank])
             case "all_reduce_":
                 assert isinstance(op, ReduceOp)
-                self._all_reduce_(request.tensors[0].view(-1), op)
+                for tensor in request.tensors:
+                    if tensor.numel():
+                        self._all_reduce_(tensor.view(-1), op)
             case "reduce_scatter_into":
                 assert isinstance(op, ReduceOp)
-                output, input = request.tensors
-                self._reduce_scatter(output.view(-1), input.view(-1), op)
+                for output, input in pairs_of(request.tensors):
+                    if input.numel():
+                        self._reduce_scatter(output.view(-1), input.view(-1), op)
             case "all_gather_into":
-                output, input = request.tensors
-                if input.numel():
-                    self._all_gather(output.view(-1), input.view(-1))
+                for output, input in pairs_of(request.tensors):
+                    if input.numel():
+                        self._all_gather(output.view(-1), input.view(-1))
             case "broadcast_":
                 assert isinstance(op, int)
                 options = self._options(_c10d.BroadcastOptions)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.collective.base import LOW_PRECISION, Collective, Group, Plan, ReduceOp, Request
+from runtime.collective.base import (
+    LOW_PRECISION,
+    Collective,
+    Group,
+    Plan,
+    ReduceOp,
+    Request,
+    pairs_of,
+)
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
 
@@ -52,6 +60,8 @@ class ThreadCollective(Collective):
     """
 
     kind = "thread"
+    # For ranks on a GPU, which stage all tensors of a request in pinned memory at once.
+    coalesced_bytes = 25 * 2**20
 
     def _placement_fault(self, tensor: Tensor) -> str | None:
         if tensor.device.type == "cpu":
@@ -184,22 +194,26 @@ def _shares(requests: Sequence[Request], num_shares: int) -> Sequence[Sequence[S
             for rank, request in enumerate(requests)
         ]
     if first.name == "all_gather_into":
-        inputs = [request.tensors[1] for request in requests]
         return [
             [
                 step
-                for rank, input in enumerate(inputs)
-                for step in _steps([input], [_part(request.tensors[0], rank, world_size)])
+                for index, (output, _) in enumerate(pairs_of(request.tensors))
+                for rank, other in enumerate(requests)
+                for step in _steps(
+                    [other.tensors[2 * index + 1]], [_part(output, rank, world_size)]
+                )
             ]
             for request in requests
         ]
     return [
-        list(
-            _steps(
-                [_part(request.tensors[1], rank, world_size) for request in requests],
-                [requests[rank].tensors[0]],
+        [
+            step
+            for index, (output, _) in enumerate(pairs_of(requests[rank].tensors))
+            for step in _steps(
+                [_part(request.tensors[2 * index + 1], rank, world_size) for request in requests],
+                [output],
             )
-        )
+        ]
         for rank in range(world_size)
     ]
 
@@ -367,7 +381,8 @@ class StagedThreadCollective(ThreadCollective):
 def _roles(request: Request, rank: int) -> tuple[list[bool], list[bool]]:
     """Which tensors a collective reads on this rank, and which it writes."""
     if request.name in ("all_gather_into", "reduce_scatter_into"):
-        return [False, True], [True, False]
+        num_pairs = len(request.tensors) // 2
+        return [False, True] * num_pairs, [True, False] * num_pairs
     if request.name == "broadcast_":
         return [request.detail == rank], [request.detail != rank]
     every = [True] * len(request.tensors)

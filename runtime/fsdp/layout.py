@@ -19,8 +19,8 @@ from runtime.replica.flat import ALIGNMENT_BYTES, dense_stride
 
 LARGE = 1 << 16
 """Elements from which on a parameter is exchanged alone."""
-BUCKET = 1 << 20
-"""Elements that a bucket of small parameters may hold."""
+BUCKET_BYTES = 25 * 2**20
+"""Bytes that a bucket of small parameters may hold."""
 
 
 class Layout:
@@ -148,13 +148,14 @@ class Slot:
 
 def _fill(tensors: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]]]:
     buckets: list[list[tuple[int, Tensor]]] = []
-    size = 0
+    num_bytes = 0
     for index, tensor in tensors:
-        if not buckets or size + tensor.numel() > BUCKET:
+        added = tensor.numel() * tensor.element_size()
+        if not buckets or num_bytes + added > BUCKET_BYTES:
             buckets.append([])
-            size = 0
+            num_bytes = 0
         buckets[-1].append((index, tensor))
-        size += tensor.numel()
+        num_bytes += added
     return buckets
 
 

@@ -32,6 +32,14 @@ def rank_0s(tensor: Tensor, world: Collective) -> Tensor:
     return copy
 
 
+def _flat_view(gradients: Sequence[Tensor]) -> Tensor | None:
+    """A single dense gradient in one dimension; ``None`` for any others."""
+    if len(gradients) != 1 or dense_stride(gradients[0]) != gradients[0].stride():
+        return None
+    (gradient,) = gradients
+    return torch.as_strided(gradient, (gradient.numel(),), (1,), gradient.storage_offset())
+
+
 def _note(added: set[int], index: int, _: Tensor) -> None:
     added.add(index)
 
@@ -139,9 +147,21 @@ class ReplicatedParameters:
         for parameter in self._trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        wires: list[Tensor] = []
+        copied: list[tuple[Tensor, list[Tensor]]] = []
         for layout in self._layouts:
             for bucket in layout.buckets:
-                self._reduce(bucket)
+                gradients = self._gradients_of(bucket)
+                if (wire := _flat_view(gradients)) is None:
+                    wire = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                    copied.append((wire, gradients))
+                wires.append(wire)
+        self._world.all_reduce_coalesced_(wires, ReduceOp.AVG)
+        for wire, gradients in copied:
+            parts = wire.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(
+                gradients, [part.view(g.size()) for part, g in zip(parts, gradients, strict=True)]
+            )
         self._added.clear()
 
     @property
@@ -149,23 +169,13 @@ class ReplicatedParameters:
         """Whether a backward pass has added to gradients since the last reduction."""
         return any(self._trainable[i].grad is not None for i in self._added)
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _gradients_of(self, bucket: Bucket) -> list[Tensor]:
         gradients: list[Tensor] = []
         for slot in bucket.slots:
             gradient = self._trainable[slot.index].grad
             assert gradient is not None
             gradients.append(gradient)
-        if len(gradients) == 1 and dense_stride(gradients[0]) == gradients[0].stride():
-            (gradient,) = gradients
-            flat = torch.as_strided(gradient, (gradient.numel(),), (1,), gradient.storage_offset())
-            self._world.all_reduce_(flat, ReduceOp.AVG)
-            return
-        whole = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._world.all_reduce_(whole, ReduceOp.AVG)
-        parts = whole.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
-        torch._foreach_copy_(
-            gradients, [part.view(g.size()) for part, g in zip(parts, gradients, strict=True)]
-        )
+        return gradients
 
     def gradients(self) -> list[Tensor]:
         """The gradients."""
@@ -396,8 +406,7 @@ class ShardedParameters:
     def _form(self) -> None:
         fulls = self._new_fulls() if self._fulls is None else self._fulls
         self._stamp = self._versions()
-        for layout, flat, full in zip(self._layouts, self._flats, fulls, strict=True):
-            gather_into(full, flat, layout, self._groups.shard)
+        gather_into(fulls, self._flats, self._layouts, self._groups.shard)
         self._fulls = fulls
 
     def _versions(self) -> list[int]:
@@ -432,8 +441,7 @@ class ShardedParameters:
 
         def gather(fulls: Sequence[Tensor]) -> None:
             try:
-                for layout, flat, full in zip(layouts, flats, fulls, strict=True):
-                    gather_into(full, flat, layout, group)
+                gather_into(fulls, flats, layouts, group)
             except BaseException:
                 group.abort()  # peers must not wait until this rank's forward tells
                 raise
@@ -472,12 +480,16 @@ class ShardedParameters:
         """
         self.release()
         self._may_be_stale = True
-        for layout, flat in zip(self._layouts, self._flats, strict=True):
-            if not self.shards[layout.slots[0].index].requires_grad:
-                continue
-            gradients = reduce_gradients(
-                layout, self._wholes, self._groups.shard, self._groups.replicate, flat
-            )
+        trained = [
+            (layout, flat)
+            for layout, flat in zip(self._layouts, self._flats, strict=True)
+            if self.shards[layout.slots[0].index].requires_grad
+        ]
+        layouts = [layout for layout, _ in trained]
+        reduced = reduce_gradients(
+            layouts, [flat for _, flat in trained], self._wholes, self._groups
+        )
+        for layout, gradients in zip(layouts, reduced, strict=True):
             for slot in layout.slots:
                 gradient = slot.shard_of(gradients, self._rank)
                 shard = self.shards[slot.index]
@@ -608,29 +620,34 @@ def clip_by_(
 
 
 @torch.no_grad()
-def gather_into(full: Tensor, flat: Tensor, layout: Layout, group: Collective) -> None:
-    """Gathers all parameters of a layout from the ranks' flat shards.
+def gather_into(
+    fulls: Sequence[Tensor], flats: Sequence[Tensor], layouts: Sequence[Layout], group: Collective
+) -> None:
+    """Gathers all parameters from the ranks' flat shards, in one coalesced all-gather.
 
     Args:
-        full: Written to; ``layout.full_numel`` elements.
-        flat: This rank's flat shard.
-        layout: Where everything lies.
+        fulls: Written to; ``full_numel`` elements of each layout.
+        flats: This rank's flat shard of each layout.
+        layouts: Offsets of the parameters in both.
         group: The ranks that share the parameters.
     """
-    for bucket in layout.buckets:
-        part = flat[bucket.start : bucket.stop]
-        targets = [slot.padded_of(full, layout.num_shards) for slot in bucket.slots]
-        if len(targets) == 1:
-            group.all_gather_into(targets[0], part)
-            continue
-        gathered = flat.new_empty(layout.num_shards, part.numel())
-        group.all_gather_into(gathered, part)
-        torch.split_with_sizes_copy(
-            gathered,
-            bucket.chunks,
-            dim=1,
-            out=[target.view(layout.num_shards, -1) for target in targets],
-        )
+    outputs: list[Tensor] = []
+    inputs: list[Tensor] = []
+    copied: list[tuple[Tensor, Bucket, list[Tensor]]] = []
+    for layout, flat, full in zip(layouts, flats, fulls, strict=True):
+        for bucket in layout.buckets:
+            part = flat[bucket.start : bucket.stop]
+            targets = [slot.padded_of(full, layout.num_shards) for slot in bucket.slots]
+            output = targets[0]
+            if len(targets) > 1:
+                output = flat.new_empty(layout.num_shards, part.numel())
+                columns = [target.view(layout.num_shards, -1) for target in targets]
+                copied.append((output, bucket, columns))
+            outputs.append(output)
+            inputs.append(part)
+    group.all_gather_coalesced(outputs, inputs)
+    for gathered, bucket, columns in copied:
+        torch.split_with_sizes_copy(gathered, bucket.chunks, dim=1, out=columns)
 
 
 @torch.no_grad()
@@ -649,39 +666,42 @@ def gathered_slots(
 
 @torch.no_grad()
 def reduce_gradients(
-    layout: Layout,
+    layouts: Sequence[Layout],
+    flats: Sequence[Tensor],
     owners: Sequence[Tensor],
-    group: Collective,
-    replicate: Collective | None,
-    like: Tensor,
-) -> Tensor:
-    """Averages full gradients over all ranks; each rank gets its shard.
+    groups: ShardGroups,
+) -> list[Tensor]:
+    """Averages full gradients over all ranks, in one coalesced reduce-scatter.
 
     Args:
-        layout: Where everything lies.
-        owners: The full parameters of all layouts. A gradient is taken from its owner, and
-            freed there once it was read; none counts as zeros.
-        group: The ranks that share the parameters.
-        replicate: The ranks with the same shard as this one.
-        like: This rank's flat shard of the parameters.
+        layouts: Offsets of the parameters that have gradients.
+        flats: This rank's flat shard of the parameters of each layout.
+        owners: The full parameters. A gradient moves from its owner to the exchange, and is freed
+            at its end; a missing one counts as zeros.
+        groups: Groups of the shards and of the replicas.
 
     Returns:
-        A new flat shard of gradients; its padding is zero.
+        A new flat shard of gradients of each layout; its padding is zero.
     """
-    shard = torch.zeros_like(like)
-    for bucket in layout.buckets:
-        whole = _take_gradients(layout, bucket, owners, like)
-        group.reduce_scatter_into(shard[bucket.start : bucket.stop], whole, ReduceOp.AVG)
-        del whole
-    if replicate is not None:
-        replicate.all_reduce_(shard, ReduceOp.AVG)
-    return shard
+    shards = [torch.zeros_like(flat) for flat in flats]
+    outputs: list[Tensor] = []
+    inputs: list[Tensor] = []
+    for layout, flat, shard in zip(layouts, flats, shards, strict=True):
+        for bucket in layout.buckets:
+            # In turn: small gradients are freed as they are copied, so that no memory is added.
+            inputs.append(_take_gradients(layout, bucket, owners, flat))
+            outputs.append(shard[bucket.start : bucket.stop])
+    groups.shard.reduce_scatter_coalesced(outputs, inputs, ReduceOp.AVG)
+    inputs.clear()
+    if groups.replicate is not None:
+        groups.replicate.all_reduce_coalesced_(shards, ReduceOp.AVG)
+    return shards
 
 
 def _take_gradients(
     layout: Layout, bucket: Bucket, owners: Sequence[Tensor], like: Tensor
 ) -> Tensor:
-    """The full gradients of a bucket, rank after rank; their owners give them away."""
+    """The full gradients of a bucket, rank after rank, removed from their owners."""
     num_shards = layout.num_shards
     only = bucket.slots[0] if len(bucket.slots) == 1 else None
     if only is not None and only.numel == num_shards * only.chunk:

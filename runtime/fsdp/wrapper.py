@@ -69,7 +69,7 @@ class FSDP(nn.Module):
     disabled. Backward keeps them and does not gather again: the whole module is one unit, so
     all of them are needed at the start of backward anyway. The peak of a rank is thus its
     shards, full parameters, full gradients and activations. :meth:`sync_gradients` frees the
-    full parameters before it reduces, and each full gradient once it is reduced. Wrap
+    full parameters before it reduces, and the full gradients once they are reduced. Wrap
     evaluation in ``torch.no_grad()``, or call :meth:`reshard` after it.
 
     **Gradients** are averaged over all ranks, with equal weights or those of

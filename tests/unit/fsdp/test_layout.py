@@ -34,7 +34,7 @@ def limits(large):
     """Lets parameters of so many elements be large, and buckets be twice as long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "LARGE", large)
-        patch.setattr(layout_module, "BUCKET", 2 * large)
+        patch.setattr(layout_module, "BUCKET_BYTES", 8 * large)  # two of the largest
         yield
 
 
@@ -102,8 +102,8 @@ def test_large_parameters_are_exchanged_alone_and_small_ones_together():
 
 
 def test_a_bucket_of_small_parameters_is_bounded():
-    layout = Layout([(i, torch.empty(1 << 15)) for i in range(40)], 2)
-    assert [len(bucket.slots) for bucket in layout.buckets] == [32, 8]
+    layout = Layout([(i, torch.empty(1 << 15)) for i in range(250)], 2)
+    assert [len(bucket.slots) for bucket in layout.buckets] == [200, 50]
 
 
 def test_dtypes_and_frozen_parameters_lie_apart():

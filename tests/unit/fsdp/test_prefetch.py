@@ -244,7 +244,7 @@ def test_an_error_in_the_thread_comes_out_of_forward_and_wakes_the_peer(make):
             if end.rank == 1:
                 side = fsdp._store._side
                 patch.setattr(
-                    side, "all_gather_into", lambda *_: (_ for _ in ()).throw(MemoryError)
+                    side, "all_gather_coalesced", lambda *_: (_ for _ in ()).throw(MemoryError)
                 )
             fsdp.prefetch_forward_params()
             if end.rank == 1:
