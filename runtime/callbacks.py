@@ -23,13 +23,6 @@ logger = logging.getLogger(__name__)
 MODES = ("min", "max")
 
 
-class Running(Protocol):
-    """What a callback may do to its run."""
-
-    def stop(self) -> None:
-        """End it at a step boundary and keep its state; returns at once."""
-
-
 class Callback:
     """Watches a run; for :meth:`TrainerBuilder.callbacks <runtime.TrainerBuilder.callbacks>`.
 
@@ -81,6 +74,13 @@ class Callback:
         """The run is over."""
         with self._lock:
             self._is_in_use = False
+
+
+class Running(Protocol):
+    """What a callback may do to its run."""
+
+    def stop(self) -> None:
+        """End it at a step boundary and keep its state; returns at once."""
 
 
 class Watched:

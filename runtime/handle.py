@@ -28,7 +28,7 @@ from runtime.monitor.feed import End
 from runtime.monitor.monitor import Monitor
 from runtime.results import TrainedState
 from runtime.run import Run
-from runtime.train_config import TrainConfig
+from runtime.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ class TrainerHandle:
             self._stop_and_wait(period)
 
 
-def _read_by(config: TrainConfig) -> DatasetAdapter:
+def _read_by(config: RunSettings) -> DatasetAdapter:
     """What reads the data set."""
     if not is_stream(config.dataset):
         return adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
@@ -328,7 +328,7 @@ def _read_by(config: TrainConfig) -> DatasetAdapter:
     )
 
 
-def _make_run(config: TrainConfig, adapter: DatasetAdapter) -> Run | ClusterRun:
+def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
     """The run, or this machine's part of one."""
     if config.cluster is None:
         return Run(config, adapter)
@@ -355,7 +355,7 @@ def _make_run(config: TrainConfig, adapter: DatasetAdapter) -> Run | ClusterRun:
     return ClusterRun(config.cluster, data, lambda seat: Run(part, adapter, seat), keep)
 
 
-def start_run(config: TrainConfig) -> TrainerHandle:
+def start_run(config: RunSettings) -> TrainerHandle:
     """Check the settings, start every thread and return a handle."""
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")

@@ -23,23 +23,6 @@ EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFailure:
-    """A worker that died.
-
-    Attributes:
-        rank: Its rank.
-        epoch: Epoch it was in.
-        step: Batches it had trained.
-        error: The exception that ended it.
-    """
-
-    rank: int
-    epoch: int
-    step: int
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedState:
     """The averaged model at the end of a run.
 
@@ -86,6 +69,23 @@ class TrainedState:
         """
         every = {**self.params, **self.buffers, **self._extra}
         return OrderedDict((key, every[key]) for key in self._keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailure:
+    """A worker that died.
+
+    Attributes:
+        rank: Its rank.
+        epoch: Epoch it was in.
+        step: Batches it had trained.
+        error: The exception that ended it.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    error: BaseException
 
 
 def assemble(

@@ -25,6 +25,7 @@ from coordinator.service import Service
 from coordinator.state import Statistics
 from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
+from runtime.checkpoint_service import CheckpointService
 from runtime.cluster.cluster_run import ClusterHooks
 from runtime.collective import Collective, create_collectives
 from runtime.collective.nccl_library import shared_gpu_fault
@@ -40,21 +41,21 @@ from runtime.core.errors import (
 )
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, prepare_threads
-from runtime.data.dataset import DatasetAdapter, EpochIndex
-from runtime.data.path import DataPath
+from runtime.data.data_path import DataPath
+from runtime.data.dataset import DatasetAdapter
+from runtime.data.epoch_index import EpochIndex
 from runtime.data.stream import StreamAdapter
 from runtime.device import memory as allocator
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
 from runtime.loop.balance import unequal_devices
+from runtime.metrics_thread import MetricsThread
 from runtime.monitor.feed import End, WatchedRun
-from runtime.progress import MetricsThread
 from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import Fallbacks
 from runtime.results import TrainedState, assemble
-from runtime.saving import CheckpointService
+from runtime.settings import RunSettings
 from runtime.timeline.events import RunFacts
-from runtime.train_config import TrainConfig
 from runtime.worker.collective_groups import Groups
 from runtime.worker.lockstep import StopAgreement
 from runtime.worker.recorder import Recording
@@ -64,29 +65,7 @@ from runtime.worker.worker_config import WAKE, WorkerEndpoints
 
 logger = logging.getLogger(__name__)
 
-
-def failed(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
-    """What the coordinator is told of a worker that died, built or not."""
-    return m.Failed(
-        rank=rank,
-        epoch=worker.current_epoch if worker else 0,
-        step=worker.local_step if worker else 0,
-        error=error,
-        fatal=isinstance(error, (ReplicaMismatch, NonFiniteError, CheckpointError)),
-    )
-
-
 WORKER_GRACE_S = 5.0
-
-
-class Listener(Protocol):
-    """Who hears of a run; the handle. Called on the coordinator's thread."""
-
-    def publish(self, metrics: EpochMetrics) -> None:
-        """An epoch has closed."""
-
-    def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
-        """The run is over."""
 
 
 class Run:
@@ -109,7 +88,7 @@ class Run:
     """
 
     def __init__(
-        self, config: TrainConfig, adapter: DatasetAdapter, seat: ClusterHooks | None = None
+        self, config: RunSettings, adapter: DatasetAdapter, seat: ClusterHooks | None = None
     ) -> None:
         self._seat = seat
         self.model_digest = ""
@@ -564,3 +543,24 @@ class Run:
         if self._keeps_memory:
             self._keeps_memory = False
             allocator.release()
+
+
+class Listener(Protocol):
+    """Who hears of a run; the handle. Called on the coordinator's thread."""
+
+    def publish(self, metrics: EpochMetrics) -> None:
+        """An epoch has closed."""
+
+    def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
+        """The run is over."""
+
+
+def failed(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
+    """What the coordinator is told of a worker that died, built or not."""
+    return m.Failed(
+        rank=rank,
+        epoch=worker.current_epoch if worker else 0,
+        step=worker.local_step if worker else 0,
+        error=error,
+        fatal=isinstance(error, (ReplicaMismatch, NonFiniteError, CheckpointError)),
+    )

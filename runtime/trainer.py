@@ -24,7 +24,8 @@ from runtime.core.checks import (
     check_int,
     check_path,
 )
-from runtime.data.dataset import check_sampler, parts_of_loader
+from runtime.data.dataset import parts_of_loader
+from runtime.data.epoch_index import check_sampler
 from runtime.data.stream import is_stream
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.ddp_config import DdpConfig
@@ -41,46 +42,175 @@ from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
 from runtime.results import TrainedState
+from runtime.settings import MAX_SEED, ON_WORKER_FAILURE, PRECISION_NAMES, PRECISIONS, RunSettings
 from runtime.timeline import Timeline
-from runtime.train_config import (
-    MAX_SEED,
-    ON_WORKER_FAILURE,
-    PRECISION_NAMES,
-    PRECISIONS,
-    TrainConfig,
-)
 from runtime.worker.worker_config import EvalFn, UserFunctions
 
-_CALLED_ELSEWHERE = {
-    "num_workers": "loader_workers",
-    "shuffle": "sampler",
-    "epochs": "num_epochs",
-    "max_epochs": "num_epochs",
-    "num_train_epochs": "num_epochs",
-    "per_device_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "accumulate",
-    "accumulate_grad_batches": "accumulate",
-    "gradient_clip_val": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "mixed_precision": "precision",
-    "amp": "precision",
-    "lr_scheduler": "scheduler",
-    "seed_everything": "seed",
-    "strategy": "policy",
-    "accelerator": "devices",
-    "gpus": "devices",
-    "sync_batch_norm": "sync_batchnorm",
-    "val_check_interval": "eval_every",
-    "eval_steps": "eval_every",
-    "log_every_n_steps": "metrics_every",
-    "logging_steps": "metrics_every",
-    "logger": "metrics_fn",
-    "save_steps": "checkpoint_dir",
-    "default_root_dir": "checkpoint_dir",
-    "resume_from_checkpoint": "resume",
-    "enable_progress_bar": "progress",
-}
-"""What ``DataLoader``, DDP, Lightning, Accelerate and the HF Trainer call these settings."""
+
+class Trainer:
+    """Trains a model on all devices of one machine from one process."""
+
+    @staticmethod
+    def builder(
+        model_factory: ModelFactory | nn.Module, optim_factory: OptimFactories, train_fn: TrainFns
+    ) -> TrainerBuilder:
+        """Start describing a run whose loop the runtime owns.
+
+        Args:
+            model_factory: ``f(device) -> nn.Module``, called once for each worker, one at
+                a time; every replica starts from rank 0's weights. A module in its place is
+                copied for each worker, and stays as it is.
+            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
+            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, ``(loss,
+                weight)``, or what a model returns with a field ``loss``; called in the worker's
+                thread, on its device, under its compute stream. See below.
+
+        A loss alone counts as the mean over the batch's samples. If it is a mean over anything
+        else, return ``(loss, weight)`` with what it is a mean over: the tokens that are not
+        ignored, ``(labels != -100).sum()``, or the sum of the class weights of the labels. The
+        weight is a number or a scalar tensor, from 0 up; a tensor on the device stays there.
+        Gradients of ranks and micro-batches, averages of parameters, ``avg_loss`` and recorded
+        scalars are then weighted by it, so that the numbers are those of one device; samples
+        are counted as usual. A loss with the weight 0 adds nothing, even if it is NaN. If the total
+        weight of a step is 0 the optimizer does not step. On CUDA that total is one number read in
+        each step, unless no ranks reduce gradients and the optimizer is ``fused=True`` (without
+        fp16), which skips such a step on the device. A negative or non-finite weight ends the run
+        with ``ValueError``; on CUDA when it is read, as losses are.
+
+        Of a model's output (a dict, or an object of the Transformers library) ``loss`` is taken,
+        and what it is a mean over from a field ``loss_weight``, or by counting the ``labels`` of
+        the batch that are not -100, without the first of each sequence for a causal language
+        model. Where neither is there, a warning says so.
+
+        Several optimizers, as in a GAN, are dicts: ``{"judge": f, "maker": g}`` in place of
+        ``optim_factory``, where each gets the trainable parameters of the submodule of that name,
+        and functions under the same names in place of ``train_fn``. Each batch is a step of each
+        optimizer, in the order of the functions: forward, backward, reduction under ``SYNC``,
+        clipping and step, then the next one's. Only the parameters of the optimizer whose step it
+        is get gradients. ``avg_loss`` is the sum of the losses; each is a scalar
+        ``loss/<name>``. Losses are means over samples, without weights.
+        ``on_non_finite("skip")`` drops the step of the optimizer whose loss or gradients are not
+        finite, and counts the batch as skipped.
+
+        Raises:
+            TypeError: An argument cannot be called.
+            ValueError: The two dicts have different names.
+        """
+        return TrainerBuilder(model_factory, optim_factory, train_fn)
+
+    @staticmethod
+    def setup(
+        model_or_factory: Any,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+    ) -> ReplicatedModule:
+        """Prepare a model for a loop of your own, on one device or many.
+
+        The loop is the same for both: ``out = model(x); loss.backward(); model.step()``; see
+        :class:`~runtime.ReplicatedModule`. Gradients equal those of the whole batch on one
+        device, however it is shared out. Blocks until all replicas are built.
+
+        Args:
+            model_or_factory: A module, which is moved to the first device and keeps its
+                weights, with copies on the other devices; or ``f(device) -> nn.Module``,
+                called once for each device, rank 0 first, all with rank 0's weights; or an
+                object whose ``.module`` is a module (a task head), or a factory of such, whose
+                ``.module`` becomes what this returns.
+            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters, called
+                once for each device.
+            devices: ``None``: every visible CUDA device, else one CPU. A device may stand more
+                than once. Several CPU devices share PyTorch's intra-op threads with the calling
+                thread, which has as many as each of them until it closes the model.
+
+        Returns:
+            A module in train mode whose ``state_dict`` has the model's own keys.
+
+        Raises:
+            TypeError, ValueError: An argument that cannot work, or what a factory gave.
+            ReplicaMismatch: A factory gave different models.
+        """
+        return set_up(model_or_factory, optim_factory, devices, DdpConfig(), spaced=None)
+
+    @staticmethod
+    def setup_with(
+        model_or_factory: Any,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        config: DdpConfig,
+    ) -> ReplicatedModule:
+        """As :meth:`setup`, with settings.
+
+        ElChe is on for devices of any kind, unless ``max_anchor=0`` (with :meth:`setup` only
+        for GPUs of different models): ``model.batch_counts`` then says how many batches each
+        device trains between two reductions, where the loop supplies several with
+        ``model.accumulate(...)``.
+        """
+        return set_up(model_or_factory, optim_factory, devices, config, spaced=True)
+
+
+def fit(
+    model: nn.Module,
+    dataset: Any,
+    *,
+    optimizer: OptimFactory,
+    loss: Callable[[Any, Any], Any] | None = None,
+    epochs: int = 1,
+    **settings: Any,
+) -> TrainedState:
+    """Train a module on all devices, and wait for it: the short form of :class:`Trainer`.
+
+    Afterwards, and after Ctrl-C, the module has the trained weights, where it lies.
+
+    Args:
+        model: The module; each worker has a copy.
+        dataset: As :meth:`TrainerBuilder.dataset` takes it.
+        optimizer: ``f(params) -> Optimizer``: ``torch.optim.AdamW``, for instance.
+        loss: ``f(output, target)`` gives the mean loss; batches are then ``(input, target)``.
+            ``None``: the model itself computes it and returns it, alone or as the field ``loss``.
+        epochs: How often each sample is trained.
+        settings: Other methods of the builder, by name: ``batch_size=32, policy="sync"``.
+
+    Returns:
+        The trained state, with the metrics of each epoch.
+
+    Raises:
+        TypeError: There is no such setting, or the model is no module.
+        ValueError: A setting is wrong.
+        WorkerFailed: A worker failed; the module is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"fit trains a torch.nn.Module in place, not a {type(model).__name__}; "
+            "Trainer.builder takes a function that makes one"
+        )
+    check_callable("loss", loss or call_model, "(output, target) -> loss")
+
+    def train_fn(replica: nn.Module, batch: Any) -> Any:
+        if loss is None:
+            return call_model(replica, batch)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise TypeError(
+                f"a batch is a {type(batch).__name__}, and fit(loss=f) needs (input, target): give "
+                "a data set of pairs, or let the model compute the loss and leave loss out"
+            )
+        return loss(replica(batch[0]), batch[1])
+
+    builder = Trainer.builder(model, optimizer, train_fn).dataset(dataset).num_epochs(epochs)
+    for name, value in settings.items():
+        if name.startswith("_") or name == "run":
+            raise TypeError(f"fit({name}=...): the builder has no setting {name!r}")
+        try:
+            method = getattr(builder, name)
+        except AttributeError as error:
+            raise TypeError(f"fit({name}=...): {error}") from None
+        method(value)
+    handle = builder.run()
+    try:
+        return handle.join()
+    finally:
+        if handle.state is not None:
+            model.load_state_dict(handle.state.state_dict())
 
 
 class TrainerBuilder:
@@ -105,7 +235,7 @@ class TrainerBuilder:
             check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
         self._set_here: set[str] = set()
         self._brought: dict[str, Any] = {}
-        self._config = TrainConfig(
+        self._config = RunSettings(
             functions=UserFunctions(
                 model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
             )
@@ -686,170 +816,36 @@ class TrainerBuilder:
         return start_run(self._config.having(**brought))
 
 
-class Trainer:
-    """Trains a model on all devices of one machine from one process."""
-
-    @staticmethod
-    def builder(
-        model_factory: ModelFactory | nn.Module, optim_factory: OptimFactories, train_fn: TrainFns
-    ) -> TrainerBuilder:
-        """Start describing a run whose loop the runtime owns.
-
-        Args:
-            model_factory: ``f(device) -> nn.Module``, called once for each worker, one at
-                a time; every replica starts from rank 0's weights. A module in its place is
-                copied for each worker, and stays as it is.
-            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
-            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, ``(loss,
-                weight)``, or what a model returns with a field ``loss``; called in the worker's
-                thread, on its device, under its compute stream. See below.
-
-        A loss alone counts as the mean over the batch's samples. If it is a mean over anything
-        else, return ``(loss, weight)`` with what it is a mean over: the tokens that are not
-        ignored, ``(labels != -100).sum()``, or the sum of the class weights of the labels. The
-        weight is a number or a scalar tensor, from 0 up; a tensor on the device stays there.
-        Gradients of ranks and micro-batches, averages of parameters, ``avg_loss`` and recorded
-        scalars are then weighted by it, so that the numbers are those of one device; samples
-        are counted as usual. A loss with the weight 0 adds nothing, even if it is NaN. If the total
-        weight of a step is 0 the optimizer does not step. On CUDA that total is one number read in
-        each step, unless no ranks reduce gradients and the optimizer is ``fused=True`` (without
-        fp16), which skips such a step on the device. A negative or non-finite weight ends the run
-        with ``ValueError``; on CUDA when it is read, as losses are.
-
-        Of a model's output (a dict, or an object of the Transformers library) ``loss`` is taken,
-        and what it is a mean over from a field ``loss_weight``, or by counting the ``labels`` of
-        the batch that are not -100, without the first of each sequence for a causal language
-        model. Where neither is there, a warning says so.
-
-        Several optimizers, as in a GAN, are dicts: ``{"judge": f, "maker": g}`` in place of
-        ``optim_factory``, where each gets the trainable parameters of the submodule of that name,
-        and functions under the same names in place of ``train_fn``. Each batch is a step of each
-        optimizer, in the order of the functions: forward, backward, reduction under ``SYNC``,
-        clipping and step, then the next one's. Only the parameters of the optimizer whose step it
-        is get gradients. ``avg_loss`` is the sum of the losses; each is a scalar
-        ``loss/<name>``. Losses are means over samples, without weights.
-        ``on_non_finite("skip")`` drops the step of the optimizer whose loss or gradients are not
-        finite, and counts the batch as skipped.
-
-        Raises:
-            TypeError: An argument cannot be called.
-            ValueError: The two dicts have different names.
-        """
-        return TrainerBuilder(model_factory, optim_factory, train_fn)
-
-    @staticmethod
-    def setup(
-        model_or_factory: Any,
-        optim_factory: OptimFactory,
-        devices: Sequence[torch.device | str] | None = None,
-    ) -> ReplicatedModule:
-        """Prepare a model for a loop of your own, on one device or many.
-
-        The loop is the same for both: ``out = model(x); loss.backward(); model.step()``; see
-        :class:`~runtime.ReplicatedModule`. Gradients equal those of the whole batch on one
-        device, however it is shared out. Blocks until all replicas are built.
-
-        Args:
-            model_or_factory: A module, which is moved to the first device and keeps its
-                weights, with copies on the other devices; or ``f(device) -> nn.Module``,
-                called once for each device, rank 0 first, all with rank 0's weights; or an
-                object whose ``.module`` is a module (a task head), or a factory of such, whose
-                ``.module`` becomes what this returns.
-            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters, called
-                once for each device.
-            devices: ``None``: every visible CUDA device, else one CPU. A device may stand more
-                than once. Several CPU devices share PyTorch's intra-op threads with the calling
-                thread, which has as many as each of them until it closes the model.
-
-        Returns:
-            A module in train mode whose ``state_dict`` has the model's own keys.
-
-        Raises:
-            TypeError, ValueError: An argument that cannot work, or what a factory gave.
-            ReplicaMismatch: A factory gave different models.
-        """
-        return set_up(model_or_factory, optim_factory, devices, DdpConfig(), spaced=None)
-
-    @staticmethod
-    def setup_with(
-        model_or_factory: Any,
-        optim_factory: OptimFactory,
-        devices: Sequence[torch.device | str] | None = None,
-        *,
-        config: DdpConfig,
-    ) -> ReplicatedModule:
-        """As :meth:`setup`, with settings.
-
-        ElChe is on for devices of any kind, unless ``max_anchor=0`` (with :meth:`setup` only
-        for GPUs of different models): ``model.batch_counts`` then says how many batches each
-        device trains between two reductions, where the loop supplies several with
-        ``model.accumulate(...)``.
-        """
-        return set_up(model_or_factory, optim_factory, devices, config, spaced=True)
-
-
-def fit(
-    model: nn.Module,
-    dataset: Any,
-    *,
-    optimizer: OptimFactory,
-    loss: Callable[[Any, Any], Any] | None = None,
-    epochs: int = 1,
-    **settings: Any,
-) -> TrainedState:
-    """Train a module on all devices, and wait for it: the short form of :class:`Trainer`.
-
-    Afterwards, and after Ctrl-C, the module has the trained weights, where it lies.
-
-    Args:
-        model: The module; each worker has a copy.
-        dataset: As :meth:`TrainerBuilder.dataset` takes it.
-        optimizer: ``f(params) -> Optimizer``: ``torch.optim.AdamW``, for instance.
-        loss: ``f(output, target)`` gives the mean loss; batches are then ``(input, target)``.
-            ``None``: the model itself computes it and returns it, alone or as the field ``loss``.
-        epochs: How often each sample is trained.
-        settings: Other methods of the builder, by name: ``batch_size=32, policy="sync"``.
-
-    Returns:
-        The trained state, with the metrics of each epoch.
-
-    Raises:
-        TypeError: There is no such setting, or the model is no module.
-        ValueError: A setting is wrong.
-        WorkerFailed: A worker failed; the module is as it was.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"fit trains a torch.nn.Module in place, not a {type(model).__name__}; "
-            "Trainer.builder takes a function that makes one"
-        )
-    check_callable("loss", loss or call_model, "(output, target) -> loss")
-
-    def train_fn(replica: nn.Module, batch: Any) -> Any:
-        if loss is None:
-            return call_model(replica, batch)
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise TypeError(
-                f"a batch is a {type(batch).__name__}, and fit(loss=f) needs (input, target): give "
-                "a data set of pairs, or let the model compute the loss and leave loss out"
-            )
-        return loss(replica(batch[0]), batch[1])
-
-    builder = Trainer.builder(model, optimizer, train_fn).dataset(dataset).num_epochs(epochs)
-    for name, value in settings.items():
-        if name.startswith("_") or name == "run":
-            raise TypeError(f"fit({name}=...): the builder has no setting {name!r}")
-        try:
-            method = getattr(builder, name)
-        except AttributeError as error:
-            raise TypeError(f"fit({name}=...): {error}") from None
-        method(value)
-    handle = builder.run()
-    try:
-        return handle.join()
-    finally:
-        if handle.state is not None:
-            model.load_state_dict(handle.state.state_dict())
+_CALLED_ELSEWHERE = {
+    "num_workers": "loader_workers",
+    "shuffle": "sampler",
+    "epochs": "num_epochs",
+    "max_epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate",
+    "gradient_clip_val": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "mixed_precision": "precision",
+    "amp": "precision",
+    "lr_scheduler": "scheduler",
+    "seed_everything": "seed",
+    "strategy": "policy",
+    "accelerator": "devices",
+    "gpus": "devices",
+    "sync_batch_norm": "sync_batchnorm",
+    "val_check_interval": "eval_every",
+    "eval_steps": "eval_every",
+    "log_every_n_steps": "metrics_every",
+    "logging_steps": "metrics_every",
+    "logger": "metrics_fn",
+    "save_steps": "checkpoint_dir",
+    "default_root_dir": "checkpoint_dir",
+    "resume_from_checkpoint": "resume",
+    "enable_progress_bar": "progress",
+}
+"""What ``DataLoader``, DDP, Lightning, Accelerate and the HF Trainer call these settings."""
 
 
 def check_several(optim_factory: Any, train_fn: Any) -> None:

@@ -30,7 +30,6 @@ from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-
 _WHAT = {
     "batch_size": "batch_size",
     "num_samples": "length of the data set",
@@ -41,7 +40,6 @@ _WHAT = {
     "sampler": "a sampler:",
     "stream": "a stream:",
 }
-
 
 _COMPATIBLE = record(
     {
@@ -54,151 +52,11 @@ _COMPATIBLE = record(
     },
     may={"sampler": of_type(bool), "stream": of_type(bool)},
 )
+
 _TENSORS = mapping(of_type(str), of_type(Tensor))
+
 _MAX = 1 << 53
 """Above every count of a run."""
-
-
-def _factor(value: Any, where: str) -> None:
-    real(0.0)(value, where)
-    if value > _MAX:
-        refuse(where, value, f"at most {_MAX}")
-
-
-def _positive(value: Any, where: str) -> None:
-    _factor(value, where)
-    if value == 0:
-        refuse(where, value, "a number above 0")
-
-
-_SCALER = {
-    "scale": _positive,
-    "growth_factor": _positive,
-    "backoff_factor": _positive,
-    "growth_interval": whole(1, _MAX),
-    "_growth_tracker": whole(high=_MAX),
-}
-_RANK = record(
-    {
-        "optimizer": lambda value, where: _check_optimizer(value, where),
-        "kind": of_type(str),
-        # Empty: it was switched off.
-        "scaler": lambda value, where: (
-            None if value in (None, {}) else record(_SCALER)(value, where)
-        ),
-        "schedule": record(
-            {
-                "position": whole(high=_MAX),
-                "scale": _factor,
-                "base": items(_factor),
-                "scheduler": either(of_type(dict)),
-            },
-            may={"every": whole(high=_MAX)},
-        ),
-        "lr_scale": _positive,
-        "generators": lambda value, where: _check_generators(value, where),
-        "version": whole(high=_MAX),
-        "local_step": whole(high=_MAX),
-        "epoch": whole(-1, _MAX),  # a rank may have a plan of one that the run has not begun
-        "begun_epoch": whole(-1, _MAX),
-        "buffers": _TENSORS,
-        "together": items(whole(high=_MAX), 3),
-        "frozen": _TENSORS,
-        "extra_state": of_type(dict),
-    }
-)
-
-
-def _check_optimizer(value: Any, where: str) -> None:
-    """Whether each parameter is in one group and each state is that of a parameter.
-
-    What belongs into a group and a state only the optimizer knows, which loads them.
-    """
-    record({"state": of_type(dict), "param_groups": items(record({"params": items(whole())}))})(
-        value, where
-    )
-    named = [i for group in value["param_groups"] for i in group["params"]]
-    if not named or sorted(named) != list(range(len(named))):
-        refuse(f"the parameters of {where}['param_groups']", named, "each number from 0 up once")
-    for i, state in value["state"].items():
-        if type(i) is int:  # others are the optimizer's own
-            whole(high=len(named) - 1)(i, f"a key of {where}['state']")
-            mapping(of_type(str), _anything)(state, f"{where}['state'][{i}]")
-
-
-def _check_generators(value: Any, where: str) -> None:
-    """Whether each generator takes its state back; tried on others of its kind."""
-    tries: dict[str, Callable[[Any], object]] = {
-        "torch": lambda state: torch.Generator().set_state(state),
-        "python": lambda state: random.Random().setstate(state),
-        "numpy": lambda state: np.random.RandomState().set_state(numpy_state(state)),
-    }
-    fields = {**dict.fromkeys(tries, _anything), "worker": _bytes}
-    record(fields, may={"device": _bytes})(value, where)
-    record({"bit_generator": of_type(str)})(value["numpy"], f"{where}['numpy']")
-    if value["worker"].shape == torch.Generator().get_state().shape:  # else of a GPU
-        tries["worker"] = tries["torch"]
-    if value["numpy"]["bit_generator"] != "MT19937":
-        del tries["numpy"]  # the process had another one, which this one may not have
-    for name, set_state in tries.items():
-        try:
-            set_state(value[name])
-        except Exception as error:  # they raise many kinds
-            raise ValueError(f"{where}[{name!r}] is no state of a generator: {error}") from error
-
-
-def _bytes(value: Any, where: str) -> None:
-    of_type(Tensor)(value, where)
-    if value.dtype != torch.uint8 or value.dim() != 1:
-        raise ValueError(f"{where} is a tensor of {value.dtype} where bytes belong")
-
-
-def _anything(value: Any, where: str) -> None:
-    return
-
-
-def _generator(value: Any, where: str) -> None:
-    _bytes(value, where)
-    try:
-        torch.Generator().set_state(value)
-    except RuntimeError as error:
-        raise ValueError(f"{where} is no state of a generator: {error}") from error
-
-
-_STREAM = record({"item": whole(high=_MAX), "generator": _generator, "stream": _anything})
-
-
-def check_content(data: CheckpointData) -> None:
-    """Refuse a checkpoint that no run can have written, though every byte is as it was written.
-
-    Raises:
-        ValueError: Names the field.
-    """
-    _COMPATIBLE(data.compatible, "compatible")
-    c = data.compatible
-    check_run(
-        data.run,
-        num_samples=c["num_samples"],
-        batch_size=c["batch_size"],
-        drop_last=c["drop_last"],
-        num_rank_states=len(data.ranks),
-    )
-    mapping(whole(), of_type(Tensor))(data.orders, "orders")
-    for epoch, order in data.orders.items():
-        if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
-            raise ValueError(f"orders[{epoch}] is no list of {c['num_samples']} samples")
-    either(_STREAM)(data.stream, "stream")
-    for rank, state in enumerate(data.ranks):
-        where = f"rank {rank}"
-        _RANK(state, where)
-        standing, first = state["together"][:2], data.ranks[0]["together"][:2]
-        if c["sync"] and standing != first:  # ranks in lockstep would wait for each other
-            refuse(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")
-    if data.run["global_step"] != data.global_step or len(data.run["metrics"]) != data.epoch:
-        raise ValueError(
-            f"its step and epoch are {data.global_step} and {data.epoch}, those of run are "
-            f"{data.run['global_step']} and {len(data.run['metrics'])}"
-        )
 
 
 class ResumePoint:
@@ -323,3 +181,146 @@ def _first_difference(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
             return f"the dtype of {name!r} is {theirs.dtype} there and {mine.dtype} in the model"
     extra = next((name for name in own if name not in saved), None)
     return None if extra is None else f"the model has {extra!r}, the checkpoint has not"
+
+
+def _factor(value: Any, where: str) -> None:
+    real(0.0)(value, where)
+    if value > _MAX:
+        refuse(where, value, f"at most {_MAX}")
+
+
+def _positive(value: Any, where: str) -> None:
+    _factor(value, where)
+    if value == 0:
+        refuse(where, value, "a number above 0")
+
+
+_SCALER = {
+    "scale": _positive,
+    "growth_factor": _positive,
+    "backoff_factor": _positive,
+    "growth_interval": whole(1, _MAX),
+    "_growth_tracker": whole(high=_MAX),
+}
+
+_RANK = record(
+    {
+        "optimizer": lambda value, where: _check_optimizer(value, where),
+        "kind": of_type(str),
+        # Empty: it was switched off.
+        "scaler": lambda value, where: (
+            None if value in (None, {}) else record(_SCALER)(value, where)
+        ),
+        "schedule": record(
+            {
+                "position": whole(high=_MAX),
+                "scale": _factor,
+                "base": items(_factor),
+                "scheduler": either(of_type(dict)),
+            },
+            may={"every": whole(high=_MAX)},
+        ),
+        "lr_scale": _positive,
+        "generators": lambda value, where: _check_generators(value, where),
+        "version": whole(high=_MAX),
+        "local_step": whole(high=_MAX),
+        "epoch": whole(-1, _MAX),  # a rank may have a plan of one that the run has not begun
+        "begun_epoch": whole(-1, _MAX),
+        "buffers": _TENSORS,
+        "together": items(whole(high=_MAX), 3),
+        "frozen": _TENSORS,
+        "extra_state": of_type(dict),
+    }
+)
+
+
+def _check_optimizer(value: Any, where: str) -> None:
+    """Whether each parameter is in one group and each state is that of a parameter.
+
+    What belongs into a group and a state only the optimizer knows, which loads them.
+    """
+    record({"state": of_type(dict), "param_groups": items(record({"params": items(whole())}))})(
+        value, where
+    )
+    named = [i for group in value["param_groups"] for i in group["params"]]
+    if not named or sorted(named) != list(range(len(named))):
+        refuse(f"the parameters of {where}['param_groups']", named, "each number from 0 up once")
+    for i, state in value["state"].items():
+        if type(i) is int:  # others are the optimizer's own
+            whole(high=len(named) - 1)(i, f"a key of {where}['state']")
+            mapping(of_type(str), _anything)(state, f"{where}['state'][{i}]")
+
+
+def _check_generators(value: Any, where: str) -> None:
+    """Whether each generator takes its state back; tried on others of its kind."""
+    tries: dict[str, Callable[[Any], object]] = {
+        "torch": lambda state: torch.Generator().set_state(state),
+        "python": lambda state: random.Random().setstate(state),
+        "numpy": lambda state: np.random.RandomState().set_state(numpy_state(state)),
+    }
+    fields = {**dict.fromkeys(tries, _anything), "worker": _bytes}
+    record(fields, may={"device": _bytes})(value, where)
+    record({"bit_generator": of_type(str)})(value["numpy"], f"{where}['numpy']")
+    if value["worker"].shape == torch.Generator().get_state().shape:  # else of a GPU
+        tries["worker"] = tries["torch"]
+    if value["numpy"]["bit_generator"] != "MT19937":
+        del tries["numpy"]  # the process had another one, which this one may not have
+    for name, set_state in tries.items():
+        try:
+            set_state(value[name])
+        except Exception as error:  # they raise many kinds
+            raise ValueError(f"{where}[{name!r}] is no state of a generator: {error}") from error
+
+
+def _bytes(value: Any, where: str) -> None:
+    of_type(Tensor)(value, where)
+    if value.dtype != torch.uint8 or value.dim() != 1:
+        raise ValueError(f"{where} is a tensor of {value.dtype} where bytes belong")
+
+
+def _anything(value: Any, where: str) -> None:
+    return
+
+
+def _generator(value: Any, where: str) -> None:
+    _bytes(value, where)
+    try:
+        torch.Generator().set_state(value)
+    except RuntimeError as error:
+        raise ValueError(f"{where} is no state of a generator: {error}") from error
+
+
+_STREAM = record({"item": whole(high=_MAX), "generator": _generator, "stream": _anything})
+
+
+def check_content(data: CheckpointData) -> None:
+    """Refuse a checkpoint that no run can have written, though every byte is as it was written.
+
+    Raises:
+        ValueError: Names the field.
+    """
+    _COMPATIBLE(data.compatible, "compatible")
+    c = data.compatible
+    check_run(
+        data.run,
+        num_samples=c["num_samples"],
+        batch_size=c["batch_size"],
+        drop_last=c["drop_last"],
+        num_rank_states=len(data.ranks),
+    )
+    mapping(whole(), of_type(Tensor))(data.orders, "orders")
+    for epoch, order in data.orders.items():
+        if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
+            raise ValueError(f"orders[{epoch}] is no list of {c['num_samples']} samples")
+    either(_STREAM)(data.stream, "stream")
+    for rank, state in enumerate(data.ranks):
+        where = f"rank {rank}"
+        _RANK(state, where)
+        standing, first = state["together"][:2], data.ranks[0]["together"][:2]
+        if c["sync"] and standing != first:  # ranks in lockstep would wait for each other
+            refuse(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")
+    if data.run["global_step"] != data.global_step or len(data.run["metrics"]) != data.epoch:
+        raise ValueError(
+            f"its step and epoch are {data.global_step} and {data.epoch}, those of run are "
+            f"{data.run['global_step']} and {len(data.run['metrics'])}"
+        )

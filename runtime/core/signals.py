@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 LOOK_S = 0.2
 """A signal that comes in the instant before a lock is waited for is seen by Python only
 when that wait ends, so no wait is longer than this."""
@@ -25,51 +26,6 @@ EXIT_S = 10.0
 """How long runs that are in progress at the end of the process may take to end."""
 
 Disposition = Callable[[int, FrameType | None], Any] | int | None
-
-
-class Stoppable(Protocol):
-    """A run, as the handler sees it. The first two return at once and take no lock."""
-
-    def stop(self) -> None:
-        """End at a step boundary."""
-
-    def abort(self) -> None:
-        """End without waiting for one."""
-
-    def wait_threads(self, timeout_s: float | None = None) -> None:
-        """Wait until the run has ended, or for a while."""
-
-
-class Period:
-    """A time of waiting, and the signals that came in it.
-
-    Args:
-        look_s: Longest time without a look for signals; ``None``: none are expected.
-
-    Attributes:
-        count: How often an interrupt was asked for.
-        received: The signals, in order.
-    """
-
-    def __init__(self, look_s: float | None = None) -> None:
-        self._look_s = look_s
-        self.count = 0
-        self.received: list[int] = []
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether a wait shall last until its run is over, and then raise."""
-        return self.count > 0
-
-    @property
-    def given_up(self) -> bool:
-        """Whether nobody waits any more, even for a run that is being aborted."""
-        return self.count > 2
-
-    def wait(self, condition: threading.Condition, timeout_s: float | None) -> None:
-        """Wait for ``condition`` or for a while, at most for ``timeout_s``."""
-        bounds = [bound for bound in (timeout_s, self._look_s) if bound is not None]
-        condition.wait(min(bounds, default=None))
 
 
 class Interrupts:
@@ -175,6 +131,52 @@ class Interrupts:
                 run.abort()
 
 
+class Period:
+    """A time of waiting, and the signals that came in it.
+
+    Args:
+        look_s: Longest time without a look for signals; ``None``: none are expected.
+
+    Attributes:
+        count: How often an interrupt was asked for.
+        received: The signals, in order.
+    """
+
+    def __init__(self, look_s: float | None = None) -> None:
+        self._look_s = look_s
+        self.count = 0
+        self.received: list[int] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a wait shall last until its run is over, and then raise."""
+        return self.count > 0
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits any more, even for a run that is being aborted."""
+        return self.count > 2
+
+    def wait(self, condition: threading.Condition, timeout_s: float | None) -> None:
+        """Wait for ``condition`` or for a while, at most for ``timeout_s``."""
+        bounds = [bound for bound in (timeout_s, self._look_s) if bound is not None]
+        condition.wait(min(bounds, default=None))
+
+
+class Stoppable(Protocol):
+    """A run, as the handler sees it. The first two return at once and take no lock."""
+
+    def stop(self) -> None:
+        """End at a step boundary."""
+
+    def abort(self) -> None:
+        """End without waiting for one."""
+
+    def wait_threads(self, timeout_s: float | None = None) -> None:
+        """Wait until the run has ended, or for a while."""
+
+
 INTERRUPTS = Interrupts()
 """The one of this process."""
+
 atexit.register(INTERRUPTS.at_exit)

@@ -42,78 +42,6 @@ FUNCTIONS = (
 _LOCK = threading.Lock()
 
 
-def prepare_threads() -> None:
-    """Mend what PyTorch gets wrong when several threads compute; once in a process.
-
-    To be called before threads are started that compute. Takes a few milliseconds.
-    Thread-safe; blocks while another thread is in it.
-    """
-    with _LOCK:
-        _resolve_vector_math()
-        _leave_device_guard_alone()
-
-
-@functools.cache
-def _resolve_vector_math() -> None:
-    # Without MKL in PyTorch this does no harm.
-    # The caller may be under inference mode or a default device.
-    with torch.inference_mode():
-        for dtype in (torch.float32, torch.float64):
-            x = torch.full((16,), 0.5, dtype=dtype, device="cpu")
-            for name in FUNCTIONS:
-                getattr(torch, name)(x)
-
-
-@functools.cache
-def _leave_device_guard_alone() -> None:
-    # Where a build with CUDA finds no GPU, a fake tensor mode (torch.compile enters one) replaces
-    # the process's device guard of CUDA by one that belongs to its thread: thread_local in
-    # c10/core/impl/DeviceGuardImplInterface.cpp up to PyTorch 2.12, static in 2.13. When that
-    # thread ends, the process crashes at the guard's next use. The main thread outlives the rest;
-    # fake CUDA tensors, which the new guard is for, are not to be had in other threads.
-    replace = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
-    if replace is None or torch.__version__ >= "2.13":
-        return
-
-    def replace_in_main_thread() -> None:
-        if threading.current_thread() is threading.main_thread():
-            replace()
-
-    torch._C._ensureCUDADeviceGuardSet = replace_in_main_thread
-
-
-T = TypeVar("T")
-
-
-class LiveRegistry(Generic[T]):
-    """Remembers objects and keeps none of them alive. Thread-safe, and safe in finalizers.
-
-    A ``WeakSet`` is not: its iteration fails if another thread adds an object meanwhile, or
-    if one dies there between the look whether somebody iterates and the removal. Here each
-    step is one operation of a set, which is whole with and without the interpreter's lock.
-    """
-
-    def __init__(self) -> None:
-        self._refs: set[weakref.ref[T]] = set()
-
-    def add(self, item: T) -> None:
-        """Remember an object, which must be hashable, until it dies."""
-        self._refs.add(weakref.ref(item, self._refs.discard))
-
-    def all(self) -> list[T]:
-        """Those that are alive now, in any order."""
-        found = [ref() for ref in self._refs.copy()]
-        return [item for item in found if item is not None]
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every platform
-        return os.cpu_count() or 1
-
-
 class _Lent(threading.local):
     """What a thread was lent, how often, and what it had before."""
 
@@ -199,6 +127,78 @@ class IntraOpThreads:
     def _restore(cls) -> None:
         if torch.get_num_threads() == cls._lent.now:  # else somebody has set it since
             torch.set_num_threads(cls._lent.before)
+
+
+def prepare_threads() -> None:
+    """Mend what PyTorch gets wrong when several threads compute; once in a process.
+
+    To be called before threads are started that compute. Takes a few milliseconds.
+    Thread-safe; blocks while another thread is in it.
+    """
+    with _LOCK:
+        _resolve_vector_math()
+        _leave_device_guard_alone()
+
+
+@functools.cache
+def _resolve_vector_math() -> None:
+    # Without MKL in PyTorch this does no harm.
+    # The caller may be under inference mode or a default device.
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.float64):
+            x = torch.full((16,), 0.5, dtype=dtype, device="cpu")
+            for name in FUNCTIONS:
+                getattr(torch, name)(x)
+
+
+@functools.cache
+def _leave_device_guard_alone() -> None:
+    # Where a build with CUDA finds no GPU, a fake tensor mode (torch.compile enters one) replaces
+    # the process's device guard of CUDA by one that belongs to its thread: thread_local in
+    # c10/core/impl/DeviceGuardImplInterface.cpp up to PyTorch 2.12, static in 2.13. When that
+    # thread ends, the process crashes at the guard's next use. The main thread outlives the rest;
+    # fake CUDA tensors, which the new guard is for, are not to be had in other threads.
+    replace = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if replace is None or torch.__version__ >= "2.13":
+        return
+
+    def replace_in_main_thread() -> None:
+        if threading.current_thread() is threading.main_thread():
+            replace()
+
+    torch._C._ensureCUDADeviceGuardSet = replace_in_main_thread
+
+
+T = TypeVar("T")
+
+
+class LiveRegistry(Generic[T]):
+    """Remembers objects and keeps none of them alive. Thread-safe, and safe in finalizers.
+
+    A ``WeakSet`` is not: its iteration fails if another thread adds an object meanwhile, or
+    if one dies there between the look whether somebody iterates and the removal. Here each
+    step is one operation of a set, which is whole with and without the interpreter's lock.
+    """
+
+    def __init__(self) -> None:
+        self._refs: set[weakref.ref[T]] = set()
+
+    def add(self, item: T) -> None:
+        """Remember an object, which must be hashable, until it dies."""
+        self._refs.add(weakref.ref(item, self._refs.discard))
+
+    def all(self) -> list[T]:
+        """Those that are alive now, in any order."""
+        found = [ref() for ref in self._refs.copy()]
+        return [item for item in found if item is not None]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every platform
+        return os.cpu_count() or 1
 
 
 class Closing:

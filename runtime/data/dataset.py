@@ -1,24 +1,19 @@
-"""Data sets as the runtime reads them: one adapter for every form, and each epoch's order."""
+"""Adapters through which the runtime reads every supported form of data set."""
 
 from __future__ import annotations
 
-import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Subset,
@@ -26,132 +21,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from coordinator.dispatch import batch_bounds, permutation
-from runtime.core.draws import draws_from, seeded_globals
-
-Array = npt.NDArray[Any]
-
-
-class MappedArray:
-    """Rows of a NumPy memory map, read from disk batch by batch.
-
-    Pickled for a loader process it opens the file again instead of copying it.
-    """
-
-    def __init__(self, array: Array) -> None:
-        self._array = np.asarray(array)
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows, as they are once read."""
-        return self._array.nbytes
-
-    def index_select(self, dim: int, indices: Tensor) -> Tensor:
-        """Read rows, as ``Tensor.index_select`` with ``dim=0`` would; blocks on the disk."""
-        assert dim == 0
-        array, rows = self._array, indices.numpy()
-        # np.take is the faster one, but it would first copy the whole of a strided array.
-        if array.flags.c_contiguous and array.flags.aligned:
-            taken = np.take(array, rows, axis=0)
-        else:
-            taken = array[rows]
-        return torch.from_numpy(_native(taken))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        array, root = self._array, map_of(self._array)
-        # What was written to a copy-on-write map is not in the file.
-        if root is None or root.filename is None or root.mode == "c":
-            return MappedArray, (np.array(array),)
-        shift = _address(array) - _address(root)
-        layout = (array.shape, array.dtype, array.strides)
-        return _reopen, (str(root.filename), root.offset, root.nbytes, shift, layout)
-
-
-Column = Tensor | MappedArray
-
-
-def row_bytes(column: Column) -> int:
-    """Bytes of one row of a column."""
-    return column.nbytes // max(1, len(column))
-
-
-def _reopen(
-    filename: str, offset: int, num_bytes: int, shift: int, layout: tuple[Any, ...]
-) -> MappedArray:
-    """Map ``num_bytes`` of a file and view them as the array that starts ``shift`` into them."""
-    raw = np.memmap(filename, dtype=np.uint8, mode="r", offset=offset, shape=(num_bytes,))
-    shape, dtype, strides = layout
-    return MappedArray(np.ndarray(shape, dtype, buffer=raw, offset=shift, strides=strides))
-
-
-def map_of(array: Array) -> np.memmap[Any, Any] | None:
-    """The memory map that ``array`` is a view of, if it is one of any."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray):
-        base: Any = owner.base
-        if isinstance(owner, np.memmap) and isinstance(base, mmap.mmap):
-            return owner
-        owner = base
-    return None
-
-
-def as_column(part: Tensor | Array, position: int) -> Column:
-    """Wrap element ``position`` of a data set, without a copy where that is possible.
-
-    Raises:
-        TypeError: An array whose dtype PyTorch lacks.
-        ValueError: No dimension to count samples along, or not a strided tensor.
-    """
-    if part.ndim == 0:
-        raise ValueError(
-            f"element {position} of the data set has no dimension: its first one counts samples"
-        )
-    if isinstance(part, Tensor):
-        if part.layout != torch.strided:
-            raise ValueError(f"element {position} of the data set is sparse: use .to_dense()")
-        return part.detach()
-    try:
-        torch.from_numpy(_native(np.empty(0, part.dtype)))
-    except TypeError as error:
-        raise TypeError(
-            f"element {position} of the data set has dtype {part.dtype}, which PyTorch lacks: "
-            "convert it to numbers, for instance with .astype(numpy.float32)"
-        ) from error
-    if map_of(part) is not None:
-        return MappedArray(part)
-    array = _native(part)
-    if not _has_torch_strides(array):
-        array = np.ascontiguousarray(array)
-    if not array.flags.writeable:
-        array = np.asarray(_Writable(array))
-    return torch.from_numpy(array)
-
-
-class _Writable:
-    """A read-only array under a writable face: PyTorch warns of others, and only reads here."""
-
-    def __init__(self, array: Array) -> None:
-        face = array.__array_interface__
-        self.__array_interface__ = {**face, "data": (face["data"][0], False)}
-        self._owner = array  # keeps the memory
-
-
-def _native(array: Array) -> Array:
-    """``array`` in this machine's byte order, the same object if it is already."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def _has_torch_strides(array: Array) -> bool:
-    return all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
+from runtime.core.draws import seeded_globals
+from runtime.data.columns import Column, as_column, row_bytes
+from runtime.data.epoch_index import check_sampler
 
 Collate = Callable[[list[Any]], Any]
 
@@ -160,7 +32,6 @@ FORMS = (
     "dict of tensors or NumPy arrays, a DataLoader, or an object with __len__ and "
     "get_batch(indices)"
 )
-_KEPT_EPOCHS = 3  # ranks are at most two epochs apart
 
 
 class DatasetAdapter(ABC):
@@ -512,210 +383,3 @@ def parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     if not shuffles or sampler.num_samples != len(sampler.data_source):
         found["sampler"] = check_sampler(sampler)
     return found
-
-
-def check_sampler(sampler: Any) -> Any:
-    """A sampler that says how many samples an epoch has.
-
-    Raises:
-        TypeError: No iterable with a length, or one of batches.
-        ValueError: It is empty, or gives each process its part.
-    """
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ValueError(
-            f"a DistributedSampler over {sampler.num_replicas} processes leaves most samples out: "
-            "the workers share the data set out among themselves, leave the sampler out"
-        )
-    if isinstance(sampler, BatchSampler):
-        raise TypeError(
-            "sampler() takes a sampler of single samples: pass the sampler that is in the "
-            "BatchSampler, and use batch_size()"
-        )
-    try:
-        length = len(sampler)
-    except (TypeError, NotImplementedError) as error:
-        raise TypeError(
-            f"sampler({sampler!r:.80}): pass a torch.utils.data.Sampler, or another iterable of "
-            "indices with a length, which is the same in each epoch"
-        ) from error
-    if not callable(getattr(sampler, "__iter__", None)):
-        raise TypeError(f"sampler({sampler!r:.80}): it has no __iter__")
-    if length == 0:
-        raise ValueError("sampler(): it is empty, so that an epoch would have no sample")
-    return sampler
-
-
-class SampledOrder:
-    """The order that a sampler gives for each epoch, drawn under a seed of the epoch.
-
-    Samplers draw from a ``generator`` of their own, which is seeded here unless the user has
-    set one, or from PyTorch's, NumPy's or Python's own, which are seeded for as long as it
-    takes and put back. ``set_epoch`` is called where there is one. Not thread-safe.
-
-    Args:
-        sampler: See :func:`check_sampler`.
-        num_samples: Length of the data set.
-        seed: Seed of the run.
-    """
-
-    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
-        self._sampler = sampler
-        self._num_samples = num_samples
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def draw(self, epoch: int) -> Tensor:
-        """The samples of an epoch, in order, int64, of shape ``(len(self),)``.
-
-        Raises:
-            ValueError: Another number than the sampler's length, or no sample of the data set.
-        """
-        if callable(getattr(self._sampler, "set_epoch", None)):
-            self._sampler.set_epoch(epoch)
-        seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0])
-        with self._seeded(seed):
-            order = torch.tensor([int(index) for index in self._sampler], dtype=torch.int64)
-        if len(order) != len(self._sampler):
-            raise ValueError(
-                f"the sampler gave {len(order)} samples in epoch {epoch}, and its length is "
-                f"{len(self._sampler)}: both must agree, in each epoch"
-            )
-        return self.check(epoch, order)
-
-    def check(self, epoch: int, order: Tensor) -> Tensor:
-        """An epoch's order, if all of it is in the data set.
-
-        Raises:
-            ValueError: It is not.
-        """
-        low, high = (int(value) for value in order.aminmax())
-        if low < 0 or high >= self._num_samples:
-            raise ValueError(
-                f"the sampler gave index {low if low < 0 else high} in epoch {epoch}, and the data "
-                f"set has {self._num_samples} samples"
-            )
-        return order
-
-    @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        if getattr(self._sampler, "generator", self) is None:
-            self._sampler.generator = torch.Generator().manual_seed(seed)
-            try:
-                yield
-            finally:
-                self._sampler.generator = None
-            return
-        with draws_from(torch.Generator().manual_seed(seed)), seeded_globals():
-            yield
-
-
-class _Order:
-    """The permutation of one epoch, computed by whoever asks first."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.permutation: Tensor | None = None
-
-
-class EpochIndex:
-    """Which samples each batch of each epoch holds; shared by all workers, thread-safe.
-
-    The permutations of the last few epochs that were asked for are kept (8 bytes a
-    sample each); any other is computed again.
-
-    Args:
-        num_samples: Length of the data set.
-        batch_size: Samples in a batch.
-        seed: Seed of the run.
-        sampler: Gives each epoch's order; ``None``: a permutation.
-        of_stream: The data set is a stream, which has an order of its own.
-
-    Attributes:
-        num_samples: Samples in an epoch.
-        of_stream: Whether sample ``epoch * num_samples + i`` is the ``i``-th of an epoch.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        seed: int,
-        sampler: Any = None,
-        *,
-        of_stream: bool = False,
-    ) -> None:
-        self.of_stream = of_stream
-        self._sampled = None if sampler is None else SampledOrder(sampler, num_samples, seed)
-        self.num_samples = num_samples if sampler is None else len(sampler)
-        self.batch_size = batch_size
-        self.seed = seed
-        self._drawing = threading.Lock()
-        self._lock = threading.Lock()
-        self._orders: OrderedDict[int, _Order] = OrderedDict()
-
-    def indices(self, epoch: int, batch: int) -> Tensor:
-        """Samples of a batch, by its position in the epoch.
-
-        Blocks while the epoch's permutation is computed, by this thread or another;
-        other epochs are not waited for.
-
-        Returns:
-            An int64 CPU tensor, a view of the permutation that must not be written to.
-
-        Raises:
-            IndexError: The epoch has no such batch.
-        """
-        start, stop = self.bounds(batch)
-        return self.order(epoch)[start:stop]
-
-    def bounds(self, batch: int) -> tuple[int, int]:
-        """Where a batch starts and stops in an epoch's permutation.
-
-        Raises:
-            IndexError: An epoch has no such batch.
-        """
-        start, stop = batch_bounds(batch, self.num_samples, self.batch_size)
-        if not 0 <= start < stop:
-            raise IndexError(f"no batch {batch} in an epoch of {self.num_samples} samples")
-        return start, stop
-
-    def order(self, epoch: int) -> Tensor:
-        """The permutation of an epoch, not to be written to; blocks as :meth:`indices` does."""
-        with self._lock:
-            order = self._orders.get(epoch)
-            if order is None:
-                order = self._orders[epoch] = _Order()
-                if len(self._orders) > _KEPT_EPOCHS:
-                    self._orders.popitem(last=False)
-            else:
-                self._orders.move_to_end(epoch)
-        with order.lock:
-            if order.permutation is None:
-                order.permutation = self._compute(epoch)
-            return order.permutation
-
-    def _compute(self, epoch: int) -> Tensor:
-        if self._sampled is None:
-            return torch.from_numpy(permutation(self.num_samples, epoch, self.seed))
-        with self._drawing:
-            return self._sampled.draw(epoch)
-
-    def drawn(self, since: int) -> dict[int, Tensor]:
-        """What the sampler has given for an epoch and those after it; nothing without one."""
-        with self._lock:
-            orders = {e: o.permutation for e, o in self._orders.items() if e >= since}
-        return {e: p for e, p in orders.items() if p is not None and self._sampled is not None}
-
-    def restore(self, orders: Mapping[int, Tensor]) -> None:
-        """Take what the sampler gave before for some epochs; it is not asked again.
-
-        Raises:
-            ValueError: The data set has become shorter.
-        """
-        if self._sampled is None:
-            return
-        for epoch, order in sorted(orders.items()):
-            kept = self._orders[epoch] = _Order()
-            kept.permutation = self._sampled.check(epoch, order)

@@ -8,15 +8,12 @@ slots are allocated and batches are loaded ahead through them.
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coordinator.messages import EpochPlan
 from runtime.data.batches import (
     Position,
     batch_bytes,
@@ -25,187 +22,87 @@ from runtime.data.batches import (
     parts_of,
     pin_batch,
 )
-from runtime.data.dataset import ColumnAdapter, DatasetAdapter, EpochIndex
-from runtime.data.loader import (
-    InlineLoader,
-    LoadedBatch,
-    LoaderSpec,
-    PlanLengths,
-    Stage,
-    ThreadLoader,
-)
-from runtime.data.slots import (
-    MAX_DEPTH,
-    BatchLayout,
-    DeviceBudget,
-    DeviceSlot,
-    SlotPool,
-    host_depth,
-    num_slots,
-    padded_bytes,
-    slottable,
-)
+from runtime.data.budget import MAX_DEPTH, DeviceBudget, host_depth, num_slots
+from runtime.data.dataset import ColumnAdapter
+from runtime.data.loader import LoaderSpec, ThreadLoader
+from runtime.data.resident import ResidentData, ResidentReader
+from runtime.data.slots import BatchLayout, DeviceSlot, SlotPool, slottable
+from runtime.data.stage import LoadedBatch, PlanLengths, Stage
 from runtime.device.base import Device, available_host_bytes
 from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import MemoryReading
 
 logger = logging.getLogger(__name__)
 
-
-_CHUNK_BYTES = 64 * 2**20
-_KEPT_EPOCHS = 3
-
-
-def can_reside(adapter: DatasetAdapter) -> TypeGuard[ColumnAdapter]:
-    """Whether a data set is rows alone, so that a copy of it gives what it gives.
-
-    One with code of its own may draw or change, and is always read.
-    """
-    return isinstance(adapter, ColumnAdapter)
+_MAX_HOST_SLOTS = 4
+"""Pinned slots of a worker: as many copies can be under way while the next batch is read."""
 
 
-class ResidentData:
-    """The columns of a data set on one device, shared by the workers there. Thread-safe.
+class PrefetchLoader(ThreadLoader):
+    """Loads ahead in a daemon thread into slots on the device, or gathers resident data there.
 
-    Args:
-        adapter: The data set.
-
-    Attributes:
-        num_bytes: What it takes there: the bytes of one sample times their number.
-        batch_of: See :meth:`ColumnAdapter.batch_of`.
-    """
-
-    def __init__(self, adapter: ColumnAdapter) -> None:
-        self._adapter = adapter
-        self.batch_of = adapter.batch_of
-        self.num_bytes = padded_bytes(adapter.sample_bytes * adapter.num_samples)
-        self._lock = threading.Lock()
-        self._columns: tuple[Tensor, ...] | None = None
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it lies on the device."""
-        return self._columns is not None
-
-    def load(self, copies: Device) -> tuple[Tensor, ...]:
-        """Bring it there, unless it is; the columns, complete on the device.
-
-        Blocks while it is read and copied, by this thread or another.
-        """
-        with self._lock:
-            if self._columns is None:
-                self._columns = self._copy(copies)
-            return self._columns
-
-    def _copy(self, copies: Device) -> tuple[Tensor, ...]:
-        total = self._adapter.num_samples
-        step = max(1, _CHUNK_BYTES // max(1, self._adapter.sample_bytes))
-        columns: list[Tensor] = []
-        for start in range(0, total, step):
-            rows = torch.arange(start, min(total, start + step))
-            chunk = self._adapter.gather(rows)
-            if not columns:
-                columns = [copies.empty((total, *part.shape[1:]), part.dtype) for part in chunk]
-            for column, part in zip(columns, chunk, strict=True):
-                copies.copy(column[start : start + len(rows)], part)
-        done = copies.new_event()
-        copies.record(done)
-        # Workers with other streams read it, and nothing orders them after this one.
-        copies.wait_host(done)
-        return tuple(columns)
-
-
-class ResidentReader:
-    """One worker's batches from resident data, gathered in its current stream.
-
-    Args:
-        data: The columns.
-        index: Which samples a batch holds.
-        copies: The worker's way to its device.
-    """
-
-    def __init__(self, data: ResidentData, index: EpochIndex, copies: Device) -> None:
-        self._columns = data.load(copies)
-        self._batch_of = data.batch_of
-        self._index = index
-        self._copies = copies
-        # On the device, and this worker's own: freed memory goes back to its stream.
-        self._orders: OrderedDict[int, Tensor] = OrderedDict()
-
-    def read(self, position: Position) -> LoadedBatch:
-        """Gather a batch. The host waits for nothing on the device."""
-        epoch, batch, piece = position
-        start, stop = piece or self._index.bounds(batch)
-        indices = self._order(epoch)[start:stop]
-        parts = [column.index_select(0, indices) for column in self._columns]
-        return LoadedBatch(self._batch_of(parts), stop - start, epoch, batch)
-
-    def _order(self, epoch: int) -> Tensor:
-        order = self._orders.get(epoch)
-        if order is None:
-            pinned = self._copies.pin(self._index.order(epoch))
-            order = self._orders[epoch] = self._copies.bring(pinned)
-            if len(self._orders) > _KEPT_EPOCHS:
-                self._orders.popitem(last=False)
-        return order
-
-
-class ResidentLoader(InlineLoader):
-    """Batches of resident data, in the worker's thread. Brings the data with the first plan.
+    ``try_next`` belongs under the worker's compute stream. A batch is good until the next
+    call; a tensor of it that is to be kept must be cloned.
 
     Args:
         spec: What it reads.
-        data: The data set's columns on the device.
+        on_ready: See :class:`~runtime.data.loader.ThreadLoader`.
+        stage: Carries the batches; not shared.
         copies: The worker's way to its device.
+        num_threads: Intra-op threads that gather a batch; one thread copies memory at a
+            fraction of what a GPU takes.
     """
 
-    def __init__(self, spec: LoaderSpec, *, data: ResidentData, copies: Device) -> None:
-        super().__init__(spec, copies=copies)
-        self._moves = False
-        self._data = data
+    def __init__(
+        self,
+        spec: LoaderSpec,
+        *,
+        on_ready: Callable[[], None],
+        stage: SlotStage,
+        copies: Device,
+        num_threads: int = 1,
+    ) -> None:
+        super().__init__(spec, on_ready=on_ready, stage=stage)
+        self._slots = stage
+        self._copies = copies
+        self._num_threads = num_threads
         self._reader: ResidentReader | None = None
 
-    def submit(self, plan: EpochPlan) -> None:
-        """Append the batches of ``plan``; the first one waits until the data is there.
-
-        Raises:
-            RuntimeError: The loader is closed.
-            ValueError: The device has no room for the data.
-        """
-        super().submit(plan)
+    def try_next(self) -> LoadedBatch | None:
+        """Take the next batch if it is ready; resident ones always are."""
+        self._slots.advance()
+        data = self._slots.resident
+        if data is None:
+            return self._take_ready()
         if self._reader is None:
-            if not self._data.is_loaded:
-                require_room(self._data.num_bytes, self._copies)
-            self._reader = ResidentReader(self._data, self._index, self._copies)
+            # None was ahead until now and none is asked for again: the thread stays idle.
+            self._reader = ResidentReader(data, self._index, self._copies)
+            self._forget_order()
+        with self._changed:
+            position = self._positions.pop()
+        return None if position is None else self._reader.read(position)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Let go of the data."""
+        """End the thread, and let go of slots and data."""
+        ended = super().close(timeout_s)
         self._reader = None
-        return super().close(timeout_s)
+        return ended
+
+    def _run(self) -> None:
+        if self._num_threads > 1:
+            torch.set_num_threads(self._num_threads)  # put back when the run ends
+        super()._run()
 
     def _read(self, position: Position) -> LoadedBatch:
-        assert self._reader is not None, "it was made with the first plan"
-        return self._reader.read(position)
-
-
-def require_room(needed_bytes: int, copies: Device) -> None:
-    """Raise ``ValueError``, with both figures, if a device has no room for resident data."""
-    reading = copies.memory()
-    there = reading.free_bytes + reading.reserved_bytes - reading.active_bytes
-    refuse_unless_it_fits(needed_bytes, there, f"{copies.device} has {there:,} free")
-
-
-def refuse_unless_it_fits(needed_bytes: int, there_bytes: int, what_is_there: str) -> None:
-    """Raise ``ValueError`` if resident data does not fit."""
-    if needed_bytes > there_bytes:
-        raise ValueError(
-            f"resident(True): the data set needs {needed_bytes:,} bytes and {what_is_there}; "
-            "use resident(False), which streams it, a smaller data set or a narrower dtype"
-        )
-
-
-_MAX_HOST_SLOTS = 4
-"""Pinned slots of a worker: as many copies can be under way while the next batch is read."""
+        adapter = self._adapter
+        if isinstance(adapter, ColumnAdapter):
+            indices, num_samples = self._indices(position)
+            gathered = self._slots.gather(adapter, indices)
+            if gathered is not None:
+                data, slot = gathered
+                return LoadedBatch(data, num_samples, position.epoch, position.batch, slot)
+        with self._copies.copying():  # for data sets that give tensors of the device
+            return super()._read(position)
 
 
 class SlotStage(Stage):
@@ -427,70 +324,3 @@ def _writer(tensors: list[Tensor]) -> Callable[[list[Tensor]], None]:
             target.copy_(source)
 
     return write
-
-
-class PrefetchLoader(ThreadLoader):
-    """Loads ahead in a daemon thread into slots on the device, or gathers resident data there.
-
-    ``try_next`` belongs under the worker's compute stream. A batch is good until the next
-    call; a tensor of it that is to be kept must be cloned.
-
-    Args:
-        spec: What it reads.
-        on_ready: See :class:`~runtime.data.loader.ThreadLoader`.
-        stage: Carries the batches; not shared.
-        copies: The worker's way to its device.
-        num_threads: Intra-op threads that gather a batch; one thread copies memory at a
-            fraction of what a GPU takes.
-    """
-
-    def __init__(
-        self,
-        spec: LoaderSpec,
-        *,
-        on_ready: Callable[[], None],
-        stage: SlotStage,
-        copies: Device,
-        num_threads: int = 1,
-    ) -> None:
-        super().__init__(spec, on_ready=on_ready, stage=stage)
-        self._slots = stage
-        self._copies = copies
-        self._num_threads = num_threads
-        self._reader: ResidentReader | None = None
-
-    def try_next(self) -> LoadedBatch | None:
-        """Take the next batch if it is ready; resident ones always are."""
-        self._slots.advance()
-        data = self._slots.resident
-        if data is None:
-            return self._take_ready()
-        if self._reader is None:
-            # None was ahead until now and none is asked for again: the thread stays idle.
-            self._reader = ResidentReader(data, self._index, self._copies)
-            self._forget_order()
-        with self._changed:
-            position = self._positions.pop()
-        return None if position is None else self._reader.read(position)
-
-    def close(self, timeout_s: float = 5.0) -> bool:
-        """End the thread, and let go of slots and data."""
-        ended = super().close(timeout_s)
-        self._reader = None
-        return ended
-
-    def _run(self) -> None:
-        if self._num_threads > 1:
-            torch.set_num_threads(self._num_threads)  # put back when the run ends
-        super()._run()
-
-    def _read(self, position: Position) -> LoadedBatch:
-        adapter = self._adapter
-        if isinstance(adapter, ColumnAdapter):
-            indices, num_samples = self._indices(position)
-            gathered = self._slots.gather(adapter, indices)
-            if gathered is not None:
-                data, slot = gathered
-                return LoadedBatch(data, num_samples, position.epoch, position.batch, slot)
-        with self._copies.copying():  # for data sets that give tensors of the device
-            return super()._read(position)

@@ -22,21 +22,15 @@ logger = logging.getLogger(__name__)
 
 COUNTING_S = 10.0
 """A stream of unknown length is read through once before the run, for so long at the most."""
+
 STATES_SHARE = 0.02
 """Part of the time that may go into asking a stream for its state."""
+
 STATES_APART_S = 0.1
 """Time between two states at the least, in seconds: they are kept as long as items are."""
+
 STATES_KEPT = 8
 """States that are kept of what nobody asks for again: a checkpoint may be that old."""
-
-
-def is_stream(dataset: Any) -> bool:
-    """Whether a data set can be iterated but not read by index."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    kind = type(dataset)
-    by_index = hasattr(kind, "__getitem__") or callable(getattr(dataset, "get_batch", None))
-    return hasattr(kind, "__iter__") and not by_index and not isinstance(dataset, type)
 
 
 class StreamAdapter(DatasetAdapter):
@@ -264,6 +258,15 @@ class StreamAdapter(DatasetAdapter):
                 f"{self._name} ended after {position:,} items in epoch {epoch}, and its length is "
                 f"{self.num_samples:,}: {remedy}"
             ) from None
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set can be iterated but not read by index."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    kind = type(dataset)
+    by_index = hasattr(kind, "__getitem__") or callable(getattr(dataset, "get_batch", None))
+    return hasattr(kind, "__iter__") and not by_index and not isinstance(dataset, type)
 
 
 def _has_state(owner: Any) -> bool:

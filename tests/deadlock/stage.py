@@ -16,7 +16,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.service import Service
 from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
-from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import InlineLoader, LoaderSpec
 from runtime.replica.build import BuildOrder
 from runtime.worker.worker_config import WorkerEndpoints

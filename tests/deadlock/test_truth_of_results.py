@@ -47,7 +47,7 @@ def test_a_metrics_function_that_raises_is_logged_and_ends_nothing(way, caplog):
         seen.append(metrics.epoch)
         raise ZeroDivisionError("in the user's function")
 
-    with caplog.at_level(logging.ERROR, "runtime.progress"):
+    with caplog.at_level(logging.ERROR, "runtime.metrics_thread"):
         state = builder(epochs=3, way=way).metrics_fn(fail).run().join(BOUND_S)
     assert seen == [e.epoch for e in state.metrics] == [0, 1, 2]
     assert len(caplog.records) == 3

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from runtime.data.slots import padded_bytes
+from runtime.data.budget import padded_bytes
 from runtime.device.base import Device
 from runtime.device.memory import MemoryReading
 

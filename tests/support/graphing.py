@@ -12,7 +12,7 @@ from torch import nn
 
 from runtime import record_scalar
 from runtime import run as run_module
-from runtime.data.path import DataPath
+from runtime.data.data_path import DataPath
 from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice
 from runtime.device.memory import CudaMemory, MemoryReading

@@ -8,10 +8,13 @@ import torch
 from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
-from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import LoaderSpec, PlanLengths
-from runtime.data.prefetch import PrefetchLoader, ResidentData, SlotStage
-from runtime.data.slots import DeviceBudget
+from runtime.data.budget import DeviceBudget
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
+from runtime.data.loader import LoaderSpec
+from runtime.data.prefetch import PrefetchLoader, SlotStage
+from runtime.data.resident import ResidentData
+from runtime.data.stage import PlanLengths
 from tests.support.fake_streams import DelayedCopies
 from tests.support.loading import INDEX, SEED, SIZE, Consumer, N
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from coordinator.config import ApplyPolicy, AverageBackend
-from runtime.train_config import TrainConfig
+from runtime.settings import RunSettings
 from runtime.worker.worker_config import UserFunctions
 from tests.support.running import builder, count_up, counter, plain_sgd
 
 
 def config_of(**settings):
     functions = UserFunctions(model_factory=counter, optim_factory=plain_sgd, train_fn=count_up)
-    return TrainConfig(functions=functions).having(**{"batch_size": 1, "num_epochs": 1} | settings)
+    return RunSettings(functions=functions).having(**{"batch_size": 1, "num_epochs": 1} | settings)
 
 
 def told(num_ranks=2, **settings):

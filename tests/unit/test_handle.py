@@ -230,7 +230,7 @@ def test_progress_is_silent_off_a_terminal(capfd):
 
 
 def test_progress_asked_for_off_a_terminal_logs_one_line_an_epoch(caplog, capfd):
-    with caplog.at_level("INFO", logger="runtime.progress"):
+    with caplog.at_level("INFO", logger="runtime.metrics_thread"):
         builder(epochs=2).progress(True).run().join(WAIT_S)
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["epoch 0", "epoch 1"]
     assert capfd.readouterr() == ("", "")

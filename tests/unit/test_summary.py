@@ -101,8 +101,8 @@ def test_a_log_that_is_configured_gets_it_instead():
     ("how", "before", "start"),
     [
         ("lines", "pass", "epoch 0: loss"),
-        ("lines", LOGGED, "LOG runtime.progress: epoch 0: loss"),
-        ("run", LOGGED, "LOG runtime.progress: epoch 0: loss"),
+        ("lines", LOGGED, "LOG runtime.metrics_thread: epoch 0: loss"),
+        ("run", LOGGED, "LOG runtime.metrics_thread: epoch 0: loss"),
     ],
 )
 def test_off_a_terminal_each_epoch_has_a_line(how, before, start):

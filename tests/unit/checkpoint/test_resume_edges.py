@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.serialization import config
 
-from runtime import CheckpointError, saving
+from runtime import CheckpointError, checkpoint_service
 from runtime.checkpoint import files, store
 from runtime.checkpoint.format import MANIFEST, Manifest, plain
 from runtime.checkpoint.store import CheckpointWriter, load_newest, save_once, write_checkpoint
@@ -223,8 +223,8 @@ def test_a_failure_to_write_keeps_no_memory(tmp_path, monkeypatch):
 def test_the_second_signal_no_longer_waits_for_a_dead_disk(tmp_path, monkeypatch):
     disk, told, probe = SlowDisk(monkeypatch), threading.Event(), Probe()
     waits = Waits(monkeypatch)
-    monkeypatch.setattr(saving, "TELL_S", 0.0)
-    monkeypatch.setattr(saving.logger, "warning", lambda *args: told.set())
+    monkeypatch.setattr(checkpoint_service, "TELL_S", 0.0)
+    monkeypatch.setattr(checkpoint_service.logger, "warning", lambda *args: told.set())
     handle = builder().checkpoint_dir(tmp_path).run()
     disk.await_begin(1)
 

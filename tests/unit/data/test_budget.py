@@ -6,16 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data.slots import (
-    MAX_DEPTH,
-    DeviceBudget,
-    capacity_bytes,
-    host_depth,
-    margin_bytes,
-    num_slots,
-    padded_bytes,
-)
-from runtime.device.memory import MemoryReading
+from runtime.data.budget import MAX_DEPTH, DeviceBudget, host_depth, num_slots, padded_bytes
+from runtime.device.memory import MemoryReading, capacity_bytes, margin_bytes
 
 GIB, MIB = 2**30, 2**20
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.data.dataset import MappedArray, adapt_dataset
+from runtime.data.columns import MappedArray
+from runtime.data.dataset import adapt_dataset
 
 N = 11
 INDICES = torch.tensor([7, 0, 10, 3])

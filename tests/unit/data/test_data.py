@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-import runtime.data.dataset
+import runtime.data.epoch_index
 from coordinator.dispatch import permutation
-from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
 
 N = 11
 INDICES = torch.tensor([7, 0, 10, 3])
@@ -379,7 +380,7 @@ def test_an_epoch_is_computed_once_while_others_go_on(monkeypatch):
             assert release.wait(20)
         return permutation(num_samples, epoch, seed)
 
-    monkeypatch.setattr(runtime.data.dataset, "permutation", slow)
+    monkeypatch.setattr(runtime.data.epoch_index, "permutation", slow)
     index = EpochIndex(N, 4, seed=3)
     found = []
     threads = [threading.Thread(target=lambda: found.append(index.indices(0, 0))) for _ in range(3)]

@@ -15,7 +15,8 @@ import torch
 from coordinator.messages import EpochPlan
 from runtime.data import loader
 from runtime.data.dataset import adapt_dataset
-from runtime.data.loader import InlineLoader, ProcessLoader, check_picklable
+from runtime.data.loader import InlineLoader
+from runtime.data.process_loader import ProcessLoader, check_picklable
 from tests.support.loading import ALL, SIZE, Consumer, Noisy, Troubled, assert_is_plan, draws
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import adapt_dataset
-from runtime.data.prefetch import ResidentData
-from runtime.data.slots import DeviceBudget
+from runtime.data.resident import ResidentData
 from runtime.device.base import Device
 from tests.support.fake_streams import GIB, DelayedCopies
 from tests.support.loading import ALL, INDEX

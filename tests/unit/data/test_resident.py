@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from runtime.data import path as data_path
+from runtime.data import data_path
 from runtime.data import prefetch as resident
 from runtime.data.batches import Position
-from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoaderSpec
-from runtime.data.prefetch import ResidentData, ResidentLoader, ResidentReader, can_reside
+from runtime.data.resident import ResidentData, ResidentLoader, ResidentReader, can_reside
 from runtime.device.base import Device
 from runtime.device.memory import MemoryReading
 from tests.support.fake_streams import DelayedCopies

@@ -22,7 +22,8 @@ from torch.utils.data import (
 )
 
 from runtime import CheckpointError, WorkerFailed
-from runtime.data.dataset import EpochIndex, adapt_dataset
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
 from tests.support.running import (
     CADENCE,
     LOCAL_WAYS,

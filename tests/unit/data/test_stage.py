@@ -8,7 +8,8 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.data import loader as stage
-from runtime.data.loader import HostStage, LoadedBatch, PlanLengths, Stage, ThreadLoader
+from runtime.data.loader import ThreadLoader
+from runtime.data.stage import HostStage, LoadedBatch, PlanLengths, Stage
 from tests.support.loading import ALL, Consumer, N, Noisy, assert_is_plan
 
 MIB = 2**20

@@ -11,11 +11,13 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime import run as run_module
-from runtime.data import path as data_path
+from runtime.data import data_path
 from runtime.data.batches import Position
-from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.path import DataOptions, DataPath
-from runtime.data.prefetch import PrefetchLoader, ResidentData, ResidentReader
+from runtime.data.data_path import DataOptions, DataPath
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
+from runtime.data.prefetch import PrefetchLoader
+from runtime.data.resident import ResidentData, ResidentReader
 from runtime.data.slots import BatchLayout, SlotPool, TensorSpec
 from runtime.device import memory as cuda_memory
 from runtime.device.cuda import CudaDevice

@@ -9,7 +9,7 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from runtime import run as run_module
 from runtime.collective import StagedThreadCollective, create_collectives
-from runtime.data.path import DataPath
+from runtime.data.data_path import DataPath
 from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica import build as replica

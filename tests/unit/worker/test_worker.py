@@ -21,8 +21,10 @@ from runtime import (
     record_scalar,
 )
 from runtime.core.errors import CollectiveAborted
-from runtime.data.dataset import EpochIndex, adapt_dataset
-from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
+from runtime.data.loader import InlineLoader, LoaderSpec, ThreadLoader
+from runtime.data.stage import Stage
 from runtime.device.base import PendingCopy
 from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module

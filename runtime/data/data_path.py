@@ -11,28 +11,14 @@ from typing import Protocol
 import torch
 
 from runtime.core.threads import IntraOpThreads
-from runtime.data.dataset import DatasetAdapter, EpochIndex
-from runtime.data.loader import (
-    CALIBRATION_STEPS,
-    SIZING_BATCHES,
-    HostStage,
-    InlineLoader,
-    Loader,
-    LoaderSpec,
-    PlanLengths,
-    ProcessLoader,
-    Stage,
-    ThreadLoader,
-)
-from runtime.data.prefetch import (
-    PrefetchLoader,
-    ResidentData,
-    ResidentLoader,
-    SlotStage,
-    can_reside,
-    refuse_unless_it_fits,
-)
-from runtime.data.slots import DeviceBudget
+from runtime.data.budget import DeviceBudget
+from runtime.data.dataset import DatasetAdapter
+from runtime.data.epoch_index import EpochIndex
+from runtime.data.loader import InlineLoader, Loader, LoaderSpec, ThreadLoader
+from runtime.data.prefetch import PrefetchLoader, SlotStage
+from runtime.data.process_loader import ProcessLoader
+from runtime.data.resident import ResidentData, ResidentLoader, can_reside, refuse_unless_it_fits
+from runtime.data.stage import CALIBRATION_STEPS, SIZING_BATCHES, HostStage, PlanLengths, Stage
 from runtime.device.base import (
     WARM_UP_STEPS,
     Device,
@@ -40,47 +26,6 @@ from runtime.device.base import (
 )
 from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions:
-    """How a run reads its data set; see :class:`~runtime.TrainerBuilder` for each.
-
-    Attributes:
-        batch_size: Samples in a batch of one worker.
-        seed: Of the draws of data sets.
-        accumulate: Micro-batches in an optimizer step.
-        cuda_graphs: Whether steps are captured.
-        vram_fraction: Share of a CUDA device's memory that the run may use.
-        prefetch: Batches read ahead; ``None``: by the memory that is left.
-        resident: Whether the data set lies on the device; ``None``: where it fits.
-        loader_workers: Processes that load for each worker.
-    """
-
-    batch_size: int = 1
-    seed: int = 0
-    accumulate: int = 1
-    cuda_graphs: bool = False
-    vram_fraction: float = 0.90
-    prefetch: int | None = None
-    resident: bool | None = None
-    loader_workers: int = 0
-
-
-class ReadingWorker(Protocol):
-    """What a loader must know of the worker it is for, which is handed on to data sets."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """Its replica."""
 
 
 class DataPath:
@@ -271,3 +216,44 @@ class DataPath:
             depth=c.prefetch,
             data=self._data.get(device) if resides else None,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """How a run reads its data set; see :class:`~runtime.TrainerBuilder` for each.
+
+    Attributes:
+        batch_size: Samples in a batch of one worker.
+        seed: Of the draws of data sets.
+        accumulate: Micro-batches in an optimizer step.
+        cuda_graphs: Whether steps are captured.
+        vram_fraction: Share of a CUDA device's memory that the run may use.
+        prefetch: Batches read ahead; ``None``: by the memory that is left.
+        resident: Whether the data set lies on the device; ``None``: where it fits.
+        loader_workers: Processes that load for each worker.
+    """
+
+    batch_size: int = 1
+    seed: int = 0
+    accumulate: int = 1
+    cuda_graphs: bool = False
+    vram_fraction: float = 0.90
+    prefetch: int | None = None
+    resident: bool | None = None
+    loader_workers: int = 0
+
+
+class ReadingWorker(Protocol):
+    """What a loader must know of the worker it is for, which is handed on to data sets."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Its replica."""

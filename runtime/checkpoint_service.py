@@ -16,119 +16,24 @@ from runtime.checkpoint.format import CheckpointData, named_weights, plain
 from runtime.checkpoint.store import CheckpointWriter, entries
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
-from runtime.train_config import TrainConfig
+from runtime.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
 Orders = Callable[[int], dict[int, Tensor]]
 """Gives the orders of an epoch and those after it that are not to be had again."""
+
 StreamState = Callable[[int, int], dict[str, Any] | None]
 """Gives the state from which a stream comes to a batch of an epoch."""
 
 CLOSE_S = 600.0
 """How long the end of a run waits for a slow disk."""
+
 LOOK_S = 0.2
 """How long it may take until an abort ends that wait."""
+
 TELL_S = 5.0
 """After how long that wait is told of."""
-
-
-def _tell_of_others(directory: Path, resume: Path | None) -> None:
-    """Warn of checkpoints that are not this run's, and will give way to its own."""
-    if resume is not None and directory in (resume, resume.parent):
-        return
-    try:
-        found = len(entries(directory))
-    except OSError:
-        return
-    if found:
-        logger.warning(
-            "%s holds %d checkpoints of another run, which are removed as those of this one come; "
-            "go on from them with resume(path), or name another directory",
-            directory,
-            found,
-        )
-
-
-class WeightLayout:
-    """Makes a state dict of flat payloads, without the module.
-
-    Args:
-        model: A replica, built.
-        state: Its flat state.
-    """
-
-    def __init__(self, model: nn.Module, state: FlatState) -> None:
-        self._params, self._buffers = state.params.viewer(), state.buffers.viewer()
-        places: dict[int, tuple[str, int]] = {}
-        for i, p in enumerate(state.params.params):
-            places[id(p)] = ("param", i)
-        for i, b in enumerate(state.buffers.tensors()):
-            places[id(b)] = ("buffer", i)
-        self._keys: list[tuple[str, tuple[str, int] | None]] = []
-        self._frozen: dict[str, Tensor] = {}
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._frozen_names: dict[str, str] = {}
-        for key, value in named_weights(model).items():
-            place = places.get(id(value))
-            self._keys.append((key, place))
-            if place is None:
-                # Few ever change: one copy serves all checkpoints, none is needed on a CPU.
-                self._frozen[key] = value.detach().to("cpu")
-                self._frozen_names[key] = names.get(id(value), key)
-
-    def weights(self, payload: Payload, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The module's state dict with the payload's values, as views of it.
-
-        Args:
-            payload: The average.
-            changed: Frozen parameters that are not as they were at first, by name; copies.
-        """
-        params, buffers = self._params(payload.params), self._buffers(payload)
-        found: dict[str, Tensor] = {}
-        for key, place in self._keys:
-            if place is None:
-                found[key] = changed.get(self._frozen_names[key], self._frozen[key])
-            elif place[0] == "param":
-                found[key] = params[place[1]]
-            else:
-                found[key] = buffers[place[1]]
-        return found
-
-
-class Ticket:
-    """One call of ``save()``: waits for the state that it shall write."""
-
-    def __init__(self) -> None:
-        # Not an Event: Ctrl-C may leave its Python code in the middle, with its lock held.
-        self._waits = threading.Lock()
-        self._waits.acquire()
-        self._data: CheckpointData | None = None
-        self._error: BaseException | None = None
-
-    def give(self, data: CheckpointData | None, error: BaseException | None = None) -> None:
-        """Answer the call; the first answer counts."""
-        if self._waits.locked():
-            self._data, self._error = data, error
-            self._waits.release()
-
-    def wait(self, timeout_s: float) -> CheckpointData:
-        """Block until it is answered.
-
-        Raises:
-            TimeoutError: It was not in time.
-            CheckpointError: The run ended without a state.
-        """
-        if not self._waits.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise TimeoutError(f"no step boundary was reached within {timeout_s:g} s")
-        if isinstance(self._error, CheckpointError):
-            raise self._error
-        if self._data is None:
-            raise CheckpointError(
-                "the run is over and kept no full state: call save() while it runs, set "
-                "checkpoint_dir(path), or write the weights alone with state.save(path)"
-            ) from self._error
-        return self._data
 
 
 class CheckpointService:
@@ -138,14 +43,14 @@ class CheckpointService:
         config: Says whether checkpoints go to a directory, and how many stay there; else they go
             only where a call of ``save()`` says.
         compatible: The settings that must agree where one is continued.
-        orders: See :meth:`EpochIndex.drawn <runtime.data.dataset.EpochIndex.drawn>`.
+        orders: See :meth:`EpochIndex.drawn <runtime.data.epoch_index.EpochIndex.drawn>`.
         stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
             ``None``: there is no stream.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: RunSettings,
         compatible: dict[str, Any],
         orders: Orders,
         stream: StreamState | None,
@@ -307,3 +212,101 @@ class CheckpointService:
                     "second Ctrl-C no longer waits for it",
                     writer.directory,
                 )
+
+
+class Ticket:
+    """One call of ``save()``: waits for the state that it shall write."""
+
+    def __init__(self) -> None:
+        # Not an Event: Ctrl-C may leave its Python code in the middle, with its lock held.
+        self._waits = threading.Lock()
+        self._waits.acquire()
+        self._data: CheckpointData | None = None
+        self._error: BaseException | None = None
+
+    def give(self, data: CheckpointData | None, error: BaseException | None = None) -> None:
+        """Answer the call; the first answer counts."""
+        if self._waits.locked():
+            self._data, self._error = data, error
+            self._waits.release()
+
+    def wait(self, timeout_s: float) -> CheckpointData:
+        """Block until it is answered.
+
+        Raises:
+            TimeoutError: It was not in time.
+            CheckpointError: The run ended without a state.
+        """
+        if not self._waits.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise TimeoutError(f"no step boundary was reached within {timeout_s:g} s")
+        if isinstance(self._error, CheckpointError):
+            raise self._error
+        if self._data is None:
+            raise CheckpointError(
+                "the run is over and kept no full state: call save() while it runs, set "
+                "checkpoint_dir(path), or write the weights alone with state.save(path)"
+            ) from self._error
+        return self._data
+
+
+class WeightLayout:
+    """Makes a state dict of flat payloads, without the module.
+
+    Args:
+        model: A replica, built.
+        state: Its flat state.
+    """
+
+    def __init__(self, model: nn.Module, state: FlatState) -> None:
+        self._params, self._buffers = state.params.viewer(), state.buffers.viewer()
+        places: dict[int, tuple[str, int]] = {}
+        for i, p in enumerate(state.params.params):
+            places[id(p)] = ("param", i)
+        for i, b in enumerate(state.buffers.tensors()):
+            places[id(b)] = ("buffer", i)
+        self._keys: list[tuple[str, tuple[str, int] | None]] = []
+        self._frozen: dict[str, Tensor] = {}
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._frozen_names: dict[str, str] = {}
+        for key, value in named_weights(model).items():
+            place = places.get(id(value))
+            self._keys.append((key, place))
+            if place is None:
+                # Few ever change: one copy serves all checkpoints, none is needed on a CPU.
+                self._frozen[key] = value.detach().to("cpu")
+                self._frozen_names[key] = names.get(id(value), key)
+
+    def weights(self, payload: Payload, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The module's state dict with the payload's values, as views of it.
+
+        Args:
+            payload: The average.
+            changed: Frozen parameters that are not as they were at first, by name; copies.
+        """
+        params, buffers = self._params(payload.params), self._buffers(payload)
+        found: dict[str, Tensor] = {}
+        for key, place in self._keys:
+            if place is None:
+                found[key] = changed.get(self._frozen_names[key], self._frozen[key])
+            elif place[0] == "param":
+                found[key] = params[place[1]]
+            else:
+                found[key] = buffers[place[1]]
+        return found
+
+
+def _tell_of_others(directory: Path, resume: Path | None) -> None:
+    """Warn of checkpoints that are not this run's, and will give way to its own."""
+    if resume is not None and directory in (resume, resume.parent):
+        return
+    try:
+        found = len(entries(directory))
+    except OSError:
+        return
+    if found:
+        logger.warning(
+            "%s holds %d checkpoints of another run, which are removed as those of this one come; "
+            "go on from them with resume(path), or name another directory",
+            directory,
+            found,
+        )

@@ -24,26 +24,8 @@ from runtime.loggers.base import RunLogger
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.2
+
 ABANDONED_S = 0.1  # for a thread that has nothing left to do
-
-
-class _Bar(tqdm):  # type: ignore[type-arg]
-    monitor_interval = 0  # no monitor thread
-
-
-def _bar_kind() -> type[Any] | None:
-    """The bar for a terminal or a notebook; ``None`` where neither is there."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        return _Bar
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    if getattr(shell, "kernel", None) is None:
-        return None
-    if importlib.util.find_spec("ipywidgets") is None:
-        return _Bar  # as text, below the cell
-    from tqdm.notebook import tqdm_notebook
-
-    return type("_NotebookBar", (tqdm_notebook,), {"monitor_interval": 0})
 
 
 class MetricsThread:
@@ -186,3 +168,22 @@ class MetricsThread:
                 self._on_stop()
         except BaseException:  # SystemExit would end the thread, and the epochs to come
             logger.exception("metrics_fn failed for epoch %d; training goes on", metrics.epoch)
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # no monitor thread
+
+
+def _bar_kind() -> type[Any] | None:
+    """The bar for a terminal or a notebook; ``None`` where neither is there."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        return _Bar
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    if importlib.util.find_spec("ipywidgets") is None:
+        return _Bar  # as text, below the cell
+    from tqdm.notebook import tqdm_notebook
+
+    return type("_NotebookBar", (tqdm_notebook,), {"monitor_interval": 0})

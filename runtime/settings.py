@@ -24,7 +24,7 @@ from runtime.callbacks import Callback
 from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.settings import ClusterSettings
 from runtime.core.checks import check_directory, default_devices
-from runtime.data.path import DataOptions
+from runtime.data.data_path import DataOptions
 from runtime.data.stream import is_stream
 from runtime.device.cuda import devices_differ
 from runtime.loggers import CombinedLogger
@@ -59,7 +59,7 @@ each in every tenth of a second, and no rank more often than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class RunSettings:
     """Everything a run is made from; :class:`~runtime.trainer.TrainerBuilder` fills it.
 
     The settings of the parts are embedded as the parts know them. What is set goes by its name
@@ -118,7 +118,7 @@ class TrainConfig:
     timeline: Timeline | None = None
     cluster: ClusterSettings | None = None
 
-    def having(self, **values: Any) -> TrainConfig:
+    def having(self, **values: Any) -> RunSettings:
         """These settings with some changed, here and in every part that has a field of the name.
 
         Raises:
@@ -136,7 +136,7 @@ class TrainConfig:
             raise TypeError(f"there is no setting {', '.join(sorted(set(values) - known))}")
         return replace(self, **changed)
 
-    def with_callbacks(self) -> TrainConfig:
+    def with_callbacks(self) -> RunSettings:
         """These settings, with what the callbacks are told as part of the functions."""
         config = self
         if self.functions.checkpoint_fn and self.coordinator.checkpoint_every is None:
@@ -162,7 +162,7 @@ class TrainConfig:
 
         return config.having(checkpoint_fn=hand_over, checkpoint_every=1)
 
-    def with_unit(self) -> TrainConfig:
+    def with_unit(self) -> RunSettings:
         """These settings, with the batches in which the ledger counts.
 
         Where ranks have batches of sizes of their own, and do not share steps, that is their
@@ -181,7 +181,7 @@ class TrainConfig:
         backend: AverageBackend,
         grace_s: float,
         backend_reason: str = "",
-    ) -> TrainConfig:
+    ) -> RunSettings:
         """These settings, checked, with what only a run knows. A worker's own is its rank.
 
         Args:
