@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from runtime.core.threads import IntraOpThreads
-from runtime.data import data_path
-from runtime.data import loader as stage
+from runtime.data import data_path, stage
 from runtime.data.data_path import DataOptions, DataPath
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from coordinator.messages import EpochPlan
-from runtime.data import loader
+from runtime.data import process_loader
 from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader
 from runtime.data.process_loader import ProcessLoader, check_picklable
@@ -145,7 +145,7 @@ def test_the_fork_server_imports_torch_once_where_nothing_else_was_asked_for(
 ):
     server = multiprocessing.forkserver._forkserver
     monkeypatch.setattr(server, "_preload_modules", asked)
-    loader._preload()
+    process_loader._preload()
     assert ("torch" in server._preload_modules) is told
-    assert (loader.__name__ in server._preload_modules) is told
+    assert (process_loader.__name__ in server._preload_modules) is told
     assert asked[0] in server._preload_modules

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from runtime.data import data_path
-from runtime.data import prefetch as resident
+from runtime.data import data_path, resident
 from runtime.data.batches import Position
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
