@@ -45,7 +45,9 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.models import Batch, Workload, batches, classification_loss, train_step
 from benchmarks.harness.processes import Child, GlooGroup, Step, serve
-from coordinator import cluster as c
+from coordinator.cluster.deal import Grant
+from coordinator.cluster.facts import Facts, normalize
+from coordinator.cluster.ledger import ClusterLedger, evaluate_round
 from runtime import Mean, Timeline, Trainer
 from runtime.cluster.engine import COMPRESSIONS, EngineOptions, State
 from runtime.cluster.lighthouse import Lighthouse, load_torchft
@@ -694,14 +696,12 @@ def rounds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     return {"rows": rows}, judge_rounds(rows)
 
 
-def facts_of(
-    ledger: c.ClusterLedger, seconds: Sequence[float], rng: random.Random
-) -> list[c.Facts]:
+def facts_of(ledger: ClusterLedger, seconds: Sequence[float], rng: random.Random) -> list[Facts]:
     """What machines of these speeds would tell at the end of a period."""
     found = []
     for i, batch_s in enumerate(seconds):
         name = f"machine-{i:04}"
-        granted = ledger.grants.get(name, c.Grant()).batches
+        granted = ledger.grants.get(name, Grant()).batches
         todo = round(rng.uniform(0.9, 1.1) * ledger.period_s / batch_s)
         done, kept = [], []
         for epoch, spans in granted:
@@ -711,14 +711,14 @@ def facts_of(
                 done.append((epoch, (span[:cut],)))
                 kept.append((epoch, (span[cut : cut + 4],)))
         found.append(
-            c.Facts(
+            Facts(
                 machine=name,
                 step=ledger.step,
                 lineage=ledger.lineage,
                 consumed=ledger.consumed,
                 settings=ledger.settings,
-                done=c.normal(done),
-                kept=c.normal(kept),
+                done=normalize(done),
+                kept=normalize(kept),
                 weight=1.0,
                 seconds_per_batch=batch_s,
             )
@@ -730,19 +730,19 @@ def deal(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     """CPU time of what every machine computes in a round of many: the deal, and the whole."""
     rng = random.Random(0)
     seconds = [rng.uniform(0.05, 0.5) for _ in range(NUM_DEALT)]
-    ledger = c.ClusterLedger(
+    ledger = ClusterLedger(
         settings={}, num_epochs=3, batches_per_epoch=600 * NUM_DEALT, period_s=30.0
     )
     deals, wholes = [], []
     while not ledger.complete and len(deals) < 40:
         facts = facts_of(ledger, seconds, rng)
         start = time.process_time()
-        verdict = c.judge(ledger, facts)
+        outcome = evaluate_round(ledger, facts)
         wholes.append(time.process_time() - start)
-        assert not verdict.void, verdict.void
-        ledger = verdict.ledger
+        assert not outcome.void, outcome.void
+        ledger = outcome.ledger
         start = time.process_time()
-        again = c.deal(ledger, facts, period_s=ledger.period_s)
+        again = ledger.deal(facts)
         deals.append(time.process_time() - start)
         assert again == ledger.grants
     middle = statistics.median(deals)

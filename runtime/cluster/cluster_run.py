@@ -13,10 +13,36 @@ from typing import Any, Protocol, assert_never
 
 import torch
 
-from coordinator import cluster as c
 from coordinator import messages as m
 from coordinator.checkpoint import metrics_of, metrics_state
-from coordinator.cluster import ClosedEpoch, ClusterLedger, Member
+from coordinator.cluster.facts import Facts
+from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
+from coordinator.cluster.member import (
+    AdoptState,
+    ApplyRound,
+    CaptureFailed,
+    Commit,
+    Committed,
+    Finish,
+    FormQuorum,
+    Gathered,
+    GatherFacts,
+    GatherFailed,
+    Idle,
+    Member,
+    MemberCommand,
+    MemberEvent,
+    QuorumFailed,
+    QuorumFormed,
+    ReduceChanges,
+    ReduceDone,
+    Reject,
+    RequestCapture,
+    ResetEngine,
+    ResumeGrant,
+    RunReady,
+    Stop,
+)
 from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
@@ -142,7 +168,7 @@ class _Ended:
     error: BaseException | None
 
 
-_News = _Began | _Idle | _Ended | c.Stop | SaveCheckpoint | SaveFailed
+_News = _Began | _Idle | _Ended | Stop | SaveCheckpoint | SaveFailed
 
 
 class ClusterRun:
@@ -181,7 +207,7 @@ class ClusterRun:
         self._listener: Any = None  # the handle; see runtime.run.Listener
         self._engine: Any = None
         self._member: Member | None = None
-        self._commands: deque[c.MemberCommand] = deque()
+        self._commands: deque[MemberCommand] = deque()
         self._account = share.Account()
         self._capturing = False
         self._leaving = False  # with the round in progress
@@ -193,14 +219,14 @@ class ClusterRun:
         self._global: Payload | None = None
         self._sums: list[torch.Tensor] = []
         self._quorum: Quorum | None = None
-        self._facts: tuple[c.Facts, ...] = ()  # of the last round
+        self._facts: tuple[Facts, ...] = ()  # of the last round
         self._round_began = 0.0
         self._closed: list[EpochMetrics] = []
         if resume is not None:
             self._closed = [metrics_of(saved) for saved in resume.run["metrics"]]
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
-        self._later: deque[c.Stop] = deque()
+        self._later: deque[Stop] = deque()
         self._result: Payload | None = None
         self._result_given = False  # to the run inside, before it made its own of what it has
         self._ended: _Ended | None = None
@@ -273,7 +299,7 @@ class ClusterRun:
         The run inside goes on until the last round: what it is told meanwhile of the others'
         training has to be in what it hands over.
         """
-        self._news.put(c.Stop(everywhere=everywhere))
+        self._news.put(Stop(everywhere=everywhere))
         self._leave_in_time(nothing_to_say=not everywhere and not self._account.used)
 
     def _leave_in_time(self, *, nothing_to_say: bool = False) -> None:
@@ -386,7 +412,7 @@ class ClusterRun:
         self._keeper.begin(ledger)
         leave_s = self._settings.period_s + LEAVE_S
         self._member = Member(self._machine, ledger, leave_s=leave_s)
-        self._feed(c.Built())
+        self._feed(RunReady())
 
     def _await(self, kind: type[Any]) -> Any:
         """Wait for some news; the run inside may end instead, which ends this one.
@@ -408,12 +434,12 @@ class ClusterRun:
                 raise news.error or EngineClosed("the run was stopped before it began")
             if isinstance(news, SaveFailed):
                 raise news.error
-            if isinstance(news, c.Stop):
+            if isinstance(news, Stop):
                 self._later.append(news)
                 if self._member is None:
                     self._inner.stop()
 
-    def _feed(self, event: c.MemberEvent) -> None:
+    def _feed(self, event: MemberEvent) -> None:
         assert self._member is not None
         logger.debug("machine %s: %s", self._machine, event)
         self._commands.extend(self._member.handle(event, time.monotonic()))
@@ -438,8 +464,8 @@ class ClusterRun:
                 self._on_share(news)
             case _Idle():
                 if news.num_grants == self._num_grants:  # else there is more on its way
-                    self._feed(c.Idle())
-            case c.Stop():
+                    self._feed(Idle())
+            case Stop():
                 self._feed(news)
             case _Began():
                 pass
@@ -454,7 +480,7 @@ class ClusterRun:
             self._answer_capture()
         if self._result is None:
             self._leave_in_time()
-            self._feed(c.Stop())
+            self._feed(Stop())
 
     def _on_share(self, news: SaveCheckpoint | SaveFailed) -> None:
         if isinstance(news, SaveCheckpoint):
@@ -463,7 +489,7 @@ class ClusterRun:
                 self._answer_capture()
         elif self._capturing:
             self._capturing = False
-            self._feed(c.CaptureFailed(error=str(news.error)))
+            self._feed(CaptureFailed(error=str(news.error)))
 
     def _answer_capture(self) -> None:
         assert self._member is not None
@@ -478,31 +504,31 @@ class ClusterRun:
         captured = self._account.capture(self._share, self._member.ledger)
         self._feed(replace(captured, kept=()) if self._leaving else captured)
 
-    def _execute(self, command: c.MemberCommand) -> None:
+    def _execute(self, command: MemberCommand) -> None:
         logger.debug("machine %s: %s", self._machine, command)
         match command:
-            case c.FormQuorum():
+            case FormQuorum():
                 self._form_quorum()
-            case c.Adopt():
+            case AdoptState():
                 self._adopt()
-            case c.ResetHistory():
+            case ResetEngine():
                 self._engine.reset(command.step)
-            case c.TakeCapture():
+            case RequestCapture():
                 self._take_capture(command.reserve_s)
-            case c.Gather():
+            case GatherFacts():
                 self._gather(command)
-            case c.Reduce():
+            case ReduceChanges():
                 self._reduce(command)
-            case c.Vote():
+            case Commit():
                 self._vote(command.ok)
-            case c.Apply():
+            case ApplyRound():
                 self._apply(command)
-            case c.ResumeGrant():
+            case ResumeGrant():
                 logger.info("machine %s: no round: %s", self._machine, command.reason)
                 self._grant(m.Granted(epochs=self._account.resume()))
-            case c.Refuse():
+            case Reject():
                 raise ClusterError(command.reason)
-            case c.Finish():
+            case Finish():
                 self._over = True
             case _:
                 assert_never(command)
@@ -514,11 +540,11 @@ class ClusterRun:
         except EngineError as error:
             if isinstance(error, PeerRefused) and self._machine in error.machines:
                 raise ClusterError(f"the cluster does not take this machine: {error}") from error
-            self._feed(c.QuorumFailed(error=str(error)))
+            self._feed(QuorumFailed(error=str(error)))
             return
         healed = self._quorum.healed
         self._feed(
-            c.QuorumFormed(
+            QuorumFormed(
                 members=self._quorum.members,
                 healed=None if healed is None else healed.meta["ledger"],
             )
@@ -553,25 +579,25 @@ class ClusterRun:
         else:
             self._inner.tell(m.ShareRequested(reserve_s=reserve_s))
 
-    def _gather(self, command: c.Gather) -> None:
+    def _gather(self, command: GatherFacts) -> None:
         self._leaving = command.facts.leaving
         try:
             found = self._engine.gather(command.facts.to_json())
         except EngineError as error:
-            self._feed(c.GatherFailed(error=str(error)))
+            self._feed(GatherFailed(error=str(error)))
             return
         assert self._quorum is not None
         facts = []
         for machine, told in zip(self._quorum.members, found, strict=True):
             try:
-                facts.append(c.Facts.from_json(told))
+                facts.append(Facts.from_json(told))
             except ValueError as error:
-                self._feed(c.GatherFailed(error=f"machine {machine} tells no facts: {error}"))
+                self._feed(GatherFailed(error=f"machine {machine} tells no facts: {error}"))
                 return
         self._facts = tuple(facts)
-        self._feed(c.Gathered(facts=self._facts))
+        self._feed(Gathered(facts=self._facts))
 
-    def _reduce(self, command: c.Reduce) -> None:
+    def _reduce(self, command: ReduceChanges) -> None:
         assert self._quorum is not None
         assert self._global is not None
         rank, weights = self._quorum.rank, command.weights
@@ -583,9 +609,9 @@ class ClusterRun:
             self._engine.all_reduce(self._sums)
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
-            self._feed(c.ReduceDone(ok=False))
+            self._feed(ReduceDone(ok=False))
             return
-        self._feed(c.ReduceDone(ok=True))
+        self._feed(ReduceDone(ok=True))
 
     def _vote(self, ok: bool) -> None:
         try:
@@ -593,9 +619,9 @@ class ClusterRun:
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
             committed = False
-        self._feed(c.Committed(ok=committed))
+        self._feed(Committed(ok=committed))
 
-    def _apply(self, command: c.Apply) -> None:
+    def _apply(self, command: ApplyRound) -> None:
         """The round is committed: take what it has changed, and what there is to train."""
         assert self._member is not None
         assert self._global is not None
@@ -764,6 +790,6 @@ class ClusterRun:
             news = self._news.get()
             if isinstance(news, _Ended):
                 self._ended = news
-            elif isinstance(news, c.Stop):
+            elif isinstance(news, Stop):
                 self._later.append(news)
         return self._ended

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from coordinator.cluster import FORMAT
+from coordinator.cluster.facts import PROTOCOL_VERSION
 from runtime.cluster.engine import MAX_FACTS_BYTES, EngineError, PeerRefused
 from runtime.cluster.wire import (
     MAX_OVERHEAD_BYTES,
@@ -226,7 +226,7 @@ def _exchange_hellos(
 ) -> dict[str, list[str] | None]:
     """By machine whom it refuses; ``None`` where its hello is not signed with the token, or of
     another version of what machines tell each other."""
-    body = json.dumps([FORMAT, sorted(banned.intersection(candidates))]).encode()
+    body = json.dumps([PROTOCOL_VERSION, sorted(banned.intersection(candidates))]).encode()
     store.set(f"{session}/{rank}", sealed(token, session, rank, candidates[rank], body))
     keys = [f"{session}/{i}" for i in range(len(candidates))]
     store.wait(keys, timeout)
@@ -236,7 +236,7 @@ def _exchange_hellos(
             if len(content) > MAX_HELLO_BYTES:
                 raise ValueError(f"{len(content)} bytes")
             version, names = json.loads(opened(token, session, i, machine, content))
-            if version != FORMAT:
+            if version != PROTOCOL_VERSION:
                 raise ValueError(f"version {version!r}")
             hellos[machine] = [str(name) for name in names]
         except (PeerRefused, ValueError, TypeError, RecursionError):

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from coordinator.checkpoint import metrics_state
-from coordinator.cluster import Batches, CaptureDone, ClosedEpoch, ClusterLedger, Grant, normal
+from coordinator.cluster.deal import Grant
+from coordinator.cluster.facts import EpochRanges, normalize
+from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
+from coordinator.cluster.member import CaptureDone
 from coordinator.dispatch import BatchSet
 from coordinator.messages import EpochGrant, Payload, SaveCheckpoint
 from coordinator.metrics import EpochMetrics, EpochTally, MachineTally
@@ -29,7 +32,7 @@ class Account:
     def __init__(self) -> None:
         self._granted: defaultdict[int, BatchSet] = defaultdict(BatchSet)
         self._committed: defaultdict[int, BatchSet] = defaultdict(BatchSet)
-        self._returned: Batches = ()
+        self._returned: EpochRanges = ()
         self._last = NOTHING
         # Samples and weight of each open epoch.
         self._captured: dict[int, tuple[int, float]] = {}
@@ -67,8 +70,8 @@ class Account:
             for before in (self._brought.get(epoch, (0, 0.0)),)
         ]
         self._last = CaptureDone(
-            done=normal(done),
-            kept=normal(kept),
+            done=normalize(done),
+            kept=normalize(kept),
             weight=max(0.0, math.fsum(weight for _, weight in news)),
             num_samples=max(0, sum(samples for samples, _ in news)),
             seconds_per_batch=_seconds_per_batch(share.run["elche"]["seconds"]),

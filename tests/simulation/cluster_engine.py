@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator import cluster as c
+from coordinator.cluster.member import GatherFailed, QuorumFailed, QuorumFormed, ReduceDone
 
 if TYPE_CHECKING:
     from tests.simulation.cluster_harness import ClusterSimulation
@@ -96,7 +96,7 @@ class SimEngine:
 
     def _no_quorum(self, machine: SimMachine, call: int) -> None:
         if machine.call == call and self._asking.pop(machine.name, None) is not None:
-            machine.answer(call, c.QuorumFailed(error="no quorum in time"), 0.0)
+            machine.answer(call, QuorumFailed(error="no quorum in time"), 0.0)
 
     def look(self) -> None:
         """Form the quorums that can be formed."""
@@ -155,7 +155,7 @@ class SimEngine:
             if machine.call != call:
                 return
             if donor.gone or donor.stalled or self.apart(donor.name, machine.name):
-                failed = c.QuorumFailed(error=f"machine {donor.name} sent no state")
+                failed = QuorumFailed(error=f"machine {donor.name} sent no state")
                 machine.answer(call, failed, sim.draw(sim.schedule.timeout_s))
             else:
                 self._tell(machine, members, offer, step)
@@ -164,7 +164,7 @@ class SimEngine:
 
     def _tell(self, machine: SimMachine, members: tuple[str, ...], offer: Any, step: int) -> None:
         sim = self._sim
-        formed = c.QuorumFormed(members=members, healed=None if offer is None else offer[0])
+        formed = QuorumFormed(members=members, healed=None if offer is None else offer[0])
 
         def healed() -> None:
             if offer is not None:
@@ -217,8 +217,8 @@ class SimEngine:
         self.leave(machine)
 
     def _fail(self, machine: SimMachine, what: str) -> None:
-        failed = c.GatherFailed(error="a peer is gone")
-        event = failed if what == "gather" else c.ReduceDone(ok=False)
+        failed = GatherFailed(error="a peer is gone")
+        event = failed if what == "gather" else ReduceDone(ok=False)
         machine.answer(machine.call, event, self._sim.draw(self._sim.schedule.delay_s))
 
     def leave(self, machine: SimMachine) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator import cluster as c
+from coordinator.cluster.facts import Facts
+from coordinator.cluster.ledger import ClusterLedger, RoundOutcome
+from coordinator.cluster.member import MAX_PAUSE_S, ApplyRound, Finish, Gathered, Reject
 from tests.simulation.cluster_engine import SimEngine
 from tests.simulation.cluster_machine import SimMachine, listed
 from tests.simulation.cluster_schedule import ClusterSchedule, draw_cluster
@@ -53,9 +55,9 @@ class ClusterSimulation:
         self._order = count()
         # Equal verdicts are computed once, but for some runs that look whether they are equal.
         self.shares = schedule.seed % 8 != 0
-        self.verdicts: dict[tuple[str, int], tuple[tuple[c.Facts, ...], c.RoundVerdict]] = {}
-        self._states: dict[c.ClusterLedger, dict[str, Any]] = {}
-        self._histories: dict[str, tuple[Any, c.ClusterLedger]] = {}
+        self.verdicts: dict[tuple[str, int], tuple[tuple[Facts, ...], RoundOutcome]] = {}
+        self._states: dict[ClusterLedger, dict[str, Any]] = {}
+        self._histories: dict[str, tuple[Any, ClusterLedger]] = {}
         self._grants: dict[str, dict[str, set[Batch]]] = {}
         self.engine = SimEngine(self)
         self.machines = {host.name: SimMachine(self, host) for host in schedule.hosts}
@@ -74,10 +76,10 @@ class ClusterSimulation:
         """A batch's place in the vector."""
         return batch[0] * self.schedule.batches_per_epoch + batch[1]
 
-    def new_ledger(self, *, odd: bool = False) -> c.ClusterLedger:
+    def new_ledger(self, *, odd: bool = False) -> ClusterLedger:
         """What a new machine begins with."""
         s = self.schedule
-        return c.ClusterLedger(
+        return ClusterLedger(
             settings={"model": "odd" if odd else "even", "seed": 0},
             num_epochs=s.num_epochs,
             batches_per_epoch=s.batches_per_epoch,
@@ -85,26 +87,26 @@ class ClusterSimulation:
             max_batches=s.max_batches,
         )
 
-    def state_of(self, ledger: c.ClusterLedger) -> dict[str, Any]:
+    def state_of(self, ledger: ClusterLedger) -> dict[str, Any]:
         """The ledger as it travels."""
         if ledger not in self._states:
             self._states[ledger] = json.loads(json.dumps(ledger.state_dict()))
         return self._states[ledger]
 
-    def sent(self, facts: c.Facts) -> c.Facts:
+    def sent(self, facts: Facts) -> Facts:
         """Facts as the others get them."""
-        arrived = c.Facts.from_json(facts.to_json())
+        arrived = Facts.from_json(facts.to_json())
         if arrived != facts:
             raise Violation(f"{facts} arrives as {arrived}")
         return arrived
 
-    def gathered(self, brought: list[Any]) -> c.Gathered:
+    def gathered(self, brought: list[Any]) -> Gathered:
         """The facts of all."""
-        return c.Gathered(facts=tuple(brought))
+        return Gathered(facts=tuple(brought))
 
     # -- invariants -------------------------------------------------------------------------
 
-    def on_commit(self, machine: SimMachine, command: c.Apply) -> None:
+    def on_commit(self, machine: SimMachine, command: ApplyRound) -> None:
         """A machine has applied a round."""
         ledger = machine.member.ledger
         if command.grant and machine.leaving:
@@ -127,7 +129,7 @@ class ClusterSimulation:
         if known[1] is not ledger and self.state_of(known[1]) != self.state_of(ledger):
             raise Violation("machines of one lineage have different ledgers")
 
-    def _check_whole(self, whole: Any, ledger: c.ClusterLedger) -> None:
+    def _check_whole(self, whole: Any, ledger: ClusterLedger) -> None:
         wanted = np.zeros_like(whole)
         wanted[: ledger.first_open * self.schedule.batches_per_epoch] = 1
         for epoch in ledger.open_epochs:
@@ -138,7 +140,7 @@ class ClusterSimulation:
             odd = [(int(i), int(whole[i]), int(wanted[i])) for i in np.flatnonzero(wanted != whole)]
             raise Violation(f"(place, effect, times consumed): {odd}")
 
-    def _check_grants(self, ledger: c.ClusterLedger) -> None:
+    def _check_grants(self, ledger: ClusterLedger) -> None:
         if ledger.max_batches is not None and ledger.consumed > ledger.max_batches:
             raise Violation(f"{ledger.consumed} batches are consumed, more than the limit")
         granted: Counter[Batch] = Counter()
@@ -157,7 +159,7 @@ class ClusterSimulation:
     def on_end(self, machine: SimMachine) -> None:
         """A machine is out."""
         outcome, ledger = machine.outcome, machine.member.ledger
-        if isinstance(outcome, c.Refuse):
+        if isinstance(outcome, Reject):
             self.seen["refused"] += 1
             if not any(host.odd for host in self.schedule.hosts):
                 raise Violation(f"machine {machine.name} is refused: {outcome.reason}")
@@ -230,7 +232,7 @@ class ClusterSimulation:
         """Whether no machine has a reason to take another for dead that is not."""
         s = self.schedule
         # Between failed rounds a machine pauses.
-        pause_s = 0.0 if self._is_smooth else c.MAX_PAUSE_S + s.timeout_s
+        pause_s = 0.0 if self._is_smooth else MAX_PAUSE_S + s.timeout_s
         return (
             not any(fault.kind == "stall" for fault in s.faults)
             and s.partition.stop_s == s.away.stop_s == 0
@@ -242,7 +244,7 @@ class ClusterSimulation:
         finished = [
             m
             for m in self.machines.values()
-            if isinstance(m.outcome, c.Finish) and not m.outcome.stopped
+            if isinstance(m.outcome, Finish) and not m.outcome.stopped
         ]
         first_s = min((m.ended_s for m in finished), default=0.0)
         lineages = {m.member.ledger.lineage for m in finished if m.host.start_s < first_s}

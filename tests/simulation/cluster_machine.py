@@ -12,7 +12,32 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
-from coordinator import cluster as c
+from coordinator.cluster.facts import EpochRanges, Facts
+from coordinator.cluster.ledger import ClusterLedger, RoundOutcome
+from coordinator.cluster.member import (
+    MAX_FAILED_CAPTURES,
+    AdoptState,
+    ApplyRound,
+    CaptureDone,
+    CaptureFailed,
+    Commit,
+    Committed,
+    Finish,
+    FormQuorum,
+    GatherFacts,
+    Idle,
+    Member,
+    MemberCommand,
+    MemberEvent,
+    ReduceChanges,
+    ReduceDone,
+    Reject,
+    RequestCapture,
+    ResetEngine,
+    ResumeGrant,
+    RunReady,
+    Stop,
+)
 from coordinator.dispatch import compress
 from coordinator.messages import Tick
 from tests.simulation.cluster_schedule import Fault, Host
@@ -23,32 +48,32 @@ if TYPE_CHECKING:
     from tests.simulation.cluster_harness import ClusterSimulation
 
 
-def in_ranges(batches: list[Batch]) -> c.Batches:
+def in_ranges(batches: list[Batch]) -> EpochRanges:
     """Batches as they are told to a member."""
     epochs = sorted({epoch for epoch, _ in batches})
     return tuple((e, tuple(compress(sorted(b for x, b in batches if x == e)))) for e in epochs)
 
 
-def listed(batches: c.Batches) -> list[Batch]:
+def listed(batches: EpochRanges) -> list[Batch]:
     """What :func:`in_ranges` was made of, in rising order."""
     return [(epoch, b) for epoch, spans in batches for span in spans for b in span]
 
 
-class SharingMember(c.Member):
+class SharingMember(Member):
     """A member that takes verdicts from a member of the same history, if there are any."""
 
-    def __init__(self, sim: ClusterSimulation, machine: str, ledger: c.ClusterLedger) -> None:
+    def __init__(self, sim: ClusterSimulation, machine: str, ledger: ClusterLedger) -> None:
         period_s = sim.schedule.period_s
-        super().__init__(machine, ledger, leave_s=5 * period_s, farewell_s=5 * period_s)
+        super().__init__(machine, ledger, leave_s=5 * period_s, linger_s=5 * period_s)
         self._sim = sim
 
-    def verdict(self, facts: tuple[c.Facts, ...]) -> c.RoundVerdict:
+    def evaluate(self, facts: tuple[Facts, ...]) -> RoundOutcome:
         if not self._sim.shares:
-            return super().verdict(facts)
+            return super().evaluate(facts)
         verdicts = self._sim.verdicts
         key = (self.ledger.lineage, id(facts))
         if key not in verdicts:
-            verdicts[key] = (facts, super().verdict(facts))
+            verdicts[key] = (facts, super().evaluate(facts))
         return verdicts[key][1]
 
 
@@ -79,7 +104,7 @@ class SimMachine:
         self.received: Any = None
         self.begun = False
         self.dead = False
-        self.outcome: c.Finish | c.Refuse | None = None
+        self.outcome: Finish | Reject | None = None
         self.ended_s = 0.0
         self.leaving = False
         self.closed: list[int] = []
@@ -127,7 +152,7 @@ class SimMachine:
             self.member = SharingMember(sim, self.name, self.member.ledger)
             self.whole = whole.copy()
             self.live = whole.copy()
-        self.tell(c.Built())
+        self.tell(RunReady())
 
     def suffer(self, fault: Fault) -> None:
         """Something happens to it, or will at a command."""
@@ -144,7 +169,7 @@ class SimMachine:
             case "stall":
                 self._stall(fault.for_s)
             case "stop" | "stop everywhere":
-                stop = c.Stop(everywhere=fault.kind != "stop")
+                stop = Stop(everywhere=fault.kind != "stop")
                 self.deliver(lambda: self.tell(stop))
             case _:
                 raise AssertionError(fault.kind)
@@ -209,7 +234,7 @@ class SimMachine:
         self.call += 1
         self.answered = False
 
-    def tell(self, event: c.MemberEvent) -> None:
+    def tell(self, event: MemberEvent) -> None:
         """An event reaches the member, and what it commands is done."""
         sim = self._sim
         self._advance()
@@ -243,10 +268,10 @@ class SimMachine:
         self._tick_at = None
         self.tell(Tick())
 
-    def _execute(self, command: c.MemberCommand) -> None:
+    def _execute(self, command: MemberCommand) -> None:
         sim = self._sim
         match command:
-            case c.FormQuorum():
+            case FormQuorum():
                 self._ask()
                 sim.engine.leave(self)
                 call = self.call
@@ -254,35 +279,35 @@ class SimMachine:
                     sim.now + sim.draw(sim.schedule.delay_s),
                     lambda: sim.engine.ask(self) if self.call == call and not self.gone else None,
                 )
-            case c.Adopt():
+            case AdoptState():
                 self.whole = self.received.copy()
                 self._drop()
-            case c.ResetHistory():
+            case ResetEngine():
                 self.engine_step = command.step
                 self.received = None
-            case c.TakeCapture():
+            case RequestCapture():
                 self._ask()
                 self._begin_capture(command.reserve_s)
-            case c.Gather():
+            case GatherFacts():
                 self._ask()
                 facts = sim.sent(command.facts)
                 self.leaving = facts.leaving
                 chance = sim.schedule.gather_chance
                 sim.engine.exchange(self, "gather", facts, chance, sim.gathered)
-            case c.Reduce():
+            case ReduceChanges():
                 self._ask()
                 value = (self._difference(), command)
                 chance = sim.schedule.reduce_chance
                 sim.engine.exchange(self, "reduce", value, chance, self._summed)
-            case c.Vote():
+            case Commit():
                 self._ask()
                 self._commit(command.ok)
-            case c.Apply():
+            case ApplyRound():
                 self._apply(command)
-            case c.ResumeGrant():
+            case ResumeGrant():
                 sim.engine.leave(self)
                 self._resume()
-            case c.Refuse() | c.Finish():
+            case Reject() | Finish():
                 self.outcome, self.ended_s = command, sim.now
                 self._end()
                 sim.on_end(self)
@@ -296,7 +321,7 @@ class SimMachine:
     def _difference(self) -> Any:
         return None if self._snapshot is None else self._snapshot - self.whole
 
-    def _summed(self, brought: list[Any]) -> c.ReduceDone:
+    def _summed(self, brought: list[Any]) -> ReduceDone:
         differences, commands = zip(*brought, strict=True)
         if any(command != commands[0] for command in commands):
             raise Violation("machines weigh each other differently")
@@ -306,7 +331,7 @@ class SimMachine:
                 total += difference
         assert self.group is not None
         self.group.total = total
-        return c.ReduceDone(ok=True)
+        return ReduceDone(ok=True)
 
     def _commit(self, ok: bool) -> None:
         sim, s = self._sim, self._sim.schedule
@@ -317,9 +342,9 @@ class SimMachine:
             self.engine_step += decided
 
         delay_s = sim.draw(s.delay_s)
-        self.answer(self.call, c.Committed(ok=decided), delay_s, before=count)
+        self.answer(self.call, Committed(ok=decided), delay_s, before=count)
 
-    def _apply(self, command: c.Apply) -> None:
+    def _apply(self, command: ApplyRound) -> None:
         sim = self._sim
         if command.reduced:
             if self.group is None or self.group.total is None:
@@ -402,7 +427,7 @@ class SimMachine:
         self._advance()
         if wake == self._wake and not self._todo and not self._back and not self._told_idle:
             self._told_idle = True
-            self.tell(c.Idle())
+            self.tell(Idle())
 
     def _begin_capture(self, reserve_s: float) -> None:
         num = min(len(self._todo), self.host.lanes + int(reserve_s / self.host.batch_s))
@@ -422,8 +447,8 @@ class SimMachine:
         self._advance()
         fails = sim.now < s.quiet_s and sim.rng.random() < s.capture_chance
         self._num_failed = self._num_failed + 1 if fails else 0
-        if 0 < self._num_failed < c.MAX_FAILED_CAPTURES:
-            self.answer(self.call, c.CaptureFailed(error="a worker died"), 0.0)
+        if 0 < self._num_failed < MAX_FAILED_CAPTURES:
+            self.answer(self.call, CaptureFailed(error="a worker died"), 0.0)
             return
         if not keeps:
             self._back, self._todo = self._back + self._todo, []
@@ -431,7 +456,7 @@ class SimMachine:
         self._captured = len(self._trained)
         tallies = Counter(self._tallies)
         tallies.update(epoch for epoch, _ in self._trained)
-        done = c.CaptureDone(
+        done = CaptureDone(
             done=in_ranges(self._trained),
             kept=in_ranges(self._todo),
             weight=float(len(self._trained)),

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coordinator import cluster as c
+from coordinator.cluster.member import MAX_PAUSE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class ClusterDraw:
             guard=self.maybe(0.7),
             heartbeat_s=rng.choice((0.3, 1.0)) * period_s,
             timeout_s=rng.choice((0.5, 2.0)) * period_s,
-            quorum_timeout_s=c.MAX_PAUSE_S + rng.choice((1.0, 20.0)) * period_s,
+            quorum_timeout_s=MAX_PAUSE_S + rng.choice((1.0, 20.0)) * period_s,
             faults=faults,
             partition=Span(start_s=part_s, stop_s=part_s + rng.uniform(0.5, 4) * period_s)
             if parted

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from coordinator.cluster import OPEN_EPOCHS
+from coordinator.cluster.facts import MAX_OPEN_EPOCHS
 from coordinator.dispatch import permutation
 from runtime import Mean, Trainer
 from runtime.cluster.engine import EngineOptions
@@ -18,7 +18,7 @@ from tests.support.running import CADENCE, OVER_CPU, WAIT_S
 PERIOD_S = 0.05
 
 
-SLOTS = OPEN_EPOCHS + 1
+SLOTS = MAX_OPEN_EPOCHS + 1
 """Numbers of a sample, so that epochs which may be open at a time change different ones."""
 
 

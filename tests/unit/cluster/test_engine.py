@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from coordinator.cluster import FORMAT
+from coordinator.cluster.facts import PROTOCOL_VERSION
 from runtime.cluster import generation
 from runtime.cluster.engine import (
     EngineClosed,
@@ -149,7 +149,7 @@ def test_what_a_stranger_writes_into_the_store_does_not_end_its_owner():
 def test_a_machine_that_has_refused_many_still_belongs():
     timeout = timedelta(seconds=10)
     store, _ = own_store("127.0.0.1", timeout)
-    store.set("s/1", sealed("token", "s", 1, "b", json.dumps([FORMAT, ["a"]]).encode()))
+    store.set("s/1", sealed("token", "s", 1, "b", json.dumps([PROTOCOL_VERSION, ["a"]]).encode()))
     gone = {f"gone-{i}" for i in range(10_000)}
     told = generation._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
     assert told == {"a": ["b"], "b": ["a"]}

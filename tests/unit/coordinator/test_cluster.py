@@ -9,13 +9,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import cluster as c
+from coordinator.cluster.deal import INITIAL_BATCHES, Grant, split_to_finish_together
+from coordinator.cluster.facts import Facts, LedgerError
+from coordinator.cluster.ledger import ClusterLedger
+from coordinator.cluster.member import (
+    AdoptState,
+    ApplyRound,
+    CaptureDone,
+    Commit,
+    Committed,
+    Finish,
+    FormQuorum,
+    Gathered,
+    Idle,
+    Member,
+    QuorumFailed,
+    QuorumFormed,
+    Reject,
+    RequestCapture,
+    ResetEngine,
+    ResumeGrant,
+    RunReady,
+    Stop,
+)
 from coordinator.dispatch import BatchSet
 from coordinator.messages import Tick
 
 
 def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=None, **settings):
-    return c.ClusterLedger(
+    return ClusterLedger(
         settings={"seed": 0, **settings},
         num_epochs=num_epochs,
         batches_per_epoch=batches_per_epoch,
@@ -25,7 +47,7 @@ def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=No
 
 
 def told(ledger, machine, done=(), **values):
-    return c.Facts(
+    return Facts(
         machine=machine,
         step=ledger.step,
         lineage=ledger.lineage,
@@ -40,7 +62,7 @@ def commit_all(ledger, names=("a", "b"), seconds=0.1):
     """A round in which all have done what they were granted."""
     facts = []
     for name in names:
-        done = ledger.grants.get(name, c.Grant()).batches
+        done = ledger.grants.get(name, Grant()).batches
         facts.append(told(ledger, name, done, seconds_per_batch=seconds))
     return ledger.commit(facts)
 
@@ -60,7 +82,7 @@ def test_facts_arrive_as_they_were_sent():
         tallies=((0, {"loss": 1.5}),),
         leaving=True,
     )
-    assert c.Facts.from_json(facts.to_json()) == facts
+    assert Facts.from_json(facts.to_json()) == facts
 
 
 @pytest.mark.parametrize(
@@ -92,13 +114,13 @@ def test_facts_that_are_none_are_refused_by_field(field, value):
     sent = json.loads(told(new_ledger(), "a").to_json())
     sent[field] = value
     with pytest.raises(ValueError, match=field):
-        c.Facts.from_json(json.dumps(sent).encode())
+        Facts.from_json(json.dumps(sent).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"weight": NaN}'])
 def test_garbage_is_no_facts(data):
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
-        c.Facts.from_json(data)
+        Facts.from_json(data)
 
 
 # -- the ledger -------------------------------------------------------------------------
@@ -124,7 +146,7 @@ def test_a_commit_that_contradicts_the_ledger_changes_nothing():
     twice = told(ledger, "b", kept=ledger.grants["b"].batches, done=ledger.grants["b"].batches)
     leaving = told(ledger, "b", kept=ledger.grants["b"].batches, leaving=True)
     for wrong in (stolen, old, twice, leaving, told(ledger, "a")):
-        with pytest.raises(c.LedgerError):
+        with pytest.raises(LedgerError):
             ledger.commit([told(ledger, "a"), wrong])
     assert json.dumps(ledger.state_dict()) == before
 
@@ -173,7 +195,7 @@ def test_a_broken_ledger_is_refused(name, value):
 def test_grants_follow_speed_and_last_longer_than_a_period():
     ledger = new_ledger(batches_per_epoch=10_000)
     facts = [told(ledger, n, seconds_per_batch=s) for n, s in (("a", 0.1), ("b", 0.02))]
-    grants = c.deal(ledger, facts, period_s=1.0)
+    grants = ledger.deal(facts)
     assert [len(grants[name]) for name in "ab"] == [15, 75]
     assert grants["b"].batches == ((0, (range(15, 90),)),)
 
@@ -181,8 +203,8 @@ def test_grants_follow_speed_and_last_longer_than_a_period():
 def test_a_machine_not_measured_is_taken_for_the_mean_of_the_others():
     ledger = new_ledger(batches_per_epoch=10_000)
     facts = [told(ledger, "a", seconds_per_batch=0.1), told(ledger, "b")]
-    assert len(c.deal(ledger, facts, period_s=1.0)["b"]) == 15
-    assert len(c.deal(ledger, [told(ledger, "b")], period_s=1.0)["b"]) == c.START_BATCHES
+    assert len(ledger.deal(facts)["b"]) == 15
+    assert len(ledger.deal([told(ledger, "b")])["b"]) == INITIAL_BATCHES
 
 
 @given(
@@ -191,7 +213,7 @@ def test_a_machine_not_measured_is_taken_for_the_mean_of_the_others():
 )
 def test_the_rest_is_dealt_so_that_all_finish_together(machines, total):
     seconds, kept = [s for s, _ in machines], [k for _, k in machines]
-    parts = c.finish_together(total, seconds, kept)
+    parts = split_to_finish_together(total, seconds, kept)
     assert sum(parts) == total
     assert min(parts) >= 0
     ends = [(k + p) * s for s, k, p in zip(seconds, kept, parts, strict=True)]
@@ -212,37 +234,37 @@ def test_batches_are_removed_as_from_a_set(there, gone):
 
 def one(ledger=None):
     """A machine in its first quorum."""
-    member = c.Member("a", ledger or new_ledger())
-    assert member.handle(c.Built(), 0.0) == [c.FormQuorum()]
+    member = Member("a", ledger or new_ledger())
+    assert member.handle(RunReady(), 0.0) == [FormQuorum()]
     return member
 
 
 def formed(*members, healed=None):
-    return c.QuorumFormed(members=members, healed=healed)
+    return QuorumFormed(members=members, healed=healed)
 
 
 def commit_alone(member, now=0.0):
     """The first round of a machine that is alone."""
     (gather,) = member.handle(formed("a"), now)
-    assert member.handle(c.Gathered(facts=(gather.facts,)), now) == [c.Vote(ok=True)]
-    return member.handle(c.Committed(ok=True), now)
+    assert member.handle(Gathered(facts=(gather.facts,)), now) == [Commit(ok=True)]
+    return member.handle(Committed(ok=True), now)
 
 
 def test_a_failed_quorum_is_asked_for_again_after_growing_pauses():
     member, now = one(), 0.0
     for pause in (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):
-        assert member.handle(c.QuorumFailed(error="away"), now) == [c.ResumeGrant(reason="away")]
+        assert member.handle(QuorumFailed(error="away"), now) == [ResumeGrant(reason="away")]
         assert member.deadline == pytest.approx(now + pause)
         assert member.handle(Tick(), now) == []
         now = member.deadline
-        assert member.handle(Tick(), now) == [c.FormQuorum()]
+        assert member.handle(Tick(), now) == [FormQuorum()]
 
 
 def test_an_idle_machine_asks_at_once_and_one_without_a_grant_does_not():
     member = one()
     (apply,) = commit_alone(member)
-    assert len(apply.grant) == c.START_BATCHES
-    assert member.handle(c.Idle(), 0.1) == [c.FormQuorum()]
+    assert len(apply.grant) == INITIAL_BATCHES
+    assert member.handle(Idle(), 0.1) == [FormQuorum()]
 
 
 def test_a_behind_machine_takes_the_state_and_begins_anew():
@@ -250,10 +272,10 @@ def test_a_behind_machine_takes_the_state_and_begins_anew():
     commit_all(other, ("b",))
     member = one()
     adopt, gather = member.handle(formed("a", "b", healed=other.state_dict()), 0.0)
-    assert adopt == c.Adopt()
+    assert adopt == AdoptState()
     assert (gather.facts.step, gather.facts.weight, member.healing) == (1, 0.0, True)
-    member.handle(c.Gathered(facts=(gather.facts, told(other, "b"))), 0.0)
-    (apply,) = member.handle(c.Committed(ok=True), 0.0)
+    member.handle(Gathered(facts=(gather.facts, told(other, "b"))), 0.0)
+    (apply,) = member.handle(Committed(ok=True), 0.0)
     assert apply.restart
     assert not member.healing
 
@@ -261,10 +283,10 @@ def test_a_behind_machine_takes_the_state_and_begins_anew():
 def test_a_state_that_is_behind_ones_own_is_not_taken():
     ahead = new_ledger()
     commit_all(ahead, ("x",))
-    member = c.Member("a", ahead)
-    assert member.handle(c.Built(), 0.0) == [c.ResetHistory(step=1), c.FormQuorum()]
+    member = Member("a", ahead)
+    assert member.handle(RunReady(), 0.0) == [ResetEngine(step=1), FormQuorum()]
     commands = member.handle(formed("a", "b", healed=new_ledger().state_dict()), 0.0)
-    assert commands[0] == c.ResetHistory(step=1)
+    assert commands[0] == ResetEngine(step=1)
     assert commands[1].facts.step == 1
 
 
@@ -273,20 +295,18 @@ def test_of_two_histories_under_one_step_one_goes_on_and_the_other_is_healed():
     members = []
     for name, ledger in zip("ab", ledgers, strict=True):
         commit_all(ledger, (name,))
-        member = c.Member(name, ledger)
-        member.handle(c.Built(), 0.0)
+        member = Member(name, ledger)
+        member.handle(RunReady(), 0.0)
         members.append(member)
     gathers = [m.handle(formed("a", "b"), 0.0)[-1] for m in members]
     facts = []
     for member, command in zip(members, gathers, strict=True):
-        if isinstance(command, c.TakeCapture):
-            done = c.CaptureDone(
-                done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None
-            )
+        if isinstance(command, RequestCapture):
+            done = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
             (command,) = member.handle(done, 0.0)
         facts.append(command.facts)
-    said = [m.handle(c.Gathered(facts=tuple(facts)), 0.0) for m in members]
-    resets = [c.ResetHistory(step=0) in commands for commands in said]
+    said = [m.handle(Gathered(facts=tuple(facts)), 0.0) for m in members]
+    resets = [ResetEngine(step=0) in commands for commands in said]
     assert resets == [ledger.lineage != max(x.lineage for x in ledgers) for ledger in ledgers]
 
 
@@ -296,21 +316,21 @@ def test_a_loser_whose_winner_dies_goes_on_with_its_own_history():
     for _ in range(2):
         commit_all(winning, ("b",))
     lineage = own.lineage
-    member = c.Member("a", own)
-    member.handle(c.Built(), 0.0)
+    member = Member("a", own)
+    member.handle(RunReady(), 0.0)
     member.handle(formed("a", "b"), 0.0)
-    nothing = c.CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
+    nothing = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
     (gather,) = member.handle(nothing, 0.0)
-    lost = member.handle(c.Gathered(facts=(gather.facts, told(winning, "b"))), 0.0)
-    assert c.ResetHistory(step=0) in lost
-    assert member.handle(Tick(), 1.0) == [c.FormQuorum()]
+    lost = member.handle(Gathered(facts=(gather.facts, told(winning, "b"))), 0.0)
+    assert ResetEngine(step=0) in lost
+    assert member.handle(Tick(), 1.0) == [FormQuorum()]
     back, capture = member.handle(formed("a"), 1.0)  # nobody is there to be healed from
-    assert back == c.ResetHistory(step=1)
-    assert isinstance(capture, c.TakeCapture)
+    assert back == ResetEngine(step=1)
+    assert isinstance(capture, RequestCapture)
     (gather,) = member.handle(nothing, 1.0)
     assert (gather.facts.step, gather.facts.lineage) == (1, lineage)
-    member.handle(c.Gathered(facts=(gather.facts,)), 1.0)
-    (apply,) = member.handle(c.Committed(ok=True), 1.0)
+    member.handle(Gathered(facts=(gather.facts,)), 1.0)
+    (apply,) = member.handle(Committed(ok=True), 1.0)
     assert not apply.restart
     assert member.step == 2
 
@@ -318,50 +338,50 @@ def test_a_loser_whose_winner_dies_goes_on_with_its_own_history():
 def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on():
     even, odd = new_ledger(), new_ledger(batch_size=8)
     commit_all(even, ("b",))
-    member, other = one(odd), c.Member("b", even)
-    other.handle(c.Built(), 0.0)
+    member, other = one(odd), Member("b", even)
+    other.handle(RunReady(), 0.0)
     (reset, gather) = member.handle(formed("a", "b", healed=even.state_dict()), 0.0)
-    assert reset == c.ResetHistory(step=0)
+    assert reset == ResetEngine(step=0)
     other.handle(formed("a", "b"), 0.0)
-    done = c.CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
+    done = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
     (theirs,) = other.handle(done, 0.0)
     facts = (gather.facts, theirs.facts)
-    (refused,) = member.handle(c.Gathered(facts=facts), 0.0)
-    assert isinstance(refused, c.Refuse)
+    (refused,) = member.handle(Gathered(facts=facts), 0.0)
+    assert isinstance(refused, Reject)
     assert "machine a has other settings" in refused.reason
     assert "batch_size is 8" in refused.reason
-    (resumed,) = other.handle(c.Gathered(facts=facts), 0.0)
+    (resumed,) = other.handle(Gathered(facts=facts), 0.0)
     assert "batch_size is 8" in resumed.reason
 
 
 def test_a_machine_that_stops_gives_up_when_rounds_fail_for_too_long():
     member = one()
     commit_alone(member)
-    assert member.handle(c.Stop(), 1.0) == [c.FormQuorum()]
+    assert member.handle(Stop(), 1.0) == [FormQuorum()]
     assert member.deadline == 31.0
-    member.handle(c.QuorumFailed(error="away"), 2.0)
-    assert member.handle(Tick(), 31.0)[-1] == c.Finish(stopped=True)
+    member.handle(QuorumFailed(error="away"), 2.0)
+    assert member.handle(Tick(), 31.0)[-1] == Finish(stopped=True)
     assert member.handle(Tick(), 32.0) == []
 
 
 def test_a_machine_that_stops_does_not_leave_a_round_that_has_begun():
     member = one()
     commit_alone(member)
-    member.handle(c.Stop(), 1.0)
-    capture = [c.TakeCapture(reserve_s=0.0)]
+    member.handle(Stop(), 1.0)
+    capture = [RequestCapture(reserve_s=0.0)]
     assert member.handle(formed("a"), 31.5) == capture
     assert member.deadline is None
     assert member.handle(Tick(), 32.0) == []
-    nothing = c.CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
+    nothing = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
     (gather,) = member.handle(nothing, 33.0)
     assert gather.facts.leaving
-    assert member.handle(c.Gathered(facts=(gather.facts,)), 34.0) == [c.Vote(ok=True)]
-    apply, finish = member.handle(c.Committed(ok=True), 35.0)
-    assert isinstance(apply, c.Apply)
-    assert finish == c.Finish(stopped=True)
+    assert member.handle(Gathered(facts=(gather.facts,)), 34.0) == [Commit(ok=True)]
+    apply, finish = member.handle(Committed(ok=True), 35.0)
+    assert isinstance(apply, ApplyRound)
+    assert finish == Finish(stopped=True)
 
 
 def test_an_event_that_does_not_fit_the_state_is_an_error():
     member = one()
-    with pytest.raises(c.LedgerError, match="in state"):
-        member.handle(c.Committed(ok=True), 0.0)
+    with pytest.raises(LedgerError, match="in state"):
+        member.handle(Committed(ok=True), 0.0)

@@ -1,0 +1,264 @@
+"""Facts: one machine's report to the others in a round, and its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from coordinator.dispatch import BatchSet
+from coordinator.errors import GpuWorkerError
+
+EpochRanges = tuple[tuple[int, tuple[range, ...]], ...]
+"""``(epoch, ranges of batches)``, epochs and ranges ascending, ranges of step 1."""
+
+PROTOCOL_VERSION = 1
+"""Version of the messages between machines. Machines with another one are refused."""
+MAX_OPEN_EPOCHS = 2
+"""Epochs open at a time, so that no machine waits for the last batches of one."""
+MAX_RANGES = 65536
+"""Ranges of one epoch in a message."""
+MAX_COUNT = 2**53
+"""Largest number of batches, samples or steps in a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One machine's report to the others in a round.
+
+    Attributes:
+        machine: Machine id, unique to this start of its process. Machines are ordered by id.
+        run: Restarts of the inner run after healing.
+        step: Rounds committed.
+        lineage: Hash chain over the committed rounds, 64 hexadecimal digits.
+        consumed: Batches whose effect is in the global parameters, over all epochs.
+        settings: Settings that must be equal on all machines.
+        done: Batches in the capture, since the machine's last commit.
+        kept: Granted batches that are not in the capture and that the machine keeps training.
+        weight: Weight of the capture in the mean of the parameters.
+        num_samples: Samples in the capture.
+        seconds_per_batch: Time per batch of the whole machine; ``None`` if not measured yet.
+        tallies: Metric sums of each open epoch, cumulative since the machine's inner run
+            started; opaque to the ledger.
+        leaving: True if the machine leaves after this round; it then keeps nothing.
+        stop: True if all machines are to stop after this round.
+        void: Why the machine cannot take part, which voids the round for all; empty otherwise.
+    """
+
+    machine: str
+    run: int = 0
+    step: int
+    lineage: str
+    consumed: int = 0
+    settings: dict[str, Any]
+    done: EpochRanges = ()
+    kept: EpochRanges = ()
+    weight: float = 0.0
+    num_samples: int = 0
+    seconds_per_batch: float | None = None
+    tallies: tuple[tuple[int, dict[str, Any]], ...] = ()
+    leaving: bool = False
+    stop: bool = False
+    void: str = ""
+
+    @property
+    def history(self) -> tuple[int, int, str]:
+        """The machine's history as an ordered key; the greatest of a round wins."""
+        return self.step, self.consumed, self.lineage
+
+    def to_json(self) -> bytes:
+        """The facts as JSON; equal facts give equal bytes."""
+        value = {name: getattr(self, name) for name in _FIELDS}
+        value["done"], value["kept"] = ranges_to_json(self.done), ranges_to_json(self.kept)
+        return canonical_json(value)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Facts:
+        """Parse and validate another machine's facts.
+
+        Raises:
+            ValueError: The data is malformed; the message names the field.
+        """
+        try:
+            value = json.loads(data, parse_constant=_refuse_constant)
+        except RecursionError:
+            raise ValueError("facts: nested too deeply") from None
+        if not isinstance(value, dict) or set(value) != set(_FIELDS):
+            raise ValueError(f"facts: not an object with the fields {', '.join(_FIELDS)}")
+        seconds = value["seconds_per_batch"]
+        lineage = parse_text(value, "lineage", 64)
+        if len(lineage) != 64 or set(lineage) - set("0123456789abcdef"):
+            raise ValueError(f"lineage: not 64 hexadecimal digits: {lineage!r}")
+        if not isinstance(value["settings"], dict):
+            raise ValueError("settings: not an object")
+        machine = parse_text(value, "machine", 256)
+        if not machine:
+            raise ValueError("machine: empty")
+        return cls(
+            machine=machine,
+            run=parse_count(value, "run"),
+            step=parse_count(value, "step"),
+            lineage=lineage,
+            consumed=parse_count(value, "consumed"),
+            settings=value["settings"],
+            done=ranges_from_json(value["done"], "done"),
+            kept=ranges_from_json(value["kept"], "kept"),
+            weight=_parse_float(value, "weight"),
+            num_samples=parse_count(value, "num_samples"),
+            seconds_per_batch=None if seconds is None else _parse_float(value, "seconds_per_batch"),
+            tallies=_parse_tallies(value["tallies"]),
+            leaving=parse_bool(value, "leaving"),
+            stop=parse_bool(value, "stop"),
+            void=parse_text(value, "void", 4096),
+        )
+
+
+_FIELDS = tuple(Facts.__dataclass_fields__)
+
+
+class LedgerError(GpuWorkerError):
+    """Facts or events that contradict the ledger: a program error, or a corrupt message.
+
+    Attributes:
+        errors: The error of each machine, as far as single machines are at fault.
+    """
+
+    def __init__(self, message: str, errors: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.errors = dict(errors or {})
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON without spaces and with sorted keys: equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"facts: {name} is not a number")
+
+
+def parse_text(value: Mapping[str, Any], name: str, max_length: int) -> str:
+    """A string field; ``ValueError`` otherwise, as from the other parsers."""
+    text = value[name]
+    if not isinstance(text, str) or len(text) > max_length:
+        raise ValueError(f"{name}: not a string of at most {max_length} characters")
+    return text
+
+
+def parse_count(value: Mapping[str, Any], name: str) -> int:
+    """An integer field from 0 to :data:`MAX_COUNT`."""
+    number = value[name]
+    if not _is_count(number):
+        raise ValueError(f"{name}: not a whole number from 0 to 2**53: {number!r:.40}")
+    return int(number)
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= MAX_COUNT
+
+
+def _parse_float(value: Mapping[str, Any], name: str) -> float:
+    number = value[name]
+    if type(number) not in (int, float) or not 0 <= number < 1e300:
+        raise ValueError(f"{name}: not a finite number from 0 up: {number!r:.40}")
+    if name == "seconds_per_batch" and number < 1e-12:
+        raise ValueError(f"{name}: not above 0: {number!r:.40}")
+    return float(number)
+
+
+def parse_bool(value: Mapping[str, Any], name: str) -> bool:
+    """A Boolean field."""
+    flag = value[name]
+    if not isinstance(flag, bool):
+        raise ValueError(f"{name}: neither true nor false")
+    return flag
+
+
+def _parse_tallies(value: Any) -> tuple[tuple[int, dict[str, Any]], ...]:
+    if not isinstance(value, list) or len(value) > MAX_OPEN_EPOCHS:
+        raise ValueError(f"tallies: not a list of at most {MAX_OPEN_EPOCHS}")
+    for item in value:
+        valid = isinstance(item, list) and len(item) == 2
+        if not valid or not _is_count(item[0]) or not isinstance(item[1], dict):
+            raise ValueError("tallies: not pairs of an epoch and an object")
+    return tuple((epoch, tally) for epoch, tally in value)
+
+
+def ranges_to_json(ranges: EpochRanges) -> list[Any]:
+    """``[epoch, [[start, stop], ...]]`` for each epoch."""
+    return [[epoch, [[s.start, s.stop] for s in spans]] for epoch, spans in ranges]
+
+
+def ranges_from_json(value: Any, name: str) -> EpochRanges:
+    """The inverse of :func:`ranges_to_json`.
+
+    Raises:
+        ValueError: The value is malformed; the message begins with ``name``.
+    """
+    if not isinstance(value, list) or len(value) > MAX_OPEN_EPOCHS:
+        raise ValueError(f"{name}: not a list of at most {MAX_OPEN_EPOCHS} epochs")
+    ranges, previous = [], -1
+    for item in value:
+        if not isinstance(item, list) or len(item) != 2 or not _is_count(item[0]):
+            raise ValueError(f"{name}: not pairs of an epoch and ranges")
+        epoch, pairs = item
+        if epoch <= previous:
+            raise ValueError(f"{name}: epochs are not ascending")
+        if not isinstance(pairs, list) or not 0 < len(pairs) <= MAX_RANGES:
+            raise ValueError(f"{name}: not a list of 1 to {MAX_RANGES} ranges")
+        spans, stop = [], -1
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_count, pair)):
+                raise ValueError(f"{name}: a range is not a pair of whole numbers")
+            if not stop < pair[0] < pair[1]:
+                raise ValueError(f"{name}: ranges are empty, touch or are not ascending")
+            stop = pair[1]
+            spans.append(range(*pair))
+        ranges.append((epoch, tuple(spans)))
+        previous = epoch
+    return tuple(ranges)
+
+
+def normalize(ranges: Iterable[tuple[int, Iterable[range]]]) -> EpochRanges:
+    """The same batches with ascending epochs, merged ascending ranges and nothing empty.
+
+    Raises:
+        LedgerError: A batch occurs twice.
+    """
+    by_epoch: dict[int, list[range]] = {}
+    for epoch, spans in ranges:
+        by_epoch.setdefault(epoch, []).extend(spans)
+    normalized = []
+    for epoch in sorted(by_epoch):
+        ascending = tuple(by_epoch[epoch])
+        if len(ascending) > 1 or any(span.step != 1 or not span for span in ascending):
+            ascending = BatchSet(ascending).spans
+            _check_disjoint(epoch, ascending)
+        if ascending:
+            normalized.append((epoch, ascending))
+    return tuple(normalized)
+
+
+def num_batches(ranges: EpochRanges) -> int:
+    """The number of batches in the ranges of all epochs."""
+    return sum(len(span) for _, spans in ranges for span in spans)
+
+
+def _check_disjoint(epoch: int, ascending: Sequence[range]) -> None:
+    for span, following in pairwise(ascending):
+        if following.start < span.stop:
+            raise LedgerError(f"batch {following.start} of epoch {epoch} occurs twice")
+
+
+def is_subset(inner: EpochRanges, outer: EpochRanges) -> bool:
+    """True if every batch of ``inner`` is in ``outer``."""
+    outer_spans = dict(outer)
+    for epoch, spans in inner:
+        rest = BatchSet(outer_spans.get(epoch, ()))
+        size = len(rest)
+        rest.remove(spans)
+        if size - len(rest) != sum(map(len, spans)):
+            return False
+    return True
