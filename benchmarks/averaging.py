@@ -37,7 +37,7 @@ from coordinator import averaging as host_memory
 from coordinator.averaging import Averager
 from coordinator.messages import Payload
 from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
-from runtime.replica.flat import add_progress, copy_measured
+from runtime.replica.flat import add_progress, copy_with_norm
 from runtime.replica.non_finite import all_finite
 
 TARGET = 1.5
@@ -95,7 +95,7 @@ def of_one_rank(out: Tensor, sources: Sequence[Tensor]) -> dict[str, Work]:
         out.copy_(sources[0])
 
     return {
-        SNAPSHOT: lambda: copy_measured(out, sources[0]),
+        SNAPSHOT: lambda: copy_with_norm(out, sources[0]),
         "snapshot: finite?, then copy": snapshot,
         UPDATE: lambda: add_progress(out, sources[0], base),
     }

@@ -154,7 +154,7 @@ class Arithmetic:
         like = torch.empty(self.numel, device="meta")
         tensors = [averaging.empty_like(like).normal_() for _ in range(max(2, self.num_ranks))]
         if self.num_ranks == 1:
-            return partial(flat.copy_measured, *tensors)
+            return partial(flat.copy_with_norm, *tensors)
         payloads = [Payload(params=(tensor,)) for tensor in tensors]
         squares = [(float(tensor.double().square().sum()),) for tensor in tensors]
         return partial(Averager().average, payloads, [3, 5, 4][: self.num_ranks], squares)

@@ -52,14 +52,14 @@ from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.feed import End, WatchedRun
 from runtime.replica.build import BuildOrder
-from runtime.replica.graphs import Fallbacks
+from runtime.replica.graphs import GraphFallbacks
 from runtime.results import TrainedState, assemble
 from runtime.settings import RunSettings
 from runtime.timeline.events import RunFacts
-from runtime.worker.collective_groups import Groups
-from runtime.worker.lockstep import StopAgreement
-from runtime.worker.recorder import Recording
-from runtime.worker.replica import Peers
+from runtime.worker.collective_groups import CollectiveGroups
+from runtime.worker.lockstep import LockstepAgreement
+from runtime.worker.recorder import RunRecorder
+from runtime.worker.replica import RunPeers
 from runtime.worker.worker import GpuWorker
 from runtime.worker.worker_config import WAKE, WorkerEndpoints
 
@@ -104,7 +104,7 @@ class Run:
         )
         num_samples = index.num_samples
         config.check(num_samples, self.devices)
-        self._recording = Recording(config.timeline)
+        self._recording = RunRecorder(config.timeline)
         names = tuple(str(d) for d in self.devices)
         backend, reason = choose_backend(
             config.requested_backend,
@@ -125,11 +125,11 @@ class Run:
         self._workers: list[GpuWorker | None] = [None] * len(names)
         self._threads: list[threading.Thread] = []
         self._workers_started = threading.Event()
-        self._peers = Peers(Groups(self._make_group))
+        self._peers = RunPeers(CollectiveGroups(self._make_group))
         self._collectives: dict[int, Collective] = {}
         self._order = BuildOrder(config.seed)
-        self._agreement = StopAgreement()
-        self._fallbacks = Fallbacks()
+        self._agreement = LockstepAgreement()
+        self._fallbacks = GraphFallbacks()
         self._resume = self.resumed = self._read_resume()
         if self._resume is not None:
             index.restore(self._resume.orders)

@@ -32,7 +32,7 @@ from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_setup import set_up
 from runtime.loop.module import ReplicatedModule
 from runtime.replica.build import (
-    Copies,
+    CopyingFactory,
     ModelFactory,
     OptimFactories,
     OptimFactory,
@@ -226,7 +226,7 @@ class TrainerBuilder:
         train_fn: TrainFns,
     ) -> None:
         if isinstance(model_factory, nn.Module):
-            model_factory = Copies(model_factory)
+            model_factory = CopyingFactory(model_factory)
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
         if isinstance(optim_factory, Mapping) or isinstance(train_fn, Mapping):
             check_several(optim_factory, train_fn)

@@ -102,7 +102,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         tensor.masked_fill_(empty, 0)
 
 
-REMEDY = (
+WEIGHT_REMEDY = (
     "return (loss, weight) with the mean loss and what it is a mean over, a number or a scalar "
     "tensor from 0 up, for instance (labels != -100).sum()"
 )
@@ -155,7 +155,7 @@ def check_read_weight(weight: float, where: str = "") -> float:
         ValueError: It is negative or not finite.
     """
     if not 0 <= weight < math.inf:
-        raise ValueError(f"train_fn returned the weight {weight}{where}: {REMEDY}")
+        raise ValueError(f"train_fn returned the weight {weight}{where}: {WEIGHT_REMEDY}")
     return weight if isinstance(weight, int) else float(weight)
 
 
@@ -169,23 +169,27 @@ def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     found = field_of(result, "loss")
     if found is not None:
         inputs = (batch,) if isinstance(batch, Mapping) else ()
-        weight = piece_weight(model, inputs, {}, result, None)
+        weight = output_weight(model, inputs, {}, result, None)
         if weight is None:
             with _TELLS:  # two ranks may come here at once, and the cache lets both in
-                _tell_of_guess()
+                _warn_of_guess()
         return found, weight
     if not isinstance(result, tuple):
         return result, None
     if len(result) != 2:
-        raise ValueError(f"train_fn returned a tuple of {len(result)}: {REMEDY}")
+        raise ValueError(f"train_fn returned a tuple of {len(result)}: {WEIGHT_REMEDY}")
     loss, weight = result
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
-            raise ValueError(f"train_fn returned a weight of shape {tuple(weight.shape)}: {REMEDY}")
+            raise ValueError(
+                f"train_fn returned a weight of shape {tuple(weight.shape)}: {WEIGHT_REMEDY}"
+            )
         if weight.dtype is torch.bool or weight.is_complex():
-            raise TypeError(f"train_fn returned a weight of {weight.dtype}: {REMEDY}")
+            raise TypeError(f"train_fn returned a weight of {weight.dtype}: {WEIGHT_REMEDY}")
     elif isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"train_fn returned a weight of type {type(weight).__name__}: {REMEDY}")
+        raise TypeError(
+            f"train_fn returned a weight of type {type(weight).__name__}: {WEIGHT_REMEDY}"
+        )
     return loss, weight
 
 
@@ -193,7 +197,7 @@ _TELLS = threading.Lock()
 
 
 @cache
-def _tell_of_guess() -> None:
+def _warn_of_guess() -> None:
     """Once in a process."""
     logger.warning(
         "train_fn returned a model's output, and nothing tells what its loss is a mean over: it is "
@@ -202,7 +206,7 @@ def _tell_of_guess() -> None:
     )
 
 
-class Mask:
+class GradientMask:
     """Makes zeros of the gradients of a micro-batch of weight 0, which may be NaN.
 
     Attributes:
@@ -283,7 +287,7 @@ def labels_weight(model: nn.Module, inputs: Mapping[str, Any], output: object) -
     return check_weight("the number of labels", (labels != IGNORED).sum())
 
 
-def piece_weight(
+def output_weight(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

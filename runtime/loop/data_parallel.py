@@ -40,7 +40,7 @@ from runtime.loop.runner import Runner
 from runtime.loop.shard_loss import LossFn, Part, Seconds, _check_result
 from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples
 from runtime.replica.build import (
-    Copies,
+    CopyingFactory,
     ModelFactory,
     OptimFactory,
     Template,
@@ -117,7 +117,7 @@ class DataParallelCoordinator(Closing):
         max_grad_norm: float | None = None,
     ) -> None:
         if isinstance(model_factory, nn.Module):
-            model_factory = Copies(model_factory)
+            model_factory = CopyingFactory(model_factory)
         check_callable("model_factory", model_factory, "f(device) -> torch.nn.Module")
         check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
         check_callable(

@@ -22,7 +22,7 @@ from runtime.core.loss_weights import (
     check_weight,
     checked_loss,
     inverse_of,
-    piece_weight,
+    output_weight,
     scale_,
     weight_field,
 )
@@ -116,7 +116,7 @@ class LoopReplica:
         shard = Shard(self.rank, start, stop, piece, spec)
         shard.outputs = outputs
         if any(t.dim() == 0 and t.is_floating_point() for t in outputs):
-            shard.weight = piece_weight(
+            shard.weight = output_weight(
                 self.model, piece.args, piece.kwargs, output, self._loss_weight
             )
             own = weight_field(output)

@@ -107,7 +107,7 @@ class ReplicaAverager:
         squares = None
         with self._device.comm():
             if self._on_cpu:
-                squares = self._state.snapshot_measured(self._base)
+                squares = self._state.snapshot_with_norms(self._base)
             else:
                 self._state.snapshot_into(self._base)
         # Behind the copy on the device, which is all that training waits for.
@@ -140,13 +140,13 @@ class ReplicaAverager:
                 self._state.add_progress(average, base, scratch)
         else:
             with self._device.comm():
-                self._state.keep_progress(base, scratch)
+                self._state.compute_progress(base, scratch)
             if meanwhile is not None:
                 with self._device.comm():
                     self._state.load(average)
                 meanwhile()
             with self._device.comm():
-                self._state.load_plus(average, base, scratch)
+                self._state.load_with_progress(average, base, scratch)
         self.version += 1
         self._arrival = self._device.arrival()
         return self._arrival

@@ -31,7 +31,7 @@ ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
 _PROCESS = threading.Lock()
 """Held while a model is built: factories draw from the process's generators, which rank 0 of
 another run may have seeded for its own."""
-BUILT_ALONE_S = 30.0
+BUILD_LOCK_TIMEOUT_S = 30.0
 """How long a run waits for it: a factory may itself wait for another run."""
 _LOOK_S = 0.1
 """How long it may take until the end of a run is seen that waits for it."""
@@ -98,8 +98,8 @@ class Replica:
 class BuildOrder:
     """Lets ranks build one at a time, rank 0 first, and hands its tensors to the others.
 
-    Ranks of other runs wait, too, but no longer than ``BUILT_ALONE_S``, and not those of a run
-    that a model factory has started.
+    Ranks of other runs wait too, for ``BUILD_LOCK_TIMEOUT_S`` at most; those of a run that a model
+    factory has started do not.
 
     Args:
         seed: Seeds the process generator around rank 0's factory; ``None``: leave it.
@@ -143,7 +143,7 @@ class BuildOrder:
 
     def _acquire(self) -> bool:
         """Wait for the process's lock; whether it came in time."""
-        until = time.monotonic() + BUILT_ALONE_S
+        until = time.monotonic() + BUILD_LOCK_TIMEOUT_S
         while not _PROCESS.acquire(timeout=_LOOK_S):
             with self._condition:
                 if self._failed:
@@ -152,7 +152,7 @@ class BuildOrder:
                 logger.warning(
                     "another run has been building its model for %g s; this one is built beside "
                     "it, and with a seed either may differ from what it gives alone",
-                    BUILT_ALONE_S,
+                    BUILD_LOCK_TIMEOUT_S,
                 )
                 return False
         return True
@@ -358,7 +358,7 @@ def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) ->
     return Optimizers(members)
 
 
-class Copies:
+class CopyingFactory:
     """A model factory that copies a module, which stays as it is.
 
     Args:

@@ -76,7 +76,7 @@ class FlatState:
         self.buffers.read_into(payload.buffers, payload.taken)
 
     @torch.no_grad()
-    def snapshot_measured(self, payload: Payload) -> tuple[float, ...]:
+    def snapshot_with_norms(self, payload: Payload) -> tuple[float, ...]:
         """As :meth:`snapshot_into`, on a CPU.
 
         Returns:
@@ -84,7 +84,7 @@ class FlatState:
         """
         self.params.check()
         flats = zip(payload.params, self.params.flats, strict=True)
-        squares = tuple([copy_measured(out, flat) for out, flat in flats])
+        squares = tuple([copy_with_norm(out, flat) for out, flat in flats])
         self.buffers.read_into(payload.buffers, payload.taken)
         return squares
 
@@ -128,14 +128,14 @@ class FlatState:
         self.buffers.write_from(average.buffers, average.taken)
 
     @torch.no_grad()
-    def keep_progress(self, base: Payload, scratch: Payload) -> None:
+    def compute_progress(self, base: Payload, scratch: Payload) -> None:
         """Turn ``base``, an earlier snapshot, into what was trained since: ``live - base``."""
         for flat, old in zip(self.params.flats, base.params, strict=True):
             torch.sub(flat, old, out=old)
         self._keep_buffers(base, scratch)
 
     @torch.no_grad()
-    def load_plus(self, average: Payload, progress: Payload, scratch: Payload) -> None:
+    def load_with_progress(self, average: Payload, progress: Payload, scratch: Payload) -> None:
         """The live state becomes ``average + progress``; exact where progress is zero.
 
         An average in pinned memory is still read afterwards.
@@ -147,7 +147,7 @@ class FlatState:
 
     @torch.no_grad()
     def add_progress(self, average: Payload, base: Payload, scratch: Payload) -> None:
-        """:meth:`keep_progress` and :meth:`load_plus` in one pass, on a CPU."""
+        """:meth:`compute_progress` and :meth:`load_with_progress` in one pass, on a CPU."""
         for flat, mean, old in zip(self.params.flats, average.params, base.params, strict=True):
             add_progress(flat, mean, old)
         self._keep_buffers(base, scratch)
@@ -443,7 +443,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def copy_measured(out: Tensor, source: Tensor) -> float:
+def copy_with_norm(out: Tensor, source: Tensor) -> float:
     """Copy a flat tensor; returns its squared norm, NaN or infinite where a value is.
 
     Args:

@@ -32,14 +32,14 @@ from runtime.replica.capturable import (
     ModuleTensors,
     StateMissing,
 )
-from runtime.replica.reducer import Packed
+from runtime.replica.reducer import PackedGradients
 from runtime.replica.stepper import MADE, StepEnd, Stepper, TrainFn
 
 logger = logging.getLogger(__name__)
 
 MAX_SIZES = 4
 """Sizes of windows that are captured; a graph of each takes the memory of a step."""
-MAX_KINDS = 8
+MAX_SIGNATURES = 8
 """Kinds of batches that are held, each with memory of its own."""
 MAX_CHANGES = 3
 """Times that a changed setting of the optimizer is answered by a new capture."""
@@ -88,7 +88,7 @@ class GraphedSteps:
         full: Sequence[int],
         varies: bool = False,
         memory: StepMemory | None = None,
-        fallbacks: Fallbacks,
+        fallbacks: GraphFallbacks,
         generator: torch.Generator,
         obstacle: str | None = None,
     ) -> None:
@@ -107,7 +107,7 @@ class GraphedSteps:
         self._served = {self._full}
         self._fallbacks = fallbacks
         self._generator = generator
-        self._batches = HeldBatches()
+        self._batches = StaticBatches()
         self._graphs: dict[Hashable, StepGraph] = {}
         self._seen: dict[Hashable, int] = {}
         self._gives_up = False
@@ -117,11 +117,11 @@ class GraphedSteps:
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def window(self, sizes: Sequence[int]) -> GraphWindow | None:
+    def window(self, sizes: Sequence[int]) -> StaticWindow | None:
         """Where the batches of a window go; ``None``: it is made eagerly, batch by batch."""
         if self._gives_up or not self._serves(tuple(sizes)):
             return None
-        return GraphWindow(self._batches, sizes)
+        return StaticWindow(self._batches, sizes)
 
     def _serves(self, sizes: tuple[int, ...]) -> bool:
         """Whether such windows get a graph: whole ones, and the first others that come again."""
@@ -134,7 +134,7 @@ class GraphedSteps:
             if self._memory is None or self._memory.has_room_for_graph(max(sizes)):
                 self._served.add(sizes)
             else:
-                self._fallbacks.pass_by(
+                self._fallbacks.report_skipped(
                     self._rank,
                     f"{self._device.device} has no room for a graph of {sum(sizes)} samples beside "
                     "what steps and graphs keep already: raise vram_fraction, or use a smaller "
@@ -142,12 +142,12 @@ class GraphedSteps:
                 )
         return False
 
-    def pass_by(self) -> None:
+    def report_skipped(self) -> None:
         """A window turned out to hold a batch that no graph can serve."""
-        self._fallbacks.pass_by(
+        self._fallbacks.report_skipped(
             self._rank,
-            f"a batch holds something that is no plain tensor, or there are more than {MAX_KINDS} "
-            "kinds of them: give batches tensors alone, of few shapes",
+            f"a batch holds a value that is not a plain tensor, or batches have more than "
+            f"{MAX_SIGNATURES} different shapes: use batches of tensors alone, of few shapes",
         )
 
     def verify(self) -> None:
@@ -165,7 +165,7 @@ class GraphedSteps:
         self._graphs.clear()
         self._seen.clear()
 
-    def step(self, window: GraphWindow, train_fn: TrainFn) -> StepEnd:
+    def step(self, window: StaticWindow, train_fn: TrainFn) -> StepEnd:
         """Make a whole window, after ``stepper.open()``."""
         total = sum(window.sizes)
         graph = self._graph_of(window, train_fn)
@@ -174,13 +174,13 @@ class GraphedSteps:
         self.eagerly(window, train_fn, total)
         return self._stepper.finish(total)
 
-    def eagerly(self, window: GraphWindow, train_fn: TrainFn, total: int) -> None:
+    def eagerly(self, window: StaticWindow, train_fn: TrainFn, total: int) -> None:
         """Forward and backward of the batches that are held, without a graph."""
         self._stepper.clear_gradients()
         for held, size in zip(window.held, window.sizes, strict=False):
             self._micro_step(train_fn, held.data, size, size / total)
 
-    def _graph_of(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph | None:
+    def _graph_of(self, window: StaticWindow, train_fn: TrainFn) -> StepGraph | None:
         key = self._key(window, train_fn)
         graph = self._graphs.get(key)
         if graph is not None and not graph.holds(self._optimizer):
@@ -200,7 +200,7 @@ class GraphedSteps:
         return graph
 
     @staticmethod
-    def _key(window: GraphWindow, train_fn: TrainFn) -> Hashable:
+    def _key(window: StaticWindow, train_fn: TrainFn) -> Hashable:
         return (train_fn, *(held.kind for held in window.held))
 
     def _is_due(self, key: Hashable) -> bool:
@@ -229,7 +229,7 @@ class GraphedSteps:
             )
         return True
 
-    def _capture(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph | None:
+    def _capture(self, window: StaticWindow, train_fn: TrainFn) -> StepGraph | None:
         if self._device.is_shared:
             self._give_up(
                 f"several workers are on {self._device.device}, where a capture in one would "
@@ -255,11 +255,11 @@ class GraphedSteps:
                 except Exception as error:
                     # A GPU with more memory may not run out of it.
                     is_common = not isinstance(error, torch.OutOfMemoryError)
-                    self._give_up(first_line(error), everywhere=is_common)
+                    self._give_up(error_summary(error), everywhere=is_common)
                     return None
             return None
 
-    def _try(self, window: GraphWindow, train_fn: TrainFn) -> StepGraph:
+    def _try(self, window: StaticWindow, train_fn: TrainFn) -> StepGraph:
         total = sum(window.sizes)
 
         def forward() -> None:
@@ -268,7 +268,7 @@ class GraphedSteps:
 
         module = ModuleTensors(self._model)
         try:
-            graph = Recipe(
+            graph = StepCapture(
                 capture=lambda work: self._device.capture(work, self._generator),
                 stepper=self._stepper,
                 optimizer=self._optimizer,
@@ -299,10 +299,10 @@ class GraphedSteps:
     def _stop(self) -> None:
         self._gives_up = True
         self._graphs.clear()
-        self._batches = HeldBatches()
+        self._batches = StaticBatches()
 
 
-class GraphWindow:
+class StaticWindow:
     """A window of batches that is to be made at once.
 
     Args:
@@ -310,10 +310,10 @@ class GraphWindow:
         sizes: Samples of each of its batches.
     """
 
-    def __init__(self, batches: HeldBatches, sizes: Sequence[int]) -> None:
+    def __init__(self, batches: StaticBatches, sizes: Sequence[int]) -> None:
         self._batches = batches
         self.sizes = sizes
-        self.held: list[Held] = []
+        self.held: list[StaticBatch] = []
 
     def hold(self, batch: Any) -> bool:
         """Keep the next batch; whether that was possible."""
@@ -323,13 +323,13 @@ class GraphWindow:
         return held is not None
 
 
-class HeldBatches:
+class StaticBatches:
     """Memory for the batches of a window. In the worker's thread, on its compute stream."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, Hashable], Held] = {}
+        self._held: dict[tuple[int, Hashable], StaticBatch] = {}
 
-    def hold(self, index: int, batch: Any) -> Held | None:
+    def hold(self, index: int, batch: Any) -> StaticBatch | None:
         """Copy a batch to its memory, on the device; the host does not wait.
 
         Args:
@@ -339,14 +339,14 @@ class HeldBatches:
         Returns:
             ``None`` if no graph can serve such batches, or there are too many kinds.
         """
-        kind = kind_of(batch)
+        kind = batch_signature(batch)
         if kind is None:
             return None
         held = self._held.get((index, kind))
         if held is None:
-            if len({known for _, known in self._held} | {kind}) > MAX_KINDS:
+            if len({known for _, known in self._held} | {kind}) > MAX_SIGNATURES:
                 return None
-            held = Held(kind, map_batch(batch, torch.empty_like))
+            held = StaticBatch(kind, map_batch(batch, torch.empty_like))
             self._held[index, kind] = held
         targets = parts_of(held.data)
         if targets:
@@ -355,11 +355,11 @@ class HeldBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StaticBatch:
     """A batch in memory of its own.
 
     Attributes:
-        kind: See :func:`kind_of`.
+        kind: See :func:`batch_signature`.
         data: The batch, with tensors that the next batch of its kind overwrites.
     """
 
@@ -367,7 +367,7 @@ class Held:
     data: Any
 
 
-def kind_of(batch: Any) -> Hashable | None:
+def batch_signature(batch: Any) -> Hashable | None:
     """What two batches must share for one graph to serve both; ``None``: none can.
 
     That is the containers, the tensors' shapes and dtypes, and the values of everything
@@ -379,10 +379,10 @@ def kind_of(batch: Any) -> Hashable | None:
     if callable(getattr(batch, "to", None)):
         return None
     if isinstance(batch, Mapping):
-        parts = [(key, kind_of(part)) for key, part in batch.items()]
+        parts = [(key, batch_signature(part)) for key, part in batch.items()]
         return None if any(kind is None for _, kind in parts) else (type(batch), tuple(parts))
     if isinstance(batch, tuple | list):
-        kinds = [kind_of(part) for part in batch]
+        kinds = [batch_signature(part) for part in batch]
         return None if any(kind is None for kind in kinds) else (type(batch), tuple(kinds))
     try:
         hash(batch)
@@ -414,7 +414,7 @@ class StepGraph:
     is_whole: bool
     values: StepValues
     grads: Sequence[Tensor | None]
-    packed: Packed | None
+    packed: PackedGradients | None
     window: WindowWeight | None
     settings: Any
     state: tuple[Any, int, Any] | None
@@ -446,7 +446,7 @@ class StepGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class StepCapture:
     """How a window is captured.
 
     Attributes:
@@ -506,7 +506,7 @@ class Recipe:
         )
 
     def _first(self, whole: bool) -> tuple[StepValues, Replay]:
-        tap, made = ValueTap(), []
+        tap, made = CapturedLog(), []
         in_optimizer = False
 
         def work() -> None:
@@ -530,7 +530,7 @@ class Recipe:
             raise
         except Exception as error:
             if in_optimizer:
-                raise CannotCapture(first_line(error)) from error
+                raise CannotCapture(error_summary(error)) from error
             raise
         return made[0], replay
 
@@ -545,10 +545,10 @@ class Recipe:
         except (CannotCapture, StateMissing):
             raise
         except Exception as error:
-            raise CannotCapture(first_line(error)) from error
+            raise CannotCapture(error_summary(error)) from error
 
 
-class ValueTap(ValueLog):
+class CapturedLog(ValueLog):
     """Takes the losses and scalars of a step while it is captured."""
 
     def gather(self) -> StepValues:
@@ -599,7 +599,7 @@ class StepValues:
                 log.push_loss(value, weight)
 
 
-class Fallbacks:
+class GraphFallbacks:
     """What the workers of a run have found out; thread-safe.
 
     A rank that knows it from another one need not break a capture of its own.
@@ -632,7 +632,7 @@ class Fallbacks:
             self._all = True
         self._tell(rank, "steps are made without a graph", reason)
 
-    def pass_by(self, rank: int, reason: str) -> None:
+    def report_skipped(self, rank: int, reason: str) -> None:
         """Some windows of batches are made without a graph."""
         self._tell(rank, "some steps are made without a graph", reason)
 
@@ -644,7 +644,7 @@ class Fallbacks:
         logger.log(level, "cuda_graphs, rank %d: %s: %s", rank, what, reason)
 
 
-def first_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """What an error says in one line, and the line of the user's code that it came from."""
     text = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -27,7 +27,7 @@ ON_NON_FINITE = ("raise", "skip", "ignore")
 logger = logging.getLogger(__name__)
 
 
-class ReplicaJudge:
+class ReplicaFiniteCheck:
     """Judges a replica's parameters before they are used, and its losses as they are read.
 
     Args:
@@ -157,7 +157,7 @@ class ReplicaJudge:
         )
 
 
-class StepJudge:
+class StepFiniteCheck:
     """Judges the losses and gradients of a step before the optimizer makes it.
 
     ``skip`` reads one flag a step. ``raise`` needs this object under lockstep alone, where

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-_OWN = ("capturable", "fused", "foreach")
+_IMPLEMENTATION_SETTINGS = ("capturable", "fused", "foreach")
 """Settings that say how an optimizer works where it is, and not what it computes."""
-_MAX = float(1 << 53)
+_MAX_NUMBER = float(1 << 53)
 """Above every setting and count."""
 
 
@@ -90,7 +90,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimiz
     return [*optimizer.members.values()] if isinstance(optimizer, Optimizers) else [optimizer]
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """The name of its class, or of those of its members."""
     if not isinstance(optimizer, Optimizers):
         return type(optimizer).__name__
@@ -111,7 +111,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
         ValueError: It has other groups, or settings and states that none of this kind can have.
     """
     for own, given in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        for name in _OWN:
+        for name in _IMPLEMENTATION_SETTINGS:
             given.pop(name, None)
         for name, value in own.items():
             if name != "params":
@@ -133,7 +133,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
     groups = zip(optimizer.param_groups, state["param_groups"], strict=False)
     for number, (own, given) in enumerate(groups):
         for name, value in own.items():
-            if name != "params" and not _alike(value, given[name]):
+            if name != "params" and not _is_compatible(value, given[name]):
                 raise ValueError(
                     f"{name!r} of its group {number} is {given[name]!r:.60}, not like {value!r:.60}"
                 )
@@ -142,7 +142,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
             raise ValueError(f"the learning rate of its group {number} is {rate}")
 
 
-def _alike(own: Any, given: Any) -> bool:
+def _is_compatible(own: Any, given: Any) -> bool:
     """Whether a setting may take another's place."""
     if own is None or given is None:
         return own is None
@@ -150,11 +150,11 @@ def _alike(own: Any, given: Any) -> bool:
         return type(given) is type(own)
     if isinstance(own, (tuple, list)):
         is_row = isinstance(given, (tuple, list)) and len(given) == len(own)
-        return is_row and all(map(_alike, own, given))
+        return is_row and all(map(_is_compatible, own, given))
     if isinstance(own, (int, float)) or (isinstance(own, Tensor) and own.numel() == 1):
         if isinstance(given, Tensor):
-            return given.numel() == 1 and abs(float(given)) <= _MAX
-        return type(given) in (int, float) and (given == own or abs(given) <= _MAX)
+            return given.numel() == 1 and abs(float(given)) <= _MAX_NUMBER
+        return type(given) in (int, float) and (given == own or abs(given) <= _MAX_NUMBER)
     return True
 
 
@@ -172,7 +172,7 @@ def _check_states(optimizer: torch.optim.Optimizer) -> None:
                 continue
             key = number, p.dim()
             if key not in known:
-                known[key] = _example(kind, group, p.dim())
+                known[key] = _example_state(kind, group, p.dim())
             for name, value in known[key].items():
                 _check_value(f"{name!r} in its state of a parameter", found, name, value, p)
 
@@ -187,18 +187,22 @@ def _check_value(where: str, found: Mapping[str, Any], name: str, example: Any, 
         return
     if not isinstance(value, Tensor):
         raise ValueError(f"{where} is {value!r:.80}, where a tensor belongs")
-    if name == "step" and not (value.numel() == 1 and 0 <= float(value) <= _MAX):
+    if name == "step" and not (value.numel() == 1 and 0 <= float(value) <= _MAX_NUMBER):
         raise ValueError(f"{where} is {value!r:.80}, where a count belongs")
     shape = p.shape if example.dim() else example.shape
     if "row" not in name and "col" not in name and value.shape != shape:
         raise ValueError(f"{where} is of shape {tuple(value.shape)}, where {tuple(shape)} belongs")
 
 
-def _example(kind: type[Any], group: dict[str, Any], num_dims: int) -> Mapping[str, Any]:
+def _example_state(kind: type[Any], group: dict[str, Any], num_dims: int) -> Mapping[str, Any]:
     """The state that such an optimizer makes in a step; nothing where one cannot be made."""
     p = torch.nn.Parameter(torch.ones([1] * num_dims))
     p.grad = torch.ones_like(p)
-    settings = {k: v for k, v in group.items() if k not in ("params", "initial_lr", *_OWN)}
+    settings = {
+        k: v
+        for k, v in group.items()
+        if k not in ("params", "initial_lr", *_IMPLEMENTATION_SETTINGS)
+    }
     try:
         probe = kind([{**settings, "params": [p]}])
         probe.step()

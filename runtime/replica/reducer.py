@@ -25,7 +25,7 @@ from runtime.collective.base import LOW_PRECISION, LateResult, MeanInParts
 from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatLayout, NamedParams
-from runtime.replica.non_finite import StepJudge
+from runtime.replica.non_finite import StepFiniteCheck
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that the first exchange begins early, as in PyTorch's DDP."""
@@ -71,7 +71,7 @@ class GradientReducer:
         self,
         params: NamedParams,
         collective: Collective,
-        judge: StepJudge | None = None,
+        finite_check: StepFiniteCheck | None = None,
         comm: Comm | None = None,
         *,
         bucket_bytes: int | None = None,
@@ -79,7 +79,7 @@ class GradientReducer:
     ) -> None:
         self._params = params.params
         self.collective = collective
-        self._judge = judge
+        self._finite_check = finite_check
         self._comm = comm or _here
         self._bucket_bytes = bucket_bytes
         self._timer = timer or HostTimer()
@@ -110,7 +110,7 @@ class GradientReducer:
         widths = [2 if dtype.is_complex else 1 for dtype in dtypes]
         dtypes = [dtype.to_real() for dtype in dtypes]
         room = [0] * len(dtypes)
-        room[0] = num if self._judge is None else num + 1
+        room[0] = num if self._finite_check is None else num + 1
         # Where a total has most digits; 16 bits would round it to three of them.
         widest = max(range(len(dtypes)), key=lambda i: (dtypes[i].itemsize, -i))
         self._weight_apart = dtypes[widest] in LOW_PRECISION
@@ -127,7 +127,9 @@ class GradientReducer:
         self._grads = [flat[:length] for flat, length in zip(self._flats, lengths, strict=True)]
         start = self._grads[0].numel()
         self._flags = self._flats[0][start : start + num]
-        self._loss_flag = self._flats[0][start + num : start + num + int(self._judge is not None)]
+        self._loss_flag = self._flats[0][
+            start + num : start + num + int(self._finite_check is not None)
+        ]
         # 0 wherever no weight was told.
         self._weight = self._flats[widest][-1:]
         if self._weight_apart:
@@ -179,7 +181,7 @@ class GradientReducer:
         self._broken_off = []
         self.called_off.zero_()  # a graph of the step reads it over any collective
 
-    def take_outcome(self) -> LateResult | None:
+    def take_late_result(self) -> LateResult | None:
         """How the last exchange ends; ``None``: it has ended well."""
         outcome, self._outcome = self._outcome, None
         return outcome
@@ -323,15 +325,15 @@ class GradientReducer:
             else:
                 told = torch.tensor([g is not None for g in grads])
                 self._flags.copy_(told, non_blocking=True)
-        if self._judge is not None:
-            self._judge.write_flag(self._loss_flag, losses)
+        if self._finite_check is not None:
+            self._finite_check.write_flag(self._loss_flag, losses)
         if weight is not None:
             value = weight.units * (weight.unit / num_samples)
             if isinstance(value, Tensor):
                 self._weight.copy_(value)
             else:
                 self._weight.fill_(value)
-        self.packed = Packed(grads, complete=complete, weighed=weight is not None)
+        self.packed = PackedGradients(grads, complete=complete, weighed=weight is not None)
 
     def _waiting(self) -> Sequence[_Bucket]:
         """What has not been sent in this step."""
@@ -359,9 +361,9 @@ class GradientReducer:
             self._order = first + sorted(set(range(num)) - set(first))
         self._arrange(self._order)
 
-    def can_trail(self) -> bool:
+    def can_end_late(self) -> bool:
         """Whether nothing has to be read before the step that was packed can be made."""
-        judged = self._judge is not None and self._judge.reads
+        judged = self._finite_check is not None and self._finite_check.reads
         return self.collective.host_runs_ahead and self.packed.complete and not judged
 
     def exchange(self, num_samples: int, *, late: bool = False) -> bool:
@@ -369,15 +371,15 @@ class GradientReducer:
 
         Args:
             num_samples: As :meth:`pack` was told.
-            late: Where :meth:`can_trail`, do not wait: the step has to be one that
-                :attr:`called_off` calls off, and :meth:`take_outcome` tells the rest.
+            late: Where :meth:`can_end_late`, do not wait: the step has to be one that
+                :attr:`called_off` calls off, and :meth:`take_late_result` tells the rest.
 
         Returns:
             Whether the step may be made; if not, it is taken back. Whether there is anything
             to step by is in :attr:`is_empty`.
 
         Raises:
-            NonFiniteError, CollectiveAborted: See :meth:`StepJudge.accept_reduced`.
+            NonFiniteError, CollectiveAborted: See :meth:`StepFiniteCheck.accept_reduced`.
         """
         self.is_empty = False
         told = {"tally": num_samples} if self.packed.weighed else {}
@@ -407,7 +409,7 @@ class GradientReducer:
                 self._divide_late((total - num_weighed) / total)
             return True
         mean_weight = self._mean_weight(total, num_weighed, num_samples) if num_weighed else 1.0
-        if self._judge is not None and not self._judge.accept_reduced(
+        if self._finite_check is not None and not self._finite_check.accept_reduced(
             self._flats, self._loss_flag, self.packed.grads, self.collective
         ):
             return False
@@ -453,10 +455,10 @@ class GradientReducer:
         used = None if self.packed.complete else (self._flags > 0).tolist()
         for i, (p, view) in enumerate(zip(self._params, self._views, strict=True)):
             p.grad = view if used is None or used[i] else None
-        self.packed = Packed([], complete=self.packed.complete)  # the memory of the others
+        self.packed = PackedGradients([], complete=self.packed.complete)  # the memory of the others
 
 
-class Packed(NamedTuple):
+class PackedGradients(NamedTuple):
     """What a rank gives to a reduction.
 
     Attributes:
@@ -470,7 +472,7 @@ class Packed(NamedTuple):
     weighed: bool = False
 
 
-NOTHING = Packed([], complete=False)
+NOTHING = PackedGradients([], complete=False)
 
 
 class Comm(Protocol):

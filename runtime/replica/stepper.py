@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from runtime.collective.base import LateResult
 from runtime.core.loss_weights import (
-    Mask,
+    GradientMask,
     Weight,
     WindowWeight,
     check_read_weight,
@@ -29,9 +29,9 @@ from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch import GlobalBatch
 from runtime.replica.gradients import check_gradients
-from runtime.replica.non_finite import StepJudge
-from runtime.replica.optimizers import kind_of, load_optimizer_state
-from runtime.replica.reducer import GradientReducer, Packed
+from runtime.replica.non_finite import StepFiniteCheck
+from runtime.replica.optimizers import load_optimizer_state, optimizer_kind
+from runtime.replica.reducer import GradientReducer, PackedGradients
 
 TrainFn = Callable[[nn.Module, Any], Any]
 """Gives a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
@@ -63,7 +63,7 @@ class Stepper:
         weight: Of the last micro-batch, as it is logged; ``None``: its samples.
         window: Weight of the step in progress; ``None``: its samples.
         trails: Whether steps may be made before the host knows that their gradients can be used;
-            whoever makes them looks at :meth:`take_outcome`.
+            whoever makes them looks at :meth:`take_late_result`.
         global_batch: Where forward and backward passes meet those of the other ranks; ``None``:
             they do not.
     """
@@ -78,7 +78,7 @@ class Stepper:
         precision: str = "fp32",
         max_grad_norm: float | None = None,
         reducer: GradientReducer | None = None,
-        judge: StepJudge | None = None,
+        finite_check: StepFiniteCheck | None = None,
         timer: StepTimer | None = None,
         rates: Callable[[], AbstractContextManager[None]] | None = None,
         is_prompt: bool = True,
@@ -93,7 +93,7 @@ class Stepper:
         self._is_prompt = is_prompt
         self._weighs_late = False
         self._is_scaled = False  # whether the step's losses were scaled for their weights
-        self._mask: Mask | None = None
+        self._mask: GradientMask | None = None
         self._model = model
         self._params = params.params
         self._names = params.names
@@ -106,7 +106,7 @@ class Stepper:
         self._dtype = _AUTOCAST.get(precision)
         self._max_grad_norm = max_grad_norm
         self._reducer = reducer
-        self._judge = judge
+        self._finite_check = finite_check
         self._timer = timer or HostTimer()
         self._rates = rates or nullcontext
         # Nothing comes with the optimizer's step: with steps of 1 ms each call counts.
@@ -131,7 +131,7 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer and, if there is one, of the scaler; no copies."""
         scaler = None if self._scaler is None else self._scaler.state_dict()
-        kind = kind_of(self._whole)
+        kind = optimizer_kind(self._whole)
         return {"optimizer": self._whole.state_dict(), "kind": kind, "scaler": scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Stepper:
         Raises:
             ValueError: It is of another optimizer.
         """
-        kind = kind_of(self._whole)
+        kind = optimizer_kind(self._whole)
         if state["kind"] != kind:  # torch would load it, and fail in the first step
             raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
         self._has_stepped = False
@@ -155,7 +155,11 @@ class Stepper:
         """The step that follows is that of one of several optimizers: no other parameter gets a
         gradient."""
         self._params, self._names = part.params.params, part.params.names
-        self._optimizer, self._reducer, self._judge = part.optimizer, part.reducer, part.judge
+        self._optimizer, self._reducer, self._finite_check = (
+            part.optimizer,
+            part.reducer,
+            part.finite_check,
+        )
         for each in self.parts:
             for p in each.params.params:
                 p.requires_grad_(each is part)
@@ -198,8 +202,8 @@ class Stepper:
 
     def open(self) -> None:
         """A step begins: what follows can be taken back."""
-        if self._judge is not None:
-            self._judge.begin()
+        if self._finite_check is not None:
+            self._finite_check.begin()
 
     def clear_gradients(self) -> None:
         """Forget the gradients, losses and weights of the last step."""
@@ -231,11 +235,13 @@ class Stepper:
         """The gradients as they are now, in the order of the parameters."""
         return [p.grad for p in self._params]
 
-    def packed(self) -> Packed | None:
+    def packed(self) -> PackedGradients | None:
         """What was packed for the reduction; ``None`` where there is none."""
         return None if self._reducer is None else self._reducer.packed
 
-    def give_gradients(self, grads: Sequence[Tensor | None], packed: Packed | None) -> None:
+    def give_gradients(
+        self, grads: Sequence[Tensor | None], packed: PackedGradients | None
+    ) -> None:
         """Put gradients in place that were computed elsewhere.
 
         Args:
@@ -251,7 +257,9 @@ class Stepper:
     @property
     def is_split(self) -> bool:
         """Whether something comes between the gradients and the optimizer's step."""
-        if self._reducer is not None or (self._judge is not None and self._judge.skips):
+        if self._reducer is not None or (
+            self._finite_check is not None and self._finite_check.skips
+        ):
             return True
         return self._weighs_late and not self._skips_by_itself
 
@@ -267,9 +275,9 @@ class Stepper:
         reducer = self._reducer
         return reducer is not None and reducer.collective.host_runs_ahead and self._skips_by_itself
 
-    def take_outcome(self) -> LateResult | None:
+    def take_late_result(self) -> LateResult | None:
         """How the reduction of the step that was made ends; ``None``: it has ended well."""
-        return None if self._reducer is None else self._reducer.take_outcome()
+        return None if self._reducer is None else self._reducer.take_late_result()
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._dtype is None:
@@ -390,7 +398,7 @@ class Stepper:
             target.backward()  # type: ignore[no-untyped-call]
             return
         if self._mask is None:
-            self._mask = Mask(self._params)
+            self._mask = GradientMask(self._params)
         self._mask.live = live
         try:
             target.backward()  # type: ignore[no-untyped-call]
@@ -419,7 +427,7 @@ class Stepper:
             num_samples: Samples behind this rank's gradients; 0 only under lockstep.
         """
         if self._reducer is None and self.window is None:
-            if self._judge is not None and not self._judge.accept():
+            if self._finite_check is not None and not self._finite_check.accept():
                 return DROPPED
             if self._is_bare:
                 self._optimizer.step()
@@ -462,14 +470,14 @@ class Stepper:
             # The first step makes the optimizer's state, which one that is called off would leave
             # without values.
             late = self.host_runs_ahead and self._has_stepped and self._is_gated
-            late = late and self._reducer.can_trail()
+            late = late and self._reducer.can_end_late()
             self._timer.pause()
             accepted = self._reducer.exchange(num_samples, late=late)
             self._timer.resume()
             if not accepted:
                 return DROPPED
             return EMPTY if self._reducer.is_empty else None
-        if self._judge is not None and not self._judge.accept():
+        if self._finite_check is not None and not self._finite_check.accept():
             return DROPPED
         if self.window is None:
             return None
@@ -538,7 +546,7 @@ class OptimizerPart:
     params: NamedParams
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer | None
-    judge: StepJudge | None
+    finite_check: StepFiniteCheck | None
 
 
 class StepEnd(NamedTuple):

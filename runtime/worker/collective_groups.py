@@ -12,7 +12,7 @@ from runtime.core.errors import CollectiveAborted
 MakeGroup = Callable[[Sequence[int], AverageBackend], Sequence[Collective]]
 
 
-class Groups:
+class CollectiveGroups:
     """Makes each group of ranks once, in one place, and hands every rank its end.
 
     Thread-safe. The first group is made when the run starts, every later one by the first

@@ -7,7 +7,7 @@ import threading
 from coordinator.messages import Shift
 
 
-class Lockstep:
+class LockstepProgress:
     """Counts what every rank of a ``SYNC`` run does alike.
 
     Attributes:
@@ -19,8 +19,8 @@ class Lockstep:
         num_shifts: The last shift that this rank has taken.
     """
 
-    def __init__(self, agreement: StopAgreement | None = None) -> None:
-        self._agreement = agreement or StopAgreement()
+    def __init__(self, agreement: LockstepAgreement | None = None) -> None:
+        self._agreement = agreement or LockstepAgreement()
         self.step = 0
         self.num_syncs = 0
         self.buffer_samples = 0
@@ -28,7 +28,7 @@ class Lockstep:
         self.num_shifts = 0
 
     @property
-    def standing(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Compares how far ranks have come."""
         return self.step, self.num_syncs
 
@@ -37,7 +37,7 @@ class Lockstep:
         self.step += 1
         self.buffer_samples += num_samples
 
-    def took_back(self, num_samples: int) -> None:
+    def step_undone(self, num_samples: int) -> None:
         """The last step has failed."""
         self.step -= 1
         self.buffer_samples -= num_samples
@@ -81,14 +81,14 @@ class Lockstep:
         capture, step = self._agreement.capture_at
         return capture if capture > self.num_captured and self.step >= step else None
 
-    def copy_from(self, other: Lockstep) -> None:
+    def copy_from(self, other: LockstepProgress) -> None:
         """Stand where a peer stands."""
         self.step, self.num_syncs = other.step, other.num_syncs
         self.buffer_samples = other.buffer_samples
         self.num_shifts = other.num_shifts
 
 
-class StopAgreement:
+class LockstepAgreement:
     """The global steps before which every rank of a lockstep run stops, or takes its state.
 
     A rank that is asked to stop at the edge of step ``s`` has not joined the reduction of

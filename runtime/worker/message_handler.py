@@ -17,7 +17,7 @@ from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
 from runtime.device.base import PendingCopy
 from runtime.replica.averager import ReducedState
 from runtime.worker.protocol import WorkerProtocol, WorkerState
-from runtime.worker.recorder import Recorder
+from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
 from runtime.worker.worker_config import EvalFn, UserFunctions
@@ -25,7 +25,7 @@ from runtime.worker.worker_config import EvalFn, UserFunctions
 logger = logging.getLogger(__name__)
 
 
-class Answers:
+class MessageHandler:
     """Does what the protocol says is to be done for a message, in the worker's thread.
 
     Args:
@@ -35,7 +35,7 @@ class Answers:
         reporter: The way to the coordinator.
         functions: The user's functions.
         recorder: Is told of states that are sent.
-        tell_weight: Tells the protocol all weights of what was trained.
+        flush_weight: Tells the protocol all weights of what was trained.
         conclude: Waits until it is known that every step counts; see :class:`WorkerSteps`.
         falls_back: Whether another transport may serve where a collective fails.
     """
@@ -47,8 +47,8 @@ class Answers:
         protocol: WorkerProtocol,
         reporter: Reporter,
         functions: UserFunctions,
-        recorder: Recorder,
-        tell_weight: Callable[[], None],
+        recorder: WorkerRecorder,
+        flush_weight: Callable[[], None],
         conclude: Callable[[], None] = lambda: None,
         *,
         falls_back: bool = False,
@@ -56,14 +56,14 @@ class Answers:
         self._worker = worker
         self._replica = replica
         self._averager = replica.averager
-        self._judge = replica.judge
+        self._finite_check = replica.finite_check
         self._clock = replica.context
-        self._together = replica.together
+        self._lockstep = replica.lockstep
         self._protocol = protocol
         self._reporter = reporter
         self._functions = functions
         self._recorder = recorder
-        self._tell_weight = tell_weight
+        self._tell_weight = flush_weight
         self._conclude = conclude
         self._falls_back = falls_back
         self._rank = protocol.rank
@@ -74,17 +74,17 @@ class Answers:
         self._conclude()
         match work:
             case m.SyncNow():
-                self._sync_now(work)
+                self._run_sync_round(work)
             case m.RequestParams():
                 self._send_snapshot(work)
             case m.Update():
                 self._take_update(work)
             case m.Evaluate():
-                self._judge.require_finite()
+                self._finite_check.require_finite()
                 with self._averager.holding(work.state):
                     self._per_epoch(work.epoch, None, work.at)
             case m.CallCheckpointFn():
-                self._judge.require_finite()
+                self._finite_check.require_finite()
                 with self._averager.holding(work.state):
                     self._per_epoch(None, work.version)
             case m.Rollback():
@@ -102,8 +102,8 @@ class Answers:
             case _:
                 assert_never(work)
 
-    def _sync_now(self, message: m.SyncNow) -> None:
-        healthy = self._judge.enter_round(self._protocol.samples)
+    def _run_sync_round(self, message: m.SyncNow) -> None:
+        healthy = self._finite_check.enter_round(self._protocol.samples)
         self._tell_weight()
         report = self._reporter.take_report(wait=message.capture)
         ok, sync_s = False, 0.0
@@ -116,8 +116,8 @@ class Answers:
             reduced = self._all_reduce(healthy)
             sync_s = max(0.0, self._clock.now() - start - reduced.waited_s)
             if not healthy:
-                self._judge.require_finite()  # nobody had a state that could be used
-                self._judge.healed()
+                self._finite_check.require_finite()  # nobody had a state that could be used
+                self._finite_check.healed()
             ok = True
             if message.capture:
                 extra = self._replica.capture_state()
@@ -156,7 +156,7 @@ class Answers:
             raise CollectiveAborted("the ranks are not connected")
         try:
             return self._averager.all_reduce(
-                self._protocol.weight, healthy=healthy if self._judge.heals else None
+                self._protocol.weight, healthy=healthy if self._finite_check.heals else None
             )
         except (CollectiveAborted, CollectiveTimeout):
             raise
@@ -171,7 +171,7 @@ class Answers:
         start = self._clock.now()
         payload, arrival, squares = self._averager.start_snapshot()
         self._snapshot_s = self._clock.now() - start
-        healthy = self._judge.enter_round(self._protocol.samples, squares)
+        healthy = self._finite_check.enter_round(self._protocol.samples, squares)
         self._tell_weight()
         report = self._reporter.take_report(wait=message.capture)
         self._protocol.snapshot_taken(message.round)
@@ -204,7 +204,7 @@ class Answers:
 
         wanted = message.evaluate is not None or message.checkpoint is not None
         arrival: PendingCopy | None = None
-        if self._judge.poisoned:
+        if self._finite_check.poisoned:
             arrival = self._replace(message)
             per_epoch()
         elif message.num_samples > 0 or wanted:
@@ -226,9 +226,9 @@ class Answers:
             NonFiniteError: No rank had a state that could be used.
         """
         if message.num_samples == 0:
-            self._judge.require_finite()
+            self._finite_check.require_finite()
         arrival = self._averager.replace(message.average)
-        self._judge.healed(self._protocol.forget_samples())
+        self._finite_check.healed(self._protocol.discard_samples())
         return arrival
 
     def _per_epoch(
@@ -255,25 +255,25 @@ class Answers:
         A rank with a plan has not joined the reduction of its next step, so all others hear
         of it in time. One that has none stands where every other will stand without it.
         """
-        if not self._replica.lockstep:
+        if not self._replica.is_lockstep:
             self._capture_now(capture)
-        elif capture > self._together.num_captured:  # else a peer heard first, and named the step
+        elif capture > self._lockstep.num_captured:  # else a peer heard first, and named the step
             if self._protocol.plan is not None or self._protocol.plans:
-                self._together.propose_capture(capture)
+                self._lockstep.propose_capture(capture)
             else:
                 self._capture_now(capture)
 
     def _take_shift(self, message: m.Shift) -> None:
         """Take what other machines have trained; under lockstep where all ranks take it."""
-        together = self._together
-        if not self._replica.lockstep:
+        lockstep = self._lockstep
+        if not self._replica.is_lockstep:
             self._averager.shift(message.delta)
-        elif message.id > together.num_shifts:
+        elif message.id > lockstep.num_shifts:
             stands = self._protocol.plan is None and not self._protocol.plans
-            if stands and not self._halted and message.id == together.num_shifts + 1:
+            if stands and not self._halted and message.id == lockstep.num_shifts + 1:
                 self._shift_now(message)
             else:
-                together.propose_shift(message)
+                lockstep.propose_shift(message)
 
     @property
     def _halted(self) -> bool:
@@ -281,32 +281,32 @@ class Answers:
 
     def _shift_now(self, message: m.Shift) -> None:
         self._averager.shift(message.delta)
-        self._together.shifted(message)
+        self._lockstep.shifted(message)
 
-    def capture_if_reached(self) -> None:
+    def apply_agreed(self) -> None:
         """Under lockstep, take a shift and send the state where the ranks have agreed to."""
-        while self._replica.lockstep and (shift := self._together.shift_reached) is not None:
+        while self._replica.is_lockstep and (shift := self._lockstep.shift_reached) is not None:
             self._shift_now(shift)
-        if self._replica.lockstep and (capture := self._together.capture_reached) is not None:
+        if self._replica.is_lockstep and (capture := self._lockstep.capture_reached) is not None:
             self._capture_now(capture)
 
     def _capture_now(self, capture: int) -> None:
         """Send the whole state as it is, all of which is in the result."""
         self._conclude()
-        lockstep, together = self._replica.lockstep, self._together
-        together.num_captured = capture
+        is_lockstep, lockstep = self._replica.is_lockstep, self._lockstep
+        lockstep.num_captured = capture
         with self._recorder.capture():
-            self._judge.require_finite()
+            self._finite_check.require_finite()
             report = self._reporter.take_report(wait=True)
-            params = not lockstep or self._averager.leads
+            params = not is_lockstep or self._averager.leads
             payload = self._averager.snapshot(reuse=False, params=params)
             self._reporter.put(
                 m.Captured(
                     rank=self._rank,
                     id=capture,
                     payload=payload,
-                    num_samples=together.buffer_samples if lockstep else 0,
-                    step=together.step,
+                    num_samples=lockstep.buffer_samples if is_lockstep else 0,
+                    step=lockstep.step,
                     extra=self._replica.capture_state(),
                     report=report,
                 )
@@ -314,8 +314,8 @@ class Answers:
 
     def send_final_snapshot(self) -> None:
         """Send the last state, with the samples trained since the last round."""
-        lockstep, together, protocol = self._replica.lockstep, self._together, self._protocol
-        fault = self._judge.final_fault(self._replica.progress.epoch)
+        is_lockstep, lockstep, protocol = self._replica.is_lockstep, self._lockstep, self._protocol
+        fault = self._finite_check.final_fault(self._replica.progress.epoch)
         payload = self._averager.last_snapshot()
         self._tell_weight()
         shutdown = protocol.shutdown
@@ -324,9 +324,9 @@ class Answers:
             m.FinalSnapshot(
                 rank=self._rank,
                 payload=payload,
-                num_samples=together.buffer_samples if lockstep else protocol.samples,
-                weight=None if lockstep else protocol.weight,
-                step=together.step if lockstep or self._replica.alone else 0,
+                num_samples=lockstep.buffer_samples if is_lockstep else protocol.samples,
+                weight=None if is_lockstep else protocol.weight,
+                step=lockstep.step if is_lockstep or self._replica.alone else 0,
                 fault=fault,
                 extra=self._replica.capture_state() if extra else None,
             )

@@ -9,7 +9,7 @@ from coordinator.messages import EpochPlan
 from runtime.worker.worker_config import WorkerConfig
 
 
-class Windows:
+class PlanSteps:
     """A plan cut into optimizer steps of up to ``accumulate`` micro-batches.
 
     Attributes:

@@ -128,7 +128,7 @@ class WorkerProtocol:
         return self.state in (_S.LEAVING, _S.GONE)
 
     @property
-    def takes_plans(self) -> bool:
+    def accepts_plans(self) -> bool:
         """Whether a plan that comes now is to be trained; one sent before a halt is void."""
         return not self.leaving and self.state is not _S.HALTED
 
@@ -162,7 +162,7 @@ class WorkerProtocol:
             return None
         match message:
             case m.StartEpoch():
-                if self.takes_plans:
+                if self.accepts_plans:
                     self.plans.append(message.plan)
             case m.Throttle():
                 self._allowance = m.Allowance(
@@ -236,7 +236,7 @@ class WorkerProtocol:
         self.weight += weight
         self._weight_since += weight
 
-    def lockstep(self, batches: int) -> None:
+    def step_reduced(self, batches: int) -> None:
         """A step whose gradients were averaged is done: nothing waits for a round."""
         self.unreported += batches
 
@@ -276,7 +276,7 @@ class WorkerProtocol:
         self._new_round(update.allowance)
         return True
 
-    def forget_samples(self) -> int:
+    def discard_samples(self) -> int:
         """What was trained since the last round has no effect, and so no weight in the next.
 
         Returns:

@@ -19,7 +19,7 @@ from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
 from runtime.replica.schedule import Schedule
 from runtime.replica.stepper import Stepper
-from runtime.worker.lockstep import Lockstep
+from runtime.worker.lockstep import LockstepProgress
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ class RankCheckpoint:
         averager: ReplicaAverager,
         generator: torch.Generator,
         context: Device,
-        together: Lockstep,
+        lockstep: LockstepProgress,
         log: ValueLog,
         lr_scale: float,
-        lockstep: bool,
+        is_lockstep: bool,
     ) -> None:
         self._rank = rank
         self._state = state
@@ -70,12 +70,12 @@ class RankCheckpoint:
         self._averager = averager
         self._generator = generator
         self._context = context
-        self._together = together
+        self._lockstep = lockstep
         self._log = log
         self._lr_scale = lr_scale
         names = state.buffers.names
         # Without lockstep those in the state dict are averaged with the weights.
-        averaged = set() if lockstep else set(model.state_dict())
+        averaged = set() if is_lockstep else set(model.state_dict())
         self._own_buffers = [i for i, name in enumerate(names) if name not in averaged]
         self._module = ModuleState(model)
         self._before_sync: State | None = None
@@ -114,9 +114,9 @@ class RankCheckpoint:
         return {
             "buffers": {self._state.buffers.names[i]: tensors[i] for i in self._own_buffers},
             "together": [
-                self._together.step,
-                self._together.num_syncs,
-                self._together.buffer_samples,
+                self._lockstep.step,
+                self._lockstep.num_syncs,
+                self._lockstep.buffer_samples,
             ],
         }
 
@@ -149,19 +149,19 @@ class RankCheckpoint:
                 f"module ({type(error).__name__}: {error}); build them as in the run that wrote it"
             ) from error
         if self._rank == 0:
-            self._tell_of_settings(built, saved)
+            self._warn_of_settings(built, saved)
         before = float(saved["lr_scale"])
         if before != self._lr_scale:
             self._schedule.rescale(self._lr_scale / before)
         self._restore_buffers(saved["buffers"])
-        together = self._together
-        together.step, together.num_syncs, together.buffer_samples = saved["together"]
+        lockstep = self._lockstep
+        lockstep.step, lockstep.num_syncs, lockstep.buffer_samples = saved["together"]
         self._averager.version = int(saved["version"])
         self._log.start_at(int(saved["local_step"]))
         self._generators = saved["generators"]
         self._begun_epoch = int(saved["begun_epoch"])
 
-    def _tell_of_settings(self, built: Sequence[State], saved: Mapping[str, Any]) -> None:
+    def _warn_of_settings(self, built: Sequence[State], saved: Mapping[str, Any]) -> None:
         """Warn of numbers of the optimizer that were built in vain."""
         theirs = saved["optimizer"]["param_groups"]
         scales = {"lr": self._lr_scale / float(saved["lr_scale"])}

@@ -1,7 +1,7 @@
 """What a worker tells of its time: nothing, or the causes and events of its lane.
 
 A step costs three changes of cause: to its data, to its computation, and back to the loop.
-These are written by the step itself, to :attr:`Recorder.lane`, where there is one.
+These are written by the step itself, to :attr:`WorkerRecorder.lane`, where there is one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runtime.worker.worker_config import UserFunctions
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class Recorder:
+class WorkerRecorder:
     """Is told by one worker, in its thread, what its time goes to; this one notes nothing.
 
     Between two steps that no message parts, the worker calls none of these methods.
@@ -141,7 +141,7 @@ _WORK: dict[type, tuple[int, str | None]] = {
 """What answering a message counts as, and its part in an averaging round."""
 
 
-class LaneRecorder(Recorder):
+class LaneRecorder(WorkerRecorder):
     """Notes on a rank's lane what its worker's time goes to.
 
     Args:
@@ -300,7 +300,7 @@ class LaneRecorder(Recorder):
         self._end_epoch()
 
 
-class Recording:
+class RunRecorder:
     """Ties a run to its timeline; without one, every call does nothing.
 
     Args:
@@ -333,9 +333,11 @@ class Recording:
         if self._timeline is not None:
             service.observe(self._timeline.begin(facts, devices, machine).observe)
 
-    def recorder(self, rank: int) -> Recorder:
+    def recorder(self, rank: int) -> WorkerRecorder:
         """What the worker of a rank tells of its time."""
-        return Recorder() if self._timeline is None else LaneRecorder(self._timeline.lane(rank))
+        return (
+            WorkerRecorder() if self._timeline is None else LaneRecorder(self._timeline.lane(rank))
+        )
 
     def built(self, rank: int, model: torch.nn.Module) -> None:
         """A worker has built its replica."""

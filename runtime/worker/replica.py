@@ -22,14 +22,14 @@ from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.flat import NamedParams, ParamSubset
 from runtime.replica.global_batch import GlobalBatch
-from runtime.replica.non_finite import ReplicaJudge, StepJudge
+from runtime.replica.non_finite import ReplicaFiniteCheck, StepFiniteCheck
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import OptimizerPart, Stepper
-from runtime.worker.collective_groups import Groups
-from runtime.worker.lockstep import Lockstep
+from runtime.worker.collective_groups import CollectiveGroups
+from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.rank_checkpoint import RankCheckpoint
-from runtime.worker.recorder import Recorder
+from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -81,10 +81,10 @@ class WorkerReplica:
         *,
         generator: torch.Generator,
         progress: WorkerProgress,
-        together: Lockstep,
+        lockstep: LockstepProgress,
         timer: StepTimer,
         meter: StepMeter,
-        recorder: Recorder,
+        recorder: WorkerRecorder,
         resume: ResumePoint | None = None,
     ) -> None:
         self.rank = config.rank
@@ -92,8 +92,8 @@ class WorkerReplica:
         self.context = context
         self.generator = generator
         self.progress = progress
-        self.together = together
-        self.lockstep = collective is not None and config.policy is ApplyPolicy.SYNC
+        self.lockstep = lockstep
+        self.is_lockstep = collective is not None and config.policy is ApplyPolicy.SYNC
         self._recorder = recorder
         if collective is not None:
             recorder.joins(collective)
@@ -123,14 +123,14 @@ class WorkerReplica:
         self._reducers: list[GradientReducer] = []
         self.part_log = ValueLog()
         self.stepper = self._make_stepper(config, collective, timer, meter)
-        self.judge = ReplicaJudge(
+        self.finite_check = ReplicaFiniteCheck(
             config.on_non_finite,
             config.rank,
             params,
             self.optimizer,
             meter,
             lambda: progress.local_step,
-            averaged=config.world_size > 1 and not self.lockstep,
+            averaged=config.world_size > 1 and not self.is_lockstep,
         )
         self.averager = ReplicaAverager(self.state, context, collective)
         self.own = RankCheckpoint(
@@ -142,10 +142,10 @@ class WorkerReplica:
             averager=self.averager,
             generator=generator,
             context=context,
-            together=together,
+            lockstep=lockstep,
             log=meter.log,
             lr_scale=config.lr_scale,
-            lockstep=self.lockstep,
+            is_lockstep=self.is_lockstep,
         )
         if resume is not None:
             saved = resume.rank(config.rank)
@@ -170,7 +170,7 @@ class WorkerReplica:
     ) -> Stepper:
         """Makes steps, under lockstep with the other ranks."""
         parts: list[OptimizerPart] = []
-        judge: StepJudge | None = None
+        finite_check: StepFiniteCheck | None = None
         if isinstance(self.optimizer, Optimizers):
             for name, optimizer in self.optimizer.members.items():
                 named = self._params_of(name)
@@ -178,8 +178,8 @@ class WorkerReplica:
                 reducer = self._make_reducer(config, named, collective, own, timer)
                 parts.append(OptimizerPart(name, named, optimizer, reducer, own))
         else:
-            judge = self._step_judge(config, self.state.params, meter.log)
-            self._make_reducer(config, self.state.params, collective, judge, timer)
+            finite_check = self._step_judge(config, self.state.params, meter.log)
+            self._make_reducer(config, self.state.params, collective, finite_check, timer)
         stepper = Stepper(
             self.model,
             self.state.params,
@@ -188,7 +188,7 @@ class WorkerReplica:
             precision=config.precision,
             max_grad_norm=config.max_grad_norm,
             reducer=None if parts or not self._reducers else self._reducers[0],
-            judge=judge,
+            finite_check=finite_check,
             timer=timer,
             rates=None if self.capturable is None else self.capturable.rates,
             is_prompt=self.context.is_prompt,
@@ -213,15 +213,15 @@ class WorkerReplica:
         config: WorkerConfig,
         params: NamedParams,
         collective: Collective | None,
-        judge: StepJudge | None,
+        finite_check: StepFiniteCheck | None,
         timer: StepTimer,
     ) -> GradientReducer | None:
-        if collective is None or not self.lockstep:
+        if collective is None or not self.is_lockstep:
             return None
         reducer = GradientReducer(
             params,
             collective,
-            judge,
+            finite_check,
             self.context.comm,
             bucket_bytes=config.bucket_bytes,
             timer=timer,
@@ -231,12 +231,12 @@ class WorkerReplica:
 
     def _step_judge(
         self, config: WorkerConfig, params: NamedParams, log: ValueLog
-    ) -> StepJudge | None:
+    ) -> StepFiniteCheck | None:
         """Who judges each step, where that is done before it is made."""
         mode = config.on_non_finite
-        if mode == "ignore" or (mode == "raise" and not self.lockstep):
+        if mode == "ignore" or (mode == "raise" and not self.is_lockstep):
             return None
-        return StepJudge(
+        return StepFiniteCheck(
             mode,
             config.rank,
             params,
@@ -271,10 +271,10 @@ class WorkerReplica:
 
     def sync_buffers(self) -> None:
         """Under lockstep, average the buffers: every rank is between the same two steps."""
-        if self.lockstep:
+        if self.is_lockstep:
             with self._recorder.averaging():
-                self.averager.sync_buffers(self.together.buffer_samples)
-                self.together.synced()
+                self.averager.sync_buffers(self.lockstep.buffer_samples)
+                self.lockstep.synced()
 
     def join(self, collective: Collective) -> None:
         """Meet the other ranks there from now on, and leave the collective of before."""
@@ -299,10 +299,10 @@ class WorkerReplica:
         """
         if donor is None:
             raise CollectiveAborted(f"rank {rank} died before it was copied from")
-        if self.together.standing < donor.together.standing:
+        if self.lockstep.position < donor.lockstep.position:
             self.copy_from(donor)
             self.context.finish()  # the donor trains on as soon as this is told
-            self.together.copy_from(donor.together)
+            self.lockstep.copy_from(donor.lockstep)
 
     def copy_from(self, donor: WorkerReplica) -> None:
         """Take over everything that training has changed in another rank's replica.
@@ -316,7 +316,7 @@ class WorkerReplica:
 
 
 @dataclass(slots=True)
-class Peers:
+class RunPeers:
     """Shared by the workers of a run in which ranks may die.
 
     Attributes:
@@ -325,7 +325,7 @@ class Peers:
             only while that one waits for it in the first meeting of a new group.
     """
 
-    groups: Groups
+    groups: CollectiveGroups
     replicas: dict[int, WorkerReplica] = field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import LogMark, PendingStep, StepMeter, ValueLog
 from runtime.device.timing import StepTimer
 from runtime.replica.capturable import CapturableOptimizer
-from runtime.replica.graphs import Fallbacks, GraphedSteps, GraphWindow
+from runtime.replica.graphs import GraphedSteps, GraphFallbacks, StaticWindow
 from runtime.replica.schedule import ScheduleMark
 from runtime.replica.stepper import DROPPED, MADE, StepEnd, TrainFn, TrainFns
 from runtime.timeline.events import COMPUTE, CONTROL
@@ -31,14 +31,14 @@ from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.worker_config import StepResult, WorkerConfig
 
-MAX_UNSEEN = 3
+MAX_STEPS_AHEAD = 3
 """Steps that may be launched before the host knows that the first of them counts."""
 
 
 class WorkerSteps:
     """Makes the optimizer steps of one worker. In its thread.
 
-    With a collective whose ``host_runs_ahead`` is set, up to ``MAX_UNSEEN`` steps are launched
+    With a collective whose ``host_runs_ahead`` is set, up to ``MAX_STEPS_AHEAD`` steps are launched
     before the host inspects how the reduction of the first has ended. None of them is reported
     before that, and every other user of the replica calls :meth:`conclude` first. The device skips
     each step whose reduction was aborted.
@@ -67,15 +67,15 @@ class WorkerSteps:
         *,
         await_batch: AwaitBatch | None = None,
         lane: Lane | None = None,
-        fallbacks: Fallbacks | None = None,
+        fallbacks: GraphFallbacks | None = None,
     ) -> None:
         self.replica = replica
         self._context = replica.context
         self._stepper = replica.stepper
         self._schedule = replica.schedule
         self._capturable = replica.capturable
+        self._is_lockstep = replica.is_lockstep
         self._lockstep = replica.lockstep
-        self._together = replica.together
         self._progress = replica.progress
         self._protocol = protocol
         self._meter = meter
@@ -84,26 +84,26 @@ class WorkerSteps:
         self._await_batch = await_batch
         self._lane = lane
         self._part = config.batch_part
-        self._makes_again = self._lockstep and (config.redoes or config.falls_back)
+        self._makes_again = self._is_lockstep and (config.redoes or config.falls_back)
         self._redoes = config.redoes
         self._launched: deque[_Launched] = deque()
         self._schedule_before: ScheduleMark | None = None
-        self._shrinks = config.balance and self._lockstep
-        varies = self._lockstep and (config.balance or config.batch_sizes is not None)
+        self._shrinks = config.balance and self._is_lockstep
+        varies = self._is_lockstep and (config.balance or config.batch_sizes is not None)
         self._memory = replica.context.step_memory() if varies else None
         self._buckets = config.bucket_bytes is not None
         self._gathers = config.all_gather
         self._late_weight: Tensor | None = None  # of steps since it was last told
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
-            fallbacks = fallbacks or Fallbacks()
+            fallbacks = fallbacks or GraphFallbacks()
             self._graphs = self._make_graphs(config, self._capturable, fallbacks, varies=varies)
 
     def _make_graphs(
         self,
         config: WorkerConfig,
         optimizer: CapturableOptimizer,
-        fallbacks: Fallbacks,
+        fallbacks: GraphFallbacks,
         *,
         varies: bool,
     ) -> GraphedSteps:
@@ -186,7 +186,7 @@ class WorkerSteps:
         lane = self._lane
         first: Any = None
         if self._launched:
-            self._look(MAX_UNSEEN - 1)
+            self._confirm(MAX_STEPS_AHEAD - 1)
         if sizes:
             assert self._await_batch is not None, "the worker is closed, or was given no batches"
             first = self._await_batch(answer=not self._protocol.leaving)
@@ -216,12 +216,12 @@ class WorkerSteps:
         """
         total = sum(sizes)
         self._timer.start()
-        if self._lockstep:
+        if self._is_lockstep:
             self._make_undoable_step(sizes, first, train_fn, total)
             return
         end = self._make_step(sizes, first, train_fn, total)
         self._timer.stop(len(sizes))
-        self._together.stepped(0 if end.dropped else total)
+        self._lockstep.stepped(0 if end.dropped else total)
         self._count(len(sizes), total, dropped=end.dropped)
 
     def _make_undoable_step(
@@ -250,8 +250,8 @@ class WorkerSteps:
             self._memory.stepped(max(sizes))
             if self._shrinks:  # shares that are fixed stay as they are
                 self._meter.most_samples = self._memory.most
-        self._together.stepped(0 if end.dropped else total)
-        outcome = self._stepper.take_outcome()
+        self._lockstep.stepped(0 if end.dropped else total)
+        outcome = self._stepper.take_late_result()
         if outcome is None and not self._launched:
             self._count(len(sizes), total, dropped=end.dropped)
             return
@@ -282,7 +282,7 @@ class WorkerSteps:
                 back.
         """
         if self._launched:
-            self._look(0)
+            self._confirm(0)
 
     def give_up(self) -> BaseException | None:
         """As :meth:`conclude`, where steps are broken off already: gives the error, if any."""
@@ -292,7 +292,7 @@ class WorkerSteps:
             return error
         return None
 
-    def _look(self, num_unseen: int) -> None:
+    def _confirm(self, num_unseen: int) -> None:
         """Count the steps that are known to be good, leaving at most ``num_unseen`` others."""
         launched = self._launched
         while launched and (len(launched) > num_unseen or launched[0].outcome.done):
@@ -305,13 +305,13 @@ class WorkerSteps:
             self._values.log.give(step.values)
             self._meter.add(step.num_batches, step.num_samples)
             self._meter.add_empty(step.num_empty)
-            self._protocol.lockstep(step.num_batches + step.num_empty)
+            self._protocol.step_reduced(step.num_batches + step.num_empty)
 
     def _take_back(self) -> None:
         """The oldest step that was launched has failed, and so have all after it."""
         first = self._launched[0].before
         for step in self._launched:
-            self._together.took_back(step.num_samples)
+            self._lockstep.step_undone(step.num_samples)
             self._progress.local_step -= step.num_batches + step.num_empty
         self._launched.clear()
         self._values.log.start_at(first.mark.step)
@@ -447,10 +447,10 @@ class WorkerSteps:
             # The frames hold what has used the memory up.
             raise PieceTooLarge(size) from without_frames(error)
 
-    def _make_held(self, window: GraphWindow, train_fn: TrainFn, total: int) -> None:
+    def _make_held(self, window: StaticWindow, train_fn: TrainFn, total: int) -> None:
         """The batches so far, when the window turns out to be none for a graph."""
         assert self._graphs is not None
-        self._graphs.pass_by()
+        self._graphs.report_skipped()
         self._graphs.eagerly(window, train_fn, total)
 
     def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
@@ -471,8 +471,8 @@ class WorkerSteps:
         self._progress.local_step += batches
         kept = 0 if dropped else samples
         self._meter.add(batches, samples, num_skipped=samples - kept)
-        if self._lockstep:
-            self._protocol.lockstep(batches)
+        if self._is_lockstep:
+            self._protocol.step_reduced(batches)
             return
         window = None if dropped else self._stepper.window
         if window is None:
@@ -492,9 +492,9 @@ class WorkerSteps:
             self._launched[-1].num_empty += num_batches
             return
         self._meter.add_empty(num_batches)
-        self._protocol.lockstep(num_batches)
+        self._protocol.step_reduced(num_batches)
 
-    def tell_weight(self) -> None:
+    def flush_weight(self) -> None:
         """Tell the protocol the weights that were summed on the device; waits for it."""
         late, self._late_weight = self._late_weight, None
         if late is not None:

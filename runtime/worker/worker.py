@@ -31,16 +31,16 @@ from runtime.device.cuda import open_device
 from runtime.device.metering import StepMeter
 from runtime.replica.build import BuildOrder
 from runtime.replica.flat import FlatState, norm
-from runtime.replica.graphs import Fallbacks
+from runtime.replica.graphs import GraphFallbacks
 from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
-from runtime.worker.lockstep import Lockstep, StopAgreement
-from runtime.worker.message_handler import Answers
-from runtime.worker.plan_steps import Windows
+from runtime.worker.lockstep import LockstepAgreement, LockstepProgress
+from runtime.worker.message_handler import MessageHandler
+from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol, WorkerState
-from runtime.worker.recorder import Recorder
-from runtime.worker.replica import Peers, WorkerProgress, WorkerReplica, key_generator
+from runtime.worker.recorder import WorkerRecorder
+from runtime.worker.replica import RunPeers, WorkerProgress, WorkerReplica, key_generator
 from runtime.worker.reporter import Reporter
 from runtime.worker.step import BatchLog, WorkerSteps
 from runtime.worker.worker_config import (
@@ -106,12 +106,12 @@ class GpuWorker:
         make_loader: Callable[[GpuWorker, Callable[[], None]], Loader] | None = None,
         collective: Collective | None = None,
         build_order: BuildOrder | None = None,
-        agreement: StopAgreement | None = None,
-        peers: Peers | None = None,
+        agreement: LockstepAgreement | None = None,
+        peers: RunPeers | None = None,
         device: Device | None = None,
-        fallbacks: Fallbacks | None = None,
+        fallbacks: GraphFallbacks | None = None,
         resume: ResumePoint | None = None,
-        recorder: Recorder | None = None,
+        recorder: WorkerRecorder | None = None,
     ) -> None:
         prepare_threads()  # where no run did it
         allow_own_draws()
@@ -123,11 +123,11 @@ class GpuWorker:
         key_generator(self.generator, config.seed, config.rank, 0)
         self.protocol = WorkerProtocol(config.rank)
         self._progress = WorkerProgress()
-        self._recorder = recorder or Recorder()
+        self._recorder = recorder or WorkerRecorder()
         self._lane = self._recorder.lane
         self._functions = self._recorder.watch(functions)
         self._context = device or open_device(config.device, config.num_cpu_workers)
-        self._together = Lockstep(agreement)
+        self._lockstep = LockstepProgress(agreement)
         self._peers = peers
         timer = self._context.new_timer()
         meter = StepMeter(self._context.new_log(), timer)
@@ -146,7 +146,7 @@ class GpuWorker:
                 build_order or BuildOrder(alone=True),
                 generator=self.generator,
                 progress=self._progress,
-                together=self._together,
+                lockstep=self._lockstep,
                 timer=timer,
                 meter=meter,
                 recorder=self._recorder,
@@ -156,7 +156,7 @@ class GpuWorker:
         self.optimizer = self.replica.optimizer
         self._schedule = self.replica.schedule
         self._reporter.schedule = self._schedule
-        self._lockstep = self.replica.lockstep
+        self._is_lockstep = self.replica.is_lockstep
         self.steps = WorkerSteps(
             config,
             self.replica,
@@ -177,15 +177,15 @@ class GpuWorker:
         if peers is not None:
             peers.replicas[self.rank] = self.replica
 
-    def _make_answers(self) -> Answers:
-        return Answers(
+    def _make_answers(self) -> MessageHandler:
+        return MessageHandler(
             self,
             self.replica,
             self.protocol,
             self._reporter,
             self._functions,
             self._recorder,
-            self.steps.tell_weight,
+            self.steps.flush_weight,
             self.steps.conclude,
             falls_back=self.config.falls_back,
         )
@@ -279,7 +279,7 @@ class GpuWorker:
     def snapshot_params(self, round_id: int = 0) -> m.ParamSnapshot:
         """The live state as CPU tensors that alias nothing, with its weight."""
         payload = self.replica.averager.snapshot(reuse=False)
-        self.steps.tell_weight()
+        self.steps.flush_weight()
         return m.ParamSnapshot(
             rank=self.rank,
             round=round_id,
@@ -322,7 +322,7 @@ class GpuWorker:
                 leaving = self.handle_control()
                 # Under lockstep a peer may have begun a plan that came before an orderly end:
                 # every rank then begins it, and all of them stop together.
-                all_begin = self._lockstep and self._wants_snapshot()
+                all_begin = self._is_lockstep and self._wants_snapshot()
                 plan = self.protocol.begin_plan(leaving_too=all_begin)
                 if plan is not None:
                     return plan
@@ -353,7 +353,7 @@ class GpuWorker:
             self.steps.verify_graphs()
             self._submit(plan)
             self._submitted.remove(plan)
-            windows = Windows(plan, self.config)
+            windows = PlanSteps(plan, self.config)
             last = len(windows.steps) - 1
             for index, sizes in enumerate(windows.steps):
                 if not self._may_step():
@@ -370,7 +370,7 @@ class GpuWorker:
             self.steps.conclude()
             if not plan.more:
                 self.replica.sync_buffers()
-            self._answers.capture_if_reached()
+            self._answers.apply_agreed()
         if plan.more:
             self.protocol.end_plan()
             self._reporter.report_epoch(plan.epoch, wait=False)
@@ -391,20 +391,20 @@ class GpuWorker:
 
     def _may_step(self) -> bool:
         """Answer messages; whether the next step may begin."""
-        trains = not self._lockstep and self.protocol.state is WorkerState.TRAINING
+        trains = not self._is_lockstep and self.protocol.state is WorkerState.TRAINING
         if trains and self._inbox.empty() and not (self._deferred or self._reporter.held):
             return True  # as most steps find it
         if self.handle_control() and not self._finish_together():
             return False
-        if not self._lockstep:
+        if not self._is_lockstep:
             return True
-        self._answers.capture_if_reached()
-        return not self._together.stop_reached
+        self._answers.apply_agreed()
+        return not self._lockstep.stop_reached
 
     def _finish_together(self) -> bool:
         """Under lockstep a stop is agreed: this step is still made, by all ranks."""
-        if self._lockstep and self._wants_snapshot():
-            self._together.propose_stop()
+        if self._is_lockstep and self._wants_snapshot():
+            self._lockstep.propose_stop()
             return True
         return False
 
@@ -461,7 +461,7 @@ class GpuWorker:
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
-        if self._together.stop_reached:
+        if self._lockstep.stop_reached:
             self.replica.own.keep_buffers()
             self.replica.sync_buffers()
             self.protocol.drop_plans()
@@ -470,9 +470,9 @@ class GpuWorker:
     def _end_plan(self, plan: m.EpochPlan) -> None:
         with self._recorder.last_report(self.device):
             params_norm: float | None = None
-            if self._lockstep or self.world_size == 1:
+            if self._is_lockstep or self.world_size == 1:
                 # No round follows: the report closes the epoch.
-                self.replica.judge.require_finite()
+                self.replica.finite_check.require_finite()
                 if self.replica.averager.leads and plan.num_batches:
                     params_norm = float(norm(self.replica.state.params.flats))
             self.protocol.end_plan()
@@ -514,7 +514,7 @@ class GpuWorker:
         if isinstance(message, Wake):
             return
         with self._recorder.answering(message, self.protocol):
-            if isinstance(message, m.StartEpoch) and self.protocol.takes_plans:
+            if isinstance(message, m.StartEpoch) and self.protocol.accepts_plans:
                 self._submit(message.plan)
             work = self.protocol.receive(message)
             if isinstance(work, m.Regroup):
@@ -537,7 +537,7 @@ class GpuWorker:
         except (CollectiveAborted, CollectiveTimeout) as error:
             if not self.config.falls_back:
                 raise GpuWorkerError(f"rank {self.rank} could not meet its new group") from error
-            self._tell_unconnected(message, error)
+            self._send_unconnected(message, error)
             return
         self.replica.join(collective)
         self.protocol.regrouped(message.generation)
@@ -549,7 +549,7 @@ class GpuWorker:
         collective.barrier()  # no donor trains on before all have copied
         self._reporter.put(m.Regrouped(rank=self.rank, generation=message.generation))
 
-    def _tell_unconnected(self, message: m.Regroup, error: BaseException) -> None:
+    def _send_unconnected(self, message: m.Regroup, error: BaseException) -> None:
         """The new group could not be connected: another one is to come."""
         self._reporter.put(
             m.Unconnected(
@@ -563,17 +563,17 @@ class GpuWorker:
             self.protocol.regrouped(message.generation)
         else:
             self.protocol.generation = message.generation
-            self._tell_halted()
+            self._send_halted()
 
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
         try:
-            self._live()
+            self._run()
         finally:
             self._recorder.ended()
             self.steps.forget_graphs()  # while their stream is this worker's alone
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         self._reporter.put(m.Ready(rank=self.rank))
         while True:
             try:
@@ -591,7 +591,7 @@ class GpuWorker:
                 continue
             except CollectiveAborted as error:
                 # Another rank failed, which is told by that rank; if by none, by this one.
-                goes_on = self._lockstep and (self.config.redoes or self.config.falls_back)
+                goes_on = self._is_lockstep and (self.config.redoes or self.config.falls_back)
                 fault = str(error) if error.failed else None
                 if not goes_on and not self.drain_until_shutdown(DRAIN_S):
                     raise GpuWorkerError(
@@ -601,7 +601,7 @@ class GpuWorker:
             except CollectiveTimeout as error:
                 # A peer is late, not dead: with others that wait, meet it anew.
                 goes_on = self.config.survives or (self.config.falls_back and error.failed)
-                if not (goes_on and self._lockstep):
+                if not (goes_on and self._is_lockstep):
                     raise
                 fault = str(error) if error.failed else None
             if self.protocol.leaving:
@@ -635,9 +635,9 @@ class GpuWorker:
         self._context.finish()  # a peer may copy from this replica as soon as it is told
         if not self.protocol.leaving:
             self.protocol.halt()
-        self._tell_halted(fault, too_large)
+        self._send_halted(fault, too_large)
 
-    def _tell_halted(
+    def _send_halted(
         self, fault: str | None = None, too_large: PieceTooLarge | None = None
     ) -> None:
         cause = None if too_large is None else too_large.__cause__
@@ -645,8 +645,8 @@ class GpuWorker:
             m.Halted(
                 rank=self.rank,
                 generation=self.protocol.generation,
-                step=self._together.step,
-                num_syncs=self._together.num_syncs,
+                step=self._lockstep.step,
+                num_syncs=self._lockstep.num_syncs,
                 fault=fault,
                 report=self._reporter.take_report(),
                 too_large=0 if too_large is None else too_large.num_samples,

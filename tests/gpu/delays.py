@@ -61,9 +61,9 @@ class DelayedState(FlatState):
         super().snapshot_into(payload)
         self._delays()
 
-    def snapshot_measured(self, payload):
+    def snapshot_with_norms(self, payload):
         self._delays()
-        squares = super().snapshot_measured(payload)
+        squares = super().snapshot_with_norms(payload)
         self._delays()
         return squares
 
@@ -71,13 +71,13 @@ class DelayedState(FlatState):
         self._delays()
         super().load(average)
 
-    def keep_progress(self, base, scratch):
+    def compute_progress(self, base, scratch):
         self._delays()
-        super().keep_progress(base, scratch)
+        super().compute_progress(base, scratch)
 
-    def load_plus(self, average, progress, scratch):
+    def load_with_progress(self, average, progress, scratch):
         self._delays()
-        super().load_plus(average, progress, scratch)
+        super().load_with_progress(average, progress, scratch)
         self._delays()
 
     def add_progress(self, average, base, scratch):

@@ -32,7 +32,7 @@ from coordinator.messages import (
     Send,
 )
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.worker.lockstep import StopAgreement
+from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.worker_config import WAKE
 from tests.simulation.checks import Checks
 from tests.simulation.effects import Batch, SamplesOf, Traced, Violation, WeightOf, average, replica
@@ -133,7 +133,7 @@ class Simulation:
         self.samples_of = SamplesOf(c.num_samples, c.batch_size)
         lockstep = c.policy is ApplyPolicy.SYNC and c.world_size > 1
         self.weight_of = WeightOf(self.samples_of, schedule.seed % 2 == 1 and not lockstep)
-        self.agreement = StopAgreement()
+        self.agreement = LockstepAgreement()
         self.machine = Coordinator(c, None if origin is None else origin.run)
         self.per_global = c.world_size if origin is None else origin.run["per_global"]
         self.result: Traced = replica(frozenset() if origin is None else origin.held, ())

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
-from runtime.worker.lockstep import Lockstep
-from runtime.worker.plan_steps import Windows
+from runtime.worker.lockstep import LockstepProgress
+from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.reporter import Reporter
 from runtime.worker.worker_config import WAKE, Wake, WorkerConfig
@@ -90,7 +90,7 @@ class SimWorker:
         self.was_built = False
         self._sim = sim
         self._in_steps = c.policy is ApplyPolicy.SYNC
-        self._lockstep = c.world_size > 1 and self._in_steps
+        self._is_lockstep = c.world_size > 1 and self._in_steps
         self._config = WorkerConfig(
             rank=rank,
             world_size=c.world_size,
@@ -109,13 +109,13 @@ class SimWorker:
         )
         self._deferred: deque[Any] = deque()
         self._begun_epoch = -1
-        self._together = Lockstep(sim.agreement)
+        self._lockstep = LockstepProgress(sim.agreement)
         self._snapshot: tuple[Batch, ...] = ()
         self._before: Traced | None = None
         self.replica = sim.new_replica()
         if sim.origin is not None:
             self.base = sim.origin.held
-            self._together.step = sim.origin.step(rank)
+            self._lockstep.step = sim.origin.step(rank)
         self.steps = self._run()
 
     @property
@@ -150,27 +150,27 @@ class SimWorker:
                     break
                 continue
             except CollectiveAborted as error:
-                if not (self._goes_on and self._lockstep):
+                if not (self._goes_on and self._is_lockstep):
                     yield from self._drain_until_shutdown()
                 fault = str(error) if error.failed else None
             except CollectiveTimeout:
                 fault = None
-                if not (self._sim.schedule.config.continue_on_failure and self._lockstep):
+                if not (self._sim.schedule.config.continue_on_failure and self._is_lockstep):
                     raise
             if self.protocol.leaving:
                 self._reporter.report_rest()
                 break
             self._halt(fault)
         if self._wants_snapshot():
-            counts = self._lockstep or self._config.world_size == 1
+            counts = self._is_lockstep or self._config.world_size == 1
             assert self.protocol.shutdown is not None
             self._reporter.put(
                 m.FinalSnapshot(
                     rank=self.rank,
                     payload=self._copied(last=True),
-                    num_samples=0 if self._lockstep else self.protocol.samples,
-                    weight=None if self._lockstep else self.protocol.weight,
-                    step=self._together.step if counts else 0,
+                    num_samples=0 if self._is_lockstep else self.protocol.samples,
+                    weight=None if self._is_lockstep else self.protocol.weight,
+                    step=self._lockstep.step if counts else 0,
                     extra=self._extra() if self.protocol.shutdown.capture else None,
                 )
             )
@@ -189,15 +189,15 @@ class SimWorker:
     def _halt(self, fault: str | None = None, too_large: int = 0) -> None:
         if not self.protocol.leaving:
             self.protocol.halt()
-        self._tell_halted(fault, too_large)
+        self._send_halted(fault, too_large)
 
-    def _tell_halted(self, fault: str | None = None, too_large: int = 0) -> None:
+    def _send_halted(self, fault: str | None = None, too_large: int = 0) -> None:
         self._reporter.put(
             m.Halted(
                 rank=self.rank,
                 generation=self.protocol.generation,
-                step=self._together.step,
-                num_syncs=self._together.num_syncs,
+                step=self._lockstep.step,
+                num_syncs=self._lockstep.num_syncs,
                 fault=fault,
                 report=self._reporter.take_report(),
                 too_large=too_large,
@@ -216,16 +216,16 @@ class SimWorker:
             )
             if message.step is not None:
                 self.protocol.generation = message.generation
-                self._tell_halted()
+                self._send_halted()
                 return
         self.protocol.regrouped(message.generation)
         if message.step is None:
             return
         if message.donor is not None:
             donor = self._sim.workers[message.donor]
-            if self._together.standing < donor._together.standing:
+            if self._lockstep.position < donor._lockstep.position:
                 self.base = donor.base
-                self._together.copy_from(donor._together)
+                self._lockstep.copy_from(donor._lockstep)
         yield self._join("regroup", message.generation, 0)
         self._reporter.put(m.Regrouped(rank=self.rank, generation=message.generation))
 
@@ -248,7 +248,7 @@ class SimWorker:
     def _wait_for_plan(self) -> Steps:
         while True:
             leaving = yield from self._handle_control()
-            all_begin = self._lockstep and self._wants_snapshot()
+            all_begin = self._is_lockstep and self._wants_snapshot()
             plan = self.protocol.begin_plan(leaving_too=all_begin)
             if plan is not None:
                 return plan
@@ -266,7 +266,7 @@ class SimWorker:
             self._sim.checks.on_lockstep_plan(self.rank, plan, num_held)
         else:
             self._sim.checks.on_own_batches(self.rank, plan)
-        windows = Windows(plan, self._config)
+        windows = PlanSteps(plan, self._config)
         batches = deque((plan.epoch, b) for span in plan.batches for b in span)
         for index, sizes in enumerate(windows.steps):
             if not (yield from self._may_step()):
@@ -289,25 +289,25 @@ class SimWorker:
         if (yield from self._handle_control()) and not self._finish_together():
             return False
         self._capture_if_reached()
-        return not (self._lockstep and self._together.stop_reached)
+        return not (self._is_lockstep and self._lockstep.stop_reached)
 
     def _finish_together(self) -> bool:
-        if self._lockstep and self._wants_snapshot():
-            self._together.propose_stop()
+        if self._is_lockstep and self._wants_snapshot():
+            self._lockstep.propose_stop()
             return True
         return False
 
     def _abandon(self, plan: m.EpochPlan) -> Steps:
-        if self._together.stop_reached:
+        if self._lockstep.stop_reached:
             yield from self._sync_buffers()
             self.protocol.drop_plans()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
 
     def _sync_buffers(self) -> Steps:
-        if self._lockstep:
-            yield self._join("buffers", self._together.step, 0)
-            self._together.synced()
+        if self._is_lockstep:
+            yield self._join("buffers", self._lockstep.step, 0)
+            self._lockstep.synced()
 
     def _run_window(self, sizes: Any, batches: deque[Batch], num_empty: int = 0) -> Steps:
         if sizes and not (yield from self._await_batch(answer=not self.protocol.leaving)):
@@ -334,17 +334,17 @@ class SimWorker:
                     self.replica.train(one)
         # Pieces whose samples the peers train.
         trained += [batches.popleft() for _ in range(num_empty)]
-        if self._lockstep:
-            join = self._join("step", self._together.step, sum(sizes))
+        if self._is_lockstep:
+            join = self._join("step", self._lockstep.step, sum(sizes))
             self.base = (yield replace(join, loads=tuple(trained))).base
         elif self._in_steps:
             self.local += self._sim.checks.on_reduced({self.rank: trained}, [sum(sizes)])
-        self._together.stepped(sum(sizes))
+        self._lockstep.stepped(sum(sizes))
         self.num_steps += 1
         self._reporter.meter.add(len(sizes), sum(sizes), elapsed)
         self._reporter.meter.add_empty(num_empty)
-        if self._lockstep:
-            self.protocol.lockstep(len(sizes) + num_empty)
+        if self._is_lockstep:
+            self.protocol.step_reduced(len(sizes) + num_empty)
         else:
             weight = sum(map(self._sim.weight_of, trained)) if self._sim.weight_of.own else None
             self.protocol.trained(len(sizes), sum(sizes), weight)
@@ -372,26 +372,26 @@ class SimWorker:
     # -- checkpoints -------------------------------------------------------------------
 
     def _extra(self) -> dict[str, Any]:
-        return {"rank": self.rank, "step": self._together.step}
+        return {"rank": self.rank, "step": self._lockstep.step}
 
     def _capture(self, capture: int) -> None:
-        if not self._lockstep:
+        if not self._is_lockstep:
             self._capture_now(capture)
-        elif capture > self._together.num_captured:
+        elif capture > self._lockstep.num_captured:
             if self.protocol.plan is not None or self.protocol.plans:
-                self._together.propose_capture(capture)
+                self._lockstep.propose_capture(capture)
             else:
                 self._capture_now(capture)
 
     def _capture_if_reached(self) -> None:
-        if self._lockstep and (capture := self._together.capture_reached) is not None:
+        if self._is_lockstep and (capture := self._lockstep.capture_reached) is not None:
             self._capture_now(capture)
 
     def _capture_now(self, capture: int) -> None:
-        self._together.num_captured = capture
+        self._lockstep.num_captured = capture
         report = self._reporter.take_report(wait=True)
         payload: m.Payload = self._copied()
-        if self._lockstep:  # one rank sends the parameters, each of them its buffers
+        if self._is_lockstep:  # one rank sends the parameters, each of them its buffers
             leads = self.rank == self._sim.group_of(self.protocol.generation)[0]
             payload = m.Payload(params=(self.state,) if leads else (), buffers=(self.rank,))  # type: ignore[arg-type]
         self._reporter.put(
@@ -399,8 +399,8 @@ class SimWorker:
                 rank=self.rank,
                 id=capture,
                 payload=payload,
-                num_samples=int(self._lockstep),
-                step=self._together.step,
+                num_samples=int(self._is_lockstep),
+                step=self._lockstep.step,
                 extra=self._extra(),
                 report=report,
             )
@@ -432,7 +432,7 @@ class SimWorker:
             case None:
                 pass
             case m.SyncNow():
-                yield from self._sync_now(work)
+                yield from self._run_sync_round(work)
             case m.RequestParams():
                 self._send_snapshot(work)
             case m.Update():
@@ -458,7 +458,7 @@ class SimWorker:
             case _:
                 raise Violation(f"the protocol leaves {work} to the worker")
 
-    def _sync_now(self, message: m.SyncNow) -> Steps:
+    def _run_sync_round(self, message: m.SyncNow) -> Steps:
         report = self._reporter.take_report(wait=message.capture)
         ok, extra, average = False, None, None
         fault: str | None = None

@@ -13,7 +13,7 @@ from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool, LockstepPlan
 from coordinator.rounds import Round, RoundKeeper
 from coordinator.state import BatchLimits
-from runtime.worker.plan_steps import Windows
+from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly
 from tests.simulation.harness import Simulation, simulate
@@ -315,12 +315,12 @@ def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
 
 
 def test_a_weight_that_is_not_that_of_the_share_is_found(monkeypatch):
-    init = Windows.__init__
+    init = PlanSteps.__init__
 
     def of_whole_batches(self, plan, config):
         init(self, replace(plan, pieces=()), config)
 
-    monkeypatch.setattr(Windows, "__init__", of_whole_batches)
+    monkeypatch.setattr(PlanSteps, "__init__", of_whole_batches)
     assert_is_found("weighs", drawn(shares))
 
 

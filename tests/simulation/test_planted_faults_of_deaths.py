@@ -15,8 +15,8 @@ from coordinator.failures import Survival
 from coordinator.machine import Coordinator
 from coordinator.pool import ChunkPool, Ledger, LockstepPlan
 from coordinator.rounds import RoundKeeper
-from runtime.worker.lockstep import Lockstep
-from runtime.worker.plan_steps import Windows
+from runtime.worker.lockstep import LockstepProgress
+from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Simulation, SimulationFailed
@@ -149,7 +149,7 @@ def test_a_step_counted_by_what_was_told_is_found(monkeypatch):
 
 
 def test_a_laggard_that_copies_nothing_is_found(monkeypatch):
-    monkeypatch.setattr(Lockstep, "standing", property(lambda self: (0, 0)))
+    monkeypatch.setattr(LockstepProgress, "position", property(lambda self: (0, 0)))
     assert_is_found("Violation")
 
 
@@ -242,7 +242,7 @@ def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
             self.plan = self.plans.popleft()
         return begin_plan(self, leaving_too=leaving_too) or self.plan
 
-    monkeypatch.setattr(WorkerProtocol, "takes_plans", property(lambda self: not self.leaving))
+    monkeypatch.setattr(WorkerProtocol, "accepts_plans", property(lambda self: not self.leaving))
     monkeypatch.setattr(WorkerProtocol, "begin_plan", even_halted)
     with pytest.raises(SimulationFailed, match="Violation"):
         _run_all(200)
@@ -305,10 +305,10 @@ def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
 
 def test_slices_that_are_counted_as_global_batches_are_found(monkeypatch):
     """Where few ranks train a global batch in several slices, each step has all of them."""
-    init = Windows.__init__
+    init = PlanSteps.__init__
 
     def of_slices(self, plan, config):
         init(self, dataclasses.replace(plan, num_slices=1), config)
 
-    monkeypatch.setattr(Windows, "__init__", of_slices)
+    monkeypatch.setattr(PlanSteps, "__init__", of_slices)
     assert_is_found("", drawn(lockstep))

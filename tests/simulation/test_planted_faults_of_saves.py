@@ -13,7 +13,7 @@ from coordinator.checkpoint import CheckpointRounds, Note, capture_run
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import Epochs
 from coordinator.pool import ChunkPool
-from runtime.worker.lockstep import Lockstep
+from runtime.worker.lockstep import LockstepProgress
 from tests.simulation.finding import assert_is_found, drawn
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
 from tests.simulation.saves import Origin
@@ -81,7 +81,7 @@ def test_ranks_that_capture_without_agreeing_on_a_step_are_found(monkeypatch):
     def at_once(self, capture):
         self._agreement.propose_capture(capture, self.step)
 
-    monkeypatch.setattr(Lockstep, "propose_capture", at_once)
+    monkeypatch.setattr(LockstepProgress, "propose_capture", at_once)
     assert_is_found("ranks captured other steps")
 
 

@@ -125,7 +125,7 @@ def test_an_average_without_weights_is_found(monkeypatch):
 
 
 def test_a_snapshot_without_buffers_is_found(monkeypatch):
-    measured = FlatState.snapshot_measured
+    measured = FlatState.snapshot_with_norms
 
     def careless(self, payload):
         held = [t.clone() for t in payload.buffers]
@@ -134,7 +134,7 @@ def test_a_snapshot_without_buffers_is_found(monkeypatch):
             buffer.copy_(before)
         return squares
 
-    monkeypatch.setattr(FlatState, "snapshot_measured", careless)
+    monkeypatch.setattr(FlatState, "snapshot_with_norms", careless)
     assert_is_found("effects in buffers", draw_rounds, tensors=True)
 
 

@@ -205,7 +205,7 @@ def test_a_model_factory_may_run_another_run():
 
 def test_a_model_factory_may_wait_for_a_run_that_has_not_built_its_models(caplog, monkeypatch):
     """A lock would be held by one that waits for the other."""
-    monkeypatch.setattr(build, "BUILT_ALONE_S", 0.5)
+    monkeypatch.setattr(build, "BUILD_LOCK_TIMEOUT_S", 0.5)
     begun, started = threading.Event(), threading.Event()
 
     def student(device):

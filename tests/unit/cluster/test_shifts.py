@@ -8,7 +8,7 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, Send
-from runtime.worker.lockstep import Lockstep, StopAgreement
+from runtime.worker.lockstep import LockstepAgreement, LockstepProgress
 
 
 def delta(value):
@@ -39,8 +39,8 @@ def test_two_rounds_between_machines_during_one_averaging_are_both_told_after_it
 
 
 def test_lockstep_ranks_take_shifts_that_come_within_a_step_in_order_and_at_one_step():
-    agreement = StopAgreement()
-    first, second = Lockstep(agreement), Lockstep(agreement)
+    agreement = LockstepAgreement()
+    first, second = LockstepProgress(agreement), LockstepProgress(agreement)
     first.propose_shift(shift(1))
     first.propose_shift(shift(2))
     second.propose_shift(shift(1))
@@ -52,4 +52,4 @@ def test_lockstep_ranks_take_shifts_that_come_within_a_step_in_order_and_at_one_
             rank.shifted(due)
             taken.setdefault(rank, []).append((due.id, rank.step))
     assert list(taken.values()) == [[(1, 1), (2, 1)]] * 2
-    assert first.standing == second.standing
+    assert first.position == second.position

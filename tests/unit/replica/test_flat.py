@@ -101,7 +101,7 @@ def test_a_snapshot_that_is_measured_tells_the_norm_of_each_flat_tensor(mixed):
     state = FlatState(mixed)
     plain, measured = state.new_payload(), state.new_payload()
     state.snapshot_into(plain)
-    squares = state.snapshot_measured(measured)
+    squares = state.snapshot_with_norms(measured)
     for one, other in zip(
         (*plain.params, *plain.buffers, *plain.taken),
         (*measured.params, *measured.buffers, *measured.taken),
@@ -128,8 +128,8 @@ def test_progress_is_kept_exactly(mixed, at_once):
     if at_once:
         state.add_progress(average, base, scratch)
     else:
-        state.keep_progress(base, scratch)
-        state.load_plus(average, base, scratch)
+        state.compute_progress(base, scratch)
+        state.load_with_progress(average, base, scratch)
     assert mixed.wide.tolist() == [i + 11.0 for i in range(7)]
     assert mixed.scalar.item() == 12.0
     assert int(mixed.norm.num_batches_tracked) == 4

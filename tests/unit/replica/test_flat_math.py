@@ -26,7 +26,7 @@ def bits(tensor):
 def test_a_copy_is_a_copy_and_tells_the_squared_norm(dtype, numel):
     source = (torch.randn(numel) + 1).to(dtype)
     out = torch.empty_like(source)
-    square = flat_math.copy_measured(out, source)
+    square = flat_math.copy_with_norm(out, source)
     assert bits(out) == bits(source)
     wide = source.to(torch.complex128 if dtype.is_complex else torch.float64)
     assert square == pytest.approx(float(wide.abs().square().sum()), rel=1e-5)
@@ -38,7 +38,7 @@ def test_a_copy_is_a_copy_and_tells_the_squared_norm(dtype, numel):
 def test_a_value_that_is_not_finite_shows_in_the_norm(dtype, bad, where):
     source = torch.ones(1003, dtype=dtype)
     source[where] = bad
-    square = flat_math.copy_measured(torch.empty_like(source), source)
+    square = flat_math.copy_with_norm(torch.empty_like(source), source)
     assert not 0 <= square < float("inf")
 
 
@@ -48,7 +48,7 @@ def test_a_norm_of_many_equal_values_has_its_digits():
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # several sum up a part each
     try:
-        square = flat_math.copy_measured(torch.empty_like(source), source)
+        square = flat_math.copy_with_norm(torch.empty_like(source), source)
     finally:
         torch.set_num_threads(before)
     assert square == pytest.approx(float(source[0].double() ** 2) * source.numel(), rel=1e-3)
@@ -56,7 +56,7 @@ def test_a_norm_of_many_equal_values_has_its_digits():
 
 def test_large_values_whose_squares_overflow_are_finite():
     source = torch.full((1003,), 1e30)
-    square = flat_math.copy_measured(torch.empty_like(source), source)
+    square = flat_math.copy_with_norm(torch.empty_like(source), source)
     assert square == pytest.approx(1003e60)
 
 

@@ -21,7 +21,7 @@ from runtime import (
     current_worker,
     record_scalar,
 )
-from runtime.core.loss_weights import WindowWeight, _tell_of_guess
+from runtime.core.loss_weights import WindowWeight, _warn_of_guess
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import EMPTY, Stepper
@@ -677,7 +677,7 @@ def test_an_output_may_tell_its_weight_itself():
 
 
 def test_an_output_of_which_nothing_is_known_is_told_of_once(caplog):
-    _tell_of_guess.cache_clear()
+    _warn_of_guess.cache_clear()
 
     def train(model, batch):
         return {"loss": model.w.sum()}

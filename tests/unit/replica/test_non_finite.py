@@ -10,7 +10,7 @@ from runtime import NonFiniteError, WorkerFailed, current_worker
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.replica import non_finite as finite
 from runtime.replica.flat import FlatState
-from runtime.replica.non_finite import ON_NON_FINITE, ReplicaJudge, all_finite
+from runtime.replica.non_finite import ON_NON_FINITE, ReplicaFiniteCheck, all_finite
 from runtime.worker.reporter import Reporter
 from tests.support.faulty import (
     KINDS,
@@ -331,51 +331,57 @@ def judge_of(module, mode, *, averaged=True):
     meter = StepMeter(ValueLog())
     params = FlatState(module).params
     optimizer = torch.optim.SGD(module.parameters(), 1.0, momentum=0.9)
-    judge = ReplicaJudge(mode, 2, params, optimizer, meter, lambda: 7, averaged=averaged)
-    return judge, meter, optimizer
+    finite_check = ReplicaFiniteCheck(
+        mode, 2, params, optimizer, meter, lambda: 7, averaged=averaged
+    )
+    return finite_check, meter, optimizer
 
 
 def test_samples_of_rounds_that_are_given_up_are_skipped_once():
     module = Pair()
-    judge, meter, optimizer = judge_of(module, "ignore")
-    assert judge.enter_round(5)
+    finite_check, meter, optimizer = judge_of(module, "ignore")
+    assert finite_check.enter_round(5)
     with torch.no_grad():
         module.second[1] = float("nan")
-    assert not judge.enter_round(10)
-    assert not judge.enter_round(16)
+    assert not finite_check.enter_round(10)
+    assert not finite_check.enter_round(16)
     assert meter.num_skipped == 16
     optimizer.state[module.first]["momentum_buffer"] = torch.ones(2)
-    judge.healed(3)
+    finite_check.healed(3)
     assert meter.take().num_skipped == 19
     assert meter.take().num_skipped == 0
     assert not optimizer.state
-    assert not judge.poisoned
+    assert not finite_check.poisoned
 
 
 def test_norms_that_a_snapshot_has_measured_judge_the_replica(monkeypatch):
     """The parameters are read again only to tell an overflow from a value that is not finite."""
     module = Pair()
-    judge, _, _ = judge_of(module, "ignore")
+    finite_check, _, _ = judge_of(module, "ignore")
     read = []
     monkeypatch.setattr(finite, "all_finite", lambda flats: read.append(1) or all_finite(flats))
-    assert judge.enter_round(5, (4.0, 1e300))
+    assert finite_check.enter_round(5, (4.0, 1e300))
     assert not read
-    assert judge.enter_round(5, (4.0, float("inf")))
+    assert finite_check.enter_round(5, (4.0, float("inf")))
     assert len(read) == 1
     with torch.no_grad():
         module.second[1] = float("nan")
-    assert not judge.enter_round(5, (4.0, float("nan")))
-    assert judge.poisoned
+    assert not finite_check.enter_round(5, (4.0, float("nan")))
+    assert finite_check.poisoned
 
 
 @pytest.mark.parametrize(("mode", "averaged"), [("raise", True), ("skip", True), ("ignore", False)])
 def test_a_replica_that_cannot_be_healed_enters_no_round(mode, averaged):
     module = Pair()
-    judge, _, _ = judge_of(module, mode, averaged=averaged)
-    judge.require_finite()
+    finite_check, _, _ = judge_of(module, mode, averaged=averaged)
+    finite_check.require_finite()
     with torch.no_grad():
         module.second[1] = float("inf")
-    for use in (judge.require_finite, lambda: judge.enter_round(1), lambda: judge.final_fault(0)):
+    for use in (
+        finite_check.require_finite,
+        lambda: finite_check.enter_round(1),
+        lambda: finite_check.final_fault(0),
+    ):
         with pytest.raises(NonFiniteError) as caught:
             use()
         error = caught.value

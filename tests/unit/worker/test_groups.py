@@ -6,7 +6,7 @@ import pytest
 
 from runtime.collective import create_collectives
 from runtime.core.errors import CollectiveAborted
-from runtime.worker.collective_groups import Groups
+from runtime.worker.collective_groups import CollectiveGroups
 from tests.support.running import THREAD, WAIT_S
 
 
@@ -47,7 +47,7 @@ def in_threads(*functions):
 
 def test_a_group_is_made_once_and_each_rank_gets_its_own_end():
     make = Maker()
-    groups = Groups(make)
+    groups = CollectiveGroups(make)
     ends = in_threads(*(lambda r=r: groups.end(1, (0, 2, 5), r, THREAD) for r in (0, 2, 5)))
     assert make.made == [(0, 2, 5)]
     assert [end.rank for end in ends] == [0, 1, 2]
@@ -56,7 +56,7 @@ def test_a_group_is_made_once_and_each_rank_gets_its_own_end():
 
 
 def test_a_group_that_broke_before_it_was_made_comes_broken():
-    groups = Groups(Maker())
+    groups = CollectiveGroups(Maker())
     groups.abort(1)
     with pytest.raises(CollectiveAborted):
         groups.end(1, (0, 1), 0, THREAD).barrier()
@@ -67,7 +67,7 @@ def test_a_group_that_broke_before_it_was_made_comes_broken():
 def test_a_group_can_be_broken_while_it_is_made():
     hold = threading.Event()
     make = Maker(hold)
-    groups = Groups(make)
+    groups = CollectiveGroups(make)
     found = []
     thread = threading.Thread(target=lambda: found.append(groups.end(1, (0, 1), 0, THREAD)))
     thread.start()
@@ -81,7 +81,7 @@ def test_a_group_can_be_broken_while_it_is_made():
 
 
 def test_breaking_one_group_leaves_the_others():
-    groups = Groups(Maker())
+    groups = CollectiveGroups(Maker())
     old = groups.end(0, (0,), 0, THREAD)
     new = groups.end(1, (0,), 0, THREAD)
     groups.abort(0)
@@ -96,7 +96,7 @@ def test_breaking_one_group_leaves_the_others():
 
 def test_when_the_run_is_over_no_group_is_made_any_more():
     make = Maker()
-    groups = Groups(make)
+    groups = CollectiveGroups(make)
     groups.close()
     with pytest.raises(CollectiveAborted, match="over"):
         groups.end(0, (0, 1), 0, THREAD)
@@ -106,7 +106,7 @@ def test_when_the_run_is_over_no_group_is_made_any_more():
 def test_a_run_that_ends_while_a_group_is_made_closes_it():
     hold = threading.Event()
     make = Maker(hold)
-    groups = Groups(make)
+    groups = CollectiveGroups(make)
     found = []
     thread = threading.Thread(target=lambda: found.append(groups.end(1, (0, 1), 0, THREAD)))
     thread.start()
@@ -123,7 +123,7 @@ def test_a_run_that_fails_while_a_group_is_made_breaks_that_group_too(made_first
     """Its ranks would meet nobody, and wait for them until their timeout."""
     hold = threading.Event()
     make = Maker(hold)
-    groups = Groups(make)
+    groups = CollectiveGroups(make)
     found = []
     thread = threading.Thread(target=lambda: found.append(groups.end(1, (0,), 0, THREAD)))
     if not made_first:

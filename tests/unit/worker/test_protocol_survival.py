@@ -44,7 +44,7 @@ def test_a_halt_forgets_the_plan_and_those_behind_it():
 def test_a_plan_that_was_sent_before_the_halt_is_void():
     """The group broke while it was on its way; its batches are dealt out anew."""
     protocol = halted()
-    assert not protocol.takes_plans
+    assert not protocol.accepts_plans
     protocol.receive(m.StartEpoch(plan=PLAN))
     assert protocol.begin_plan() is None
     protocol.regrouped(1)
@@ -110,7 +110,7 @@ def test_weights_follow_what_was_trained_through_rounds():
     protocol.trained(1, 10)
     assert protocol.receive(m.Rollback(round=3)) is not None
     assert protocol.weight == 12.0
-    assert protocol.forget_samples() == 20
+    assert protocol.discard_samples() == 20
     assert protocol.weight == 0
 
 

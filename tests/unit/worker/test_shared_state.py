@@ -12,7 +12,7 @@ import pytest
 from runtime.collective.base import Rendezvous
 from runtime.core.errors import CollectiveAborted
 from runtime.core.threads import LiveRegistry
-from runtime.replica.graphs import Fallbacks
+from runtime.replica.graphs import GraphFallbacks
 from tests.support.running import WAIT_S
 
 STRESS_S = 0.15
@@ -73,7 +73,7 @@ def test_objects_come_and_die_while_others_read_which_there_are():
 
 
 def test_what_a_rank_finds_out_for_all_is_not_lost_to_another_that_speaks_for_itself():
-    class Interrupted(Fallbacks):
+    class Interrupted(GraphFallbacks):
         """Another rank speaks as soon as one has read what all know."""
 
         value, other = False, None

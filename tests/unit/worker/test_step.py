@@ -11,9 +11,9 @@ from runtime.core.errors import CollectiveAborted
 from runtime.device.cuda import open_device
 from runtime.device.metering import StepMeter
 from runtime.replica.build import BuildOrder
-from runtime.worker.lockstep import Lockstep
+from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.protocol import WorkerProtocol
-from runtime.worker.recorder import Recorder
+from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import WorkerProgress, WorkerReplica
 from runtime.worker.step import BatchLog, WorkerSteps
 from tests.support.running import CPU, count_up, counter, plain_sgd
@@ -30,7 +30,7 @@ class Bench:
         functions = UserFunctions(model_factory=model, optim_factory=plain_sgd, train_fn=count_up)
         device = open_device(CPU, 1)
         self.meter = StepMeter(device.new_log(), timer := device.new_timer())
-        self.progress, self.together = WorkerProgress(), Lockstep()
+        self.progress, self.lockstep = WorkerProgress(), LockstepProgress()
         self.protocol = WorkerProtocol(0)
         self.protocol.built()
         self.replica = WorkerReplica(
@@ -41,10 +41,10 @@ class Bench:
             BuildOrder(alone=True),
             generator=torch.Generator(),
             progress=self.progress,
-            together=self.together,
+            lockstep=self.lockstep,
             timer=timer,
             meter=self.meter,
-            recorder=Recorder(),
+            recorder=WorkerRecorder(),
         )
         self.asked = []
         self._batches = iter(batches)
@@ -69,7 +69,7 @@ def test_a_window_is_one_step_and_counted_as_its_batches():
     assert bench.asked == [True, False, False]  # messages are answered before a step alone
     counted = bench.protocol
     assert (counted.batches, counted.samples, counted.weight) == (3, 6, 6)
-    assert (bench.progress.local_step, bench.together.step) == (3, 1)
+    assert (bench.progress.local_step, bench.lockstep.step) == (3, 1)
     tally = bench.meter.take()
     assert (tally.num_batches, tally.num_samples, tally.loss_samples) == (3, 6, 6)
 
@@ -88,7 +88,7 @@ def test_the_weights_of_losses_are_counted_for_the_samples():
 
     for _ in range(2):
         bench.steps.run([SIZE], None, weighted)
-    bench.steps.tell_weight()
+    bench.steps.flush_weight()
     assert (bench.protocol.samples, bench.protocol.weight) == (4, 3.0)
 
 
@@ -122,11 +122,11 @@ def test_a_lockstep_step_whose_reduction_fails_is_undone(survives, monkeypatch):
         patch.setattr(end, "weighted_mean_", broken)
         with pytest.raises(CollectiveAborted):
             bench.steps.run([SIZE], 1, seeing)
-    assert (bench.w, bench.together.step, bench.progress.local_step) == (1.0, 1, 1)
+    assert (bench.w, bench.lockstep.step, bench.progress.local_step) == (1.0, 1, 1)
     assert bench.replica.model.seen.item() == (1.0 if survives else 2.0)
     assert bench.meter.take().loss_samples == SIZE
     bench.steps.run([SIZE], 1, seeing)
-    assert (bench.w, bench.together.step) == (2.0, 2)
+    assert (bench.w, bench.lockstep.step) == (2.0, 2)
     end.close()
 
 

@@ -17,7 +17,7 @@ from runtime.timeline.events import RunFacts
 from runtime.timeline.recorder import CoordinatorLane
 from runtime.worker import recorder
 from runtime.worker.rank_checkpoint import RankCheckpoint
-from runtime.worker.recorder import LaneRecorder, Recorder, Recording
+from runtime.worker.recorder import LaneRecorder, RunRecorder, WorkerRecorder
 from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
 from tests.support.trace_format import load_trace
@@ -29,7 +29,7 @@ WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
-class Counting(Recorder):
+class Counting(WorkerRecorder):
     """Counts what it is told."""
 
     def __init__(self):
@@ -56,11 +56,11 @@ def test_the_recorder_of_a_lane_leaves_nothing_out():
     def points(kind):
         return {name for name in vars(kind) if not name.startswith("_")}
 
-    assert points(Recorder) <= points(LaneRecorder) | {"lane"}
+    assert points(WorkerRecorder) <= points(LaneRecorder) | {"lane"}
 
 
 def test_a_run_without_a_timeline_has_no_lane():
-    assert Recording(None).recorder(0).lane is None
+    assert RunRecorder(None).recorder(0).lane is None
 
 
 def test_each_message_to_a_worker_counts_as_something():

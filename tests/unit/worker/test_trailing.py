@@ -162,7 +162,7 @@ def test_of_a_broken_reduction_nothing_reaches_the_parameters_nor_the_count(lone
     assert lone.num_forwards > break_at
     assert lone.alone.w == float(break_at)
     assert lone.worker.local_step == break_at
-    assert lone.worker._together.step == break_at
+    assert lone.worker._lockstep.step == break_at
     reports = [r for r in lone.alone.take() if isinstance(r, (m.BatchReport, m.EpochReport))]
     assert sum(r.tally.num_batches for r in reports) == break_at
     assert sum(r.tally.loss_samples for r in reports) == 2 * break_at

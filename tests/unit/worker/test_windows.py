@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.messages import EpochPlan
 from runtime import WorkerConfig
-from runtime.worker.plan_steps import Windows
+from runtime.worker.plan_steps import PlanSteps
 
 SPANS = [
     (),
@@ -41,13 +41,13 @@ def one_by_one(plan: EpochPlan, config: WorkerConfig) -> list[list[int]]:
 def test_steps_have_the_sizes_of_their_batches(spans, accumulate, shares, num_samples):
     config = WorkerConfig(num_samples=num_samples, batch_size=4, accumulate=accumulate)
     plan = EpochPlan(epoch=0, batches=spans, shares=shares)
-    steps = Windows(plan, config).steps
+    steps = PlanSteps(plan, config).steps
     assert [list(step) for step in steps] == one_by_one(plan, config)
 
 
 def test_the_steps_of_a_long_plan_share_their_sizes():
     config = WorkerConfig(num_samples=4_000_001, batch_size=4, accumulate=2)
-    steps = Windows(EpochPlan(epoch=0, batches=(range(1_000_001),)), config).steps
+    steps = PlanSteps(EpochPlan(epoch=0, batches=(range(1_000_001),)), config).steps
     assert len(steps) == 500_001
     assert len({id(step) for step in steps}) == 2
     assert (list(steps[0]), list(steps[-1])) == ([4, 4], [1])
@@ -58,5 +58,5 @@ def test_steps_have_the_sizes_of_their_pieces(accumulate):
     config = WorkerConfig(num_samples=18, batch_size=4, accumulate=accumulate)
     pieces = ((0, 7), (8, 9), (16, 17))
     plan = EpochPlan(epoch=0, batches=(range(0, 6, 2),), shares=(3, 2), pieces=pieces)
-    steps = [list(step) for step in Windows(plan, config).steps]
+    steps = [list(step) for step in PlanSteps(plan, config).steps]
     assert steps == ([[7], [1], [1]] if accumulate == 1 else [[7, 1], [1]])

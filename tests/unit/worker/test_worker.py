@@ -28,7 +28,7 @@ from runtime.data.stage import Stage
 from runtime.device.base import PendingCopy
 from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
-from runtime.worker.lockstep import StopAgreement
+from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.protocol import WorkerState
 from tests.support.running import CPU, WAIT_S, Trace, count_up, counter, numbers, plain_sgd
 
@@ -602,7 +602,7 @@ def test_no_final_snapshot_where_none_is_wanted():
 def test_lockstep_ranks_stop_together_where_one_reads_plan_and_end_at_once():
     """Rank 1 is inside a plan that rank 0 finds together with the order to end."""
     trace = Trace()
-    order, agreement = BuildOrder(0), StopAgreement()
+    order, agreement = BuildOrder(0), LockstepAgreement()
     collectives = create_collectives(2, "thread", None, 5.0)
     workers = [
         Alone(
