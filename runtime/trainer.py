@@ -129,7 +129,7 @@ class Trainer:
             TypeError, ValueError: An argument that cannot work, or what a factory gave.
             ReplicaMismatch: A factory gave different models.
         """
-        return set_up(model_or_factory, optim_factory, devices, DdpConfig(), spaced=None)
+        return set_up(model_or_factory, optim_factory, devices, DdpConfig(), use_el_che=None)
 
     @staticmethod
     def setup_with(
@@ -146,7 +146,7 @@ class Trainer:
         device trains between two reductions, where the loop supplies several with
         ``model.accumulate(...)``.
         """
-        return set_up(model_or_factory, optim_factory, devices, config, spaced=True)
+        return set_up(model_or_factory, optim_factory, devices, config, use_el_che=True)
 
 
 def fit(

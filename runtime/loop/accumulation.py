@@ -16,7 +16,7 @@ DEFAULT_MAX_ANCHOR = 200
 BatchT = TypeVar("BatchT")
 
 
-class Cadence:
+class AccumulationSchedule:
     """Batch counts by ElChe, or one batch for each device.
 
     Args:
@@ -24,27 +24,27 @@ class Cadence:
         el_che: ``None``: one batch for each.
 
     Attributes:
-        spaces_steps: Whether several calls of ``step()`` share a reduction, because the caller
+        spans_steps: Whether several calls of ``step()`` share a reduction, because the caller
             has set a ``max_anchor`` above 1.
     """
 
     def __init__(
-        self, world_size: int, el_che: ElChe | None = None, *, spaces_steps: bool = False
+        self, world_size: int, el_che: ElChe | None = None, *, spans_steps: bool = False
     ) -> None:
         self._world_size = world_size
         self._el_che = el_che
-        self.spaces_steps = spaces_steps
+        self.spans_steps = spans_steps
 
     @classmethod
-    def of(cls, world_size: int, config: DdpConfig, *, spaced: bool) -> Cadence:
+    def of(cls, world_size: int, config: DdpConfig, *, use_el_che: bool) -> AccumulationSchedule:
         """The cadence of a configuration.
 
         Args:
             world_size: Number of devices; one alone has nothing to reduce.
             config: Where ``max_anchor`` is 0 ElChe is off.
-            spaced: Whether ElChe is on otherwise.
+            use_el_che: Whether ElChe is on otherwise.
         """
-        if world_size == 1 or not spaced or config.max_anchor == 0:
+        if world_size == 1 or not use_el_che or config.max_anchor == 0:
             return cls(world_size)
         most = DEFAULT_MAX_ANCHOR if config.max_anchor is None else config.max_anchor
         target = 0.10 if config.overhead_target is None else config.overhead_target
@@ -55,7 +55,7 @@ class Cadence:
             overhead_target=target,
             speed_hint=config.speed_hint,
         )
-        return cls(world_size, el_che, spaces_steps=(config.max_anchor or 0) > 1)
+        return cls(world_size, el_che, spans_steps=(config.max_anchor or 0) > 1)
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def rounds(
         yield given
 
 
-def sync_seconds(measured: Sequence[tuple[float, int]]) -> float:
+def reduction_seconds(measured: Sequence[tuple[float, int]]) -> float:
     """What a reduction cost: that of the rank which waited least; NaN if not known yet."""
     known = [seconds for seconds, number in measured if number]
     return min(known) if known else math.nan

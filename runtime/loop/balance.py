@@ -16,7 +16,7 @@ import torch.distributed
 
 from coordinator.dispatch import split_by_ratio
 
-CALIBRATION_STEPS = 10
+WARMUP_STEPS = 10
 """Steps before the first re-balance."""
 REBALANCE_EVERY = 50
 """Steps from one re-balance to the next."""
@@ -57,7 +57,7 @@ class Balancer:
             weights = [1.0 if rank == slow else ratio for rank in range(world_size)]
         self._hinted = speed_hint is not None
         self._fixed = fixed
-        self._ratios = shares_of(weights)
+        self._ratios = normalized_shares(weights)
         self._throughput = [0.0] * world_size
         self._pending_s = [0.0] * world_size
         self._num_steps = 0
@@ -65,7 +65,7 @@ class Balancer:
         self._last_n = [0] * world_size
         self._costs: list[float] = []  # of the steps since the last re-balance
         self._trial: RatioTrial | None = None
-        self._held: Sequence[float] | None = None
+        self._rejected: Sequence[float] | None = None
         self._sizes: dict[int, tuple[int, ...]] = {}
 
     @property
@@ -104,12 +104,12 @@ class Balancer:
             Whether the ratios were fitted again.
         """
         self._num_steps += 1
-        self._note_cost()
-        since = self._num_steps - CALIBRATION_STEPS
+        self._record_cost()
+        since = self._num_steps - WARMUP_STEPS
         first_guess = self._hinted and self._num_steps == 1
         if self._fixed or (not first_guess and (since < 0 or since % REBALANCE_EVERY)):
             return False
-        if since >= 0 and self._fails_trial():
+        if since >= 0 and self._trial_failed():
             return True
         return self._rebalance(on_trial=since >= 0)
 
@@ -117,7 +117,7 @@ class Balancer:
         """Take ratios in proportion to speeds that were measured elsewhere."""
         if self._fixed:
             return
-        self._ratios = shares_of(weights)
+        self._ratios = normalized_shares(weights)
         self._sizes.clear()
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
@@ -134,24 +134,24 @@ class Balancer:
         if found is None:
             if len(self._sizes) > 64:
                 self._sizes.clear()
-            found = self._sizes[num_samples] = share_out(num_samples, self._ratios)
+            found = self._sizes[num_samples] = apportion(num_samples, self._ratios)
         return found
 
-    def _note_cost(self) -> None:
+    def _record_cost(self) -> None:
         """Seconds for each sample of a batch, once all devices have told their time for one."""
         if all(self._last_n):
             self._costs.append(max(self._last_s) / sum(self._last_n))
             self._last_s = [0.0] * len(self._last_s)
             self._last_n = [0] * len(self._last_n)
 
-    def _fails_trial(self) -> bool:
+    def _trial_failed(self) -> bool:
         """Take ratios back that were no gain."""
         trial, self._trial = self._trial, None
         if trial is None or not self._costs:
             return False
         if statistics.median(self._costs) <= trial.cost * (1 - MIN_GAIN / 2):
             return False
-        self._held = trial.throughput
+        self._rejected = trial.throughput
         self._costs = []
         self.adopt(trial.ratios)
         return True
@@ -162,9 +162,9 @@ class Balancer:
             return False
         costs, self._costs = self._costs, []
         fitted = self._fitted(measured)
-        if fitted == self._ratios or self._holds():
+        if fitted == self._ratios or self._speeds_unchanged():
             return True
-        self._held = None
+        self._rejected = None
         if on_trial and costs:
             self._trial = RatioTrial(self._ratios, statistics.median(costs), self.throughput)
         self.adopt(fitted)
@@ -177,7 +177,7 @@ class Balancer:
         weights = list(self._ratios)
         for rank in measured:
             weights[rank] = left * self._throughput[rank] / total
-        fitted = shares_of(weights)
+        fitted = normalized_shares(weights)
         equal = (1.0 / len(fitted),) * len(fitted)
         # Equal parts before others that are hardly better.
         for ratios in (equal, self._ratios):
@@ -185,12 +185,12 @@ class Balancer:
                 return ratios
         return fitted
 
-    def _holds(self) -> bool:
+    def _speeds_unchanged(self) -> bool:
         """Whether speeds are still those with which other ratios were no gain."""
-        if self._held is None:
+        if self._rejected is None:
             return False
-        before, now = sum(self._held), sum(self._throughput)
-        pairs = zip(self._held, self._throughput, strict=True)
+        before, now = sum(self._rejected), sum(self._throughput)
+        pairs = zip(self._rejected, self._throughput, strict=True)
         return all(abs(n / now - b / before) <= MIN_CHANGE * b / before for b, n in pairs)
 
     def _step_s(self, ratios: Sequence[float]) -> float:
@@ -213,7 +213,7 @@ class RatioTrial(NamedTuple):
     throughput: tuple[float, ...]
 
 
-def shares_of(weights: Sequence[float]) -> tuple[float, ...]:
+def normalized_shares(weights: Sequence[float]) -> tuple[float, ...]:
     """Parts in proportion to weights, none below the least one; they sum to 1.
 
     What the smallest are lifted by is taken from the others in proportion, again and again
@@ -240,7 +240,7 @@ def shares_of(weights: Sequence[float]) -> tuple[float, ...]:
     return tuple(share / total for share in shares)
 
 
-def share_out(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
+def apportion(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Whole numbers that sum to ``num_items``, as close to the ratios as one can come.
 
     Everyone gets at least 1; of fewer items than parties the first ones get one each.

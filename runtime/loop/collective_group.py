@@ -21,28 +21,28 @@ class CollectiveGroup:
 
     def __init__(self, make: Callable[[], Sequence[Collective]]) -> None:
         self._make = make
-        self._ends: Sequence[Collective] = ()
+        self._collectives: Sequence[Collective] = ()
         self._aborted = False
 
     def get(self) -> Sequence[Collective]:
-        """The ends, new ones after an abort. Blocks until the group is connected."""
+        """The collectives, new ones after an abort. Blocks until the group is connected."""
         if self._aborted:
             self.close()
-        if not self._ends:
-            self._ends = self._make()
-        return self._ends
+        if not self._collectives:
+            self._collectives = self._make()
+        return self._collectives
 
     def abort(self) -> None:
         """Wake whoever waits in a collective. From any thread."""
         self._aborted = True
-        for end in self._ends:
-            end.abort()
+        for collective in self._collectives:
+            collective.abort()
 
     def close(self) -> None:
         """Close the group; nobody is in it any more."""
-        ends, self._ends, self._aborted = self._ends, (), False
-        for end in ends:
-            end.close()
+        collectives, self._collectives, self._aborted = self._collectives, (), False
+        for collective in collectives:
+            collective.close()
 
 
 def resolve_backend(

@@ -33,11 +33,11 @@ from runtime.loop.balance import unequal_devices
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.loop_replica import LoopReplica, Options
-from runtime.loop.loop_setup import MakeModel, build_replicas
+from runtime.loop.loop_setup import RankModelFactory, build_replicas
 from runtime.loop.mirror import ReplicaMirror
 from runtime.loop.rank_threads import TaskOutcome
 from runtime.loop.runner import Runner
-from runtime.loop.shard_loss import LossFn, Part, Seconds, _check_result
+from runtime.loop.shard_loss import Seconds, ShardLoss, ShardLossFn, read_result
 from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples
 from runtime.replica.build import (
     CopyingFactory,
@@ -110,7 +110,7 @@ class DataParallelCoordinator(Closing):
         self,
         model_factory: ModelFactory | nn.Module,
         optim_factory: OptimFactory,
-        loss_fn: LossFn,
+        loss_fn: ShardLossFn,
         devices: Sequence[torch.device | str],
         *,
         backend: AverageBackend = AverageBackend.AUTO,
@@ -136,25 +136,29 @@ class DataParallelCoordinator(Closing):
         self.backend, self.backend_reason = resolve_backend(backend, self._devices)
         self._seconds = Seconds()
         self._busy = threading.Lock()
-        self._alike = True
+        self._in_sync = True
         self._num_batches = 0
         kind = self.backend.value if self.backend in _GROUPS else "thread"
-        num_ends = len(self._devices) if len(self._devices) > 1 else 0
-        ends = CollectiveGroup(
-            partial(create_collectives, num_ends, kind, self._devices) if num_ends else list
+        num_collectives = len(self._devices) if len(self._devices) > 1 else 0
+        group = CollectiveGroup(
+            partial(create_collectives, num_collectives, kind, self._devices)
+            if num_collectives
+            else list
         )
         self._runner = Runner(
-            self._devices, ends, LoopRecorder(None), name="data-parallel", patient=True
+            self._devices, group, LoopRecorder(None), name="data-parallel", waits_on_interrupt=True
         )
         try:
-            self._replicas = build_replicas(self._runner, _maker(model_factory), optim_factory)
-            ends.get()
+            self._replicas = build_replicas(
+                self._runner, _rank_model_factory(model_factory), optim_factory
+            )
+            group.get()
         except BaseException:
             self._runner.close()
             raise
-        self._shards = Shards(self._replicas, loss_fn)
-        self._unlike = unequal_devices(self._devices)
-        self._likeness = ReplicaMirror(self._replicas, self._runner)
+        self._shards = ShardTasks(self._replicas, loss_fn)
+        self._devices_differ = unequal_devices(self._devices)
+        self._mirror = ReplicaMirror(self._replicas, self._runner)
         for replica in self._replicas:
             replica.guard.close()  # a step by hand is the user's own affair
             # PyTorch takes the tensors of a state as they are, and each replica needs its own.
@@ -228,35 +232,35 @@ class DataParallelCoordinator(Closing):
             KeyboardInterrupt: Ctrl-C. Each replica has finished what it was doing, so either
                 all or none have stepped; the next call repairs the rest.
         """
-        with self._turn():
+        with self._exclusive():
             total = count_samples(samples)
             if total == 0:
                 raise ValueError("train_batch got no samples; leave the call out")
             shards = shard_samples(samples, self.num_devices)
             counts = [count_samples(shard) for shard in shards]
-            self._follow()
-            self._likeness.groups.check()
-            if self._likeness.loaded:
+            self._sync_flags()
+            self._mirror.groups.check()
+            if self._mirror.optimizer_loaded:
                 self._copy_from_primary("copy_optimizer")
-                self._likeness.loaded = False
-            if not self._alike or self._likeness.is_changed():
+                self._mirror.optimizer_loaded = False
+            if not self._in_sync or self._mirror.has_changed():
                 self._copy_all()
-            self._alike = False  # until the end: Ctrl-C may come between any two lines
+            self._in_sync = False  # until the end: Ctrl-C may come between any two lines
             try:
                 loss, correct, weights = self._compute(shards, counts)
                 if not any(weights):
                     self._undo()
-                    self._are_alike()
+                    self._mark_synced()
                     return BatchResult(0.0, correct, total, 0.0)
                 norm = self._reduce(weights)
             except BaseException:
                 if self._runner.fault is None:
                     self._undo()
-                    self._are_alike()
+                    self._mark_synced()
                 raise
             self._step(norm, counts)
             self._num_batches += 1
-            self._are_alike()
+            self._mark_synced()
         return BatchResult(loss, correct, total, norm)
 
     def _compute(
@@ -267,14 +271,16 @@ class DataParallelCoordinator(Closing):
         outcomes = self._run(
             lambda rank: self._shards.compute(rank, shards[rank], counts[rank]), tensors
         )
-        found: list[Part] = [outcome.value for outcome in outcomes]
-        self._seconds.look(found, counts)
+        found: list[ShardLoss] = [outcome.value for outcome in outcomes]
+        self._seconds.classify(found, counts)
         parts = []
         for rank, part in enumerate(found):
             try:
-                parts.append(self._seconds.read(part))
+                parts.append(self._seconds.resolve(part))
             except ValueError as error:
-                raise ReplicaFailed(rank, str(self._devices[rank]), self._what, error) from error
+                raise ReplicaFailed(
+                    rank, str(self._devices[rank]), self._batch_name, error
+                ) from error
         told = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
         if any(told) and not all(told):
             raise ValueError(
@@ -294,10 +300,10 @@ class DataParallelCoordinator(Closing):
 
     def _reduce(self, weights: Sequence[float]) -> float:
         """Average the gradients on all replicas; their norm."""
-        ends: Sequence[Collective | None] = self._runner.ends() or [None]
+        ends: Sequence[Collective | None] = self._runner.collectives() or [None]
 
-        def reduce(rank: int) -> Reduced:
-            with self._runner.waking_peers():
+        def reduce(rank: int) -> ReducedGradients:
+            with self._runner.aborting_on_error():
                 return self._shards.reduce(rank, ends[rank], weights[rank])
 
         try:
@@ -308,7 +314,7 @@ class DataParallelCoordinator(Closing):
                 "broken"
             )
             raise
-        reduced: list[Reduced] = [outcome.value for outcome in outcomes]
+        reduced: list[ReducedGradients] = [outcome.value for outcome in outcomes]
         bad = [rank for rank, r in enumerate(reduced) if not math.isfinite(r.norm)]
         if bad:
             rank = next((r for r in bad if weights[r] and reduced[r].bad is not None), bad[0])
@@ -321,12 +327,12 @@ class DataParallelCoordinator(Closing):
         if self._max_grad_norm is not None:
             factor = min(1.0, self._max_grad_norm / (norm + 1e-6))
         source = self._replicas[next(rank for rank, n in enumerate(counts) if n)]
-        options = self._likeness.groups.options()
+        options = self._mirror.groups.options()
         self._run(
             lambda rank: self._shards.step(rank, factor, source, options if rank else None),
             changes=True,
         )
-        if self._unlike:
+        if self._devices_differ:
             self._copy_from_primary("copy_params")
 
     def sync_params(self) -> None:
@@ -338,20 +344,20 @@ class DataParallelCoordinator(Closing):
         Raises:
             ReplicaMismatch, RuntimeError: As :meth:`train_batch`.
         """
-        with self._turn():
-            self._follow()
+        with self._exclusive():
+            self._sync_flags()
             self._copy_all()
 
-    def _follow(self) -> None:
+    def _sync_flags(self) -> None:
         """Parts, modes and frozen parameters of the primary hold for all."""
-        self._likeness.check()
+        self._mirror.check()
         for module in self._replicas[0].modules:
             for key, buffer in module._buffers.items():
                 # Made by a forward in inference mode: nobody else may write to it.
                 if buffer is not None and buffer.is_inference():
                     with torch.inference_mode(False):
                         module._buffers[key] = buffer.clone()
-        self._likeness.flags(always=True)  # loss_fn may have changed those of any replica
+        self._mirror.sync_flags(always=True)  # loss_fn may have changed those of any replica
 
     def _copy_all(self) -> None:
         """Give every replica all tensors of the primary's."""
@@ -363,21 +369,21 @@ class DataParallelCoordinator(Closing):
                     f"replica {rank} cannot follow the primary: {difference}; change tensors in "
                     "place and keep their shapes, or build a new DataParallelCoordinator"
                 )
-        if not self._alike:
+        if not self._in_sync:
             self._undo()  # of a batch that was interrupted; nothing where it was stepped
-        self._alike = False
+        self._in_sync = False
         self._copy_from_primary("copy_weights")
-        self._are_alike()
+        self._mark_synced()
 
     def _undo(self) -> None:
         self._run(self._shards.undo, changes=True)
 
-    def _are_alike(self) -> None:
-        self._likeness.are_alike()
-        self._alike = True
+    def _mark_synced(self) -> None:
+        self._mirror.mark_synced()
+        self._in_sync = True
 
     def _copy_from_primary(self, method: str) -> None:
-        self._likeness.copy(method, self._what, changes=True)
+        self._mirror.copy(method, self._batch_name, changes=True)
 
     def _run(
         self,
@@ -387,14 +393,14 @@ class DataParallelCoordinator(Closing):
         changes: bool = False,
     ) -> list[TaskOutcome]:
         tasks = [partial(work, rank) for rank in range(self.num_devices)]
-        return self._runner.run(tasks, self._what, tensors, changes=changes)
+        return self._runner.run(tasks, self._batch_name, tensors, changes=changes)
 
     @property
-    def _what(self) -> str:
+    def _batch_name(self) -> str:
         return f"batch {self._num_batches}"
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if self._busy.locked():
             raise RuntimeError(
                 "this DataParallelCoordinator is at work already: call it from one thread at a "
@@ -405,7 +411,7 @@ class DataParallelCoordinator(Closing):
             yield
 
     def _check_open(self) -> None:
-        self._runner.judge()
+        self._runner.record_fault()
         if self._runner.closed:
             raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
         if self._runner.fault is not None:
@@ -426,7 +432,7 @@ class DataParallelCoordinator(Closing):
 _GROUPS = (AverageBackend.NCCL, AverageBackend.GLOO)
 
 
-def _maker(model_factory: ModelFactory) -> MakeModel:
+def _rank_model_factory(model_factory: ModelFactory) -> RankModelFactory:
     def make(rank: int, device: torch.device, first: nn.Module | None) -> nn.Module:
         model = build_model(model_factory, device)
         if first is not None:
@@ -454,7 +460,7 @@ class BatchResult:
     grad_norm: float
 
 
-class Shards:
+class ShardTasks:
     """What the replicas do with a mini-batch. Every method runs in a replica's thread.
 
     Args:
@@ -462,24 +468,24 @@ class Shards:
         loss_fn: The user's.
     """
 
-    def __init__(self, replicas: Sequence[LoopReplica], loss_fn: LossFn) -> None:
+    def __init__(self, replicas: Sequence[LoopReplica], loss_fn: ShardLossFn) -> None:
         self.replicas = replicas
         self.loss_fn = loss_fn
-        self._kept: list[list[Tensor]] = [[] for _ in replicas]
+        self._saved_buffers: list[list[Tensor]] = [[] for _ in replicas]
         self._checked = [False] * len(replicas)
 
-    def compute(self, rank: int, samples: Any, num_samples: int) -> Part:
+    def compute(self, rank: int, samples: Any, num_samples: int) -> ShardLoss:
         """The gradients of a shard. The parameters stay as they are; of no samples nothing is
         computed. Tensors in columns are moved to the device."""
         replica = self.replicas[rank]
         replica.state.params.check()
-        self._kept[rank] = [buffer.clone() for buffer in replica.state.buffers.tensors()]
+        self._saved_buffers[rank] = [buffer.clone() for buffer in replica.state.buffers.tensors()]
         replica.zero_grad()
         if num_samples == 0:
-            return Part()
+            return ShardLoss()
         if isinstance(samples, Tensor) or holds_columns(samples):
             samples = move_batch(samples, replica.device)
-        loss, told = _check_result(self.loss_fn(replica.model, samples))
+        loss, told = read_result(self.loss_fn(replica.model, samples))
         loss.backward()  # type: ignore[no-untyped-call]
         if not self._checked[rank]:
             params = replica.state.params
@@ -487,14 +493,14 @@ class Shards:
             self._checked[rank] = True
         return told._replace(loss=float(loss.detach()))
 
-    def reduce(self, rank: int, end: Collective | None, weight: float) -> Reduced:
+    def reduce(self, rank: int, end: Collective | None, weight: float) -> ReducedGradients:
         """Average the gradients with those of the other replicas; not all weights are 0."""
         params = self.replicas[rank].state.params
         own = [p.grad for p in params.params]
         if end is not None:
             self.replicas[rank].exchange.average(end, weight)
         norm = gradient_norm([p.grad for p in params.params if p.grad is not None])
-        return Reduced(norm, None if math.isfinite(norm) else first_bad(params.names, own))
+        return ReducedGradients(norm, None if math.isfinite(norm) else first_bad(params.names, own))
 
     def step(self, rank: int, factor: float, source: LoopReplica, options: Options | None) -> None:
         """Scale the gradients, let the optimizer step, take over another replica's buffers."""
@@ -505,17 +511,17 @@ class Shards:
         replica.step(options, keep=True)
         if replica is not source:
             replica.copy_buffers(source)
-        self._kept[rank] = []
+        self._saved_buffers[rank] = []
 
     def undo(self, rank: int) -> None:
         """Take the batch back: the buffers are as they were, and there are no gradients."""
         replica = self.replicas[rank]
-        replica.restore_buffers(self._kept[rank])
-        self._kept[rank] = []
+        replica.restore_buffers(self._saved_buffers[rank])
+        self._saved_buffers[rank] = []
         replica.zero_grad()
 
 
-class Reduced(NamedTuple):
+class ReducedGradients(NamedTuple):
     """A replica's view of the averaged gradients.
 
     Attributes:

@@ -110,7 +110,7 @@ class Ddp(Closing):
             RuntimeError: Closed, or a parameter was replaced or moved.
             ReplicaMismatch: A buffer's shape differs from that on replica 0.
         """
-        self._open()
+        self._open_reduction()
         self._replicas.copy_params()
 
     def sync_buffers(self) -> None:
@@ -120,7 +120,7 @@ class Ddp(Closing):
             RuntimeError: Closed.
             ReplicaMismatch: A buffer's shape differs from that on replica 0.
         """
-        self._open()
+        self._open_reduction()
         self._replicas.copy_buffers()
 
     def all_reduce_gradients(self) -> None:
@@ -160,11 +160,11 @@ class Ddp(Closing):
         if len(numbers) == len(checked):
             self._reduce(numbers)
         else:
-            self._reduce_unread(checked)
+            self._reduce_device_weights(checked)
 
-    def _reduce_unread(self, weights: Sequence[Weight]) -> None:
+    def _reduce_device_weights(self, weights: Sequence[Weight]) -> None:
         """The weighted mean as the plain mean of scaled gradients, without a host sync."""
-        reduction = self._open()
+        reduction = self._open_reduction()
         gradients = self._replicas.gradients([True] * self.world_size)
         scaled = [[g.detach().clone() for g in own] for own in gradients.tensors]
         first = next(w.device for w in weights if isinstance(w, Tensor))
@@ -177,16 +177,16 @@ class Ddp(Closing):
             with torch.no_grad():
                 for own, new in zip(gradients.tensors, scaled, strict=True):
                     torch._foreach_copy_(own, new)
-        gradients.adopt()
+        gradients.assign()
 
     def _reduce(self, weights: Sequence[float]) -> None:
-        reduction = self._open()
+        reduction = self._open_reduction()
         gradients = self._replicas.gradients([weight > 0 for weight in weights])
         if gradients.tensors[0]:
             reduction.mean_(gradients.tensors, weights)
-        gradients.adopt()
+        gradients.assign()
 
-    def _open(self) -> Reduction:
+    def _open_reduction(self) -> Reduction:
         if self._reduction is None:
             raise RuntimeError("this Ddp is closed; wrap the models again")
         return self._reduction

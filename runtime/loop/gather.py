@@ -19,9 +19,9 @@ from runtime.core.loss_weights import (
     parts_of,
 )
 from runtime.core.nested import Spec
-from runtime.loop.scatter import Piece, Scatter, carry
+from runtime.loop.scatter import Scatter, ShardInput, to_device
 
-CROSSED = (
+COUPLED_OUTPUT = (
     "forward returned tensors of shapes {shapes} for {sizes} samples on the replicas: each relates "
     "the samples of its piece to each other, and nothing those of different pieces. Return the "
     "features (z) and compute what relates them (z @ z.T) in the loop: model(x) gives those of the "
@@ -30,7 +30,7 @@ CROSSED = (
 )
 
 
-class Call:
+class OutputGather:
     """One forward pass over all replicas, until its backward.
 
     Args:
@@ -40,9 +40,9 @@ class Call:
         backward: Runs the shards' backward.
 
     Attributes:
-        merged: Each tensor of the output.
-        looks_crossed: Whether an output may relate the samples of a piece to each other: one of
-            its other dimensions is as long as the piece, and all pieces are equal.
+        gathered: Each tensor of the output.
+        may_couple_samples: True if an output may relate the samples of a piece to each other: one
+            of its other dimensions is as long as the piece, and all pieces are equal.
 
     Raises:
         ValueError: Outputs that cannot be put together, or relate samples to each other.
@@ -51,7 +51,7 @@ class Call:
     def __init__(
         self,
         scatter: Scatter,
-        shards: Sequence[Shard],
+        shards: Sequence[ShardOutput],
         device: torch.device,
         backward: Backward,
     ) -> None:
@@ -67,30 +67,30 @@ class Call:
                 )
         columns = list(zip(*(shard.outputs or [] for shard in shards), strict=True))
         sizes = [shard.stop - shard.start for shard in shards]
-        crossed = [parts for parts in columns if _is_crossed(parts, sizes)]
-        self.looks_crossed = bool(crossed)
+        crossed = [parts for parts in columns if _couples_samples(parts, sizes)]
+        self.may_couple_samples = bool(crossed)
         if crossed and len(set(sizes)) > 1:
             shapes = ", ".join(str(tuple(part.shape)) for part in crossed[0])
-            raise ValueError(CROSSED.format(shapes=shapes, sizes=", ".join(map(str, sizes))))
+            raise ValueError(COUPLED_OUTPUT.format(shapes=shapes, sizes=", ".join(map(str, sizes))))
         summed = shards[0].weight_index
-        self.merged = [
-            Merged(parts, shards, device, adds_up=index == summed)
+        self.gathered = [
+            GatheredTensor(parts, shards, device, is_weight=index == summed)
             for index, parts in enumerate(columns)
         ]
 
     def output(self) -> Any:
         """The output of the call, with a graph where the replicas' outputs have one."""
-        values = [merged.value for merged in self.merged]
-        if any(merged.requires_grad for merged in self.merged):
+        values = [tensor.value for tensor in self.gathered]
+        if any(tensor.requires_grad for tensor in self.gathered):
             # One input with a gradient there must be, or autograd would skip the function.
             anchor = torch.zeros((), requires_grad=True)
-            values = list(_Gather.apply(self, anchor, *self._scatter.tensors))  # type: ignore[no-untyped-call]
-        for merged in self.merged:
-            del merged.value  # the caller's alone from here on
+            values = list(_GatherFunction.apply(self, anchor, *self._scatter.tensors))  # type: ignore[no-untyped-call]
+        for tensor in self.gathered:
+            del tensor.value  # the caller's alone from here on
         return self._shards[0].spec.build(iter(values))
 
     def backward(
-        self, grads: Sequence[Tensor | None], *, params: bool, keep: bool
+        self, grads: Sequence[Tensor | None], *, param_grads: bool, retain_graph: bool
     ) -> list[Tensor | None]:
         """From the gradients of the outputs to those of the inputs."""
         if any(shard.outputs is None for shard in self._shards):
@@ -98,9 +98,9 @@ class Call:
                 "backward ran through this output before, and the graph was freed: pass "
                 "retain_graph=True to the first one if there are to be two"
             )
-        columns = [merged.split(grad) for merged, grad in zip(self.merged, grads, strict=True)]
+        columns = [tensor.split(grad) for tensor, grad in zip(self.gathered, grads, strict=True)]
         parts = [list(row) for row in zip(*columns, strict=True)]
-        found = self._run(self._shards, parts, params=params, keep=keep)
+        found = self._run(self._shards, parts, param_grads=param_grads, retain_graph=retain_graph)
         ranges = [(shard.start, shard.stop) for shard in self._shards]
         return [
             self._scatter.merge_gradients(index, pieces, ranges)
@@ -108,16 +108,18 @@ class Call:
         ]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFunction(torch.autograd.Function):
     """Stands between the replicas' graphs and the caller's."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: OutputGather, anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        values = tuple(merged.value for merged in call.merged)
+        values = tuple(tensor.value for tensor in call.gathered)
         ctx.mark_non_differentiable(
-            *(v for v, m in zip(values, call.merged, strict=True) if not m.requires_grad)
+            *(v for v, m in zip(values, call.gathered, strict=True) if not m.requires_grad)
         )
         return values
 
@@ -128,19 +130,21 @@ class _Gather(torch.autograd.Function):
                 "create_graph=True: gradients of gradients do not pass through replicas; compute "
                 "such a term with model.module(...), which runs on the first device alone"
             )
-        found = ctx.call.backward(grads, params=_params_wanted(ctx), keep=_graph_kept())
+        found = ctx.call.backward(
+            grads, param_grads=_wants_param_grads(ctx), retain_graph=_retains_graph()
+        )
         return (None, None, *found)
 
 
 # Two questions about the backward pass that is under way. Autograd answers them to its own
 # users inside PyTorch; where it does not, the answer is that of a plain loss.backward().
-def _params_wanted(ctx: Any) -> bool:
+def _wants_param_grads(ctx: Any) -> bool:
     """Whether leaves get gradients: not in ``torch.autograd.grad(output, inputs)``."""
     ask: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
     return ask is None or ask(ctx.next_functions[0][0])
 
 
-def _graph_kept() -> bool:
+def _retains_graph() -> bool:
     """Whether ``retain_graph=True`` was passed."""
     ask: Callable[[], bool] | None = getattr(
         torch._C._autograd, "_get_current_graph_task_keep_graph", None
@@ -148,7 +152,7 @@ def _graph_kept() -> bool:
     return ask is not None and ask()
 
 
-class Merged:
+class GatheredTensor:
     """One tensor of the output, put together from the shards' parts.
 
     A part with dimensions holds a fixed number of rows for each sample, and parts are laid
@@ -161,12 +165,12 @@ class Merged:
         parts: Each shard's part.
         shards: The shards.
         device: Where the whole lies.
-        adds_up: Whether these are the weights.
+        is_weight: Whether these are the weights.
 
     Attributes:
         value: The whole, without a graph.
         requires_grad: Whether it leads to a graph.
-        is_guessed: Whether parts were taken for means over samples because nothing tells.
+        weight_is_guessed: Whether parts were taken for means over samples because nothing tells.
 
     Raises:
         ValueError: Parts that cannot be put together.
@@ -175,29 +179,29 @@ class Merged:
     def __init__(
         self,
         parts: Sequence[Tensor],
-        shards: Sequence[Shard],
+        shards: Sequence[ShardOutput],
         device: torch.device,
         *,
-        adds_up: bool = False,
+        is_weight: bool = False,
     ) -> None:
-        self.is_guessed = False
+        self.weight_is_guessed = False
         self.requires_grad = any(part.requires_grad for part in parts)
         self._weights: Sequence[float | Tensor] = []
         self._rows: list[int] = []
-        values = [carry(part.detach(), device) for part in parts]
+        values = [to_device(part.detach(), device) for part in parts]
         known = [shard.weight for shard in shards if shard.weight is not None]
-        if adds_up:
+        if is_weight:
             self._weights = [1.0] * len(parts)
             self.value = torch.stack(values).sum(0)
         elif parts[0].dim() == 0 and parts[0].is_floating_point() and len(known) == len(parts):
-            self._weights = _known_parts(known, device)
+            self._weights = _known_fractions(known, device)
             self.value = torch.stack(_scaled(values, self._weights)).sum(0)
         elif len(parts) == 1:
             self._weights = [1.0]
             self.value = values[0]
         elif parts[0].dim() == 0:
-            self.is_guessed = True
-            samples = self._weights = _weights(parts, shards)
+            self.weight_is_guessed = True
+            samples = self._weights = _sample_fractions(parts, shards)
             scaled = [v * w for v, w in zip(values, samples, strict=True)]
             self.value = torch.stack(scaled).sum(0)
         else:
@@ -220,7 +224,7 @@ class Merged:
         return found
 
 
-def _known_parts(weights: Sequence[Weight], device: torch.device) -> Sequence[float | Tensor]:
+def _known_fractions(weights: Sequence[Weight], device: torch.device) -> Sequence[float | Tensor]:
     """Each weight's part in their sum; tensors where the host cannot read one."""
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if len(numbers) < len(weights):
@@ -239,7 +243,7 @@ def _scaled(values: Sequence[Tensor], factors: Sequence[float | Tensor]) -> list
     return found
 
 
-def _weights(parts: Sequence[Tensor], shards: Sequence[Shard]) -> list[float]:
+def _sample_fractions(parts: Sequence[Tensor], shards: Sequence[ShardOutput]) -> list[float]:
     if not parts[0].is_floating_point():
         raise ValueError(
             f"forward returned a {parts[0].dtype} tensor without dimensions, one for each of "
@@ -250,16 +254,16 @@ def _weights(parts: Sequence[Tensor], shards: Sequence[Shard]) -> list[float]:
     return [(shard.stop - shard.start) / total for shard in shards]
 
 
-def _has_rows(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+def _has_rows_per_sample(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
     """Whether the first dimension has the same number of rows for each sample."""
     rows = [part.size(0) if part.dim() else 0 for part in parts]
     per_sample = rows[0] // sizes[0]
     return rows == [per_sample * size for size in sizes]
 
 
-def _check_rows(parts: Sequence[Tensor], shards: Sequence[Shard]) -> None:
+def _check_rows(parts: Sequence[Tensor], shards: Sequence[ShardOutput]) -> None:
     sizes = [shard.stop - shard.start for shard in shards]
-    if not _has_rows(parts, sizes):
+    if not _has_rows_per_sample(parts, sizes):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise ValueError(
             f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
@@ -267,15 +271,19 @@ def _check_rows(parts: Sequence[Tensor], shards: Sequence[Shard]) -> None:
         )
 
 
-def _is_crossed(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+def _couples_samples(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
     """Whether a dimension other than the first, which is the samples', is as long as each piece."""
-    if len(parts) < 2 or min(part.dim() for part in parts) < 2 or not _has_rows(parts, sizes):
+    if (
+        len(parts) < 2
+        or min(part.dim() for part in parts) < 2
+        or not _has_rows_per_sample(parts, sizes)
+    ):
         return False
     shapes = [part.shape[1:] for part in parts]
     return any(list(lengths) == list(sizes) for lengths in zip(*shapes, strict=False))
 
 
-class Shard:
+class ShardOutput:
     """One replica's part of one call, with the graph that leads to its outputs.
 
     Attributes:
@@ -291,42 +299,44 @@ class Shard:
     weight: Weight | None = None
     weight_index: int | None = None
 
-    def __init__(self, rank: int, start: int, stop: int, piece: Piece, spec: Spec) -> None:
+    def __init__(
+        self, rank: int, start: int, stop: int, shard_input: ShardInput, spec: Spec
+    ) -> None:
         self.rank = rank
         self.start, self.stop = start, stop
         self.spec = spec
         self.outputs: list[Tensor] | None = []
-        self._piece: Piece | None = piece
+        self._shard_input: ShardInput | None = shard_input
 
     def backward(
-        self, grads: Sequence[Tensor | None], *, params: bool, keep: bool
+        self, grads: Sequence[Tensor | None], *, param_grads: bool, retain_graph: bool
     ) -> list[Tensor | None]:
         """Run backward in the replica's thread.
 
         Args:
             grads: For each output its gradient, on the replica's device.
-            params: Whether parameters get gradients too, not only inputs.
-            keep: Whether the graph is used again.
+            param_grads: Whether parameters get gradients too, not only inputs.
+            retain_graph: Whether the graph is used again.
 
         Returns:
             The gradient of each input tensor's piece, where one was asked for.
         """
         assert self.outputs is not None, "checked by the caller"
-        assert self._piece is not None, "goes with the outputs"
-        leaves = self._piece.leaves
+        assert self._shard_input is not None, "goes with the outputs"
+        leaves = self._shard_input.leaves
         wanted = [leaf for leaf in leaves if leaf is not None]
         pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if g is not None]
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
-        if pairs and (params or wanted):
+        if pairs and (param_grads or wanted):
             outputs, given = zip(*pairs, strict=True)
             torch.autograd.backward(
-                outputs, given, retain_graph=keep, inputs=None if params else wanted
+                outputs, given, retain_graph=retain_graph, inputs=None if param_grads else wanted
             )
         found = [None if leaf is None else leaf.grad for leaf in leaves]
         for leaf in wanted:
             leaf.grad = None
-        if not keep:
-            self.outputs = self._piece = None
+        if not retain_graph:
+            self.outputs = self._shard_input = None
         return found
 
 
@@ -335,10 +345,10 @@ class Backward(Protocol):
 
     def __call__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[ShardOutput],
         grads: Sequence[Sequence[Tensor | None]],
         *,
-        params: bool,
-        keep: bool,
+        param_grads: bool,
+        retain_graph: bool,
     ) -> list[list[Tensor | None]]:
         """For each shard the gradients of its outputs; gives those of its inputs."""

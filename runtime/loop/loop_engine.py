@@ -71,19 +71,19 @@ class LoopEngine(Protocol):
         """End the threads, if there are any, and the recording."""
 
 
-MIXED = (
+MIXED_GRADIENTS = (
     "loss.backward() and accumulate(...) cannot share a step: their gradients are averaged "
     "differently; call model.step() or model.zero_grad() in between"
 )
-CLIP_LATE = (
+LOCAL_GRADIENTS = (
     "each device keeps its own gradients until they are reduced, after accumulate(...) and with "
     "max_anchor: clip them with DdpConfig(max_grad_norm=...)"
 )
-WEIGHED_TWICE = (
+WEIGHTED_TWICE = (
     "step(weight=...) divides the gradients of loss.backward(): after accumulate(...) leave it out "
     "and let loss_fn return (loss, weight)"
 )
-PARTLY_WEIGHED = (
+PARTLY_WEIGHTED = (
     "loss_fn returned a weight for some batches of this step only, and what the other losses are "
     "means over is not known: return (loss, weight) for all of them"
 )
@@ -93,5 +93,5 @@ def total_weight(weights: Sequence[Weight | None]) -> Weight | None:
     """The sum of weights that are given for all batches, or for none of them."""
     given = [weight for weight in weights if weight is not None]
     if given and len(given) < len(weights):
-        raise ValueError(PARTLY_WEIGHED)
+        raise ValueError(PARTLY_WEIGHTED)
     return sum(given[1:], given[0]) if given else None

@@ -42,7 +42,7 @@ class LoopRecorder:
         self.step = 0
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         """Whether anything is recorded."""
         return self._timeline is not None
 
@@ -79,7 +79,7 @@ class LoopRecorder:
             self._timeline.finish(stopped=False, error=error)
             self._timeline = None
 
-    def outcomes(
+    def record_tasks(
         self, what: str, outcomes: Sequence[TaskOutcome], replicas: Sequence[LoopReplica] = ()
     ) -> None:
         """Each rank has done its task; with a reduction in it where it took one."""
@@ -90,9 +90,9 @@ class LoopRecorder:
             return
         last_s = max(outcome.end_s for outcome in spans.values())
         reduced = {
-            replica.rank: replica.reduced_s
+            replica.rank: replica.exchange_span_s
             for replica in replicas
-            if replica.rank in spans and replica.reduced_s[0] >= spans[replica.rank].start_s
+            if replica.rank in spans and replica.exchange_span_s[0] >= spans[replica.rank].start_s
         }
         met_s = max((start_s for start_s, _ in reduced.values()), default=0.0)
         for rank, outcome in spans.items():
@@ -109,14 +109,14 @@ class LoopRecorder:
         if reduced:
             self._timeline.count_averaging()
         if what == "step":
-            self._stepped(spans)
+            self._end_step(spans)
 
-    def reductions(self, replicas: Sequence[LoopReplica]) -> None:
+    def record_reductions(self, replicas: Sequence[LoopReplica]) -> None:
         """The caller's thread has brought the gradients together, while the replicas rested."""
         if self._timeline is None:
             return
         for replica in replicas:
-            start_s, end_s = replica.reduced_s
+            start_s, end_s = replica.exchange_span_s
             self._enter(replica.rank, AVERAGING, start_s)
             self._enter(replica.rank, IDLE, end_s)
             self._lanes[replica.rank].note(
@@ -124,7 +124,7 @@ class LoopRecorder:
             )
         self._timeline.count_averaging()
 
-    def given(self, rank: int, batches: Sequence[Any]) -> None:
+    def record_batches(self, rank: int, batches: Sequence[Any]) -> None:
         """A rank trains these batches, or pieces of one; they count with the next step."""
         if self._timeline is not None:
             self._sizes[rank] += [_num_samples(batch) for batch in batches]
@@ -132,7 +132,7 @@ class LoopRecorder:
     def record(self, what: str, start_s: float) -> None:
         """The one device has done something, in the caller's thread."""
         if self._timeline is not None:
-            self.outcomes(what, [TaskOutcome(start_s=start_s, end_s=time.monotonic())])
+            self.record_tasks(what, [TaskOutcome(start_s=start_s, end_s=time.monotonic())])
 
     def watch_backward(self, output: Any) -> None:
         """Record the backward pass through what the one device has computed."""
@@ -146,16 +146,16 @@ class LoopRecorder:
             if started:
                 self.record("backward", started.pop())
 
-        def begun(_: Tensor) -> None:
+        def on_backward(_: Tensor) -> None:
             if not started:
                 started.append(time.monotonic())
                 torch.autograd.Variable._execution_engine.queue_callback(finished)
 
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(begun)  # type: ignore[no-untyped-call]
+                tensor.register_hook(on_backward)  # type: ignore[no-untyped-call]
 
-    def _stepped(self, spans: dict[int, TaskOutcome]) -> None:
+    def _end_step(self, spans: dict[int, TaskOutcome]) -> None:
         assert self._timeline is not None, "checked by the caller"
         for rank, lane in enumerate(self._lanes):
             sizes, self._sizes[rank] = self._sizes[rank], []

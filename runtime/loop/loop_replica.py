@@ -29,8 +29,8 @@ from runtime.core.loss_weights import (
 from runtime.core.nested import flatten
 from runtime.device.base import Device
 from runtime.loop.caller_modes import outside_autocast
-from runtime.loop.gather import Shard
-from runtime.loop.scatter import Piece, carry, move, placed
+from runtime.loop.gather import ShardOutput
+from runtime.loop.scatter import ShardInput, nested_to_device, to_device, to_replica
 from runtime.replica.build import (
     OptimFactory,
     build_optimizer,
@@ -41,7 +41,7 @@ from runtime.replica.gradients import refuse_sparse, weigh_
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 Options = Sequence[Mapping[str, Any]]
 """Settings of an optimizer's groups, without their parameters."""
-BY_HAND = (
+STEPPED_OUTSIDE = (
     "the optimizer of a model from Trainer.setup was stepped outside model.step(), by hand or by "
     "a GradScaler: it would train one replica alone, on gradients that may still be scaled. Call "
     "model.step() instead; with autocast use bfloat16, which needs no GradScaler"
@@ -72,7 +72,7 @@ class LoopReplica:
         batch_timer: Times whole batches.
         sync_timer: Times the averages of several batches.
         exchange: Its gradients on their way to the others.
-        reduced_s: When the last exchange of gradients began and ended, on the host.
+        exchange_span_s: When the last exchange of gradients began and ended, on the host.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class LoopReplica:
         self.batch_timer = context.new_timer()
         self.sync_timer = context.new_timer()
         self.exchange = GradientExchange(self.state.params, rank, used, context.comm)
-        self._held: dict[int, Tensor] = {}
+        self._stashed: dict[int, Tensor] = {}
         self._comm = context.comm
-        self.reduced_s = (0.0, 0.0)
+        self.exchange_span_s = (0.0, 0.0)
 
-    def forward(self, piece: Piece, start: int, stop: int) -> Shard:
+    def forward(self, piece: ShardInput, start: int, stop: int) -> ShardOutput:
         """Run the model on its piece."""
         timed = torch.is_grad_enabled()
         if timed:
@@ -113,7 +113,7 @@ class LoopReplica:
             self.sample_timer.stop(stop - start)
         outputs: list[Tensor] = []
         spec = flatten(output, outputs, strict=True)
-        shard = Shard(self.rank, start, stop, piece, spec)
+        shard = ShardOutput(self.rank, start, stop, piece, spec)
         shard.outputs = outputs
         if any(t.dim() == 0 and t.is_floating_point() for t in outputs):
             shard.weight = output_weight(
@@ -124,33 +124,38 @@ class LoopReplica:
         return shard
 
     def backward(
-        self, shard: Shard, grads: Sequence[Tensor | None], *, params: bool, keep: bool
+        self,
+        shard: ShardOutput,
+        grads: Sequence[Tensor | None],
+        *,
+        param_grads: bool,
+        retain_graph: bool,
     ) -> list[Tensor | None]:
         """Run backward on what :meth:`forward` gave."""
         self.sample_timer.start()
-        given = [None if g is None else carry(g, self.device) for g in grads]
-        mask = _mask_of(shard, given) if params else None
-        with _masking(self.state.params.params, mask):
-            found = shard.backward(given, params=params, keep=keep)
+        given = [None if g is None else to_device(g, self.device) for g in grads]
+        mask = _weight_mask(shard, given) if param_grads else None
+        with _masking_grads(self.state.params.params, mask):
+            found = shard.backward(given, param_grads=param_grads, retain_graph=retain_graph)
         self.sample_timer.stop(0)
         return found
 
-    def collect(self, collective: Collective) -> None:
-        """See :meth:`GradientExchange.collect`."""
+    def reduce_to_first(self, collective: Collective) -> None:
+        """See :meth:`GradientExchange.reduce_to_first`."""
         start_s = time.monotonic()
-        self.exchange.collect(collective)
-        self.reduced_s = (start_s, time.monotonic())
+        self.exchange.reduce_to_first(collective)
+        self.exchange_span_s = (start_s, time.monotonic())
 
-    def hand_to(self, first: LoopReplica) -> None:
-        """See :meth:`GradientExchange.hand_to`."""
+    def add_grads_to(self, first: LoopReplica) -> None:
+        """See :meth:`GradientExchange.add_grads_to`."""
         start_s = time.monotonic()
-        self.exchange.hand_to(first.exchange)
-        self.reduced_s = first.reduced_s = (start_s, time.monotonic())
+        self.exchange.add_grads_to(first.exchange)
+        self.exchange_span_s = first.exchange_span_s = (start_s, time.monotonic())
 
-    def take_from(self, first: LoopReplica) -> None:
-        """See :meth:`GradientExchange.take_from`."""
+    def copy_grads_from(self, first: LoopReplica) -> None:
+        """See :meth:`GradientExchange.copy_grads_from`."""
         self.state.params.check()
-        self.exchange.take_from(first.exchange)
+        self.exchange.copy_grads_from(first.exchange)
 
     def accumulate(
         self, loss_fn: LossFn, batches: Sequence[Any]
@@ -164,15 +169,15 @@ class LoopReplica:
         losses, weights = [], []
         for batch in batches:
             self.batch_timer.start()
-            loss, weight = weighted_loss(loss_fn(self.model, move(batch, self.device)))
-            losses.append(backward_of(loss, weight, self.state.params.params))
+            loss, weight = read_loss(loss_fn(self.model, nested_to_device(batch, self.device)))
+            losses.append(weighted_backward(loss, weight, self.state.params.params))
             self.batch_timer.stop(1)
             weights.append(weight)
         found = torch.stack(losses) if losses else torch.empty(0, device=self.device)
         return found, weights
 
     @torch.no_grad()
-    def hold(self) -> None:
+    def stash(self) -> None:
         """Put the gradients aside, to those that are held already."""
         targets, sources = [], []
         for place, p in enumerate(self.tensors):
@@ -181,29 +186,29 @@ class LoopReplica:
             if p.grad.layout is not torch.strided:
                 name, _ = list(self.model.named_parameters())[place]
                 refuse_sparse(name, p.grad)
-            if place in self._held:
-                targets.append(self._held[place])
+            if place in self._stashed:
+                targets.append(self._stashed[place])
                 sources.append(p.grad)
             else:
-                self._held[place] = p.grad
+                self._stashed[place] = p.grad
             p.grad = None
         if targets:
             torch._foreach_add_(targets, sources)
 
-    def give_back(self) -> None:
+    def unstash(self) -> None:
         """Make what is held the gradients again, together with those since."""
-        self.hold()
-        for place, grad in self._held.items():
+        self.stash()
+        for place, grad in self._stashed.items():
             self.tensors[place].grad = grad
-        self._held = {}
+        self._stashed = {}
 
-    def forget_held(self) -> None:
+    def clear_stash(self) -> None:
         """Forget what is held."""
-        self._held = {}
+        self._stashed = {}
 
     def divide(self, weight: Weight) -> None:
         """Divide the gradients of weighted losses by the weights' sum."""
-        divide_by(self.state.params.params, weight)
+        divide_grads_(self.state.params.params, weight)
 
     def average(
         self,
@@ -224,8 +229,8 @@ class LoopReplica:
         params = self.state.params.params
         amount: float = count
         if weights is not None:
-            divide_by(params, weights[self.rank], count)
-        mean_of_accumulated(params, count, max_norm)
+            divide_grads_(params, weights[self.rank], count)
+        average_accumulated_(params, count, max_norm)
         if weights is not None:
             own = weights[self.rank]
             if any(isinstance(weight, Tensor) for weight in weights):
@@ -241,16 +246,16 @@ class LoopReplica:
         self.sync_timer.start()
         self.exchange.average(collective, amount)
         self.sync_timer.stop(1)
-        self.reduced_s = (start_s, time.monotonic())
+        self.exchange_span_s = (start_s, time.monotonic())
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip this rank's gradients; gives the norm they had."""
         return nn.utils.clip_grad_norm_(self.state.params.params, max_norm)
 
-    def spread(self, collective: Collective) -> None:
-        """See :meth:`GradientExchange.spread`."""
+    def broadcast_from_first(self, collective: Collective) -> None:
+        """See :meth:`GradientExchange.broadcast_from_first`."""
         self.state.params.check()
-        self.exchange.spread(collective)
+        self.exchange.broadcast_from_first(collective)
 
     def step(self, options: Options | None, *, keep: bool = False) -> None:
         """Step the optimizer with the settings of rank 0's; ``keep`` the gradients or forget."""
@@ -278,13 +283,13 @@ class LoopReplica:
 
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of the model; tensors on its device, rank 0's as they are."""
-        setattr(self.model, name, placed(value, self.device, copy=self.rank > 0))
+        setattr(self.model, name, to_replica(value, self.device, copy=self.rank > 0))
         if name in self.model._buffers:  # perhaps of another shape
             self.state.buffers = FlatBuffers(self.model)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
         """Add a buffer to the model, on its device."""
-        own = placed(tensor, self.device, copy=self.rank > 0)
+        own = to_replica(tensor, self.device, copy=self.rank > 0)
         self.model.register_buffer(name, own, persistent)
         self.state.buffers = FlatBuffers(self.model)
 
@@ -368,7 +373,9 @@ def _writing(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
     return torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext()
 
 
-def mean_of_accumulated(params: Sequence[nn.Parameter], count: int, max_norm: float | None) -> None:
+def average_accumulated_(
+    params: Sequence[nn.Parameter], count: int, max_norm: float | None
+) -> None:
     """Clip gradients that were added up over ``count`` batches, then divide them by it."""
     if count == 0:
         return
@@ -379,7 +386,7 @@ def mean_of_accumulated(params: Sequence[nn.Parameter], count: int, max_norm: fl
         torch._foreach_div_(grads, float(count))
 
 
-def _mask_of(shard: Shard, grads: Sequence[Tensor | None]) -> Tensor | None:
+def _weight_mask(shard: ShardOutput, grads: Sequence[Tensor | None]) -> Tensor | None:
     """A piece's weight, if the host cannot read it and nothing but weighted losses goes back."""
     if not isinstance(shard.weight, Tensor) or shard.outputs is None:
         return None
@@ -387,7 +394,7 @@ def _mask_of(shard: Shard, grads: Sequence[Tensor | None]) -> Tensor | None:
     return shard.weight if all(o.dim() == 0 for o in used) else None
 
 
-def divide_by(params: Sequence[nn.Parameter], weight: Weight, times: float = 1.0) -> None:
+def divide_grads_(params: Sequence[nn.Parameter], weight: Weight, times: float = 1.0) -> None:
     """Divide gradients by a weight and multiply them; of the weight 0 they become zeros."""
     grads = [p.grad for p in params if p.grad is not None]
     factor = inverse_of(weight) * times
@@ -397,7 +404,7 @@ def divide_by(params: Sequence[nn.Parameter], weight: Weight, times: float = 1.0
         torch._foreach_mul_(grads, factor)
 
 
-def weighted_loss(result: object) -> tuple[Tensor, Weight | None]:
+def read_loss(result: object) -> tuple[Tensor, Weight | None]:
     """What a ``loss_fn`` of ``accumulate`` gave: a loss, with its weight or without."""
     if isinstance(result, tuple) and (len(result) == 2 or isinstance(result, Weighted)):
         return checked_loss(result[0], "loss_fn"), check_weight("the weight of the loss", result[1])
@@ -405,7 +412,7 @@ def weighted_loss(result: object) -> tuple[Tensor, Weight | None]:
 
 
 @contextmanager
-def _masking(params: Sequence[nn.Parameter], weight: Tensor | None) -> Iterator[None]:
+def _masking_grads(params: Sequence[nn.Parameter], weight: Tensor | None) -> Iterator[None]:
     """Around a backward pass whose gradients are zeros if its weight, which is not read, is 0:
     they may be NaN then, and those that are there already must not be touched."""
     if weight is None:
@@ -423,14 +430,16 @@ def _masking(params: Sequence[nn.Parameter], weight: Tensor | None) -> Iterator[
                 p.grad = old if p.grad is None else old.add_(p.grad)
 
 
-def backward_of(loss: Tensor, weight: Weight | None, params: Sequence[nn.Parameter]) -> Tensor:
+def weighted_backward(
+    loss: Tensor, weight: Weight | None, params: Sequence[nn.Parameter]
+) -> Tensor:
     """Run backward, outside autocast, with the loss multiplied by its weight; gives the loss
     without its graph, 0 if its weight is. Of the weight 0 the parameters' gradients stay."""
     found = loss.detach().reshape(())
     if isinstance(weight, float) and weight == 0:
         return torch.zeros_like(found)
     mask = weight if isinstance(weight, Tensor) else None
-    with outside_autocast(), _masking(params, mask):
+    with outside_autocast(), _masking_grads(params, mask):
         whole = loss if weight is None else loss * weight
         whole.backward()  # type: ignore[no-untyped-call]
     return torch.where(weight == 0, 0.0, found) if isinstance(weight, Tensor) else found
@@ -466,42 +475,42 @@ class GradientExchange:
         self._flats = reals(flats)
         self._views = params.views(flats)
 
-    def collect(self, collective: Collective) -> None:
+    def reduce_to_first(self, collective: Collective) -> None:
         """Add all ranks' gradients up on rank 0; the others have none afterwards.
 
         What rank 0 had before is part of the sum.
         """
-        self._fill()
+        self._pack()
         with self._comm():
             for flat in self._flats:
                 collective.all_reduce_(flat)
         if self._rank == 0:
-            self._take(self._used_anywhere())
+            self._unpack(self._used_on_any_rank())
         else:
-            self.drop()
+            self.clear()
 
-    def spread(self, collective: Collective) -> None:
+    def broadcast_from_first(self, collective: Collective) -> None:
         """Give rank 0's gradients, as they are now, to all ranks."""
         if self._rank == 0:
-            self._fill()
+            self._pack()
         with self._comm():
             for flat in self._flats:
                 collective.broadcast_(flat)
-        self._take(self._used[0])
+        self._unpack(self._used[0])
 
     def average(self, collective: Collective, weight: float) -> None:
         """Replace every rank's gradients by their mean, weighted by ``weight``."""
-        self._fill(empty=weight == 0)
+        self._pack(empty=weight == 0)
         with self._comm():
             collective.weighted_mean_(self._flats, weight)
-        self._take(self._used_anywhere())
+        self._unpack(self._used_on_any_rank())
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Forget this rank's gradients."""
         for p in self._params:
             p.grad = None
 
-    def _fill(self, *, empty: bool = False) -> None:
+    def _pack(self, *, empty: bool = False) -> None:
         """Bring the gradients into the flat tensors, and tell which there are."""
         grads = [None if empty else p.grad for p in self._params]
         self._used[self._rank] = [g is not None for g in grads]
@@ -528,7 +537,7 @@ class GradientExchange:
         return sum(p.numel() for p in self._params)
 
     @torch.no_grad()
-    def hand_to(self, first: GradientExchange) -> None:
+    def add_grads_to(self, first: GradientExchange) -> None:
         """Add this rank's gradients to rank 0's; this one has none afterwards."""
         targets, sources = [], []
         for name, mine, theirs in zip(self._names, self._params, first._params, strict=True):
@@ -544,10 +553,10 @@ class GradientExchange:
                 sources.append(grad)
         if targets:
             torch._foreach_add_(targets, sources)
-        self.drop()
+        self.clear()
 
     @torch.no_grad()
-    def take_from(self, first: GradientExchange) -> None:
+    def copy_grads_from(self, first: GradientExchange) -> None:
         """Take rank 0's gradients, as they are now."""
         targets, sources = [], []
         for name, mine, view, theirs in zip(
@@ -563,10 +572,10 @@ class GradientExchange:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _used_anywhere(self) -> list[bool]:
+    def _used_on_any_rank(self) -> list[bool]:
         return [any(flags) for flags in zip(*self._used, strict=True)]
 
-    def _take(self, used: Sequence[bool]) -> None:
+    def _unpack(self, used: Sequence[bool]) -> None:
         for p, view, flag in zip(self._params, self._views, used, strict=True):
             p.grad = view if flag else None
 
@@ -601,4 +610,4 @@ class StepGuard:
 
 def _refuse_by_hand(guard: weakref.ref[StepGuard], *args: object) -> None:
     if (self := guard()) is not None and not self.is_stepping:
-        raise RuntimeError(BY_HAND)
+        raise RuntimeError(STEPPED_OUTSIDE)

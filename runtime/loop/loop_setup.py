@@ -28,7 +28,7 @@ from runtime.core.loss_weights import (
 )
 from runtime.device.base import Device, device_summary
 from runtime.device.cuda_api import StreamSync
-from runtime.loop.accumulation import Cadence
+from runtime.loop.accumulation import AccumulationSchedule
 from runtime.loop.balance import Balancer, unequal_devices, unequal_gpus
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.ddp_config import DdpConfig
@@ -59,7 +59,7 @@ def set_up(
     devices: Sequence[torch.device | str] | None,
     config: DdpConfig,
     *,
-    spaced: bool | None,
+    use_el_che: bool | None,
 ) -> ReplicatedModule:
     """Build all replicas; see :meth:`Trainer.setup <runtime.Trainer.setup>`.
 
@@ -68,78 +68,78 @@ def set_up(
         optim_factory: Makes each replica's optimizer.
         devices: ``None``: every visible CUDA device, else one CPU.
         config: The settings.
-        spaced: Whether ElChe is on; ``None``: where there are GPUs of different models.
+        use_el_che: Whether ElChe is on; ``None``: where there are GPUs of different models.
     """
     if not isinstance(config, DdpConfig):
         raise TypeError(f"config must be a DdpConfig, got {type(config).__name__}")
     places = default_devices() if devices is None else check_devices(devices)
     config.check(len(places))
     check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
-    source = Source(model_or_factory, len(places))
-    journal = LoopRecorder(config.timeline)
+    source = ModelSource(model_or_factory, len(places))
+    recorder = LoopRecorder(config.timeline)
     if len(places) == 1:
         announce(logger, f"your own loop: {device_summary(places)}; nothing is reduced")
-        journal.begin(places, "none", "one device has nobody to reduce with")
+        recorder.begin(places, "none", "one device has nobody to reduce with")
         try:
             model = source.make(0, places[0])
-            engine = SingleDeviceEngine(
-                model, places[0], optim_factory, max_grad_norm=config.max_grad_norm, journal=journal
+            single = SingleDeviceEngine(
+                model, places[0], optim_factory, config.max_grad_norm, recorder
             )
-            journal.built(model)
-            return source.finish(ReplicatedModule(engine, source.head))
+            recorder.built(model)
+            return source.attach(ReplicatedModule(single, source.head))
         except BaseException as error:
-            journal.finish(error)
+            recorder.finish(error)
             raise
-    if spaced is None:
-        spaced = unequal_gpus(places)
-    cadence = Cadence.of(len(places), config, spaced=spaced)
+    if use_el_che is None:
+        use_el_che = unequal_gpus(places)
+    accumulation = AccumulationSchedule.of(len(places), config, use_el_che=use_el_che)
     backend, reason = resolve_backend(AverageBackend.AUTO, places)
-    drifting = unequal_devices(places)
-    alike = "unequal devices" if drifting else "equal devices"
+    devices_differ = unequal_devices(places)
+    alike = "unequal devices" if devices_differ else "equal devices"
     announce(
         logger,
         f"your own loop: {device_summary(places)}; {alike}; gradients go over {backend.name}: "
         f"{reason}",
     )
-    make_ends = partial(
+    make_collectives = partial(
         create_collectives, len(places), backend.collective, places, COLLECTIVE_TIMEOUT_S
     )
-    ends = CollectiveGroup(make_ends)
+    group = CollectiveGroup(make_collectives)
 
-    journal.begin(places, backend.collective, reason)
+    recorder.begin(places, backend.collective, reason)
     try:
-        runner = Runner(places, ends, journal)
+        runner = Runner(places, group, recorder)
     except BaseException as error:
-        journal.finish(error)
+        recorder.finish(error)
         raise
     try:
         replicas = build_replicas(
             runner, source.make, optim_factory, config.loss_weight, tensors=source.tensors()
         )
-        ends.get()
+        group.get()
         balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
-        team = ThreadedEngine(
+        engine = ThreadedEngine(
             replicas,
             runner,
             balancer,
-            cadence,
-            journal,
+            accumulation,
+            recorder,
             config.max_grad_norm,
-            drifting=drifting,
+            devices_differ=devices_differ,
         )
-        journal.built(replicas[0].model)
-        return source.finish(ReplicatedModule(team, source.head))
+        recorder.built(replicas[0].model)
+        return source.attach(ReplicatedModule(engine, source.head))
     except BaseException as error:
-        journal.finish(error)
+        recorder.finish(error)
         runner.close()
         raise
 
 
-MakeModel = Callable[[int, torch.device, nn.Module | None], nn.Module]
+RankModelFactory = Callable[[int, torch.device, nn.Module | None], nn.Module]
 """``f(rank, device, first)`` gives a rank's model on its device, with the weights of rank 0's."""
 
 
-class Source:
+class ModelSource:
     """Where the models come from.
 
     Args:
@@ -169,13 +169,13 @@ class Source:
             self.head = given
         check_model(model, "Trainer.setup")
         try:
-            twins = [copy.deepcopy(model) for _ in range(world_size - 1)]
+            copies = [copy.deepcopy(model) for _ in range(world_size - 1)]
         except Exception as error:
             raise ValueError(
                 f"the model cannot be copied for the other devices ({error}); pass a factory "
                 "f(device) -> nn.Module instead"
             ) from error
-        self._models = [model, *twins]
+        self._models = [model, *copies]
 
     def make(self, rank: int, device: torch.device, first: nn.Module | None = None) -> nn.Module:
         """A rank's model on its device, with the weights of rank 0's."""
@@ -200,7 +200,7 @@ class Source:
         """What the models that are there already consist of."""
         return [t for m in self._models for t in (*m.parameters(), *m.buffers())]
 
-    def finish(self, model: ReplicatedModule) -> ReplicatedModule:
+    def attach(self, model: ReplicatedModule) -> ReplicatedModule:
         """Let the head use the replicas."""
         if self.head is not None:
             try:
@@ -214,7 +214,7 @@ class Source:
 
 def build_replicas(
     runner: Runner,
-    make: MakeModel,
+    make: RankModelFactory,
     optim_factory: OptimFactory,
     loss_weight: LossWeightFn | None = None,
     *,

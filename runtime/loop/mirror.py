@@ -33,24 +33,24 @@ class ReplicaMirror:
         runner: Runs what they do.
 
     Attributes:
-        broken: Whether a step ended half-way: what rank 0 has counts.
-        buffers_differ: Whether replicas may have changed their buffers, each in its own way.
+        is_inconsistent: Whether a step ended half-way: what rank 0 has counts.
+        buffers_may_differ: Whether replicas may have changed their buffers, each in its own way.
         groups: The optimizers' parameter groups.
-        loaded: Whether a state was loaded into rank 0's optimizer that the others have not.
+        optimizer_loaded: True if a state was loaded into rank 0's optimizer only.
     """
 
     def __init__(self, replicas: Sequence[LoopReplica], runner: Runner) -> None:
         self._first, *self._others = replicas
         self._runner = runner
-        self.groups = ParamGroups(replicas)
-        self.broken = False
-        self.buffers_differ = False
-        self.loaded = False
-        likeness = weakref.ref(self)  # the hook must not keep the threads alive
+        self.groups = ParamGroupMirror(replicas)
+        self.is_inconsistent = False
+        self.buffers_may_differ = False
+        self.optimizer_loaded = False
+        mirror = weakref.ref(self)  # the hook must not keep the threads alive
 
         def on_load(optimizer: torch.optim.Optimizer) -> None:
-            if (self := likeness()) is not None:
-                self.loaded = True
+            if (self := mirror()) is not None:
+                self.optimizer_loaded = True
 
         self._first.optimizer.register_load_state_dict_post_hook(on_load)
         self._modes = self._read_modes()
@@ -63,7 +63,7 @@ class ReplicaMirror:
             for key in slots
         ]
         self._parts = self._read_parts()
-        self.are_alike()
+        self.mark_synced()
 
     def prepare(self) -> None:
         """Before the replicas compute: what the caller did to rank 0 holds for all.
@@ -73,28 +73,28 @@ class ReplicaMirror:
             ReplicaFailed: A replica could not take it over.
         """
         self.check()
-        self.groups.follow()
-        modes_changed = self.flags()
+        self.groups.propagate()
+        modes_changed = self.sync_flags()
         buffers_changed = self._buffers_changed()
-        if self.loaded or self.broken or self._state_was_cleared():
+        if self.optimizer_loaded or self.is_inconsistent or self._state_was_cleared():
             self.copy("copy_optimizer")
-            self.loaded = False
-        if self.broken or self._weights_changed():
+            self.optimizer_loaded = False
+        if self.is_inconsistent or self._weights_changed():
             self.sync()
-            self.broken = False
+            self.is_inconsistent = False
         elif buffers_changed or (
-            self.buffers_differ and (modes_changed or not self._first.model.training)
+            self.buffers_may_differ and (modes_changed or not self._first.model.training)
         ):
             self.copy("copy_buffers")
-            self._buffers_are_seen()
-            self.buffers_differ = False
+            self._record_buffers()
+            self.buffers_may_differ = False
 
     def _state_was_cleared(self) -> bool:
         num_kept = len(self._first.optimizer.state)
         return any(len(replica.optimizer.state) != num_kept for replica in self._others)
 
     @contextmanager
-    def computing(self, *, prepared: bool) -> Iterator[None]:
+    def watching_buffers(self, *, prepared: bool) -> Iterator[None]:
         """Around tasks of forward or backward, in train mode or not.
 
         What rank 0's forward makes of its buffers is not to be taken for the caller's doing.
@@ -104,31 +104,31 @@ class ReplicaMirror:
                 changes of the caller's, which stay to be passed on.
         """
         if self._first.state.buffers and any(m.training for m in self._first.modules):
-            self.buffers_differ = True
+            self.buffers_may_differ = True
         pending = not prepared and self._buffers_changed()
         try:
             yield
         finally:
             if not pending:
                 if self._buffers_written():
-                    self.buffers_differ = True  # by a forward in eval mode
-                self._buffers_are_seen()
+                    self.buffers_may_differ = True  # by a forward in eval mode
+                self._record_buffers()
 
     def sync(self) -> None:
         """Give rank 0's parameters and buffers to all."""
         self.check()
         self._buffers_changed()  # or they do not fit
         self.copy("copy_weights")
-        self.are_alike()
+        self.mark_synced()
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state on every rank."""
-        self.groups.follow()
+        self.groups.propagate()
         load = partial(self._first.optimizer.load_state_dict, state)
         idle: list[Task | None] = [None] * len(self._others)
         self._runner.run([load, *idle], "load")
         self.copy("copy_optimizer")
-        self.loaded = False
+        self.optimizer_loaded = False
 
     def copy(self, method: str, what: str | None = None, *, changes: bool = False) -> None:
         """Let every other replica take something from rank 0's.
@@ -157,7 +157,7 @@ class ReplicaMirror:
                 "the whole model before"
             )
 
-    def flags(self, *, always: bool = False) -> bool:
+    def sync_flags(self, *, always: bool = False) -> bool:
         """Pass modes and frozen parameters on; tells whether a mode has changed.
 
         Args:
@@ -176,7 +176,7 @@ class ReplicaMirror:
                         module.training = mode
         trainable = self._read_trainable()
         if always or trainable != self._trainable:
-            self._refuse_strangers(trainable)
+            self._check_unfrozen(trainable)
             self._trainable = trainable
             for replica in self._others:
                 for p, flag in zip(replica.tensors, trainable, strict=True):
@@ -184,7 +184,7 @@ class ReplicaMirror:
                         p.requires_grad_(flag)
         return changed
 
-    def _refuse_strangers(self, trainable: Sequence[bool]) -> None:
+    def _check_unfrozen(self, trainable: Sequence[bool]) -> None:
         if not any(now and not then for now, then in zip(trainable, self._trained, strict=True)):
             return
         names = [name for name, _ in self._first.model.named_parameters()]
@@ -201,7 +201,7 @@ class ReplicaMirror:
         return _versions(self._first.tensors) != self._versions
 
     def _buffers_changed(self) -> bool:
-        """Whether rank 0's buffers were changed or replaced since :meth:`_buffers_are_seen`.
+        """Whether rank 0's buffers were changed or replaced since :meth:`_record_buffers`.
 
         Raises:
             RuntimeError: Replaced by one of another shape or dtype, which others cannot take.
@@ -220,18 +220,18 @@ class ReplicaMirror:
                     )
         return True
 
-    def is_changed(self) -> bool:
-        """Whether weights or buffers were changed or replaced since :meth:`are_alike`."""
+    def has_changed(self) -> bool:
+        """Whether weights or buffers were changed or replaced since :meth:`mark_synced`."""
         now = self._first.state.buffers.tensors()
         if self._weights_changed() or any(map(is_not, now, self._buffers)):
             return True
         return _versions(now) != self._buffer_versions
 
-    def are_alike(self) -> None:
+    def mark_synced(self) -> None:
         """All replicas have rank 0's weights and buffers now."""
         self._versions = _versions(self._first.tensors)
-        self._buffers_are_seen()
-        self.buffers_differ = False
+        self._record_buffers()
+        self.buffers_may_differ = False
 
     def _buffers_written(self) -> bool:
         """Whether any of rank 0's buffers was written to since; one that was replaced is not."""
@@ -239,7 +239,7 @@ class ReplicaMirror:
         pairs = zip(now, self._buffers, _versions(now), self._buffer_versions, strict=True)
         return any(new is old and v != before for new, old, v, before in pairs)
 
-    def _buffers_are_seen(self) -> None:
+    def _record_buffers(self) -> None:
         """Rank 0's buffers, as they are now, hold nothing that others must be told of."""
         self._buffers = self._first.state.buffers.tensors()
         self._buffer_versions = _versions(self._buffers)
@@ -259,7 +259,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
-class ParamGroups:
+class ParamGroupMirror:
     """Compares rank 0's groups with what they were, and passes changes on.
 
     Looked at before the replicas compute, while nobody else uses them. A parameter is found
@@ -274,7 +274,7 @@ class ParamGroups:
         self._places = {id(p): i for i, p in enumerate(self._first.state.params.params)}
         self._members = self._read()
 
-    def follow(self) -> None:
+    def propagate(self) -> None:
         """Regroup the others as rank 0's optimizer is grouped now.
 
         Raises:
@@ -284,7 +284,7 @@ class ParamGroups:
         if members == self._members:
             return
         if any(p not in self._places for group in members for p in group):
-            self._drop_strangers()
+            self._remove_untrained()
             raise ValueError(
                 "the optimizer was given a parameter that is not a trained one of the model, and "
                 "has been taken from it again: only what required a gradient in Trainer.setup is "
@@ -319,7 +319,7 @@ class ParamGroups:
             for group in self._first.optimizer.param_groups
         ]
 
-    def _drop_strangers(self) -> None:
+    def _remove_untrained(self) -> None:
         kept = []
         for group in self._first.optimizer.param_groups:
             known = [p for p in group["params"] if id(p) in self._places]

@@ -125,7 +125,7 @@ class ReplicatedModule(Closing, nn.Module):
         self._engine = engine
         if isinstance(engine, SingleDeviceEngine):
             # Not as an attribute of nn.Module, which would make it a submodule.
-            self.__dict__["forward"] = engine.direct
+            self.__dict__["forward"] = engine.plain_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch. Blocks until every replica has run it (on a GPU: begun).

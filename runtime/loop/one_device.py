@@ -17,17 +17,17 @@ from runtime.core.loss_weights import (
     Weight,
 )
 from runtime.loop.learning_rate import LearningRate
-from runtime.loop.loop_engine import CLIP_LATE, MIXED, WEIGHED_TWICE, total_weight
+from runtime.loop.loop_engine import LOCAL_GRADIENTS, MIXED_GRADIENTS, WEIGHTED_TWICE, total_weight
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.loop_replica import (
     LossFn,
     StepGuard,
-    backward_of,
-    divide_by,
-    mean_of_accumulated,
-    weighted_loss,
+    average_accumulated_,
+    divide_grads_,
+    read_loss,
+    weighted_backward,
 )
-from runtime.loop.scatter import move, placed
+from runtime.loop.scatter import nested_to_device, to_replica
 from runtime.replica.build import (
     OptimFactory,
     build_optimizer,
@@ -53,9 +53,8 @@ class SingleDeviceEngine:
         model: nn.Module,
         device: torch.device,
         optim_factory: OptimFactory,
-        *,
         max_grad_norm: float | None,
-        journal: LoopRecorder,
+        recorder: LoopRecorder,
     ) -> None:
         model.train()
         model.zero_grad(set_to_none=True)
@@ -65,7 +64,7 @@ class SingleDeviceEngine:
         self._optimizer = build_optimizer(optim_factory, model, self._params, None)
         self._step_guard = StepGuard(self._optimizer)
         self._max_grad_norm = max_grad_norm
-        self._journal = journal
+        self._recorder = recorder
         self._num_accumulated = 0
         self._weights: list[Weight | None] = []
         self._guards: list[RemovableHandle] = []
@@ -76,9 +75,9 @@ class SingleDeviceEngine:
         self.rate = LearningRate(self._optimizer)
 
     @property
-    def direct(self) -> Callable[..., Any]:
+    def plain_forward(self) -> Callable[..., Any]:
         """What runs a batch with the least in between."""
-        plain = self._device.type == "cpu" and not self._journal.on
+        plain = self._device.type == "cpu" and not self._recorder.enabled
         return self._model if plain else self.forward
 
     @property
@@ -95,26 +94,28 @@ class SingleDeviceEngine:
         """Run the model, with the inputs on its device as with many devices."""
         start_s = time.monotonic()
         if self._device.type != "cpu":
-            args, kwargs = move((args, kwargs), self._device)
+            args, kwargs = nested_to_device((args, kwargs), self._device)
         output = self._model(*args, **kwargs)
-        self._journal.record("forward", start_s)
-        if torch.is_grad_enabled() and self._journal.on:
-            self._journal.watch_backward(output)
-            self._journal.given(0, [(args, kwargs)])
+        self._recorder.record("forward", start_s)
+        if torch.is_grad_enabled() and self._recorder.enabled:
+            self._recorder.watch_backward(output)
+            self._recorder.record_batches(0, [(args, kwargs)])
         return output
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Forward, loss and backward of each batch in turn."""
-        self._notice_zeroed()
+        self._detect_zero_grad()
         if not self._num_accumulated and any(p.grad is not None for p in self._params):
-            raise RuntimeError(MIXED)
+            raise RuntimeError(MIXED_GRADIENTS)
         start_s = time.monotonic()
         losses = []
-        self._unguard()
+        self._remove_guards()
         try:
             for batch in batches:
-                loss, weight = weighted_loss(loss_fn(self._model, move(batch, self._device)))
-                losses.append(backward_of(loss, weight, self._params))
+                loss, weight = read_loss(
+                    loss_fn(self._model, nested_to_device(batch, self._device))
+                )
+                losses.append(weighted_backward(loss, weight, self._params))
                 self._num_accumulated += 1
                 self._weights.append(weight)
             total_weight(self._weights)
@@ -122,50 +123,50 @@ class SingleDeviceEngine:
             self.zero_grad()  # half of the gradients are no use
             raise
         if self._num_accumulated:
-            self._guard()
-        self._journal.record("accumulate", start_s)
-        self._journal.given(0, batches)
+            self._guard_gradients()
+        self._recorder.record("accumulate", start_s)
+        self._recorder.record_batches(0, batches)
         return torch.stack(losses) if losses else torch.empty(0, device=self._device)
 
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
         """Clip, step and forget the gradients; there is nobody to reduce with."""
         start_s = time.monotonic()
         self.rate.check()
-        self._notice_zeroed()
+        self._detect_zero_grad()
         empty = False
         if self._num_accumulated:
             if weight is not None:
-                raise ValueError(WEIGHED_TWICE)
+                raise ValueError(WEIGHTED_TWICE)
             weight = total_weight(self._weights)
         if weight is not None:
-            divide_by(self._params, weight, max(1, self._num_accumulated))
+            divide_grads_(self._params, weight, max(1, self._num_accumulated))
             empty = isinstance(weight, float) and weight == 0
         if self._num_accumulated:
-            mean_of_accumulated(self._params, self._num_accumulated, self._max_grad_norm)
+            average_accumulated_(self._params, self._num_accumulated, self._max_grad_norm)
             self._num_accumulated = 0
             self._weights = []
         elif self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
-        self._unguard()
+        self._remove_guards()
         if not empty:
             with self._step_guard.stepping():
                 self._optimizer.step()
         self._model.zero_grad(set_to_none=True)
         self.rate.advance()
-        self._journal.record("step", start_s)
-        self._journal.step += 1
+        self._recorder.record("step", start_s)
+        self._recorder.step += 1
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients."""
         if self._num_accumulated:
-            raise RuntimeError(CLIP_LATE)
+            raise RuntimeError(LOCAL_GRADIENTS)
         return nn.utils.clip_grad_norm_(self._params, max_norm)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self._num_accumulated = 0
         self._weights = []
-        self._unguard()
+        self._remove_guards()
         self._model.zero_grad(set_to_none=True)
 
     def sync_params(self) -> None:
@@ -177,33 +178,33 @@ class SingleDeviceEngine:
 
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of the model."""
-        setattr(self._model, name, placed(value, self._device, copy=False))
+        setattr(self._model, name, to_replica(value, self._device, copy=False))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
         """Add a buffer to the model."""
-        own = placed(tensor, self._device, copy=False)
+        own = to_replica(tensor, self._device, copy=False)
         self._model.register_buffer(name, own, persistent)
 
     def close(self) -> None:
         """Nothing was started; the optimizer may be stepped by hand."""
         self._step_guard.close()
-        self._journal.finish()
+        self._recorder.finish()
 
-    def _notice_zeroed(self) -> None:
+    def _detect_zero_grad(self) -> None:
         """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""
         if self._num_accumulated and all(p.grad is None for p in self._params):
             self._num_accumulated = 0
             self._weights = []
 
-    def _guard(self) -> None:
+    def _guard_gradients(self) -> None:
         """Until the step, refuse gradients from elsewhere before any of them is added."""
         for place, p in enumerate(self._params):
             if p.requires_grad and place not in self._nodes:
                 self._nodes[place] = torch.autograd.graph.get_gradient_edge(p).node
-        refuse = partial(_refuse, weakref.ref(self))  # the nodes may live longer
+        refuse = partial(_check_mixed, weakref.ref(self))  # the nodes may live longer
         self._guards = [node.register_prehook(refuse) for node in self._nodes.values()]
 
-    def _unguard(self) -> None:
+    def _remove_guards(self) -> None:
         for guard in self._guards:
             guard.remove()
         self._guards = []
@@ -211,8 +212,8 @@ class SingleDeviceEngine:
             self._nodes.clear()  # one belongs to the stream under which it was made
 
 
-def _refuse(solo: weakref.ref[SingleDeviceEngine], grads: Any) -> None:
-    if (self := solo()) is not None:
-        self._notice_zeroed()
+def _check_mixed(engine: weakref.ref[SingleDeviceEngine], grads: Any) -> None:
+    if (self := engine()) is not None:
+        self._detect_zero_grad()
         if self._num_accumulated:
-            raise RuntimeError(MIXED)
+            raise RuntimeError(MIXED_GRADIENTS)

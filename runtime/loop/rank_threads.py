@@ -24,14 +24,14 @@ from runtime.core.threads import IntraOpThreads, LiveRegistry, prepare_threads
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
 """How long threads may take to end; only user code that does not return takes that long."""
-EXIT_S = 5.0
-LOOK_S = 0.2
+EXIT_TIMEOUT_S = 5.0
+SIGNAL_POLL_S = 0.2
 """A signal that comes in the instant before a wait is seen by Python only when it ends, so
 no wait is longer than this."""
 Task = Callable[[], Any]
-Inbox: TypeAlias = "queue.SimpleQueue[Work | None]"
+Inbox: TypeAlias = "queue.SimpleQueue[RankWork | None]"
 
 
 class RankThreads:
@@ -56,18 +56,18 @@ class RankThreads:
         contexts: Sequence[Callable[[], AbstractContextManager[object]]],
         on_end: Callable[[], object] = lambda: None,
         *,
-        lend: int = 0,
+        num_cpu_ranks: int = 0,
     ) -> None:
         self.name = name
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
-        ending = _Ending(len(contexts), on_end)
+        ending = _LastExit(len(contexts), on_end)
         prepare_threads()
         self._threads = [
             threading.Thread(
-                target=_serve,
+                target=_thread_main,
                 args=(rank, context, inbox, ending),
                 name=f"{name}-{rank}",
                 daemon=True,
@@ -80,14 +80,14 @@ class RankThreads:
                 thread.start()
                 num_started += 1
         except BaseException:
-            _tell_to_end(self._inboxes)
+            _send_stop(self._inboxes)
             for _ in self._threads[num_started:]:
                 ending.leave()
             raise
         # These take no lock, for they may run wherever garbage is collected.
-        weakref.finalize(self, _tell_to_end, self._inboxes).atexit = False
-        share = max(1, IntraOpThreads.budget() // lend) if lend else 0
-        lender = IntraOpThreads.lend(share) if lend else 0
+        weakref.finalize(self, _send_stop, self._inboxes).atexit = False
+        share = max(1, IntraOpThreads.budget() // num_cpu_ranks) if num_cpu_ranks else 0
+        lender = IntraOpThreads.lend(share) if num_cpu_ranks else 0
         self._take_back = weakref.finalize(self, IntraOpThreads.take_back, lender)
         self._take_back.atexit = False
         _OPEN.add(self)
@@ -101,16 +101,16 @@ class RankThreads:
         """Let every rank's thread call ``work(rank)``, behind earlier jobs. Does not block.
 
         For whoever must know, if Ctrl-C comes meanwhile, that all ranks do it or none does:
-        make a :class:`Job`, and :meth:`deliver` it.
+        make a :class:`Job`, and :meth:`submit` it.
 
         Raises:
             RuntimeError: They are closed, or were left behind in a fork.
         """
         job = Job([partial(work, rank) for rank in range(len(self._inboxes))])
-        self.deliver(job)
+        self.submit(job)
         return job
 
-    def deliver(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Give a job to the threads of its ranks. Does not block.
 
         Where an exception left this in the middle, the next try completes it: each rank does
@@ -121,7 +121,7 @@ class RankThreads:
         """
         self.post(job, job.ranks)
 
-    def post(self, work: Work, ranks: Iterable[int]) -> None:
+    def post(self, work: RankWork, ranks: Iterable[int]) -> None:
         """Let the threads of these ranks carry out work, behind earlier work. Does not block.
 
         Raises:
@@ -136,38 +136,38 @@ class RankThreads:
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name} are closed")
             if isinstance(work, Job):
-                work.is_begun = True
+                work.is_posted = True
             for rank in ranks:
                 self._inboxes[rank].put(work)
 
-    def has_caller(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether one of the threads calls this."""
         # Not current_thread(), which keeps an object for each thread of autograd; the number
         # of a thread that has ended may be another's by now.
         return any(t.ident == threading.get_ident() and t.is_alive() for t in self._threads)
 
-    def dead(self) -> dict[int, str]:
+    def exited(self) -> dict[int, str]:
         """Rank and name of each thread that has ended."""
         return {rank: t.name for rank, t in enumerate(self._threads) if not t.is_alive()}
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """End the threads behind the calls they have, and wait for them. Idempotent.
 
         Raises:
             RuntimeError: A thread is still alive after ``timeout_s`` seconds; named.
         """
-        stuck = self.end(timeout_s)
+        stuck = self.stop(timeout_s)
         if stuck:
             raise RuntimeError(
                 f"{', '.join(stuck)} did not end within {timeout_s:g} s: user code does not return"
             )
 
-    def end(self, timeout_s: float) -> list[str]:
+    def stop(self, timeout_s: float) -> list[str]:
         """As :meth:`close`; gives the names of the threads that are still alive."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                _tell_to_end(self._inboxes)
+                _send_stop(self._inboxes)
                 self._take_back()
         deadline = time.monotonic() + timeout_s
         others = [t for t in self._threads if t is not threading.current_thread()]
@@ -176,7 +176,7 @@ class RankThreads:
         return [thread.name for thread in others if thread.is_alive()]
 
 
-class _Ending:
+class _LastExit:
     """Lets the last thread to leave end what all of them used."""
 
     def __init__(self, num_threads: int, then: Callable[[], object]) -> None:
@@ -192,21 +192,21 @@ class _Ending:
             self._then()
 
 
-def _serve(
+def _thread_main(
     rank: int,
     context: Callable[[], AbstractContextManager[object]],
     inbox: Inbox,
-    ending: _Ending,
+    ending: _LastExit,
 ) -> None:
-    broken: BaseException | None = None
+    context_error: BaseException | None = None
     try:
         with ExitStack() as stack:
             try:
                 stack.enter_context(context())
             except BaseException as error:
-                broken = error
+                context_error = error
             while (call := inbox.get()) is not None:
-                call.carry_out(rank, broken)
+                call.run_rank(rank, context_error)
                 call = None  # keeps nothing alive while it waits
     except BaseException:
         logger.warning("rank %d: the thread's context did not end well", rank, exc_info=True)
@@ -214,7 +214,7 @@ def _serve(
         ending.leave()
 
 
-def _tell_to_end(inboxes: Sequence[Inbox]) -> None:
+def _send_stop(inboxes: Sequence[Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)
 
@@ -225,7 +225,7 @@ _OPEN: LiveRegistry[RankThreads] = LiveRegistry()
 def _close_at_exit() -> None:
     for threads in _OPEN.all():
         try:
-            threads.close(EXIT_S)
+            threads.close(EXIT_TIMEOUT_S)
         except RuntimeError as error:
             logger.warning("%s", error)
 
@@ -233,11 +233,11 @@ def _close_at_exit() -> None:
 atexit.register(_close_at_exit)
 
 
-class Work(Protocol):
+class RankWork(Protocol):
     """What the threads of some ranks do, each its part."""
 
-    def carry_out(self, rank: int, broken: BaseException | None) -> None:
-        """Do a rank's part, in its thread; ``broken`` is why it cannot be done. Never raises."""
+    def run_rank(self, rank: int, context_error: BaseException | None) -> None:
+        """Do a rank's part in its thread, or fail with ``context_error``. Never raises."""
 
 
 @dataclass(slots=True)
@@ -266,14 +266,14 @@ class Job:
     Attributes:
         outcomes: One for each rank, in order; complete once :meth:`wait` says so.
         ranks: Those that have a task.
-        is_begun: Whether a rank may have it.
+        is_posted: Whether a rank may have it.
     """
 
     def __init__(self, tasks: Sequence[Task | None]) -> None:
         self._tasks = list(tasks)  # each is its own rank's thread's
         self.outcomes = [TaskOutcome() for _ in tasks]
         self.ranks = [rank for rank, task in enumerate(tasks) if task is not None]
-        self.is_begun = False
+        self.is_posted = False
         self._lock = threading.Lock()
         self._num_left = len(self.ranks)
         # Not an Event: its methods are Python code, which Ctrl-C may leave in the middle with
@@ -281,15 +281,15 @@ class Job:
         self._done = threading.Lock()
         self._done.acquire()
 
-    def carry_out(self, rank: int, broken: BaseException | None) -> None:
-        """Do a rank's task, in its thread, once; ``broken`` is why it cannot be done."""
+    def run_rank(self, rank: int, context_error: BaseException | None) -> None:
+        """Do a rank's task, in its thread, once; ``context_error`` is why it cannot be done."""
         outcome, task = self.outcomes[rank], self._tasks[rank]
         if task is None:
             return
         outcome.start_s = time.monotonic()
         try:
-            if broken is not None:
-                raise broken
+            if context_error is not None:
+                raise context_error
             outcome.value = task()
         except BaseException as error:
             outcome.error = error
@@ -315,20 +315,24 @@ class Job:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._num_left:
-            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            left = (
+                SIGNAL_POLL_S
+                if deadline is None
+                else min(SIGNAL_POLL_S, deadline - time.monotonic())
+            )
             if left <= 0:
                 return False
             # Taken by whoever waits first, who leaves it to the others.
             if self._done.acquire(timeout=left):
                 self._done.release()
             elif threads is not None:
-                dead = [name for rank, name in threads.dead().items() if self._tasks[rank]]
+                dead = [name for rank, name in threads.exited().items() if self._tasks[rank]]
                 if dead:
                     raise GpuWorkerError(f"threads have ended: {', '.join(dead)}; set up again")
         return True
 
 
-def own_failures(outcomes: Sequence[TaskOutcome]) -> list[tuple[int, BaseException]]:
+def root_failures(outcomes: Sequence[TaskOutcome]) -> list[tuple[int, BaseException]]:
     """Rank and error of those that failed on their own account; else of the first woken one."""
     failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
     # Peers of a rank that failed are only woken by it.
@@ -338,5 +342,5 @@ def own_failures(outcomes: Sequence[TaskOutcome]) -> list[tuple[int, BaseExcepti
 
 def first_failure(outcomes: Sequence[TaskOutcome]) -> tuple[int, BaseException] | None:
     """Rank and error of the first that failed on its own account, if one did."""
-    failed = own_failures(outcomes)
+    failed = root_failures(outcomes)
     return failed[0] if failed else None

@@ -21,9 +21,9 @@ from runtime.loop.rank_threads import Job, RankThreads, first_failure
 from runtime.replica.flat import reals
 
 Tensors = Sequence[Tensor]
-_BLOCK = 1 << 18
+_BLOCK_ELEMENTS = 1 << 18
 """Elements of one rank that are reduced before the next: they stay in cache meanwhile."""
-ABORT_S = 10.0
+ABORT_TIMEOUT_S = 10.0
 """How long internal threads may take to come back once their group was aborted."""
 
 
@@ -74,7 +74,9 @@ def _blocks(tensors: Tensors) -> Iterator[list[int]]:
     size = 0
     for i in order:
         tensor = tensors[i]
-        if block and (size + tensor.numel() > _BLOCK or tensors[block[0]].dtype != tensor.dtype):
+        if block and (
+            size + tensor.numel() > _BLOCK_ELEMENTS or tensors[block[0]].dtype != tensor.dtype
+        ):
             yield block
             block, size = [], 0
         block.append(i)
@@ -100,14 +102,14 @@ class GroupReduction(Reduction):
     def __init__(self, devices: Sequence[torch.device], kind: str, timeout_s: float = 60.0) -> None:
         self._devices = devices
         self._sync = StreamSync()
-        self._packed = [_Packed() for _ in devices]
+        self._packed = [_FlatCopies() for _ in devices]
         self._events: list[Event | None] = [None] * len(devices)
         self._ends = create_collectives(len(devices), kind, devices, timeout_s)
         try:
             contexts = [_stream_of(device) for device in devices]
-            self._threads = RankThreads("ddp", contexts, _closing(self._ends))
+            self._threads = RankThreads("ddp", contexts, _closer_of(self._ends))
         except BaseException:
-            _closing(self._ends)()
+            _closer_of(self._ends)()
             raise
 
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
@@ -126,13 +128,13 @@ class GroupReduction(Reduction):
 
             job = Job([partial(exchange, rank) for rank in range(len(flats))])
             try:
-                self._threads.deliver(job)
+                self._threads.submit(job)
                 job.wait()
             except BaseException:  # Ctrl-C: nobody may write to the tensors any more
-                if job.is_begun:
+                if job.is_posted:
                     self._ends[0].abort()
-                    self._threads.deliver(job)
-                    job.wait(ABORT_S)
+                    self._threads.submit(job)
+                    job.wait(ABORT_TIMEOUT_S)
                 raise
             failure = first_failure(job.outcomes)
             if failure is not None:
@@ -160,7 +162,7 @@ class GroupReduction(Reduction):
         self._packed = []
 
 
-class _Packed:
+class _FlatCopies:
     """Tensors of one rank side by side: one flat tensor for each dtype, used again and again."""
 
     def __init__(self) -> None:
@@ -176,7 +178,7 @@ class _Packed:
         self._groups = []
         for group in groups.values():
             sizes = [tensors[i].numel() for i in group]
-            flat = self._room(tensors[group[0]], sum(sizes))
+            flat = self._buffer(tensors[group[0]], sum(sizes))
             parts = flat.split(sizes)  # type: ignore[no-untyped-call]
             views = [part.view(tensors[i].shape) for i, part in zip(group, parts, strict=True)]
             torch._foreach_copy_(views, [tensors[i] for i in group])
@@ -189,7 +191,7 @@ class _Packed:
         for group, views in self._groups:
             torch._foreach_copy_([tensors[i] for i in group], views)
 
-    def _room(self, like: Tensor, num_elements: int) -> Tensor:
+    def _buffer(self, like: Tensor, num_elements: int) -> Tensor:
         flat = self._flats.get(like.dtype)
         if flat is None or flat.numel() < num_elements:
             flat = self._flats[like.dtype] = like.new_empty(num_elements)
@@ -208,7 +210,7 @@ def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[obje
     return nullcontext if device.type == "cpu" else current
 
 
-def _closing(ends: Sequence[Collective]) -> Callable[[], None]:
+def _closer_of(ends: Sequence[Collective]) -> Callable[[], None]:
     def close() -> None:
         for end in ends:
             end.close()

@@ -35,15 +35,15 @@ class ReplicaSet:
         self._devices = devices
         templates = [Template.of(model) for model in models]
         for rank, template in enumerate(templates):
-            _check_place(rank, template, devices[rank])
+            _check_devices(rank, template, devices[rank])
             difference = templates[0].first_difference(template)
             if difference is not None:
                 raise ReplicaMismatch(
                     f"Ddp.wrap: model {rank} is no replica of model 0: {difference}; build all "
                     "models alike"
                 )
-        _check_apart(templates)
-        self._slots = _match(models)
+        _check_not_shared(templates)
+        self._slots = _match_parameters(models)
         self._buffers = [FlatBuffers(model) for model in models]
 
     def copy_params(self) -> None:
@@ -78,7 +78,7 @@ class ReplicaSet:
                         "alike"
                     )
 
-    def gradients(self, counts: Sequence[bool]) -> Gradients:
+    def gradients(self, counts: Sequence[bool]) -> CheckedGradients:
         """Check and return the gradients to be averaged.
 
         Args:
@@ -88,52 +88,52 @@ class ReplicaSet:
             RuntimeError: A parameter was replaced or moved.
             ValueError: A gradient is sparse, or of another dtype than its peers.
         """
-        found = Gradients([[] for _ in self._devices])
+        found = CheckedGradients([[] for _ in self._devices])
         for slot in self._slots:
             grads = [p.grad for p in slot.params]
             if all(grad is None for grad in grads):
                 continue
             slot.check(self._devices)
-            _check_alike(slot.name, grads)
+            _check_same_dtype(slot.name, grads)
             counted = [g for g, c in zip(grads, counts, strict=True) if c and g is not None]
             if not counted:
-                found.dropped.extend(slot.params)
+                found.cleared.extend(slot.params)
                 continue
             for rank, (p, grad) in enumerate(zip(slot.params, grads, strict=True)):
                 if grad is None:
                     grad = torch.zeros_like(counted[0], device=p.device)
-                    found.made.append((p, grad))
+                    found.created.append((p, grad))
                 elif _overlaps(grad):  # cannot be written to
                     grad = grad.detach().clone(memory_format=torch.contiguous_format)
-                    found.made.append((p, grad))
+                    found.created.append((p, grad))
                 found.tensors[rank].append(grad)
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class CheckedGradients:
     """The checked gradients of a step; nothing is written yet.
 
     Attributes:
         tensors: ``tensors[rank][i]``: gradients to be averaged, of the same shape and dtype
             on every rank.
-        made: Parameters without a gradient, and the zeros that become their gradients.
-        dropped: Parameters whose gradient must not be used.
+        created: Parameters without a gradient, and the zeros that become their gradients.
+        cleared: Parameters whose gradient must not be used.
     """
 
     tensors: list[list[Tensor]]
-    made: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    dropped: list[nn.Parameter] = field(default_factory=list)
+    created: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    cleared: list[nn.Parameter] = field(default_factory=list)
 
-    def adopt(self) -> None:
+    def assign(self) -> None:
         """Set the parameters' gradients to the averaged ones."""
-        for parameter, gradient in self.made:
+        for parameter, gradient in self.created:
             parameter.grad = gradient
-        for parameter in self.dropped:
+        for parameter in self.cleared:
             parameter.grad = None
 
 
-class _Slot:
+class _MatchedParameter:
     """Where one parameter stands in each replica."""
 
     def __init__(self, name: str) -> None:
@@ -160,14 +160,14 @@ class _Slot:
                     f"{first.requires_grad}, model {rank}: {p.requires_grad}); freeze or unfreeze "
                     "it on every model"
                 )
-            if _place(p) != devices[rank]:
+            if _device_of(p) != devices[rank]:
                 raise RuntimeError(
-                    f"parameter {self.name!r} of model {rank} is on {_place(p)} now, not on "
+                    f"parameter {self.name!r} of model {rank} is on {_device_of(p)} now, not on "
                     f"{devices[rank]}; move the models first and wrap them then"
                 )
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Name, owner, key and parameter, as ``named_parameters`` gives them, tied ones once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -177,40 +177,40 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
                 yield f"{prefix}.{key}" if prefix else key, module, key, p
 
 
-def _match(models: Sequence[nn.Module]) -> list[_Slot]:
-    slots = {name: _Slot(name) for name, _, _, _ in _named(models[0])}
+def _match_parameters(models: Sequence[nn.Module]) -> list[_MatchedParameter]:
+    slots = {name: _MatchedParameter(name) for name, _, _, _ in _iter_parameters(models[0])}
     for model in models:
-        for name, module, key, p in _named(model):
+        for name, module, key, p in _iter_parameters(model):
             slots[name].add(module, key, p)
     return list(slots.values())
 
 
-def _place(tensor: Tensor) -> torch.device:
+def _device_of(tensor: Tensor) -> torch.device:
     return cuda_api.API.device_of(tensor)
 
 
-def _check_place(rank: int, template: Template, device: torch.device) -> None:
+def _check_devices(rank: int, template: Template, device: torch.device) -> None:
     for name, tensor in template.tensors.items():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"Ddp.wrap: {name!r} of model {rank} is lazy, its shape is not known before the "
                 "first forward; run one before, on every model"
             )
-        if _place(tensor) != device:
+        if _device_of(tensor) != device:
             raise ValueError(
-                f"Ddp.wrap: {name!r} of model {rank} is on {_place(tensor)}, not on {device}; pass "
-                f"model.to('{device}')"
+                f"Ddp.wrap: {name!r} of model {rank} is on {_device_of(tensor)}, not on {device}; "
+                f"pass model.to('{device}')"
             )
 
 
-def _check_apart(templates: Sequence[Template]) -> None:
+def _check_not_shared(templates: Sequence[Template]) -> None:
     """No two replicas may train the same memory; what is frozen may be shared."""
     owners: dict[tuple[torch.device, int], int] = {}
     for rank, template in enumerate(templates):
         for name, tensor in template.tensors.items():
             if template.kinds[name] != "trainable" or tensor.numel() == 0:
                 continue
-            key = _place(tensor), tensor.untyped_storage().data_ptr()
+            key = _device_of(tensor), tensor.untyped_storage().data_ptr()
             owner = owners.setdefault(key, rank)
             if owner != rank:
                 raise ValueError(
@@ -219,7 +219,7 @@ def _check_apart(templates: Sequence[Template]) -> None:
                 )
 
 
-def _check_alike(name: str, grads: Sequence[Tensor | None]) -> None:
+def _check_same_dtype(name: str, grads: Sequence[Tensor | None]) -> None:
     dtype: torch.dtype | None = None
     for rank, grad in enumerate(grads):
         if grad is None:

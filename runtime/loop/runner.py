@@ -30,14 +30,14 @@ from runtime.loop.rank_threads import (
     Task,
     TaskOutcome,
     first_failure,
-    own_failures,
+    root_failures,
 )
 
 logger = logging.getLogger(__name__)
 
-END_S = 10.0
+STOP_TIMEOUT_S = 10.0
 """How long the end waits for all threads together."""
-SETTLE_S = 30.0
+INTERRUPT_TIMEOUT_S = 30.0
 """How long Ctrl-C waits for replicas that must come to the end of what they are doing."""
 _numbers = count()
 
@@ -46,16 +46,16 @@ class Runner:
     """Gives tasks to the ranks and brings back what came of them. For one thread at a time.
 
     A caller that leaves before its tasks are done, by Ctrl-C say, which may come between any
-    two lines, leaves them behind: whoever waits in a collective is woken, and the next call
-    has to :meth:`settle`. With ``patient`` it leaves once they are done: each piece of work is
-    done by all replicas or by none.
+    two lines, leaves them running: the group is aborted, and the next call has to :meth:`drain`.
+    With ``waits_on_interrupt`` it leaves once they are done: each piece of work is done by all
+    replicas or by none.
 
     The threads, daemons, end with :meth:`close`, when this object is collected, or when the
     interpreter exits; the last one out closes the journal and the group.
 
     Args:
         devices: One for each rank; a device may stand more than once.
-        ends: Where the ranks meet.
+        group: Where the ranks meet.
         journal: Takes down what happens.
         sync: Orders their streams and the caller's; ``None``: by events.
         name: What the threads are called; ``None``: ``replica-<number of the loop>``.
@@ -64,7 +64,7 @@ class Runner:
     Attributes:
         contexts: The device of each rank as its thread sees it.
         interrupted: Whether a caller left before its tasks were done.
-        fault: Why the replicas may differ for good, where it was ``patient``.
+        fault: Why the replicas may differ for good, where it was ``waits_on_interrupt``.
 
     Raises:
         Exception: A device cannot be used.
@@ -73,18 +73,18 @@ class Runner:
     def __init__(
         self,
         devices: Sequence[torch.device],
-        ends: CollectiveGroup,
-        journal: LoopRecorder,
+        group: CollectiveGroup,
+        recorder: LoopRecorder,
         sync: StreamSync | None = None,
         *,
         name: str | None = None,
-        patient: bool = False,
+        waits_on_interrupt: bool = False,
     ) -> None:
         self._devices = devices
-        self._ends = ends
-        self._journal = journal
+        self._group = group
+        self._recorder = recorder
         self._sync = sync or StreamSync(devices)
-        self._patient = patient
+        self._patient = waits_on_interrupt
         self._changing: Job | None = None
         self.interrupted = False
         self.fault: str | None = None
@@ -92,10 +92,10 @@ class Runner:
         if num_cpus:
             IntraOpThreads.acquire()
 
-        def clear_up() -> None:
+        def clean_up() -> None:
             try:
-                journal.finish()  # of a model that was dropped, not closed
-                ends.close()
+                recorder.finish()  # of a model that was dropped, not closed
+                group.close()
             except Exception:
                 logger.warning("the replicas' group did not close", exc_info=True)
             if num_cpus:
@@ -104,12 +104,12 @@ class Runner:
         try:
             self.contexts = [open_device(device, num_cpus) for device in devices]
         except BaseException:
-            clear_up()
+            clean_up()
             raise
         # From here on the threads clear up, even if not all of them could be started.
         contexts = [context.activate for context in self.contexts]
         name = name or f"replica-{next(_numbers)}"
-        self._threads = RankThreads(name, contexts, clear_up, lend=num_cpus)
+        self._threads = RankThreads(name, contexts, clean_up, num_cpu_ranks=num_cpus)
 
     @property
     def closed(self) -> bool:
@@ -127,20 +127,20 @@ class Runner:
                 "the replicas' threads have ended: the model was closed; go on with model.module, "
                 "or set up again"
             )
-        self.check_thread()
+        self.check_not_replica_thread()
 
-    def check_thread(self) -> None:
+    def check_not_replica_thread(self) -> None:
         """Refuse a call by one of the threads, which others wait for.
 
         Raises:
             RuntimeError: One of them calls.
         """
-        if self._threads.has_caller():
+        if self._threads.is_current_thread():
             raise RuntimeError("a replica cannot call the model that it is a part of")
 
-    def ends(self) -> Sequence[Collective]:
+    def collectives(self) -> Sequence[Collective]:
         """Each rank's end of the group."""
-        return self._ends.get()
+        return self._group.get()
 
     def run(
         self,
@@ -167,14 +167,14 @@ class Runner:
         events = self._sync.marks(tensors)
         if events:
             tasks = [
-                None if task is None else partial(self._ordered, device, events, task)
+                None if task is None else partial(self._after_events, device, events, task)
                 for device, task in zip(self._devices, tasks, strict=True)
             ]
         outcomes = self.execute(tasks, changes=changes)
         if events:
-            self._rejoin(outcomes)
-        self._journal.outcomes(what, outcomes, reducing)
-        raise_first(outcomes, self._devices, what)
+            self._join_streams(outcomes)
+        self._recorder.record_tasks(what, outcomes, reducing)
+        raise_replica_failure(outcomes, self._devices, what)
         return outcomes
 
     def execute(self, tasks: Sequence[Task | None], *, changes: bool = False) -> list[TaskOutcome]:
@@ -184,29 +184,29 @@ class Runner:
         self._changing = job if changes else None
         before = self.fault
         try:
-            self._threads.deliver(job)
+            self._threads.submit(job)
             job.wait(None, self._threads)
         except BaseException:
             if self._patient:
-                self._finish(job, before)
+                self._wait_for_started(job, before)
             else:
                 self.interrupted = not self.closed
-                self._ends.abort()
+                self._group.abort()
             raise
         if changes:
-            self.judge()
+            self.record_fault()
         return job.outcomes
 
-    def _finish(self, job: Job, before: str | None) -> None:
+    def _wait_for_started(self, job: Job, before: str | None) -> None:
         """Leave no thread at work on the replicas."""
         self.fault = "it was interrupted, and a replica did not come to an end"
-        if job.is_begun:
-            self._threads.deliver(job)  # to those that it has not reached
-            if not job.wait(SETTLE_S, self._threads):
+        if job.is_posted:
+            self._threads.submit(job)  # to those that it has not reached
+            if not job.wait(INTERRUPT_TIMEOUT_S, self._threads):
                 return
         self.fault = before
 
-    def judge(self) -> None:
+    def record_fault(self) -> None:
         """Take note if the last change failed; Ctrl-C may have come before that was seen."""
         if self._changing is not None:
             failure = first_failure(self._changing.outcomes)
@@ -214,9 +214,9 @@ class Runner:
                 self.fault = f"rank {failure[0]} failed while the replicas were changed"
             self._changing = None
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """After an interruption: wait for what the ranks still do."""
-        self.run([_nothing] * len(self._devices), "settle")
+        self.run([_no_op] * len(self._devices), "settle")
         self.interrupted = False
 
     def close(self) -> None:
@@ -225,28 +225,28 @@ class Runner:
         Raises:
             GpuWorkerError: One is still alive after a while, in the user's own code.
         """
-        alive = self._threads.end(END_S)
+        alive = self._threads.stop(STOP_TIMEOUT_S)
         if alive:
             raise GpuWorkerError(
-                f"threads did not end within {END_S:g} s: {', '.join(alive)}; they are daemons "
-                "and will not keep the process alive"
+                f"threads did not end within {STOP_TIMEOUT_S:g} s: {', '.join(alive)}; they are "
+                "daemons and will not keep the process alive"
             )
 
     @contextmanager
-    def waking_peers(self) -> Iterator[None]:
+    def aborting_on_error(self) -> Iterator[None]:
         """Around a task with a collective: who fails before it wakes those who wait there."""
         try:
             yield
         except BaseException:
-            self._ends.abort()
+            self._group.abort()
             raise
 
-    def _ordered(self, device: torch.device, events: Sequence[Any], task: Task) -> Any:
+    def _after_events(self, device: torch.device, events: Sequence[Any], task: Task) -> Any:
         self._sync.wait(device, events)
         value = task()
         return value, self._sync.mark(device)
 
-    def _rejoin(self, outcomes: Sequence[TaskOutcome]) -> None:
+    def _join_streams(self, outcomes: Sequence[TaskOutcome]) -> None:
         done = [outcome for outcome in outcomes if outcome.value is not None]
         marks = []
         for outcome in done:
@@ -255,11 +255,11 @@ class Runner:
         self._sync.join(marks)
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     return
 
 
-def raise_first(
+def raise_replica_failure(
     outcomes: Sequence[TaskOutcome], devices: Sequence[torch.device], what: str
 ) -> None:
     """Raise for the first rank that failed on its own account.
@@ -272,7 +272,7 @@ def raise_first(
     Raises:
         ReplicaFailed: With the rank named, and the original as its cause.
     """
-    failures = own_failures(outcomes)
+    failures = root_failures(outcomes)
     if not failures:
         return
     rank, error = failures[0]

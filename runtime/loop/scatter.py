@@ -50,7 +50,7 @@ class Scatter:
             )
         self.num_samples = sizes.pop()
 
-    def piece(self, start: int, stop: int, device: torch.device) -> Piece:
+    def shard(self, start: int, stop: int, device: torch.device) -> ShardInput:
         """The inputs for samples ``start`` to ``stop``, on a device.
 
         On the device of the inputs they are views. Copies run on the current stream;
@@ -61,14 +61,14 @@ class Scatter:
             part = tensor.detach()
             if tensor.dim() and stop - start < self.num_samples:
                 part = part[start:stop]
-            part = carry(part, device)
+            part = to_device(part, device)
             leaf = None
             if tensor.requires_grad and torch.is_grad_enabled():
                 leaf = part.requires_grad_()
             parts.append(part)
             leaves.append(leaf)
         args, kwargs = self._spec.build(iter(parts))
-        return Piece(args, kwargs, leaves)
+        return ShardInput(args, kwargs, leaves)
 
     def merge_gradients(
         self, index: int, parts: Sequence[Tensor | None], ranges: Sequence[tuple[int, int]]
@@ -97,7 +97,7 @@ class Scatter:
         )
 
 
-class Piece(NamedTuple):
+class ShardInput(NamedTuple):
     """One replica's part of the inputs.
 
     Attributes:
@@ -111,7 +111,7 @@ class Piece(NamedTuple):
     leaves: list[Tensor | None]
 
 
-def carry(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; the host waits for the copy only if it goes to the CPU.
 
     There the host reads next, and nothing else would make it wait.
@@ -119,16 +119,16 @@ def carry(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def move(value: Any, device: torch.device) -> Any:
+def nested_to_device(value: Any, device: torch.device) -> Any:
     """A nested value with all its tensors on a device; copies run on the current stream."""
     tensors: list[Tensor] = []
     spec = flatten(value, tensors, strict=False)
     if all(t.device == device for t in tensors):
         return value
-    return spec.build(carry(t, device) for t in tensors)
+    return spec.build(to_device(t, device) for t in tensors)
 
 
-def placed(value: Any, device: torch.device, *, copy: bool) -> Any:
+def to_replica(value: Any, device: torch.device, *, copy: bool) -> Any:
     """What a replica keeps of a value that is given to all: tensors on its own device.
 
     Args:
@@ -150,7 +150,7 @@ def placed(value: Any, device: torch.device, *, copy: bool) -> Any:
     if type(value) not in (list, tuple, dict):
         return value
     parts = list(value.values()) if isinstance(value, dict) else list(value)
-    own = [placed(part, device, copy=copy) for part in parts]
+    own = [to_replica(part, device, copy=copy) for part in parts]
     if all(a is b for a, b in zip(own, parts, strict=True)):
         return value
     if isinstance(value, dict):

@@ -14,10 +14,10 @@ from runtime.core.loss_weights import (
     checked_loss,
 )
 
-LossFn = Callable[[nn.Module, Any], Any]
+ShardLossFn = Callable[[nn.Module, Any], Any]
 
 
-class Part(NamedTuple):
+class ShardLoss(NamedTuple):
     """What a replica made of its samples.
 
     Attributes:
@@ -34,18 +34,18 @@ class Part(NamedTuple):
     correct: int = 0
 
 
-def _check_result(result: object) -> tuple[Tensor, Part]:
+def read_result(result: object) -> tuple[Tensor, ShardLoss]:
     """The mean loss, and what else ``loss_fn`` gave."""
-    loss, part = result, Part()
+    loss, part = result, ShardLoss()
     if isinstance(result, Weighted):
         loss = result.loss
         weight, correct = host_weight(result.weight), read_correct(_number(result.correct))
-        part = Part(weight=weight, correct=correct)
+        part = ShardLoss(weight=weight, correct=correct)
     elif isinstance(result, tuple) and len(result) == 2:
-        loss, part = result[0], Part(second=_number(result[1]))
+        loss, part = result[0], ShardLoss(second=_number(result[1]))
     elif isinstance(result, tuple) and len(result) == 3:
         loss, correct, weight = result
-        part = Part(weight=host_weight(weight), correct=read_correct(_number(correct)))
+        part = ShardLoss(weight=host_weight(weight), correct=read_correct(_number(correct)))
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"loss_fn returned {type(result).__name__}: return the mean loss of the samples as a "
@@ -95,7 +95,7 @@ class Seconds:
         self._are_weights = False
         self._were_counts = False
 
-    def look(self, parts: Sequence[Part], counts: Sequence[int]) -> None:
+    def classify(self, parts: Sequence[ShardLoss], counts: Sequence[int]) -> None:
         """Find out what the numbers of a batch are.
 
         Raises:
@@ -113,7 +113,7 @@ class Seconds:
         if not self._are_weights:
             self._were_counts = self._were_counts or any(s for s, _ in told)
 
-    def read(self, part: Part) -> Part:
+    def resolve(self, part: ShardLoss) -> ShardLoss:
         """A replica's part with its number in its place.
 
         Raises:

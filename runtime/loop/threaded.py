@@ -23,29 +23,29 @@ from runtime.core.loss_weights import (
     Weight,
 )
 from runtime.core.nested import flatten
-from runtime.loop.accumulation import Cadence, sync_seconds
+from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
 from runtime.loop.caller_modes import CallerModes
-from runtime.loop.gather import Call, Shard
+from runtime.loop.gather import OutputGather, ShardOutput
 from runtime.loop.learning_rate import LearningRate
-from runtime.loop.loop_engine import CLIP_LATE, MIXED, WEIGHED_TWICE, total_weight
+from runtime.loop.loop_engine import LOCAL_GRADIENTS, MIXED_GRADIENTS, WEIGHTED_TWICE, total_weight
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.loop_replica import LoopReplica, LossFn, Options
 from runtime.loop.mirror import ReplicaMirror
 from runtime.loop.rank_threads import Task
-from runtime.loop.runner import END_S, Runner
+from runtime.loop.runner import STOP_TIMEOUT_S, Runner
 from runtime.loop.scatter import Scatter
 
 logger = logging.getLogger(__name__)
 
-SMALL = 1 << 20
+MAX_INLINE_ELEMENTS = 1 << 20
 """Elements of all ranks together up to which one thread brings gradients across faster than
 the ranks can meet."""
-HELD_AT_THE_END = (
+UNREDUCED_AT_CLOSE = (
     "the gradients of the last %d steps were never reduced, so that their batches have trained "
     "nothing: with max_anchor, call step(reduce=True) for the last batch"
 )
-GUESSED = (
+LOSS_WEIGHT_GUESSED = (
     "the model returned a loss without a dimension from each device, and nothing tells what it is "
     "a mean over: it is weighted by samples, which is wrong where tokens are ignored or classes "
     "have weights; pass DdpConfig(loss_weight=f(inputs, output)), or return a field loss_weight"
@@ -78,37 +78,39 @@ class ThreadedEngine:
         replicas: Sequence[LoopReplica],
         runner: Runner,
         balancer: Balancer,
-        cadence: Cadence,
-        journal: LoopRecorder,
+        accumulation: AccumulationSchedule,
+        recorder: LoopRecorder,
         max_grad_norm: float | None,
         *,
-        drifting: bool = False,
+        devices_differ: bool = False,
     ) -> None:
         self._replicas = replicas
         self._first = replicas[0]
         self._runner = runner
         self._balancer = balancer
-        self._cadence = cadence
-        self._journal = journal
+        self._accumulation = accumulation
+        self._recorder = recorder
         self._max_grad_norm = max_grad_norm
-        self._drifting = drifting
-        self._likeness = ReplicaMirror(replicas, runner)
-        self._turn = ReentrancyGuard(runner.check_thread)
-        self._window = GradientSource.EMPTY
+        self._devices_differ = devices_differ
+        self._mirror = ReplicaMirror(replicas, runner)
+        self._exclusive = ReentrancyGuard(runner.check_not_replica_thread)
+        self._source = GradientSource.EMPTY
         self._counts = [0] * len(replicas)
         self._weights: list[list[Weight | None]] = [[] for _ in replicas]
-        self._held: list[Weight | None] = []  # weights of the steps that wait for a reduction
-        self._held_s = [0.0] * len(replicas)
+        self._stashed_weights: list[
+            Weight | None
+        ] = []  # weights of the steps that wait for a reduction
+        self._stashed_s = [0.0] * len(replicas)
         self._has_warned = False
-        self._crossing = SampleCoupling.UNKNOWN
+        self._coupling = SampleCoupling.UNKNOWN
         self._idle: list[Task | None] = [None] * (len(replicas) - 1)
         self.devices = tuple(replica.device for replica in replicas)
         self.models = tuple(replica.model for replica in replicas)
         self.optimizers = tuple(replica.optimizer for replica in replicas)
         self.rate = LearningRate(self._first.optimizer)
-        self._spaced = cadence.spaces_steps
+        self._spans_steps = accumulation.spans_steps
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
-        self._direct = (
+        self._inline = (
             InlineExchange(replicas, max_grad_norm) if InlineExchange.serves(replicas) else None
         )
 
@@ -120,14 +122,14 @@ class ThreadedEngine:
     @property
     def batch_counts(self) -> tuple[int, ...]:
         """By ElChe, where it is on."""
-        return self._cadence.batch_counts
+        return self._accumulation.batch_counts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Share a batch out, run the replicas, and put their outputs together."""
         self._runner.check_caller()
         scatter = Scatter(args, kwargs)
-        ambient = CallerModes.capture()
-        with self._turn():
+        modes = CallerModes.capture()
+        with self._exclusive():
             self._prepare()
             sizes = self._sizes(scatter.num_samples)
             tasks: list[Task | None] = []
@@ -136,99 +138,105 @@ class ThreadedEngine:
                 # A batch without samples goes to rank 0 as it is.
                 if size or not (start or tasks):
                     stop = start + size
-                    tasks.append(partial(_forward, replica, ambient, scatter, start, stop))
+                    tasks.append(partial(_forward, replica, modes, scatter, start, stop))
                 else:
                     tasks.append(None)
                 if size and torch.is_grad_enabled():
-                    self._journal.given(replica.rank, [size])
+                    self._recorder.record_batches(replica.rank, [size])
                 start += size
-            with self._likeness.computing(prepared=True):
+            with self._mirror.watching_buffers(prepared=True):
                 outcomes = self._runner.run(tasks, "forward", scatter.tensors)
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
-        call = Call(scatter, shards, self.devices[0], self.backward)
-        if self._crossing is not SampleCoupling.NO and len(shards) > 1:
-            self._crossing = SampleCoupling.MAYBE if call.looks_crossed else SampleCoupling.NO
-        if not self._has_warned and any(merged.is_guessed for merged in call.merged):
+        gather = OutputGather(scatter, shards, self.devices[0], self.backward)
+        if self._coupling is not SampleCoupling.NO and len(shards) > 1:
+            self._coupling = (
+                SampleCoupling.MAYBE if gather.may_couple_samples else SampleCoupling.NO
+            )
+        if not self._has_warned and any(gathered.weight_is_guessed for gathered in gather.gathered):
             self._has_warned = True
-            logger.warning(GUESSED)
-        return call.output()
+            logger.warning(LOSS_WEIGHT_GUESSED)
+        return gather.output()
 
     def _sizes(self, num_samples: int) -> Sequence[int]:
         """Pieces by measured speed; unequal ones where that tells what an output's dimension is."""
         sizes = self._balancer.sizes(num_samples)
-        if self._crossing is not SampleCoupling.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
+        if self._coupling is not SampleCoupling.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
             return sizes
         return (sizes[0] + 1, sizes[1] - 1, *sizes[2:])
 
     def backward(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[ShardOutput],
         grads: Sequence[Sequence[Tensor | None]],
         *,
-        params: bool,
-        keep: bool,
+        param_grads: bool,
+        retain_graph: bool,
     ) -> list[list[Tensor | None]]:
         """Run the shards' backward and, where parameters get gradients, add these up."""
-        with self._turn():
-            self._settle()
-            if params:
-                self._notice_gradients()
-                self._open(GradientSource.BACKWARD)
+        with self._exclusive():
+            self._recover()
+            if param_grads:
+                self._detect_caller_gradients()
+                self._set_source(GradientSource.BACKWARD)
             given = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
-            collects = params and not self._spaced
-            direct = self._direct if collects else None
-            meet = collects and direct is None
-            ends = self._runner.ends() if meet else [None] * len(self._replicas)
+            collects = param_grads and not self._spans_steps
+            inline = self._inline if collects else None
+            meet = collects and inline is None
+            collectives = self._runner.collectives() if meet else [None] * len(self._replicas)
             tasks = [
-                partial(self._backward, replica, given.get(rank), end, params, keep)
-                for rank, (replica, end) in enumerate(zip(self._replicas, ends, strict=True))
+                partial(
+                    self._backward, replica, given.get(rank), collective, param_grads, retain_graph
+                )
+                for rank, (replica, collective) in enumerate(
+                    zip(self._replicas, collectives, strict=True)
+                )
             ]
             tensors = [g for row in grads for g in row if g is not None]
-            with self._dropping_gradients(), self._likeness.computing(prepared=False):
-                outcomes = self._runner.run(tasks, "backward", tensors, self._meeting(collects))
-                if direct is not None:
-                    direct.collect()
-            if direct is not None:
-                self._journal.reductions(self._replicas)
+            with self._clearing_on_error(), self._mirror.watching_buffers(prepared=False):
+                outcomes = self._runner.run(tasks, "backward", tensors, self._exchanging(collects))
+                if inline is not None:
+                    inline.reduce_to_first()
+            if inline is not None:
+                self._recorder.record_reductions(self._replicas)
             return [outcomes[shard.rank].value for shard in shards]
 
     def _backward(
         self,
         replica: LoopReplica,
-        given: tuple[Shard, Sequence[Tensor | None]] | None,
-        end: Collective | None,
-        params: bool,
-        keep: bool,
+        given: tuple[ShardOutput, Sequence[Tensor | None]] | None,
+        collective: Collective | None,
+        param_grads: bool,
+        retain_graph: bool,
     ) -> list[Tensor | None]:
         """In a replica's thread; one without a shard takes part with nothing."""
-        with self._runner.waking_peers():
+        with self._runner.aborting_on_error():
             found: list[Tensor | None] = []
             if given is not None:
-                found = replica.backward(*given, params=params, keep=keep)
-            if end is not None:
-                replica.collect(end)
+                found = replica.backward(*given, param_grads=param_grads, retain_graph=retain_graph)
+            if collective is not None:
+                replica.reduce_to_first(collective)
             return found
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Deal batches out; each replica trains its own, one after the other."""
         self._runner.check_caller()
-        ambient = CallerModes.capture()
+        modes = CallerModes.capture()
         tensors: list[Tensor] = []
         flatten(list(batches), tensors, strict=False)
-        with self._turn():
+        with self._exclusive():
             self._prepare()
             if batches:
-                self._notice_gradients()
-                self._open(GradientSource.ACCUMULATED)
+                self._detect_caller_gradients()
+                self._set_source(GradientSource.ACCUMULATED)
             sizes = split_by_ratio(len(batches), self.batch_counts)
             tasks: list[Task | None] = []
             start = 0
             for replica, size in zip(self._replicas, sizes, strict=True):
                 own = batches[start : start + size]
-                tasks.append(partial(_accumulate, replica, ambient, loss_fn, own) if own else None)
-                self._journal.given(replica.rank, own)
+                tasks.append(partial(_accumulate, replica, modes, loss_fn, own) if own else None)
+                self._recorder.record_batches(replica.rank, own)
                 start += size
-            with self._dropping_gradients(), self._likeness.computing(prepared=True):
+            with self._clearing_on_error(), self._mirror.watching_buffers(prepared=True):
                 outcomes = self._runner.run(tasks, "accumulate", tensors)
                 for outcome, own in zip(outcomes, self._weights, strict=True):
                     own += [] if outcome.value is None else outcome.value[1]
@@ -239,85 +247,87 @@ class ThreadedEngine:
 
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
         """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
-        with self._turn():
+        with self._exclusive():
             self._prepare()
             self.rate.check()
-            self._notice_gradients()
+            self._detect_caller_gradients()
             held, reduces = 0, True
-            if self._spaced and self._window is not GradientSource.ACCUMULATED:
-                self._hold(weight)
-                held = len(self._held)
+            if self._spans_steps and self._source is not GradientSource.ACCUMULATED:
+                self._stash_step(weight)
+                held = len(self._stashed_weights)
                 reduces = held >= min(self.batch_counts) if reduce is None else reduce
                 if reduces:
-                    self._update(self._collect_held())
+                    self._update(self._reduce_stashed())
             else:
                 self._update(weight)
             self._measure(held, reduces=reduces)
-            self._clear_window()
+            self._reset_source()
             self.rate.advance()
-            self._journal.step += 1
+            self._recorder.step += 1
 
     def _update(self, weight: Weight | None) -> None:
         """Step every optimizer with the gradients of all ranks."""
-        weights = self._take_weights(weight)
-        options = self._likeness.groups.options()
+        weights = self._apply_weight(weight)
+        options = self._mirror.groups.options()
         tasks = [
-            partial(self._step, rank, end, options if rank else None, weights)
-            for rank, end in enumerate(self._runner.ends())
+            partial(self._step, rank, collective, options if rank else None, weights)
+            for rank, collective in enumerate(self._runner.collectives())
         ]
         try:
-            if self._direct and self._window is GradientSource.BACKWARD:
+            if self._inline and self._source is GradientSource.BACKWARD:
                 with self._timing_sync(self._first, 1):
-                    self._direct.spread()
-            self._runner.run(tasks, "step", (), self._meeting(True))
-            if self._drifting:
-                self._likeness.copy("copy_params")
-            self._likeness.are_alike()
+                    self._inline.broadcast_from_first()
+            self._runner.run(tasks, "step", (), self._exchanging(True))
+            if self._devices_differ:
+                self._mirror.copy("copy_params")
+            self._mirror.mark_synced()
         except BaseException:
-            self._likeness.broken = True
+            self._mirror.is_inconsistent = True
             if not self._runner.interrupted:
-                self._forget()
+                self._clear_gradients()
             raise
 
-    def _hold(self, weight: Weight | None) -> None:
+    def _stash_step(self, weight: Weight | None) -> None:
         """Put the gradients of a step aside, for a reduction of several steps."""
-        total_weight([*self._held, weight])
-        with self._dropping_gradients():
-            self._on_each("step", [replica.hold for replica in self._replicas])
-        self._held.append(weight)
+        total_weight([*self._stashed_weights, weight])
+        with self._clearing_on_error():
+            self._on_each("step", [replica.stash for replica in self._replicas])
+        self._stashed_weights.append(weight)
 
-    def _collect_held(self) -> Weight:
+    def _reduce_stashed(self) -> Weight:
         """Bring the sum of what is held to rank 0; gives what it is to be divided by."""
-        weight = total_weight(self._held)
-        divisor = float(len(self._held)) if weight is None else weight
-        self._held = []
-        self._window = GradientSource.BACKWARD
-        with self._dropping_gradients():
-            self._on_each("step", [replica.give_back for replica in self._replicas])
-            if self._direct:
+        weight = total_weight(self._stashed_weights)
+        divisor = float(len(self._stashed_weights)) if weight is None else weight
+        self._stashed_weights = []
+        self._source = GradientSource.BACKWARD
+        with self._clearing_on_error():
+            self._on_each("step", [replica.unstash for replica in self._replicas])
+            if self._inline:
                 with self._timing_sync(self._first, 0):
-                    self._direct.collect()
-                self._journal.reductions(self._replicas)
+                    self._inline.reduce_to_first()
+                self._recorder.record_reductions(self._replicas)
             else:
-                pairs = zip(self._replicas, self._runner.ends(), strict=True)
-                tasks = [partial(self._collect, replica, end) for replica, end in pairs]
-                self._runner.run(tasks, "step", (), self._meeting(True))
+                pairs = zip(self._replicas, self._runner.collectives(), strict=True)
+                tasks = [
+                    partial(self._collect, replica, collective) for replica, collective in pairs
+                ]
+                self._runner.run(tasks, "step", (), self._exchanging(True))
         return divisor
 
-    def _collect(self, replica: LoopReplica, end: Collective) -> None:
+    def _collect(self, replica: LoopReplica, collective: Collective) -> None:
         """In a replica's thread."""
-        with self._runner.waking_peers():
-            end.barrier()  # that the slowest is waited for is no cost of the exchange
+        with self._runner.aborting_on_error():
+            collective.barrier()  # that the slowest is waited for is no cost of the exchange
             with self._timing_sync(replica, 0):
-                replica.collect(end)
+                replica.reduce_to_first(collective)
 
     @contextmanager
     def _timing_sync(self, replica: LoopReplica, number: int) -> Iterator[None]:
         """Around a part of an exchange whose time fits the cadence."""
-        if self._spaced:
+        if self._spans_steps:
             replica.sync_timer.start()
         yield
-        if self._spaced:
+        if self._spans_steps:
             replica.sync_timer.stop(number)
 
     def _on_each(self, what: str, tasks: Sequence[Callable[[], None]]) -> None:
@@ -326,66 +336,70 @@ class ThreadedEngine:
             self._runner.run(list(tasks), what)
             return
         for replica, task in zip(self._replicas, tasks, strict=True):
-            with _naming(replica, what):
+            with _as_replica_failure(replica, what):
                 task()
 
-    def _take_weights(self, weight: Weight | None) -> list[Weight] | None:
+    def _apply_weight(self, weight: Weight | None) -> list[Weight] | None:
         """Divide what came by backward; give the ranks' weights of what was accumulated.
 
         Gradients of no weight at all are forgotten, so that no optimizer changes anything.
         """
-        if self._window is GradientSource.ACCUMULATED:
+        if self._source is GradientSource.ACCUMULATED:
             if weight is not None:
-                raise ValueError(WEIGHED_TWICE)
+                raise ValueError(WEIGHTED_TWICE)
             weight = total_weight([weight for own in self._weights for weight in own])
             if weight is None:
                 return None
         if weight is None:
             return None
         if isinstance(weight, float) and weight == 0:
-            self._forget()
+            self._clear_gradients()
             return None
-        if self._window is GradientSource.ACCUMULATED:
+        if self._source is GradientSource.ACCUMULATED:
             totals = [total_weight(own) for own in self._weights]
             return [0.0 if total is None else total for total in totals]
         self._runner.run([partial(self._first.divide, weight), *self._idle], "weigh")
         return None
 
     def _step(
-        self, rank: int, end: Collective, options: Options | None, weights: list[Weight] | None
+        self,
+        rank: int,
+        collective: Collective,
+        options: Options | None,
+        weights: list[Weight] | None,
     ) -> None:
         """In a replica's thread."""
         replica = self._replicas[rank]
-        with self._runner.waking_peers():
-            if self._window is GradientSource.ACCUMULATED:
-                replica.average(end, self._counts[rank], self._max_grad_norm, weights)
-            elif self._window is GradientSource.BACKWARD and not self._direct:
+        with self._runner.aborting_on_error():
+            if self._source is GradientSource.ACCUMULATED:
+                replica.average(collective, self._counts[rank], self._max_grad_norm, weights)
+            elif self._source is GradientSource.BACKWARD and not self._inline:
                 if rank == 0 and self._max_grad_norm is not None:
                     replica.clip(self._max_grad_norm)
                 with self._timing_sync(replica, 1):
-                    replica.spread(end)
-            if self._likeness.buffers_differ:
+                    replica.broadcast_from_first(collective)
+            if self._mirror.buffers_may_differ:
                 if not self._on_cpu:
-                    replica.broadcast_buffers(end)
+                    replica.broadcast_buffers(collective)
                 elif rank:  # nobody writes to rank 0's until all have stepped
                     replica.copy_buffers(self._first)
             replica.step(options)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole batch, on rank 0."""
-        with self._turn():
-            self._settle()
-            if self._spaced or self._window is GradientSource.ACCUMULATED:
-                raise RuntimeError(CLIP_LATE)
+        with self._exclusive():
+            self._recover()
+            if self._spans_steps or self._source is GradientSource.ACCUMULATED:
+                raise RuntimeError(LOCAL_GRADIENTS)
             outcomes = self._runner.run([partial(self._first.clip, max_norm), *self._idle], "clip")
             norm: Tensor = outcomes[0].value
             return norm
 
     def zero_grad(self) -> None:
         """Forget all gradients since the last step."""
-        with self._turn():
-            self._settle()
-            self._forget(held=False)
+        with self._exclusive():
+            self._recover()
+            self._clear_gradients(stashed=False)
 
     def _measure(self, num_held: int, *, reduces: bool) -> None:
         """Take in how fast each rank was; share out anew where it is time.
@@ -398,116 +412,116 @@ class ThreadedEngine:
             seconds, num_samples = replica.sample_timer.take(wait=False)
             self._balancer.observe(replica.rank, num_samples, seconds)
             if num_held:
-                self._held_s[replica.rank] += seconds
-        if self._window is GradientSource.ACCUMULATED:
+                self._stashed_s[replica.rank] += seconds
+        if self._source is GradientSource.ACCUMULATED:
             times = [r.batch_timer.take(wait=False) for r in self._replicas]
-            shares = self._cadence.report(times, self._sync_s())
+            shares = self._accumulation.report(times, self._reduction_s())
             if shares is not None:
                 self._balancer.adopt(shares)
             return
         self._balancer.step()
         if num_held and reduces:
-            self._cadence.report([(s, num_held) for s in self._held_s], self._sync_s())
-            self._held_s = [0.0] * len(self._replicas)
+            self._accumulation.report([(s, num_held) for s in self._stashed_s], self._reduction_s())
+            self._stashed_s = [0.0] * len(self._replicas)
 
-    def _sync_s(self) -> float:
-        return sync_seconds([r.sync_timer.take(wait=False) for r in self._replicas])
+    def _reduction_s(self) -> float:
+        return reduction_seconds([r.sync_timer.take(wait=False) for r in self._replicas])
 
     def sync_params(self) -> None:
         """Give rank 0's parameters and buffers to all."""
-        with self._turn():
-            self._settle()
-            self._likeness.sync()
+        with self._exclusive():
+            self._recover()
+            self._mirror.sync()
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state on every rank."""
-        with self._turn():
-            self._settle()
-            self._likeness.load_optimizer(state)
+        with self._exclusive():
+            self._recover()
+            self._mirror.load_optimizer(state)
 
     def set_attribute(self, name: str, value: object) -> None:
         """Set an attribute of every replica."""
-        with self._turn():
-            self._settle()
+        with self._exclusive():
+            self._recover()
             for replica in self._replicas:
                 replica.set_attribute(name, value)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
         """Add a buffer to every replica."""
-        with self._turn():
-            self._settle()
+        with self._exclusive():
+            self._recover()
             for replica in self._replicas:
                 replica.register_buffer(name, tensor, persistent)
 
     def close(self) -> None:
         """End the replicas' threads, after what they are doing if that ends in time."""
-        free = self._turn.lock.acquire(timeout=END_S)
+        free = self._exclusive.lock.acquire(timeout=STOP_TIMEOUT_S)
         try:
-            if self._held:
-                logger.warning(HELD_AT_THE_END, len(self._held))
-                self._held = []
+            if self._stashed_weights:
+                logger.warning(UNREDUCED_AT_CLOSE, len(self._stashed_weights))
+                self._stashed_weights = []
             self._runner.close()
             for replica in self._replicas:
                 replica.guard.close()
-            self._journal.finish()
+            self._recorder.finish()
         finally:
             if free:
-                self._turn.lock.release()
+                self._exclusive.lock.release()
 
-    def _meeting(self, exchanged: bool) -> Sequence[LoopReplica]:
+    def _exchanging(self, exchanged: bool) -> Sequence[LoopReplica]:
         """The replicas that exchange gradients in their own threads."""
-        return self._replicas if exchanged and self._journal.on else ()
+        return self._replicas if exchanged and self._recorder.enabled else ()
 
     def _prepare(self) -> None:
         """Before the replicas compute: what the caller did to rank 0 holds for all."""
-        self._settle()
-        self._likeness.prepare()
+        self._recover()
+        self._mirror.prepare()
 
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         if self._runner.interrupted:
-            self._runner.settle()
-            self._forget()
-            self._likeness.broken = True
+            self._runner.drain()
+            self._clear_gradients()
+            self._mirror.is_inconsistent = True
 
-    def _notice_gradients(self) -> None:
+    def _detect_caller_gradients(self) -> None:
         """What the caller did to rank 0's gradients by itself: trained its module, or zeroed."""
         if any(p.grad is not None for p in self._first.tensors):
-            if self._window is GradientSource.EMPTY:
-                self._window = GradientSource.BACKWARD
-        elif self._window is GradientSource.BACKWARD or any(
+            if self._source is GradientSource.EMPTY:
+                self._source = GradientSource.BACKWARD
+        elif self._source is GradientSource.BACKWARD or any(
             map(_leaves_gradients, self._weights[0])
         ):
-            self._forget(held=False)  # by optimizer.zero_grad()
+            self._clear_gradients(stashed=False)  # by optimizer.zero_grad()
 
-    def _open(self, window: GradientSource) -> None:
-        is_mixed = self._held and window is GradientSource.ACCUMULATED
-        if is_mixed or self._window not in (GradientSource.EMPTY, window):
-            raise RuntimeError(MIXED)
-        self._window = window
+    def _set_source(self, source: GradientSource) -> None:
+        is_mixed = self._stashed_weights and source is GradientSource.ACCUMULATED
+        if is_mixed or self._source not in (GradientSource.EMPTY, source):
+            raise RuntimeError(MIXED_GRADIENTS)
+        self._source = source
 
-    def _forget(self, *, held: bool = True) -> None:
+    def _clear_gradients(self, *, stashed: bool = True) -> None:
         """Forget the gradients, and those held for a reduction of several steps."""
         for replica in self._replicas:
             replica.zero_grad()
-            if held:
-                replica.forget_held()
-        if held:
-            self._held = []
-            self._held_s = [0.0] * len(self._replicas)
-        self._clear_window()
+            if stashed:
+                replica.clear_stash()
+        if stashed:
+            self._stashed_weights = []
+            self._stashed_s = [0.0] * len(self._replicas)
+        self._reset_source()
 
-    def _clear_window(self) -> None:
-        self._window, self._counts = GradientSource.EMPTY, [0] * len(self._replicas)
+    def _reset_source(self) -> None:
+        self._source, self._counts = GradientSource.EMPTY, [0] * len(self._replicas)
         self._weights = [[] for _ in self._replicas]
 
     @contextmanager
-    def _dropping_gradients(self) -> Iterator[None]:
+    def _clearing_on_error(self) -> Iterator[None]:
         """Around what adds to gradients: half of them are no use."""
         try:
             yield
         except BaseException:
             if not self._runner.interrupted:
-                self._forget()
+                self._clear_gradients()
             raise
 
 
@@ -517,16 +531,16 @@ def _leaves_gradients(weight: Weight | None) -> bool:
 
 
 def _forward(
-    replica: LoopReplica, ambient: CallerModes, scatter: Scatter, start: int, stop: int
-) -> Shard:
-    with ambient.applied():
-        return replica.forward(scatter.piece(start, stop, replica.device), start, stop)
+    replica: LoopReplica, modes: CallerModes, scatter: Scatter, start: int, stop: int
+) -> ShardOutput:
+    with modes.applied():
+        return replica.forward(scatter.shard(start, stop, replica.device), start, stop)
 
 
 def _accumulate(
-    replica: LoopReplica, ambient: CallerModes, loss_fn: LossFn, batches: Sequence[Any]
+    replica: LoopReplica, modes: CallerModes, loss_fn: LossFn, batches: Sequence[Any]
 ) -> tuple[Tensor, list[Weight | None]]:
-    with ambient.applied():
+    with modes.applied():
         return replica.accumulate(loss_fn, batches)
 
 
@@ -534,14 +548,14 @@ class ReentrancyGuard:
     """Lets threads have their turns.
 
     Args:
-        check_thread: Raises in a thread that others wait for.
+        check_not_replica_thread: Raises in a thread that others wait for.
 
     Attributes:
         lock: Held by whoever has its turn.
     """
 
-    def __init__(self, check_thread: Callable[[], None]) -> None:
-        self._check_thread = check_thread
+    def __init__(self, check_not_replica_thread: Callable[[], None]) -> None:
+        self._check_thread = check_not_replica_thread
         self.lock = threading.Lock()
         self._owner: int | None = None
 
@@ -602,28 +616,28 @@ class InlineExchange:
         """Whether all replicas are on the CPU, and small."""
         return (
             all(replica.device.type == "cpu" for replica in replicas)
-            and sum(replica.exchange.num_elements for replica in replicas) <= SMALL
+            and sum(replica.exchange.num_elements for replica in replicas) <= MAX_INLINE_ELEMENTS
         )
 
-    def collect(self) -> None:
+    def reduce_to_first(self) -> None:
         """Add all ranks' gradients up on rank 0; the others have none afterwards."""
         for replica in self._others:
-            with _naming(replica, "backward"):
-                replica.hand_to(self._first)
+            with _as_replica_failure(replica, "backward"):
+                replica.add_grads_to(self._first)
 
-    def spread(self) -> None:
+    def broadcast_from_first(self) -> None:
         """Give rank 0's gradients, clipped, to all."""
-        with _naming(self._first, "step"):
+        with _as_replica_failure(self._first, "step"):
             self._first.state.params.check()
             if self._max_grad_norm is not None:
                 self._first.clip(self._max_grad_norm)
         for replica in self._others:
-            with _naming(replica, "step"):
-                replica.take_from(self._first)
+            with _as_replica_failure(replica, "step"):
+                replica.copy_grads_from(self._first)
 
 
 @contextmanager
-def _naming(replica: LoopReplica, what: str) -> Iterator[None]:
+def _as_replica_failure(replica: LoopReplica, what: str) -> Iterator[None]:
     """Errors come out as those of tasks in the replicas' threads do."""
     try:
         yield

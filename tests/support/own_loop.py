@@ -40,7 +40,7 @@ def make_batch(size, dtype=torch.float64):
 def gradients_travel(how):
     """How CPU replicas exchange gradients: "directly", in the caller's thread, or by "meeting"."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threaded, "SMALL", 0 if how == "meeting" else 1 << 20)
+        patch.setattr(threaded, "MAX_INLINE_ELEMENTS", 0 if how == "meeting" else 1 << 20)
         yield
 
 

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from coordinator.dispatch import split_by_ratio
 from runtime.loop.balance import (
-    CALIBRATION_STEPS,
     MIN_SHARE,
     REBALANCE_EVERY,
+    WARMUP_STEPS,
     Balancer,
-    share_out,
-    shares_of,
+    apportion,
+    normalized_shares,
 )
 
 speeds = st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=24)
 
 
-def measured(rates, num_steps=CALIBRATION_STEPS):
+def measured(rates, num_steps=WARMUP_STEPS):
     """A balancer that has seen devices of these speeds for so many steps."""
     balancer = Balancer(len(rates))
     for _ in range(num_steps):
@@ -34,14 +34,14 @@ def measured(rates, num_steps=CALIBRATION_STEPS):
 
 @given(speeds)
 def test_shares_sum_to_one_and_leave_nobody_out(weights):
-    shares = shares_of(weights)
+    shares = normalized_shares(weights)
     assert math.isclose(math.fsum(shares), 1.0, rel_tol=1e-12)
     assert min(shares) >= min(MIN_SHARE, 1 / len(weights)) * (1 - 1e-9)
 
 
 @given(speeds)
 def test_faster_devices_never_get_less(weights):
-    shares = shares_of(weights)
+    shares = normalized_shares(weights)
     for a, share_a in zip(weights, shares, strict=True):
         for b, share_b in zip(weights, shares, strict=True):
             if a > b:
@@ -50,31 +50,31 @@ def test_faster_devices_never_get_less(weights):
 
 @given(st.lists(st.floats(1.0, 10.0), min_size=1, max_size=9))
 def test_shares_above_the_least_keep_their_proportion(weights):
-    shares = shares_of(weights)
+    shares = normalized_shares(weights)
     free = [(w, s) for w, s in zip(weights, shares, strict=True) if s > MIN_SHARE * 1.001]
     for w, s in free:
         assert s / free[0][1] == pytest.approx(w / free[0][0], rel=1e-6)
 
 
 def test_what_the_slowest_is_lifted_by_comes_from_the_others_in_proportion():
-    assert shares_of([1, 33, 66]) == pytest.approx([0.05, 0.95 / 3, 0.95 * 2 / 3])
+    assert normalized_shares([1, 33, 66]) == pytest.approx([0.05, 0.95 / 3, 0.95 * 2 / 3])
 
 
 def test_a_device_that_falls_below_the_least_share_in_turn_is_lifted_too():
     # 0.0505 of the whole, but less than 0.05 of what the first one leaves.
-    shares = shares_of([0.0001, 0.0505, 0.9494])
+    shares = normalized_shares([0.0001, 0.0505, 0.9494])
     assert shares[:2] == pytest.approx([0.05, 0.05])
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, math.nan], [math.inf, 1.0], [-1.0]])
 def test_weights_that_are_no_speeds_are_refused(weights):
     with pytest.raises(ValueError, match="finite and positive"):
-        shares_of(weights)
+        normalized_shares(weights)
 
 
 @given(speeds, st.integers(0, 10_000))
 def test_sizes_are_complete_and_leave_nobody_out(weights, num_samples):
-    sizes = share_out(num_samples, shares_of(weights))
+    sizes = apportion(num_samples, normalized_shares(weights))
     assert sum(sizes) == num_samples
     assert all(size >= 0 for size in sizes)
     if num_samples >= len(weights):
@@ -85,8 +85,8 @@ def test_sizes_are_complete_and_leave_nobody_out(weights, num_samples):
 
 @given(st.lists(st.floats(1.0, 10.0), min_size=1, max_size=9), st.integers(200, 10_000))
 def test_sizes_are_as_close_to_the_ratios_as_whole_numbers_can_be(weights, num_samples):
-    shares = shares_of(weights)
-    for size, share in zip(share_out(num_samples, shares), shares, strict=True):
+    shares = normalized_shares(weights)
+    for size, share in zip(apportion(num_samples, shares), shares, strict=True):
         assert abs(size - num_samples * share) <= 1
 
 
@@ -101,7 +101,7 @@ def test_batches_are_dealt_completely_and_exactly_as_counted(counts, num_items):
 
 
 def test_the_split_is_equal_while_it_calibrates():
-    balancer = measured([1.0, 3.0], CALIBRATION_STEPS - 1)
+    balancer = measured([1.0, 3.0], WARMUP_STEPS - 1)
     assert balancer.chunk_ratios == (0.5, 0.5)
     assert balancer.sizes(8) == (4, 4)
 
@@ -109,16 +109,16 @@ def test_the_split_is_equal_while_it_calibrates():
 def test_the_first_rebalance_comes_after_calibration_and_the_next_ones_at_an_interval():
     balancer = Balancer(2)
     changed = []
-    for step in range(1, CALIBRATION_STEPS + 2 * REBALANCE_EVERY + 1):
+    for step in range(1, WARMUP_STEPS + 2 * REBALANCE_EVERY + 1):
         sizes = balancer.sizes(30)
         balancer.observe(0, sizes[0], 0.1 * sizes[0])
         balancer.observe(1, sizes[1], 0.05 * sizes[1])
         if balancer.step():
             changed.append(step)
     assert changed == [
-        CALIBRATION_STEPS,
-        CALIBRATION_STEPS + REBALANCE_EVERY,
-        CALIBRATION_STEPS + 2 * REBALANCE_EVERY,
+        WARMUP_STEPS,
+        WARMUP_STEPS + REBALANCE_EVERY,
+        WARMUP_STEPS + 2 * REBALANCE_EVERY,
     ]
     assert balancer.chunk_ratios == pytest.approx((1 / 3, 2 / 3))
     assert balancer.sizes(9) == (3, 6)
@@ -151,7 +151,7 @@ def test_ratios_that_are_no_gain_are_taken_back_until_speeds_change():
     balancer = Balancer(2)
     # The larger part seems faster, and is not.
     first = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
-    train(balancer, 20, CALIBRATION_STEPS, **first)
+    train(balancer, 20, WARMUP_STEPS, **first)
     assert balancer.chunk_ratios[1] > 0.52
     train(balancer, 20, REBALANCE_EVERY, **first)
     assert balancer.chunk_ratios == (0.5, 0.5)
@@ -167,7 +167,7 @@ def test_some_slow_steps_are_no_measure_for_a_trial():
     slow = {"call_s": [60.0, 50.0], "sample_s": [0.001, 0.001]}  # kernels are chosen, say
     train(balancer, 20, 3, **slow)
     usual = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
-    train(balancer, 20, CALIBRATION_STEPS - 3, **usual)
+    train(balancer, 20, WARMUP_STEPS - 3, **usual)
     assert balancer.chunk_ratios[1] > 0.52
     train(balancer, 20, REBALANCE_EVERY, **usual)
     assert balancer.chunk_ratios == (0.5, 0.5)
@@ -193,7 +193,7 @@ def test_a_hint_holds_until_the_first_step_corrects_it():
 
 def test_a_device_that_was_never_measured_keeps_its_part():
     balancer = Balancer(3)
-    for _ in range(CALIBRATION_STEPS):
+    for _ in range(WARMUP_STEPS):
         balancer.observe(0, 10, 1.0)
         balancer.observe(1, 10, 0.5)
         balancer.step()
@@ -244,5 +244,5 @@ def test_fixed_ratios_stay_whatever_is_measured(hint):
 @pytest.mark.parametrize(("faster", "moves"), [(1.06, False), (1.2, True)])
 def test_only_a_gain_beyond_noise_moves_equal_parts(faster, moves):
     balancer = Balancer(2)
-    train(balancer, 1000, CALIBRATION_STEPS, call_s=[0.0, 0.0], sample_s=[1.0, 1.0 / faster])
+    train(balancer, 1000, WARMUP_STEPS, call_s=[0.0, 0.0], sample_s=[1.0, 1.0 / faster])
     assert (balancer.chunk_ratios != (0.5, 0.5)) is moves

@@ -263,7 +263,7 @@ def test_replicas_on_devices_of_different_kinds_take_over_the_primarys_parameter
     with replicas(3, optim=lambda p: Drifting(p, 0.1)) as coordinator:
         coordinator.train_batch(samples)
         assert not identical(coordinator)
-        coordinator._unlike = True
+        coordinator._devices_differ = True
         coordinator.train_batch(samples)
         assert identical(coordinator)
     assert len(steps) == 6

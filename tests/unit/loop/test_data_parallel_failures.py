@@ -323,7 +323,7 @@ def test_ctrl_c_within_a_step_lets_every_replica_make_it():
 
 def test_ctrl_c_while_user_code_does_not_return_breaks_the_coordinator(trained, monkeypatch):
     coordinator, plan = trained
-    monkeypatch.setattr(runner, "SETTLE_S", 0.05)
+    monkeypatch.setattr(runner, "INTERRUPT_TIMEOUT_S", 0.05)
     go = threading.Event()
 
     def stuck(loss, model):

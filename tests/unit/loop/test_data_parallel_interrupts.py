@@ -92,7 +92,7 @@ def make(unlike, loss):
         optim=lambda params: Drifting(params, unlike),
         loss=loss,
     )
-    coordinator._unlike = unlike
+    coordinator._devices_differ = unlike
     coordinator.train_batch(samples_of(9))
     return coordinator
 

@@ -344,9 +344,9 @@ def internal_threads():
 
 def test_gloo_gives_the_same_mean_from_internal_threads_that_end():
     models = nets(3)
-    twins = copy.deepcopy(models)
-    fill(models), fill(twins)
-    with wrap(models, backend=GLOO) as ddp, wrap(twins) as plain:
+    copies = copy.deepcopy(models)
+    fill(models), fill(copies)
+    with wrap(models, backend=GLOO) as ddp, wrap(copies) as plain:
         assert (ddp.backend, plain.backend) == (GLOO, THREAD)
         assert "SYNC reduces in shared memory" in plain.backend_reason
         assert sorted(t.name for t in internal_threads()) == ["ddp-0", "ddp-1", "ddp-2"]
@@ -356,7 +356,7 @@ def test_gloo_gives_the_same_mean_from_internal_threads_that_end():
             plain.weighted_all_reduce_gradients(counts)
     assert internal_threads() == []
     assert all_same(models, grads)
-    for mine, theirs in zip(grads(models[0]).values(), grads(twins[0]).values(), strict=True):
+    for mine, theirs in zip(grads(models[0]).values(), grads(copies[0]).values(), strict=True):
         assert mine is theirs is None or torch.allclose(mine, theirs)
 
 

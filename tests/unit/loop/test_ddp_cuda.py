@@ -36,12 +36,12 @@ def fake():
 def staged(fake, monkeypatch):
     """Makes reductions in the CPU's memory, of these devices."""
     made = []
-    room = reduction_module._Packed._room
+    room = reduction_module._FlatCopies._buffer
 
-    def placed(packed, like, num_elements):
+    def to_replica(packed, like, num_elements):
         return fake.place(room(packed, like, num_elements), fake.device_of(like))
 
-    monkeypatch.setattr(reduction_module._Packed, "_room", placed)
+    monkeypatch.setattr(reduction_module._FlatCopies, "_buffer", to_replica)
 
     def make(devices):
         made.append(GroupReduction(devices, "thread", 20.0))

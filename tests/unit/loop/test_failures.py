@@ -170,20 +170,20 @@ def test_gradients_that_reach_some_replicas_alone_are_dropped(num_given, error, 
     """The step ends while the caller hands rank 0's gradients out."""
     given = []
 
-    def take_from(replica, first):
+    def copy_grads_from(replica, first):
         if len(given) == num_given:
             raise error
         given.append(replica)
         plain(replica, first)
 
-    plain = LoopReplica.take_from
+    plain = LoopReplica.copy_grads_from
     with gradients_travel("directly"), on_cpus(make_net(), 3, adamw) as model:
         train_step(model, *make_batch(6))
         alone = twin(model)
         x, y = make_batch(7)
         F.cross_entropy(model(x), y).backward()
         with monkeypatch.context() as patch:
-            patch.setattr(LoopReplica, "take_from", take_from)
+            patch.setattr(LoopReplica, "copy_grads_from", copy_grads_from)
             with pytest.raises((error, ReplicaFailed)):
                 model.step()
         assert all(p.grad is None for replica in model.replicas for p in replica.parameters())
@@ -330,8 +330,8 @@ def test_setup_that_fails_leaves_no_thread():
 
 
 def test_a_thread_stuck_in_the_model_is_named_by_close(monkeypatch):
-    monkeypatch.setattr(runner_file, "END_S", 0.1)
-    monkeypatch.setattr(threaded_file, "END_S", 0.1)
+    monkeypatch.setattr(runner_file, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(threaded_file, "STOP_TIMEOUT_S", 0.1)
     entered, go_on = threading.Event(), threading.Event()
 
     class Stuck(nn.Module):

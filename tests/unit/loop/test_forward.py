@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
 from runtime.core.nested import _tell_of_loss
-from runtime.loop.balance import share_out, shares_of
+from runtime.loop.balance import apportion, normalized_shares
 from runtime.loop.scatter import Scatter
 from tests.support.own_loop import (
     NUM_FEATURES,
@@ -65,8 +65,8 @@ def test_pieces_are_complete_and_disjoint(num_samples, weights):
     x = numbers(num_samples)
     scatter = Scatter((x,), {"twice": [x * 2]})
     start, found, twice = 0, [], []
-    for size in share_out(num_samples, shares_of(weights)):
-        piece = scatter.piece(start, start + size, CPU)
+    for size in apportion(num_samples, normalized_shares(weights)):
+        piece = scatter.shard(start, start + size, CPU)
         found += piece.args[0].flatten().tolist()
         twice += piece.kwargs["twice"][0].flatten().tolist()
         start += size

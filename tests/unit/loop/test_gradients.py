@@ -209,11 +209,11 @@ def test_tied_parameters_stay_tied():
 
 def test_gradients_reach_the_inputs_and_from_there_another_model():
     """A generator trained through a discriminator, each over replicas of its own."""
-    maker, judge = make_net(), nn.Linear(NUM_CLASSES, 1).double()
-    alone_maker, alone_judge = OneDevice(maker), OneDevice(judge)
+    maker, record_fault = make_net(), nn.Linear(NUM_CLASSES, 1).double()
+    alone_maker, alone_judge = OneDevice(maker), OneDevice(record_fault)
     z = torch.randn(5, NUM_FEATURES, dtype=torch.float64)
     real = torch.randn(5, NUM_CLASSES, dtype=torch.float64)
-    with on_cpus(maker, 2) as g, on_cpus(judge, 3) as d:
+    with on_cpus(maker, 2) as g, on_cpus(record_fault, 3) as d:
         for _ in range(3):
             for gen, dis in ((g, d), (alone_maker, alone_judge)):
                 (dis(gen(z).detach()).mean() - dis(real).mean()).backward()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import ReplicaFailed, Trainer
-from runtime.loop.loop_engine import CLIP_LATE, MIXED
+from runtime.loop.loop_engine import LOCAL_GRADIENTS, MIXED_GRADIENTS
 from tests.support.own_loop import (
     WAIT_S,
     OneDevice,
@@ -25,7 +25,7 @@ from tests.support.own_loop import (
     sgd,
     train_step,
 )
-from tests.unit.loop.test_cadence import loss_fn
+from tests.unit.loop.test_accumulation import loss_fn
 
 one_or_two = pytest.mark.parametrize("num_devices", [1, 2])
 
@@ -46,10 +46,10 @@ def test_backward_after_batches_that_were_accumulated_is_refused(num_devices):
         before = gradients(net)
         with pytest.raises(RuntimeError) as error:
             F.cross_entropy(model(x), y).backward()
-        assert told(error) == MIXED
+        assert told(error) == MIXED_GRADIENTS
         with pytest.raises(RuntimeError) as error:
             model.clip_grad_norm_(1.0)
-        assert told(error) == CLIP_LATE
+        assert told(error) == LOCAL_GRADIENTS
         assert all(torch.equal(a, b) for a, b in zip(before, gradients(net), strict=True))
         model.step()  # of what was accumulated, and of nothing else
         torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
@@ -70,7 +70,7 @@ def test_batches_after_a_backward_cannot_be_accumulated(num_devices, through):
         F.cross_entropy(used(x), y).backward()
         with pytest.raises(RuntimeError) as error:
             model.accumulate(loss_fn, [make_batch(4)])
-        assert told(error) == MIXED
+        assert told(error) == MIXED_GRADIENTS
         model.zero_grad()
         model.accumulate(loss_fn, [make_batch(4)])
         model.zero_grad()

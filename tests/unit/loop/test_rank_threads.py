@@ -77,13 +77,13 @@ def test_calls_are_carried_out_in_order(make):
 
 def test_the_threads_know_each_other_and_nobody_else(make):
     threads = make(2)
-    assert values(threads.start(lambda rank: threads.has_caller())) == [True, True]
-    assert not threads.has_caller()
+    assert values(threads.start(lambda rank: threads.is_current_thread())) == [True, True]
+    assert not threads.is_current_thread()
     threads.close()
-    assert threads.dead() == {0: "ranks-0", 1: "ranks-1"}
+    assert threads.exited() == {0: "ranks-0", 1: "ranks-1"}
     found = []
     for _ in range(20):  # which get the numbers of those that have ended
-        other = threading.Thread(target=lambda: found.append(threads.has_caller()))
+        other = threading.Thread(target=lambda: found.append(threads.is_current_thread()))
         other.start()
         end_of([other])
     assert found == [False] * 20
@@ -93,7 +93,7 @@ def test_work_goes_to_the_ranks_that_are_named_and_to_no_other(make):
     done, through = [], threading.Event()
 
     class Noting:
-        def carry_out(self, rank, broken):
+        def run_rank(self, rank, broken):
             done.append((rank, broken))
             through.set()
 
@@ -317,13 +317,13 @@ def test_a_call_whose_delivery_was_interrupted_can_be_completed_and_is_done_once
     threads, done = make(3), []
     threads._inboxes[at] = Interrupted(threads._inboxes[at])
     call = Job([partial(done.append, rank) for rank in range(3)])
-    assert not call.is_begun
+    assert not call.is_posted
     with pytest.raises(KeyboardInterrupt):
-        threads.deliver(call)
-    assert call.is_begun
+        threads.submit(call)
+    assert call.is_posted
     assert not call.wait(0.01)
     for _ in range(2):
-        threads.deliver(call)
+        threads.submit(call)
     assert call.wait(WAIT_S)
     assert threads.start(lambda rank: None).wait(WAIT_S)
     assert sorted(done) == [0, 1, 2]

@@ -13,7 +13,7 @@ from runtime.collective import create_collectives
 from runtime.device.cuda import CudaDevice
 from runtime.device.cuda_api import StreamSync
 from runtime.loop import runner as runner_file
-from runtime.loop.accumulation import Cadence
+from runtime.loop.accumulation import AccumulationSchedule
 from runtime.loop.balance import Balancer
 from runtime.loop.collective_group import CollectiveGroup
 from runtime.loop.ddp_config import DdpConfig
@@ -25,7 +25,7 @@ from runtime.loop.runner import Runner
 from runtime.loop.threaded import ThreadedEngine
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
-from tests.unit.loop.test_cadence import loss_fn
+from tests.unit.loop.test_accumulation import loss_fn
 
 OTHER = torch.device("cuda", 1)
 NUM_REPLICAS = 2
@@ -120,13 +120,13 @@ def fake(monkeypatch):
     return found
 
 
-def posing_team(fake, net, config=None):
+def posing_module(fake, net, config=None):
     """Replicas whose threads work on streams of the stand-in."""
     config = config or DdpConfig()
     devices = (CPU,) * NUM_REPLICAS
-    ends = CollectiveGroup(partial(create_collectives, NUM_REPLICAS))
-    journal = LoopRecorder(None)
-    runner = Runner(devices, ends, journal, PosingSync(fake))
+    group = CollectiveGroup(partial(create_collectives, NUM_REPLICAS))
+    recorder = LoopRecorder(None)
+    runner = Runner(devices, group, recorder, PosingSync(fake))
     used = [[] for _ in devices]
     models = [net]
     for _ in devices[1:]:
@@ -138,12 +138,12 @@ def posing_team(fake, net, config=None):
     ]
     outcomes = runner.execute(tasks)
     assert [o.error for o in outcomes] == [None] * NUM_REPLICAS
-    cadence = Cadence.of(NUM_REPLICAS, config, spaced=True)
-    team = ThreadedEngine(
-        [o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), cadence, journal, None
+    accumulation = AccumulationSchedule.of(NUM_REPLICAS, config, use_el_che=True)
+    engine = ThreadedEngine(
+        [o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), accumulation, recorder, None
     )
-    team._on_cpu = False  # buffers travel through the collective
-    return ReplicatedModule(team)
+    engine._on_cpu = False  # buffers travel through the collective
+    return ReplicatedModule(engine)
 
 
 def optim(params):
@@ -153,7 +153,7 @@ def optim(params):
 @pytest.mark.parametrize("replicas_first", [False, True])
 def test_a_step_is_in_order_in_both_directions(fake, replicas_first):
     caller = fake.new_stream(GPU)
-    with posing_team(fake, Marking(fake)) as model, fake.stream(caller):
+    with posing_module(fake, Marking(fake)) as model, fake.stream(caller):
         for _ in range(3):
             fake.done.clear()
             fake.mark("input")
@@ -186,7 +186,7 @@ def test_after_ctrl_c_the_caller_comes_behind_what_the_replicas_still_did(fake, 
         raise KeyboardInterrupt
 
     caller = fake.new_stream(GPU)
-    with posing_team(fake, Marking(fake)) as model, fake.stream(caller):
+    with posing_module(fake, Marking(fake)) as model, fake.stream(caller):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
             patch.setattr(Job, "wait", interrupted)
             model(make_batch(6)[0])
@@ -206,7 +206,7 @@ def test_a_replica_never_works_on_the_callers_stream(fake):
             return super().forward(x)
 
     caller = fake.new_stream(GPU)
-    with posing_team(fake, Noting(fake)) as model, fake.stream(caller):
+    with posing_module(fake, Noting(fake)) as model, fake.stream(caller):
         model(make_batch(6)[0])
     assert caller.name not in names.values()
     assert len(names) == 1
@@ -215,7 +215,7 @@ def test_a_replica_never_works_on_the_callers_stream(fake):
 def test_training_over_streams_equals_one_device(fake):
     net = Marking(fake)
     net.net[1].eval()  # its statistics depend on the pieces
-    with posing_team(fake, net) as model:
+    with posing_module(fake, net) as model:
         alone = OneDevice(net.net, adamw)
         alone.optimizer = torch.optim.AdamW(alone.model.parameters(), 1e-2)
         for loop in (model, alone):
@@ -230,7 +230,7 @@ def test_training_over_streams_equals_one_device(fake):
 
 
 def test_buffers_travel_through_the_collective(fake):
-    with posing_team(fake, Marking(fake)) as model:
+    with posing_module(fake, Marking(fake)) as model:
         for _ in range(2):
             model(make_batch(8)[0]).sum().backward()
             model.step()
@@ -239,7 +239,7 @@ def test_buffers_travel_through_the_collective(fake):
 
 
 def test_rounds_are_timed_by_events(fake):
-    with posing_team(fake, Marking(fake), DdpConfig(max_anchor=2)) as model:
+    with posing_module(fake, Marking(fake), DdpConfig(max_anchor=2)) as model:
         assert model.batch_counts == (2, 2)
         for _ in range(4):
             model.accumulate(loss_fn, [make_batch(4) for _ in range(4)])
@@ -259,7 +259,7 @@ def test_no_accumulator_of_a_replicas_stream_is_left_for_the_callers(fake):
         edges = map(torch.autograd.graph.get_gradient_edge, model.module.parameters())
         return [edge.node.metadata for edge in edges]
 
-    with posing_team(fake, Marking(fake)) as model:
+    with posing_module(fake, Marking(fake)) as model:
         for _ in range(2):
             x, y = make_batch(8)
             nn.functional.cross_entropy(model(x), y).backward()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
 from runtime.device import timing
-from runtime.loop.accumulation import Cadence, rounds, sync_seconds
+from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds, rounds
 from runtime.loop.balance import unequal_gpus
 from tests.support.own_loop import (
     OneDevice,
@@ -278,8 +278,10 @@ def test_steps_that_wait_for_a_reduction_at_the_end_are_told_of(caplog):
 @pytest.mark.parametrize("how", ["directly", "meeting"])
 def test_the_anchor_of_the_usual_loop_follows_what_reductions_cost(how, monkeypatch):
     given = []
-    report = Cadence.report
-    monkeypatch.setattr(Cadence, "report", lambda *args: given.append(args[1:]) or report(*args))
+    report = AccumulationSchedule.report
+    monkeypatch.setattr(
+        AccumulationSchedule, "report", lambda *args: given.append(args[1:]) or report(*args)
+    )
     with gradients_travel(how), on_cpus(make_net(), 2, config=spaced(2)) as model:
         for _ in range(4):
             loss_fn(model, make_batch(6)).backward()
@@ -360,23 +362,28 @@ def test_gpus_of_different_models_are_unequal(monkeypatch):
 
 
 def test_an_anchor_is_capped_and_fitted_to_the_overhead():
-    cadence = Cadence.of(2, DdpConfig(max_anchor=16, overhead_target=0.5), spaced=True)
-    assert cadence.batch_counts == (10, 10)
+    accumulation = AccumulationSchedule.of(
+        2, DdpConfig(max_anchor=16, overhead_target=0.5), use_el_che=True
+    )
+    assert accumulation.batch_counts == (10, 10)
     for _ in range(5):
-        shares = cadence.report([(1.0, 10), (2.0, 10)], sync_s=100.0)
+        shares = accumulation.report([(1.0, 10), (2.0, 10)], sync_s=100.0)
     assert shares == pytest.approx((2 / 3, 1 / 3))
-    assert cadence.batch_counts == (32, 16)
-    assert Cadence.of(2, DdpConfig(max_anchor=3), spaced=True).batch_counts == (3, 3)
-    assert Cadence.of(1, DdpConfig(), spaced=True).batch_counts == (1,)
+    assert accumulation.batch_counts == (32, 16)
+    assert AccumulationSchedule.of(2, DdpConfig(max_anchor=3), use_el_che=True).batch_counts == (
+        3,
+        3,
+    )
+    assert AccumulationSchedule.of(1, DdpConfig(), use_el_che=True).batch_counts == (1,)
 
 
 def test_what_is_not_measured_yet_changes_nothing():
     """On a GPU times come some steps late."""
-    cadence = Cadence.of(2, DdpConfig(), spaced=True)
-    assert cadence.report([(0.0, 0), (1.0, 10)], sync_s=math.nan) is None
-    assert cadence.batch_counts == (10, 10)
-    assert math.isnan(sync_seconds([(0.0, 0), (0.0, 0)]))
-    assert sync_seconds([(0.5, 1), (0.0, 0), (0.2, 1)]) == 0.2
+    accumulation = AccumulationSchedule.of(2, DdpConfig(), use_el_che=True)
+    assert accumulation.report([(0.0, 0), (1.0, 10)], sync_s=math.nan) is None
+    assert accumulation.batch_counts == (10, 10)
+    assert math.isnan(reduction_seconds([(0.0, 0), (0.0, 0)]))
+    assert reduction_seconds([(0.5, 1), (0.0, 0), (0.2, 1)]) == 0.2
 
 
 def test_rounds_ask_anew_how_many_are_due():

@@ -174,8 +174,10 @@ def test_tensors_set_as_attributes_are_each_replicas_own(num_devices):
 
 
 def test_a_tensor_set_as_an_attribute_is_moved_to_each_device():
-    assert replica_file.placed(torch.ones(2), torch.device("meta"), copy=False).is_meta
-    moved = replica_file.placed([{"a": (torch.ones(2), None)}], torch.device("meta"), copy=False)
+    assert replica_file.to_replica(torch.ones(2), torch.device("meta"), copy=False).is_meta
+    moved = replica_file.to_replica(
+        [{"a": (torch.ones(2), None)}], torch.device("meta"), copy=False
+    )
     assert moved[0]["a"][0].is_meta
 
 
