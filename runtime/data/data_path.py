@@ -14,11 +14,20 @@ from runtime.core.threads import IntraOpThreads
 from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import InlineLoader, Loader, LoaderSpec, ThreadLoader
+from runtime.data.loader import (
+    CALIBRATION_STEPS,
+    SIZING_BATCHES,
+    HostStage,
+    InlineLoader,
+    Loader,
+    LoaderSpec,
+    PlanLengths,
+    Stage,
+    ThreadLoader,
+)
 from runtime.data.prefetch import PrefetchLoader, SlotStage
 from runtime.data.process_loader import ProcessLoader
 from runtime.data.resident import ResidentData, ResidentLoader, can_reside, refuse_unless_it_fits
-from runtime.data.stage import CALIBRATION_STEPS, SIZING_BATCHES, HostStage, PlanLengths, Stage
 from runtime.device.base import (
     WARM_UP_STEPS,
     Device,

@@ -24,10 +24,9 @@ from runtime.data.batches import (
 )
 from runtime.data.budget import MAX_DEPTH, DeviceBudget, host_depth, num_slots
 from runtime.data.dataset import ColumnAdapter
-from runtime.data.loader import LoaderSpec, ThreadLoader
+from runtime.data.loader import LoadedBatch, LoaderSpec, PlanLengths, Stage, ThreadLoader
 from runtime.data.resident import ResidentData, ResidentReader
 from runtime.data.slots import BatchLayout, DeviceSlot, SlotPool, slottable
-from runtime.data.stage import LoadedBatch, PlanLengths, Stage
 from runtime.device.base import Device, available_host_bytes
 from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import MemoryReading

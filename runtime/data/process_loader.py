@@ -23,8 +23,7 @@ from runtime.data.batches import (
 )
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import LoaderSpec, ThreadLoader
-from runtime.data.stage import LoadedBatch, Stage
+from runtime.data.loader import LoadedBatch, LoaderSpec, Stage, ThreadLoader
 
 _EXIT_S = 10.0  # within it the DataLoader notices that a process has died
 

@@ -16,8 +16,7 @@ from runtime.data.batches import (
 from runtime.data.budget import padded_bytes
 from runtime.data.dataset import ColumnAdapter, DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import InlineLoader, LoaderSpec
-from runtime.data.stage import LoadedBatch
+from runtime.data.loader import InlineLoader, LoadedBatch, LoaderSpec
 from runtime.device.base import Device
 
 _CHUNK_BYTES = 64 * 2**20

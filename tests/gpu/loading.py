@@ -13,10 +13,9 @@ from coordinator.messages import EpochPlan
 from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import LoaderSpec
+from runtime.data.loader import LoaderSpec, PlanLengths
 from runtime.data.prefetch import PrefetchLoader, SlotStage
 from runtime.data.resident import ResidentData
-from runtime.data.stage import PlanLengths
 from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice
 from tests.gpu.delays import delay

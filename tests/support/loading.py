@@ -13,9 +13,8 @@ from runtime.core.context import current_worker
 from runtime.data.batches import batch_generator
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import InlineLoader, LoaderSpec
+from runtime.data.loader import InlineLoader, LoaderSpec, Stage
 from runtime.data.process_loader import ProcessLoader
-from runtime.data.stage import Stage
 
 N, SIZE, SEED = 23, 4, 5
 CPU = torch.device("cpu")

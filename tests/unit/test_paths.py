@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from coordinator import messages as m
 from coordinator.messages import Send
 from runtime import Timeline
-from runtime.data.stage import LoadedBatch
+from runtime.data.loader import LoadedBatch
 from tests.support.running import CADENCE, OVER_CPU, THREAD, WAIT_S, builder, count_up
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import Dataset
 
 from runtime.core.threads import IntraOpThreads
-from runtime.data import data_path, stage
+from runtime.data import data_path
+from runtime.data import loader as stage
 from runtime.data.data_path import DataOptions, DataPath
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import InlineLoader, ThreadLoader
-from runtime.data.stage import HostStage, Stage
+from runtime.data.loader import HostStage, InlineLoader, Stage, ThreadLoader
 from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice
 from tests.support.running import WAIT_S, Gate, Trace, builder

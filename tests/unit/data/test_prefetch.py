@@ -14,10 +14,9 @@ from runtime.data import prefetch as prefetch_module
 from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import ColumnAdapter, adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import LoaderSpec
+from runtime.data.loader import LoaderSpec, PlanLengths
 from runtime.data.prefetch import SlotStage
 from runtime.data.process_loader import ProcessLoader
-from runtime.data.stage import PlanLengths
 from runtime.device.base import Device
 from tests.support import prefetching
 from tests.support.fake_streams import GIB, DelayedCopies

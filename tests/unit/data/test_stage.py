@@ -7,9 +7,8 @@ import torch
 from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
-from runtime.data import stage
-from runtime.data.loader import ThreadLoader
-from runtime.data.stage import HostStage, LoadedBatch, PlanLengths, Stage
+from runtime.data import loader as stage
+from runtime.data.loader import HostStage, LoadedBatch, PlanLengths, Stage, ThreadLoader
 from tests.support.loading import ALL, Consumer, N, Noisy, assert_is_plan
 
 MIB = 2**20

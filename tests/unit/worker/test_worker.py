@@ -23,8 +23,7 @@ from runtime import (
 from runtime.core.errors import CollectiveAborted
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import InlineLoader, LoaderSpec, ThreadLoader
-from runtime.data.stage import Stage
+from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
 from runtime.device.base import PendingCopy
 from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
