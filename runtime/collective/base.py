@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -339,6 +339,7 @@ class Request(NamedTuple):
         detail: The reduction, the source rank, or what all ranks say alike.
         weight: Weight of this rank's tensors.
         tally: A number that is summed over the ranks.
+        staged: This rank's part of the exchange, prepared before the ranks meet, if any.
     """
 
     name: str
@@ -346,6 +347,7 @@ class Request(NamedTuple):
     detail: ReduceOp | int | str | None = None
     weight: float = 1.0
     tally: float = 0.0
+    staged: Any = None
 
 
 LONG = 2**20
@@ -377,7 +379,8 @@ class Plan:
 
 Group = Rendezvous[Request, Plan]
 
-_MEANS = ("weighted_mean_", "mean_in_parts")
+PARTS = "mean_in_parts"
+MEANS = ("weighted_mean_", PARTS)
 _ROWS = "all_gather"
 _ROWS_REMEDY = (
     "; in train_fn, all ranks that have a batch call all_gather equally often, in the same order, "
@@ -671,7 +674,7 @@ class Collective(ABC):
         if first.name in ("tell", _ROWS):
             return Plan(told=tuple(request.tally for request in requests))
         num_elements = max([sum([t.numel() for t in request.tensors]) for request in requests])
-        if first.name not in _MEANS:
+        if first.name not in MEANS:
             return Plan(done=num_elements == 0, is_long=num_elements >= LONG)
         weights = [request.weight for request in requests]
         total = float(sum(weights))
@@ -709,7 +712,7 @@ def find_fault(
         if request.name != first.name:
             remedy = _ROWS_REMEDY if _ROWS in (request.name, first.name) else ""
             return f"rank {rank} called {request.name}, rank 0 called {first.name}{remedy}"
-        fault = _own_fault(request, len(requests), placement_fault)
+        fault = own_fault(request, len(requests), placement_fault)
         if fault is None and rank > 0:
             fault = _difference(request, first)
         if fault is not None:
@@ -717,10 +720,11 @@ def find_fault(
     return None
 
 
-def _own_fault(
+def own_fault(
     request: Request, world_size: int, placement_fault: Callable[[Tensor], str | None]
 ) -> str | None:
-    name, tensors, detail, weight, _ = request
+    """Returns the error of one rank's request alone; ``None`` if there is none."""
+    name, tensors, detail, weight, *_ = request
     if not isinstance(tensors, (tuple, list)):
         return f"passed a {type(tensors).__name__}; pass a list of tensors"
     allowed = _allowed_dtypes(name, detail)
@@ -745,7 +749,7 @@ def _own_fault(
 
 
 def _allowed_dtypes(name: str, detail: object) -> frozenset[torch.dtype] | None:
-    if name == "weighted_mean_" or detail is ReduceOp.AVG:
+    if name in MEANS or detail is ReduceOp.AVG:
         return FLOATS
     return FLOATS | INTEGERS if isinstance(detail, ReduceOp) else None
 

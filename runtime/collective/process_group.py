@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,37 @@ _LOOK_S = 0.05
 
 FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """How many collectives PyTorch's flight recorder keeps, and the older name of it."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """One rank's part of an exchange: all memory is allocated, no operation is issued yet.
+
+    The order is: scale, issue, reduce, copy.
+
+    Attributes:
+        scaled: Parts of a weighted mean, to be multiplied by the rank's factor.
+        issues: Operations of the backend; each returns its work.
+        reductions: Computations on what the operations leave.
+        copies: Targets and sources of the results.
+    """
+
+    scaled: list[Tensor] = field(default_factory=list)
+    issues: list[Callable[[], Any]] = field(default_factory=list)
+    reductions: list[Callable[[], object]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def scale_(self, factor: float) -> None:
+        """Multiply this rank's parts of a mean by its factor."""
+        for wire in self.scaled:
+            scale_(wire, factor)
+
+    def finish(self) -> None:
+        """Compute the results and copy them to where they belong."""
+        for reduction in self.reductions:
+            reduction()
+        for target, source in self.copies:
+            target.copy_(source)
 
 
 class ProcessGroupCollective(Collective):
@@ -86,10 +118,6 @@ class ProcessGroupCollective(Collective):
         """Options of an operation of the backend."""
         return kind()
 
-    def _wait(self, work: Any) -> None:
-        """Wait for an operation of the backend, before the next is issued."""
-        work.wait()
-
     def _release(self) -> None:
         held, self._backend = [self._backend], None
         broken_off, self._in_parts = self._in_parts, None
@@ -115,7 +143,12 @@ class ProcessGroupCollective(Collective):
 
     def _take_part(self, request: Request, plan: Plan) -> None:
         with self._named_faults(request.name):
-            self._exchange(request, plan)
+            staged = self._stage(request)
+            if plan.factors is not None:
+                staged.scale_(plan.factors[self.rank])
+            for issue in staged.issues:
+                issue().wait()
+            staged.finish()
 
     @contextmanager
     def _named_faults(self, name: str, start: float | None = None) -> Iterator[None]:
@@ -140,37 +173,40 @@ class ProcessGroupCollective(Collective):
                 CollectiveAborted(f"rank {self.rank}: {name} failed: {error}")
             ) from error
 
-    def _exchange(self, request: Request, plan: Plan) -> None:
+    def _stage(self, request: Request) -> Staged:
+        """Allocate what a valid request takes, and name its operations; issues none of them."""
+        staged = Staged()
         op = request.detail
         match request.name:
-            case "weighted_mean_":
-                assert plan.factors is not None
-                for tensor in request.tensors:
-                    self._weighted_sum_(tensor.view(-1), plan.factors[self.rank])
             case "all_reduce_":
                 assert isinstance(op, ReduceOp)
                 for tensor in request.tensors:
                     if tensor.numel():
-                        self._all_reduce_(tensor.view(-1), op)
+                        self._stage_all_reduce(staged, tensor.view(-1), op)
             case "reduce_scatter_into":
                 assert isinstance(op, ReduceOp)
                 for output, input in pairs_of(request.tensors):
                     if input.numel():
-                        self._reduce_scatter(output.view(-1), input.view(-1), op)
+                        self._stage_reduce_scatter(staged, output.view(-1), input.view(-1), op)
             case "all_gather_into":
                 for output, input in pairs_of(request.tensors):
                     if input.numel():
-                        self._all_gather(output.view(-1), input.view(-1))
+                        self._stage_all_gather(staged, output.view(-1), input.view(-1))
             case "broadcast_":
                 assert isinstance(op, int)
                 options = self._options(_c10d.BroadcastOptions)
                 options.rootRank = op
                 whole = [_as_bytes(request.tensors[0])]
-                self._wait(self._connected().broadcast(whole, options))
+                staged.issues.append(lambda: self._connected().broadcast(whole, options))
+            case _:
+                for tensor in request.tensors:
+                    if tensor.numel():
+                        self._stage_sum(staged, tensor.view(-1), is_mean=True)
+        return staged
 
     def _send(self, flat: Tensor, factor: float) -> Any:
         """Begin the weighted sum of a flat tensor; what :meth:`_arrived` is told of it."""
-        wire = _scaled(flat, factor)
+        wire = scale_(as_summed(flat), factor)
         return self._begin_sum(wire), wire, flat
 
     def _arrived(self, sent: Sequence[Any]) -> None:
@@ -202,48 +238,47 @@ class ProcessGroupCollective(Collective):
             raise CollectiveAborted(f"rank {self.rank} has left the group")
         return backend
 
-    def _weighted_sum_(self, flat: Tensor, factor: float) -> None:
-        """Scales locally and sums: the divisor is in the factor, the same everywhere."""
-        if flat.numel() == 0:
-            return
-        wire = _scaled(flat, factor)
-        self._sum_(wire)
+    def _stage_sum(self, staged: Staged, flat: Tensor, *, is_mean: bool = False) -> Tensor:
+        """Sum a flat tensor over the ranks, in place; returns what is summed."""
+        wire = as_summed(flat)
+        if is_mean:
+            staged.scaled.append(wire)
+        staged.issues.append(lambda: self._begin_sum(wire))
         if wire is not flat:
-            flat.copy_(wire)
+            staged.copies.append((flat, wire))
+        return wire
 
-    def _all_reduce_(self, flat: Tensor, op: ReduceOp) -> None:
+    def _stage_all_reduce(self, staged: Staged, flat: Tensor, op: ReduceOp) -> None:
         if op in (ReduceOp.MAX, ReduceOp.MIN):
             # Backends may drop a NaN; torch.amax and torch.amin keep it.
             gathered = flat.new_empty(self.world_size * flat.numel())
-            self._all_gather(gathered, flat)
+            self._stage_all_gather(staged, gathered, flat)
             reduce = torch.amax if op is ReduceOp.MAX else torch.amin
-            reduce(gathered.view(self.world_size, -1), dim=0, out=flat)
+            staged.reductions.append(
+                lambda: reduce(gathered.view(self.world_size, -1), dim=0, out=flat)
+            )
             return
-        wire = as_summed(flat)
-        self._sum_(wire)
+        wire = self._stage_sum(staged, flat)
         if op is ReduceOp.AVG:
-            wire.div_(self.world_size)
-        if wire is not flat:
-            flat.copy_(wire)
+            staged.reductions.append(lambda: wire.div_(self.world_size))
 
-    def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> None:
+    def _stage_reduce_scatter(
+        self, staged: Staged, output: Tensor, input: Tensor, op: ReduceOp
+    ) -> None:
         """Gloo has none of its own: everything is reduced, and the rank's part kept."""
         whole = input.clone()
-        self._all_reduce_(whole, op)
-        output.copy_(whole.view(self.world_size, -1)[self.rank])
+        self._stage_all_reduce(staged, whole, op)
+        staged.copies.append((output, whole.view(self.world_size, -1)[self.rank]))
 
-    def _sum_(self, flat: Tensor) -> None:
-        self._wait(self._begin_sum(flat))
-
-    def _begin_sum(self, flat: Tensor) -> Any:
-        options = self._options(_c10d.AllreduceOptions)
-        options.reduceOp = _c10d.ReduceOp.SUM
-        return self._connected().allreduce([flat], options)
-
-    def _all_gather(self, output: Tensor, input: Tensor) -> None:
+    def _stage_all_gather(self, staged: Staged, output: Tensor, input: Tensor) -> None:
         options = self._options(_c10d.distributed_c10d.AllgatherOptions)
         whole, part = _as_bytes(output), _as_bytes(input)
-        self._wait(self._connected()._allgather_base(whole, part, options))
+        staged.issues.append(lambda: self._connected()._allgather_base(whole, part, options))
+
+    def _begin_sum(self, wire: Tensor) -> Any:
+        options = self._options(_c10d.AllreduceOptions)
+        options.reduceOp = _c10d.ReduceOp.SUM
+        return self._connected().allreduce([wire], options)
 
 
 class _SentMean(MeanInParts):
@@ -423,9 +458,8 @@ def as_summed(tensor: Tensor) -> Tensor:
     return tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor  # no backend has it
 
 
-def _scaled(flat: Tensor, factor: float) -> Tensor:
-    """What is summed of a rank's part in a weighted mean."""
-    wire = as_summed(flat)
+def scale_(wire: Tensor, factor: float) -> Tensor:
+    """Multiply a rank's part of a weighted mean by its factor, in place."""
     # A factor of 0 must not turn NaN and infinity into NaN.
     return wire.mul_(factor) if factor else wire.zero_()
 

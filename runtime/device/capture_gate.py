@@ -1,4 +1,8 @@
-"""Admission of CUDA graph captures: one at a time in the process, none beside a read of data."""
+"""Admission of what must not run beside other calls to the driver: captures and launches.
+
+CUDA graph captures run one at a time in the process, none beside a read of data. Exchanges
+between ranks are launched one at a time, none beside a call that may wait for a device.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ CAPTURE_WAIT_S = 5.0
 """How long a capture waits for data sets that are being read."""
 READ_WAIT_S = 60.0
 """How long others wait for a capture."""
+LAUNCH_WAIT_S = 5.0
+"""Longest wait of a launch for calls to the driver, and of such calls for a launch."""
 
 
 class CaptureGate:
@@ -31,13 +37,23 @@ class CaptureGate:
     Every wait is bounded: a thread that is stuck in the user's code costs others a graph, not
     the run.
 
+    The kernel of an exchange occupies its device until the kernels of all peers run. A call of
+    the driver that waits for that device, or holds a lock while it waits, can keep a peer's
+    launch from ever being made (nccl#613). The ranks' own threads are parked while an exchange
+    is launched; other threads make such calls inside :meth:`driver_call`. Both sides are short:
+    a launch of all ranks, and one allocation or one batch of asynchronous copies.
+
     Args:
         capture_wait_s: How long a capture waits for data sets that are being read.
         read_wait_s: How long a reader, or another capture, waits for a capture.
+        launch_wait_s: How long a launch and a call to the driver wait for each other.
     """
 
     def __init__(
-        self, capture_wait_s: float = CAPTURE_WAIT_S, read_wait_s: float = READ_WAIT_S
+        self,
+        capture_wait_s: float = CAPTURE_WAIT_S,
+        read_wait_s: float = READ_WAIT_S,
+        launch_wait_s: float = LAUNCH_WAIT_S,
     ) -> None:
         self._capture_wait_s = capture_wait_s
         self._read_wait_s = read_wait_s
@@ -45,6 +61,10 @@ class CaptureGate:
         self._workers: dict[object, torch.device] = {}
         self._num_reading = 0
         self._is_taken = False
+        self._launch_wait_s = launch_wait_s
+        self._launches = threading.Condition()
+        self._is_launching = False
+        self._num_calls = 0
 
     def join(self, worker: object, device: torch.device) -> None:
         """A worker begins on a device; waits for a capture that is under way."""
@@ -92,6 +112,47 @@ class CaptureGate:
             if granted:
                 with self._changed:
                     self._give_back()
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Context of a launch on several devices; no :meth:`driver_call` is in progress in it.
+
+        One launch at a time in the process. Blocks until calls in progress are over; a call that
+        exceeds the limit is reported, and the launch is made beside it.
+        """
+        with self._launches:
+            if not self._launches.wait_for(lambda: not self._is_launching, self._launch_wait_s):
+                self._report("the launch of another exchange")
+            self._is_launching = True  # from here on no call begins
+            if not self._launches.wait_for(lambda: not self._num_calls, self._launch_wait_s):
+                self._report("a call to the driver in another thread")
+        try:
+            yield
+        finally:
+            with self._launches:
+                self._is_launching = False
+                self._launches.notify_all()
+
+    @contextmanager
+    def driver_call(self) -> Iterator[None]:
+        """Context of a call that may wait for a device, outside the launch of an exchange.
+
+        Several threads hold it at the same time. Never held while waiting for a peer.
+        """
+        with self._launches:
+            if not self._launches.wait_for(lambda: not self._is_launching, self._launch_wait_s):
+                self._report("the launch of an exchange")
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._launches:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    self._launches.notify_all()
+
+    def _report(self, what: str) -> None:
+        logger.warning("%s takes more than %g s: not waiting for it", what, self._launch_wait_s)
 
     # With the lock held:
 

@@ -360,7 +360,8 @@ class CudaDevice(Device):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the device, of the current stream."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        with self._gate.driver_call():  # a prefetching thread allocates, too
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory of the host."""

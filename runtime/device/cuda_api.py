@@ -7,13 +7,18 @@ Beside it stand the waits of one stream for another outside a worker's own devic
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from runtime.device import capture_gate
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,22 @@ def pinned_bytes(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
+_SUCCESS, _NOT_READY = 0, 600  # of CUresult
+
+
+@cache
+def event_query() -> Callable[[int], int] | None:
+    """``cuEventQuery`` of the driver, called without the interpreter lock; ``None`` without it."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        query = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuEventQuery
+    except (AttributeError, OSError):
+        return None
+    query.argtypes, query.restype = [ctypes.c_void_p], ctypes.c_int
+    return query  # type: ignore[no-any-return]
+
+
 class CudaApi:
     """Every call to CUDA; stateless and thread-safe. Only :meth:`wait_host` waits.
 
@@ -65,6 +86,20 @@ class CudaApi:
     def on_device(self, device: torch.device) -> AbstractContextManager[object]:
         """Makes a device current in this thread."""
         return torch.cuda.device(device)
+
+    def make_context_current(self, device: torch.device) -> None:
+        """Make the context of a device current in this thread, as calls of the driver require.
+
+        Neither :func:`torch.cuda.device` nor :func:`torch.cuda.set_device` calls CUDA for the
+        device that is current already, which in a new thread is the first
+        (``c10/cuda/CUDAFunctions.cpp``); a launch does.
+        """
+        with self.on_device(device):
+            torch.zeros(1, device=device)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The current stream of a device in this thread."""
+        return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> Stream:
         """A stream that is not ordered with the default stream.
@@ -103,8 +138,23 @@ class CudaApi:
         event.wait() if stream is None else event.wait(stream)
 
     def is_complete(self, event: Event) -> bool:
-        """Whether the work before the event's last recording is done."""
-        return bool(event.query())
+        """True if the work before the event's last recording is done.
+
+        Does not hold the interpreter lock, unlike ``torch.cuda.Event.query``
+        (``THCPEvent_query`` in ``torch/csrc/cuda/Event.cpp``): a query that waits for a lock of
+        the driver must not keep other threads from aborting what holds that lock.
+        """
+        query = event_query()
+        if query is None:
+            return bool(event.query())
+        handle = event.cuda_event
+        if not handle:  # never recorded
+            return True
+        result = query(handle)
+        if result == _SUCCESS:
+            return True
+        # Any other error gets its text, and its type, from PyTorch.
+        return False if result == _NOT_READY else bool(event.query())
 
     def wait_host(self, event: Event) -> None:
         """Block this thread until an event is complete, without the interpreter lock."""
@@ -117,9 +167,10 @@ class CudaApi:
     def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory of the host; takes :func:`pinned_bytes`.
 
-        Allocating may wait for the device.
+        Allocating may wait for the device, and never runs beside the launch of an exchange.
         """
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        with capture_gate.GATE.driver_call():
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy in the current stream. The host does not wait if its side is pinned.
@@ -137,6 +188,8 @@ class CudaApi:
         A copy promises less: what changes its source before it is over may be seen or not, for
         CUDA may read a small source when the copy is issued.
 
+        The context of the device must be current; see :meth:`make_context_current`.
+
         Returns:
             Gives the kernel to the current stream: ``target[0] = source[0]``, both float32, the
             target on the device, the source pinned. ``None``: PyTorch is built for ROCm.
@@ -144,7 +197,8 @@ class CudaApi:
         if torch.version.hip is not None:
             return None
         load: Any = torch.cuda._utils._cuda_load_module
-        kernel = load(_READ_HOST, ["read_host"])["read_host"]
+        with capture_gate.GATE.driver_call():
+            kernel = load(_READ_HOST, ["read_host"])["read_host"]
 
         def read(target: Tensor, source: Tensor) -> None:
             kernel(args=[target, source])
