@@ -598,6 +598,27 @@ class Collective(ABC):
         self._run(Request(_ROWS, detail=call, tally=num_rows))
         return self._told
 
+    def agree(self, subject: str, *, capable: bool = True, **properties: object) -> bool:
+        """Agree with the other ranks on all that decides how exchanges are made; on the host.
+
+        An exchange needs the same calls of every rank, so that what leads to other calls on one
+        rank than on the next is agreed on here, before the first of them.
+
+        Args:
+            subject: What is made, for the error.
+            capable: True if this rank can do what is asked for.
+            properties: Must have the same values on every rank.
+
+        Returns:
+            True if every rank is capable.
+
+        Raises:
+            ValueError: Values differ; names those of two ranks. Raised on every rank.
+        """
+        described = ", ".join(f"{name}={value!r}" for name, value in properties.items())
+        self._run(Request("agree", detail=f"{subject} {described}", tally=capable))
+        return all(self._told)
+
     def barrier(self) -> None:
         """Blocks until every rank has called it."""
         self._run(Request("barrier"))
@@ -671,7 +692,7 @@ class Collective(ABC):
         fault = find_fault(requests, self._placement_fault)
         if fault is not None:
             return Plan(fault=fault)
-        if first.name in ("tell", _ROWS):
+        if first.name in ("tell", "agree", _ROWS):
             return Plan(told=tuple(request.tally for request in requests))
         num_elements = max([sum([t.numel() for t in request.tensors]) for request in requests])
         if first.name not in MEANS:

@@ -1,4 +1,4 @@
-"""Collectives over NCCL: one process group and one issuing thread for each GPU."""
+"""Collectives over NCCL: one process group for each rank, launched for all ranks by one thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from runtime.collective.base import Group, LateResult, Plan, ReduceOp, Request
-from runtime.collective.process_group import ProcessGroupCollective, as_summed, connect_ranks
+from runtime.collective.base import (
+    PARTS,
+    Group,
+    LateResult,
+    MeanInParts,
+    Plan,
+    ReduceOp,
+    Request,
+    own_fault,
+)
+from runtime.collective.process_group import (
+    ProcessGroupCollective,
+    SentMean,
+    Staged,
+    as_summed,
+    connect_ranks,
+)
 from runtime.collective.thread import reduce_at_once
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
-from runtime.device import cuda_api
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError, as_failed
+from runtime.device import capture_gate, cuda_api
 from runtime.device.cuda_api import Event
 from runtime.device.timing import EventPool
 
@@ -30,245 +45,58 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-END_S = 10.0
-"""How long the last rank to leave waits for all backends to end."""
-
-
-class Communicators:
-    """What the ranks of one group share; thread-safe.
-
-    NCCL ends a communicator only together with its peers on the machine, and one that is
-    aborted alone can leave theirs hanging. So an abort by anyone aborts all of them, each in
-    a thread of its own, and an orderly end comes when the last rank has left.
-
-    Exchanges that no rank waits for are looked at by a thread of the group, which keeps the time
-    limit for them.
-
-    Args:
-        group: Where they meet.
-
-    Attributes:
-        called_off: In pinned memory: 1 once the group is aborted, before any backend is; else 0.
-            What a kernel reads of it behind an exchange is 0 only if no abort can have ended that
-            exchange. There from the first backend on.
-    """
-
-    called_off: Tensor
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._world_size = group.barrier.parties
-        self._lock = threading.Lock()
-        self._watched: list[WatchedExchange] = []
-        self._changed = threading.Condition(self._lock)
-        self._watcher: threading.Thread | None = None
-        self._backends: dict[int, Any] = {}
-        self._left: set[int] = set()
-        self._threads: list[threading.Thread] = []
-        self._aborted = False
-        self._ended = False
-
-    def add(self, rank: int, backend: Any) -> None:
-        """A rank has made its backend; in its thread, on its device."""
-        with self._lock:
-            if not self._backends:
-                self.called_off = cuda_api.API.empty_pinned((), torch.float32)
-                self.called_off.fill_(float(self._aborted))
-            self._backends[rank] = backend
-            if self._aborted:
-                self._start("abort", rank, backend.abort)
-
-    def abort(self) -> None:
-        """Abort every backend, made or to be made. Idempotent; waits for none of them."""
-        with self._lock:
-            if self._aborted or self._ended:
-                return
-            self._aborted = True
-            if self._backends:
-                # A kernel that is aborted tells its peers that data has come: theirs may end with
-                # garbage before they are aborted themselves.
-                self.called_off.fill_(1)
-            self._changed.notify_all()
-            for rank, backend in self._backends.items():
-                self._start("abort", rank, backend.abort)
-
-    def leave(self, rank: int) -> None:
-        """A rank uses its backend no more. Once all have left, waits until all have ended."""
-        with self._lock:
-            self._left.add(rank)
-            if self._ended or len(self._left) < self._world_size:
-                return
-            self._ended = True
-            self._changed.notify_all()
-            if not self._aborted:
-                for other, backend in self._backends.items():
-                    self._start("close", other, backend.shutdown)
-        self.settle(END_S)
-        with self._lock:
-            self._backends.clear()
-
-    def watch(self, exchange: WatchedExchange) -> None:
-        """Abort the group if an exchange does not end in time."""
-        with self._changed:
-            self._watched.append(exchange)
-            if self._watcher is None:
-                self._watcher = threading.Thread(
-                    target=self._watch, name="collective-watch", daemon=True
-                )
-                self._threads.append(self._watcher)
-                self._watcher.start()
-            elif len(self._watched) == 1:
-                self._changed.notify_all()
-
-    def forget(self, exchange: WatchedExchange) -> None:
-        """Its rank has seen the end of an exchange, and uses its events again."""
-        with self._lock:
-            if exchange in self._watched:
-                self._watched.remove(exchange)
-
-    def _watch(self) -> None:
-        barrier = self._group.barrier
-        while True:
-            with self._changed:
-                if self._aborted or self._ended:
-                    self._watched.clear()
-                    return
-                reason = None if barrier.aborted else self._reason_to_abort()
-                if reason is None and not barrier.aborted:
-                    self._changed.wait(_WATCH_S if self._watched else None)
-                    continue
-            if reason is not None:
-                barrier.abort(reason)
-            self.abort()
-
-    def _reason_to_abort(self) -> str | None:
-        timeout_s = self._group.timeout_s
-        for exchange in self._watched:
-            try:
-                if exchange.is_late(timeout_s):
-                    return f"{exchange.name} did not end within {timeout_s:g} s"
-            except RuntimeError as error:  # of its device, whose peers would wait for ever
-                return f"{exchange.name} failed: {error}"
-        return None
-
-    def settle(self, timeout_s: float) -> bool:
-        """Wait for the aborts, or the end, that were begun; whether they are over."""
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [thread.name for thread in threads if thread.is_alive()]
-        if stuck:
-            logger.warning("NCCL did not end within %g s: %s", timeout_s, ", ".join(stuck))
-        return not stuck
-
-    def _start(self, what: str, rank: int, end: Callable[[], object]) -> None:
-        def run() -> None:
-            try:
-                end()
-            except Exception:
-                logger.warning("rank %d: NCCL %s failed", rank, what, exc_info=True)
-
-        thread = threading.Thread(target=run, name=f"collective-{what}-{rank}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-
 # Any: the type stubs leave out most of the names below.
 _c10d: Any = torch.distributed
 
 ENVIRONMENT = {
+    # Keep PyTorch's watchdog from ending the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # Connections are made when the group is, so that a launch allocates nothing.
+    "NCCL_RUNTIME_CONNECT": "0",
 }
-"""Keeps PyTorch's watchdog from ending the process; read when a group is made. What the user
-has set stands."""
+"""Read when a group is made. A value that the user has set stands."""
 
+SHARED_GPU_ENVIRONMENT = {"CUDA_MODULE_LOADING": "EAGER"}
+"""Where ranks share a GPU: loading a kernel may wait for the device, whose kernels of one rank
+wait for the other's launch. Read when CUDA is initialised; PyTorch then sets ``LAZY`` if it is
+unset."""
+
+END_S = 10.0
+"""Longest wait for the communicators of a group to end, by the last rank to leave it and by a new
+group on the same GPUs."""
 ABORT_GRACE_S = 5.0
 """How long a kernel may take to end once its communicator was aborted."""
+_LAUNCH_GRACE_S = 1.0
+"""Longest wait of an abort for a launch in progress."""
 _WATCH_S = 0.05
-"""How often exchanges are looked at that no rank waits for."""
+"""Interval at which exchanges in flight are inspected."""
+_MARGIN_S = 0.5
+"""A rank that waits aborts a late exchange itself; the group's thread does so this much later."""
 _FIRST_NAP_S = 20e-6
 _LONGEST_NAP_S = 250e-6
 
 _incarnations = itertools.count()
 
 
-class WatchedExchange(LateResult):
-    """An exchange that the host does not wait for.
-
-    Its time runs from when the device comes to it, which may be behind by some steps.
-
-    Args:
-        end: The rank's end of the group.
-        name: Of the exchange.
-        begun: Recorded in front of it.
-        ended: Recorded behind it, and behind ``seen``.
-        seen: What a kernel has read behind it of ``Communicators.called_off``.
-    """
-
-    def __init__(
-        self, end: NcclCollective, name: str, begun: Event, ended: Event, seen: Tensor
-    ) -> None:
-        self.name = name
-        self._end = end
-        self._begun = begun
-        self._ended = ended
-        self._seen = seen
-        self._since: float | None = None
-        self._was_late = False
-
-    def is_late(self, timeout_s: float) -> bool:
-        """Whether it has taken longer than this; for the group's thread."""
-        api = self._end._api
-        with api.on_device(self._end._device):
-            if self._since is None:
-                if api.is_complete(self._begun):
-                    self._since = time.monotonic()
-                return False
-            if time.monotonic() - self._since < timeout_s or api.is_complete(self._ended):
-                return False
-        self._was_late = True
-        return True
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self._end._api.is_complete(self._ended)
-
-    def wait(self) -> None:
-        """As :meth:`LateResult.wait`."""
-        end = self._end
-        with end._api.on_device(end._device):
-            has_ended = end._await_event(self._ended)
-            failed = not has_ended
-            if float(end._communicators.called_off):  # now; perhaps only after it had ended
-                failed = failed or float(self._seen) != 0
-        end._communicators.forget(self)
-        if not failed:
-            end._require_sound(self.name)
-            end._events.give_back(self._begun, self._ended)
-        elif self._was_late:
-            raise end._lateness(self.name)
-        else:
-            raise CollectiveAborted(f"rank {end.rank}: {self.name} was broken off")
-
-
 class NcclCollective(ProcessGroupCollective):
     """One rank of a group over NCCL.
 
-    The ranks meet at ``gate`` first, as over Gloo; the exchange then runs on the stream that
-    is current in the calling thread, behind what was given to it. The rank looks at an event
-    behind the exchange until it is complete, and owns the time limit: whoever is late, all
-    communicators are aborted, and every rank raises. A result is only trusted if the group
-    was not aborted by then, for an aborted exchange ends without an error.
+    Each rank allocates what an exchange takes and then meets the others. The last rank to arrive
+    launches the exchange for all ranks while their threads are parked: inside one NCCL group, each
+    part on the stream that is current in the rank's own thread. So no rank's kernel runs without
+    its peers while a thread of the group calls the driver, and exchanges of several groups are
+    launched in the same order on all devices. Other threads of the process make calls that may
+    wait for a device inside ``CaptureGate.driver_call``.
 
-    Tensors of the CPU, with which ranks take small decisions, are exchanged at the gate.
+    The rank then polls an event behind the exchange until it is complete, and keeps the time limit:
+    if a rank is late, all communicators are aborted, and every rank raises. A result is only
+    trusted if the group was not aborted by then, for an aborted exchange ends without an error.
+
+    Tensors of the CPU, with which ranks take small decisions, are exchanged at the meeting.
 
     Args:
         rank: This rank.
@@ -305,13 +133,15 @@ class NcclCollective(ProcessGroupCollective):
     def _connect(self, store: Store) -> Any:
         device = self._device
         with self._api.on_device(device):
+            # This thread is new: the driver has no context in it that a module could be loaded to.
+            self._api.make_context_current(device)
             self._event = self._api.new_event()
             self._read_host = self._load_reader()
-            self.host_runs_ahead = self._read_host is not None
             backend = new_backend(store, self.rank, self.world_size, self._timeout_s)
             self._communicators.add(self.rank, backend)
-            # Nobody connects before all can: a connection cannot be broken off (D29).
-            self._group.barrier.wait(self.rank, self._timeout_s)
+            # Nobody connects before all can: a connection cannot be broken off (D29). A rank
+            # whose kernel is missing would wait on the host where its peers send parts.
+            self.host_runs_ahead = self.agree("joins", capable=self._read_host is not None)
             backend.eager_connect_single_device(device)
         return backend
 
@@ -320,8 +150,8 @@ class NcclCollective(ProcessGroupCollective):
             return self._api.host_reader()
         except (AttributeError, OSError, RuntimeError) as error:
             logger.warning(
-                "rank %d: the host waits for each reduction, since the kernel that would see an "
-                "abort on the device cannot be loaded: %s",
+                "rank %d: the host waits for each reduction, on every rank, since the kernel that "
+                "would see an abort on the device cannot be loaded: %s",
                 self.rank,
                 error,
             )
@@ -333,21 +163,26 @@ class NcclCollective(ProcessGroupCollective):
         self._communicators.abort()
 
     def check(self) -> None:
-        """As :meth:`Collective.check`; sees the errors that the backend has noticed, too."""
+        """As :meth:`Collective.check`; includes errors that the backend has noticed."""
         super().check()
         error = self._backend_error()
         if error is not None:
             self.abort()
             raise as_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
 
+    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
+        """As :meth:`Collective.mean_in_parts`; a part is launched once all ranks have added it."""
+        self._in_parts = LaunchedMean(self, weight, tally)
+        return self._in_parts
+
     def _backend_error(self) -> str | None:
-        # Not every build of PyTorch tells it.
+        # Not every build of PyTorch has it.
         get_error = getattr(self._backend, "get_error", None)
         error = getattr(get_error() if get_error else None, "name", "SUCCESS")
         return None if error == "SUCCESS" else str(error)
 
     def _require_sound(self, name: str) -> None:
-        """Make sure that the backend broke nothing off by itself, which no stream would see.
+        """Check that the backend broke nothing off by itself, which no stream would show.
 
         Raises:
             RuntimeError: It may have, and the step was made all the same: there is no way back.
@@ -370,19 +205,55 @@ class NcclCollective(ProcessGroupCollective):
         device = self._api.device_of(tensor)
         return None if device.type in ("cpu", "cuda") else f"passed a tensor on {device}"
 
+    # -- an exchange: stage, meet, launch, finish -----------------------------------------
+
+    def _run(self, request: Request) -> float:
+        staged: LaunchPart | None = None
+        try:
+            try:
+                staged = self._staged(request)
+            except BaseException as error:
+                self._group.fail(error)
+                raise
+            return super()._run(request if staged is None else request._replace(staged=staged))
+        except BaseException:
+            if staged is not None and staged.in_flight and request.name != PARTS:
+                # Cut off at the meeting, with the exchange launched: it still writes to tensors.
+                self._communicators.abort()
+                with self._api.on_device(self._device):
+                    self._api.record(self._event)
+                    self._await_event(self._event)
+            raise
+
+    def _staged(self, request: Request) -> LaunchPart | None:
+        """This rank's part, if its tensors are valid and on its GPU; allocates on this stream."""
+        if own_fault(request, self.world_size, self._placement_fault) is not None:
+            return None  # every rank raises that at the meeting
+        if not any(tensor.numel() for tensor in request.tensors) or any(
+            self._api.device_of(tensor) != self._device for tensor in request.tensors
+        ):
+            return None
+        with self._named_faults(request.name):
+            if request.name == PARTS and self._first_sent is None:
+                self._first_sent = self._events.record()
+            return LaunchPart(self, self._stage(request))
+
     def _plan(self, requests: Sequence[Request]) -> Plan:
         plan = super()._plan(requests)
         if plan.fault is not None:
             return plan
-        fault, on_cpu = self._look_where(requests)
+        fault, on_cpu = self._check_placement(requests)
         if fault is not None:
             return Plan(fault=f"{requests[0].name}: {fault}")
-        if on_cpu and not plan.done:
+        if plan.done:
+            return plan
+        if on_cpu:
             return reduce_at_once(self._group, self.rank, requests, plan)
+        self._launch(requests, plan)
         return plan
 
-    def _look_where(self, requests: Sequence[Request]) -> tuple[str | None, bool]:
-        """What is wrong with where the tensors lie, and whether they lie on the CPU."""
+    def _check_placement(self, requests: Sequence[Request]) -> tuple[str | None, bool]:
+        """Returns the error in where tensors lie, if any, and True if they lie on the CPU."""
         kinds = set()
         for rank, request in enumerate(requests):
             for tensor in request.tensors:
@@ -394,11 +265,42 @@ class NcclCollective(ProcessGroupCollective):
             return "some tensors are on the CPU, others on a GPU; pass all on one side", False
         return None, kinds == {"cpu"}
 
+    def _launch(self, requests: Sequence[Request], plan: Plan) -> None:
+        """Launch an exchange on every rank's stream; their threads are parked.
+
+        An abort wakes them early: they wait for ``writing`` before they leave.
+        """
+        parts: list[LaunchPart] = [request.staged for request in requests]
+        with self._group.writing[self.rank], self._named_faults(requests[0].name):
+            self._group.go_on()
+            if plan.factors is not None:
+                # Not in the group below: the first launch of a kernel may wait for its device.
+                for part, factor in zip(parts, plan.factors, strict=True):
+                    with part.current():
+                        part.staged.scale_(factor)
+            with capture_gate.GATE.launching(), self._communicators.launching():
+                backend = self._connected()
+                for part in parts:
+                    part.in_flight = True
+                backend._group_start()
+                try:
+                    for part in parts:
+                        with part.current():
+                            for issue in part.staged.issues:
+                                issue()
+                finally:
+                    backend._group_end()
+
     def _take_part(self, request: Request, plan: Plan) -> None:
-        start = time.monotonic()
+        part: LaunchPart = request.staged
         with self._named_faults(request.name):
-            self._exchange(request, plan)
-            self._await_end(request.name, start + self._timeout_s)
+            part.staged.finish()
+            if request.name == PARTS:  # its end is awaited once, after the last part
+                return
+            try:
+                self._await_end(request.name, time.monotonic() + self._timeout_s)
+            finally:
+                part.in_flight = False
         self.check()  # an aborted exchange completes, with garbage
 
     @contextmanager
@@ -410,27 +312,51 @@ class NcclCollective(ProcessGroupCollective):
             raise
         except torch.OutOfMemoryError:
             self.abort()
-            raise  # nobody else would tell of it
+            raise  # no other rank would report it
         except RuntimeError as error:
-            told = CollectiveAborted(f"rank {self.rank}: {name} failed: {error}")
+            named = CollectiveAborted(f"rank {self.rank}: {name} failed: {error}")
             if not self._group.barrier.aborted:
-                as_failed(told)
+                as_failed(named)
             self.abort()
-            raise told from error
+            raise named from error
 
-    def _send(self, flat: Tensor, factor: float) -> None:
-        """Give the weighted sum of a flat tensor to the current stream."""
-        if self._first_sent is None:
-            self._first_sent = self._events.record()
-        self._weighted_sum_(flat, factor)
+    def _stage_reduce_scatter(
+        self, staged: Staged, output: Tensor, input: Tensor, op: ReduceOp
+    ) -> None:
+        """Sends each rank its part alone, without a copy of the input in float32 or float64.
+
+        ``ProcessGroupNCCL::_reduce_scatter_base`` is one ``ncclReduceScatter``.
+        """
+        if op in (ReduceOp.MAX, ReduceOp.MIN):  # which NCCL computes without regard to NaN
+            super()._stage_reduce_scatter(staged, output, input, op)
+            return
+        whole = as_summed(input)
+        part = output if whole is input else whole.new_empty(output.numel())
+        options = self._options(_c10d.ReduceScatterOptions)
+        options.reduceOp = _c10d.ReduceOp.SUM
+        staged.issues.append(lambda: self._connected()._reduce_scatter_base(part, whole, options))
+        if op is ReduceOp.AVG:
+            staged.reductions.append(lambda: part.div_(self.world_size))
+        if part is not output:
+            staged.copies.append((output, part))
+
+    def _options(self, kind: Any) -> Any:
+        options = kind()
+        options.asyncOp = False  # on the current stream, which keeps its order
+        return options
+
+    # -- the end of an exchange -----------------------------------------------------------
 
     def _arrived(self, sent: Sequence[object]) -> None:
-        """Wait for what the current stream was given."""
-        self._take_first_sent()
-        self._await_end("mean_in_parts", time.monotonic() + self._timeout_s)
+        """Wait for all parts launched on the current stream."""
+        begun = self._take_first_sent()
+        if begun is None:  # the weights sum to 0, or all parts were on the CPU
+            return
+        self._await_end(PARTS, time.monotonic() + self._timeout_s)
+        self._events.give_back(begun)
         self.check()
 
-    def _take_first_sent(self) -> Event:
+    def _take_first_sent(self) -> Event | None:
         begun, self._first_sent = self._first_sent, None
         return begun
 
@@ -449,18 +375,21 @@ class NcclCollective(ProcessGroupCollective):
         an end.
 
         Raises:
-            CollectiveTimeout: The deadline was this rank's to notice.
+            CollectiveTimeout: This rank, or the group's thread for it, has noticed the deadline.
         """
         self._api.record(self._event)
-        late = False
+        wait = HostWait(name, deadline)
 
         def give_up() -> None:
-            nonlocal late
-            late = True
+            wait.is_late = True
             self._group.barrier.abort(f"{name} did not end within {self._timeout_s:g} s")
 
-        self._await_event(self._event, deadline, give_up)
-        if late:
+        self._communicators.expect(wait)
+        try:
+            self._await_event(self._event, deadline, give_up)
+        finally:
+            self._communicators.forget(wait)
+        if wait.is_late:
             raise self._lateness(name)
 
     def _await_event(
@@ -477,7 +406,7 @@ class NcclCollective(ProcessGroupCollective):
             give_up: Called then; aborts the group.
 
         Returns:
-            Whether it came; if not, what the exchange writes to is lost with the device.
+            True if it is complete; if not, what the exchange writes to is lost with the device.
         """
         barrier, nap_s = self._group.barrier, _FIRST_NAP_S
         grace_end: float | None = None
@@ -502,31 +431,380 @@ class NcclCollective(ProcessGroupCollective):
             )
         )
 
-    def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> None:
-        """Sends each rank its part alone, without a copy of the input in float32 or float64.
 
-        ``ProcessGroupNCCL::_reduce_scatter_base`` is one ``ncclReduceScatter``.
+class LaunchPart:
+    """One rank's part of an exchange, to be launched by any rank's thread.
+
+    Args:
+        end: The rank; its current stream is that of the exchange.
+        staged: The operations.
+
+    Attributes:
+        in_flight: True from the launch until the rank has waited for its end.
+    """
+
+    __slots__ = ("_api", "_device", "_stream", "in_flight", "staged")
+
+    def __init__(self, end: NcclCollective, staged: Staged) -> None:
+        self.staged = staged
+        self.in_flight = False
+        self._api = end._api
+        self._device = end._device
+        self._stream = self._api.current_stream(self._device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the rank's device and stream current in the calling thread."""
+        with self._api.on_device(self._device), self._api.stream(self._stream):
+            yield
+
+
+class LaunchedMean(SentMean):
+    """Launches each part once every rank has added it.
+
+    The ranks meet for each part, which includes the check that all have added the same.
+    """
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Launch parts, one after the other. Blocks until the other ranks have added them."""
+        for tensor in tensors:
+            if tensor.numel():
+                self._meet((tensor,))
+
+    def _begun(self) -> float:
+        if self._total is None:
+            self._meet(())
+        assert self._total is not None
+        return self._total
+
+    def _meet(self, tensors: Sequence[Tensor]) -> None:
+        if self._total != 0:
+            request = Request(PARTS, tensors, None, self._weight, self._tally)
+            self._total = self._end._run(request)
+            self._sent.extend(tensors)
+
+
+class HostWait:
+    """An exchange that a rank waits for on the host.
+
+    Args:
+        name: Of the exchange.
+        deadline: When the rank gives up.
+
+    Attributes:
+        is_late: True once the deadline has passed without an end.
+    """
+
+    __slots__ = ("deadline", "is_late", "name")
+
+    def __init__(self, name: str, deadline: float) -> None:
+        self.name = name
+        self.deadline = deadline
+        self.is_late = False
+
+    def overdue(self, now: float, timeout_s: float) -> str | None:
+        """The reason to abort, if the rank has not noticed its deadline."""
+        if now < self.deadline + _MARGIN_S:
+            return None
+        self.is_late = True
+        return f"{self.name} did not end within {timeout_s:g} s"
+
+
+class WatchedExchange(LateResult):
+    """An exchange that the host does not wait for.
+
+    Its time runs from when the device comes to it, which may be behind by some steps.
+
+    Args:
+        end: The rank's end of the group.
+        name: Of the exchange.
+        begun: Recorded in front of it.
+        ended: Recorded behind it, and behind ``seen``.
+        seen: Written by a kernel behind the exchange, from ``Communicators.called_off``.
+    """
+
+    def __init__(
+        self, end: NcclCollective, name: str, begun: Event, ended: Event, seen: Tensor
+    ) -> None:
+        self.name = name
+        self._end = end
+        self._begun = begun
+        self._ended = ended
+        self._seen = seen
+        self._since: float | None = None
+        self._is_over = False
+        self._is_late = False
+        self._error: str | None = None
+
+    def probe(self) -> None:
+        """Query the device. May block behind it; in the thread that does nothing else."""
+        api = self._end._api
+        try:
+            with api.on_device(self._end._device):
+                if self._since is None and api.is_complete(self._begun):
+                    self._since = time.monotonic()
+                if self._since is not None:
+                    self._is_over = api.is_complete(self._ended)
+        except RuntimeError as error:  # of the device, whose peers would wait for ever
+            self._error = str(error)
+
+    def overdue(self, now: float, timeout_s: float) -> str | None:
+        """The reason to abort, from what :meth:`probe` has found; calls no driver."""
+        if self._error is not None:
+            return f"{self.name} failed: {self._error}"
+        if self._since is None or self._is_over or now - self._since < timeout_s:
+            return None
+        self._is_late = True
+        return f"{self.name} did not end within {timeout_s:g} s"
+
+    @property
+    def done(self) -> bool:
+        """True if it is over."""
+        return self._end._api.is_complete(self._ended)
+
+    def wait(self) -> None:
+        """As :meth:`LateResult.wait`."""
+        end = self._end
+        with end._api.on_device(end._device):
+            has_ended = end._await_event(self._ended)
+            failed = not has_ended
+            if float(end._communicators.called_off):  # now; perhaps only after it had ended
+                failed = failed or float(self._seen) != 0
+        end._communicators.forget(self)
+        if not failed:
+            end._require_sound(self.name)
+            end._events.give_back(self._begun, self._ended)
+        elif self._is_late:
+            raise end._lateness(self.name)
+        else:
+            raise CollectiveAborted(f"rank {end.rank}: {self.name} was broken off")
+
+
+class Communicators:
+    """The communicators of one group, and the limits of their exchanges; thread-safe.
+
+    NCCL ends a communicator only together with its peers on the machine, and one that is
+    aborted alone can leave theirs hanging. So an abort by anyone aborts all of them, each in
+    a thread of its own, and an orderly end comes when the last rank has left.
+
+    Two threads keep the time limit of exchanges in flight. One queries the devices, and may block
+    behind them. The other compares what was found with the limit and aborts; it calls no driver,
+    and holds no lock while the first one queries.
+
+    Args:
+        group: The ranks.
+        devices: Their GPUs.
+
+    Attributes:
+        called_off: In pinned memory: 1 once the group is aborted, before any backend is; else 0.
+            What a kernel reads of it behind an exchange is 0 only if no abort can have ended that
+            exchange. There from the first backend on.
+    """
+
+    called_off: Tensor
+
+    def __init__(self, group: Group, devices: Sequence[torch.device] = ()) -> None:
+        self.devices = frozenset(devices)
+        self._group = group
+        self._world_size = group.barrier.parties
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._launching = threading.Lock()
+        self._late_results: list[WatchedExchange] = []
+        self._host_waits: list[HostWait] = []
+        self._watcher: threading.Thread | None = None
+        self._prober: threading.Thread | None = None
+        self._probing_since: float | None = None
+        self._backends: dict[int, Any] = {}
+        self._left: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._num_ending = 0
+        self._aborted = False
+        self._ended = False
+
+    def add(self, rank: int, backend: Any) -> None:
+        """Register a rank's backend; in its thread, on its device."""
+        with self._lock:
+            if not self._backends:
+                self.called_off = cuda_api.API.empty_pinned((), torch.float32)
+                self.called_off.fill_(float(self._aborted))
+            self._backends[rank] = backend
+            if self._aborted:
+                self._start("abort", rank, backend.abort)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Context of a launch: an abort waits for its end, or refuses it.
+
+        Raises:
+            CollectiveAborted: The communicators are aborted.
         """
-        if op in (ReduceOp.MAX, ReduceOp.MIN):  # which NCCL computes without regard to NaN
-            super()._reduce_scatter(output, input, op)
-            return
-        whole = as_summed(input)
-        part = output if whole is input else whole.new_empty(output.numel())
-        options = self._options(_c10d.ReduceScatterOptions)
-        options.reduceOp = _c10d.ReduceOp.SUM
-        self._wait(self._connected()._reduce_scatter_base(part, whole, options))
-        if op is ReduceOp.AVG:
-            part.div_(self.world_size)
-        if part is not output:
-            output.copy_(part)
+        with self._launching:
+            if self._aborted or self._ended:
+                raise CollectiveAborted("the collective was aborted")
+            yield
 
-    def _options(self, kind: Any) -> Any:
-        options = kind()
-        options.asyncOp = False  # on the current stream, which keeps its order
-        return options
+    def abort(self) -> None:
+        """Abort every backend, made or to be made. Idempotent; waits for none of them."""
+        with self._lock:
+            if self._aborted or self._ended:
+                return
+            self._aborted = True
+            if self._backends:
+                # A kernel that is aborted signals its peers that data has come: theirs may end
+                # with garbage before they are aborted themselves.
+                self.called_off.fill_(1)
+            self._changed.notify_all()
+            for rank, backend in self._backends.items():
+                self._start("abort", rank, backend.abort)
 
-    def _wait(self, work: Any) -> None:
-        """Nothing: the next operation is behind this one on the stream."""
+    def leave(self, rank: int) -> None:
+        """A rank uses its backend no more. Once all have left, waits until all have ended."""
+        with self._lock:
+            self._left.add(rank)
+            if self._ended or len(self._left) < self._world_size:
+                return
+            self._ended = True
+            self._changed.notify_all()
+            if not self._aborted:
+                for other, backend in self._backends.items():
+                    self._start("close", other, backend.shutdown)
+        stuck = self.settle(END_S)
+        if stuck:
+            logger.warning("NCCL did not end within %g s: %s", END_S, ", ".join(stuck))
+        with self._lock:
+            self._backends.clear()
+
+    def settle(self, timeout_s: float) -> list[str]:
+        """Wait for aborts, or the end, that were begun; returns the threads that are not over."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in threads if thread.is_alive()]
+
+    def watch(self, exchange: WatchedExchange) -> None:
+        """Abort the group if an exchange does not end in time."""
+        with self._changed:
+            self._late_results.append(exchange)
+            if self._prober is None:
+                self._prober = self._start_thread("collective-probe", self._probe)
+            self._notify_watcher()
+
+    def expect(self, wait: HostWait) -> None:
+        """Abort the group if a rank that waits does not notice its deadline."""
+        with self._changed:
+            self._host_waits.append(wait)
+            self._notify_watcher()
+
+    def forget(self, exchange: WatchedExchange | HostWait) -> None:
+        """The rank has seen the end of an exchange."""
+        watched: list[Any] = (
+            self._host_waits if isinstance(exchange, HostWait) else self._late_results
+        )
+        with self._lock:
+            if exchange in watched:
+                watched.remove(exchange)
+
+    # With the lock held:
+
+    def _notify_watcher(self) -> None:
+        if self._watcher is None:
+            self._watcher = self._start_thread("collective-watch", self._watch)
+        elif len(self._late_results) + len(self._host_waits) == 1:  # both threads sleep
+            self._changed.notify_all()
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def _start(self, what: str, rank: int, end: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                # A launch in progress must not find its communicator freed; one that is stuck
+                # in the driver ends only by this.
+                if self._launching.acquire(timeout=_LAUNCH_GRACE_S):
+                    self._launching.release()
+                end()
+            except Exception:
+                logger.warning("rank %d: NCCL %s failed", rank, what, exc_info=True)
+            finally:
+                with self._lock:
+                    self._num_ending -= 1
+                    if not self._num_ending:
+                        _ENDING.discard(self)
+
+        self._num_ending += 1
+        _ENDING.add(self)
+        self._start_thread(f"collective-{what}-{rank}", run)
+
+    def _overdue(self, now: float) -> str | None:
+        timeout_s = self._group.timeout_s
+        in_flight: list[WatchedExchange | HostWait] = [*self._late_results, *self._host_waits]
+        for exchange in in_flight:
+            reason = exchange.overdue(now, timeout_s)
+            if reason is not None:
+                return reason
+        if self._probing_since is not None and now - self._probing_since >= timeout_s:
+            return f"a device did not answer within {timeout_s:g} s"
+        return None
+
+    # In their own threads:
+
+    def _watch(self) -> None:
+        barrier = self._group.barrier
+        while True:
+            with self._changed:
+                if self._aborted or self._ended:
+                    self._late_results.clear()
+                    self._host_waits.clear()
+                    return
+                reason = None if barrier.aborted else self._overdue(time.monotonic())
+                if reason is None and not barrier.aborted:
+                    is_idle = not self._late_results and not self._host_waits
+                    self._changed.wait(None if is_idle else _WATCH_S)
+                    continue
+            if reason is not None:
+                barrier.abort(reason)
+            self.abort()
+
+    def _probe(self) -> None:
+        while True:
+            with self._changed:
+                self._probing_since = None
+                if self._aborted or self._ended:
+                    return
+                self._changed.wait(_WATCH_S if self._late_results else None)
+                exchanges = list(self._late_results)
+                self._probing_since = time.monotonic()
+            for exchange in exchanges:
+                exchange.probe()
+
+
+_ENDING: set[Communicators] = set()
+"""Groups whose communicators are being aborted or closed."""
+
+
+def await_ended(devices: Iterable[torch.device]) -> None:
+    """Wait until earlier groups on these GPUs have ended.
+
+    Raises:
+        GpuWorkerError: One has not within ``END_S`` seconds. A new communicator beside it could
+            wait for ever for the kernels of the old one.
+    """
+    deadline = time.monotonic() + END_S
+    for earlier in [group for group in list(_ENDING) if not group.devices.isdisjoint(devices)]:
+        stuck = earlier.settle(max(0.0, deadline - time.monotonic()))
+        if stuck:
+            raise GpuWorkerError(
+                f"the communicators of the previous group did not end within {END_S:g} s "
+                f"({', '.join(stuck)}), so that no new group can be made on "
+                f"{', '.join(sorted(map(str, earlier.devices)))}: start the program anew, and "
+                "resume from a checkpoint"
+            )
 
 
 def new_backend(store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
@@ -545,17 +823,24 @@ def create_nccl_groups(devices: Sequence[torch.device], timeout_s: float) -> lis
     thread stays, a daemon.
 
     Args:
-        devices: The GPU of each rank, all distinct.
+        devices: The GPU of each rank.
         timeout_s: How long the connection, a meeting or an exchange may take, in seconds.
+
+    Raises:
+        GpuWorkerError: An earlier group on these GPUs does not end.
     """
-    for name, value in ENVIRONMENT.items():
+    await_ended(devices)
+    environment = ENVIRONMENT
+    if len(set(devices)) < len(devices):
+        environment = ENVIRONMENT | SHARED_GPU_ENVIRONMENT
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     world_size = len(devices)
     gate = Group(world_size, timeout_s)
     store = _c10d.HashStore()
     store.set_timeout(timedelta(seconds=timeout_s))
     prefix = f"nccl-{next(_incarnations)}"
-    communicators = Communicators(gate)
+    communicators = Communicators(gate, devices)
 
     def connect(rank: int) -> NcclCollective:
         return NcclCollective(rank, store, prefix, timeout_s, gate, devices, communicators)

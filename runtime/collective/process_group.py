@@ -94,6 +94,8 @@ class ProcessGroupCollective(Collective):
     """
 
     kind = "gloo"
+    # All copies in float32 that a request takes exist at once.
+    coalesced_bytes = 100 * 2**20
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class ProcessGroupCollective(Collective):
         super().__init__(rank, world_size, gate)
         _turn_off_flight_recorder()
         self._timeout_s = timeout_s
-        self._in_parts: _SentMean | None = None
+        self._in_parts: SentMean | None = None
         self._backend: Any = self._connect(_c10d.PrefixStore(prefix, store))
 
     def _connect(self, store: Store) -> Any:
@@ -138,7 +140,7 @@ class ProcessGroupCollective(Collective):
 
         The first one waits until every rank has given its first.
         """
-        self._in_parts = _SentMean(self, weight, tally)
+        self._in_parts = SentMean(self, weight, tally)
         return self._in_parts
 
     def _take_part(self, request: Request, plan: Plan) -> None:
@@ -281,7 +283,7 @@ class ProcessGroupCollective(Collective):
         return self._connected().allreduce([wire], options)
 
 
-class _SentMean(MeanInParts):
+class SentMean(MeanInParts):
     """Sends each part as it comes; all wait at the end.
 
     The ranks meet once, before the first part, so that nothing is sent to a rank that does not

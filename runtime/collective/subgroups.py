@@ -145,6 +145,7 @@ def _plan(collective: Collective, requests: Sequence[Request]) -> Plan:
 def _new_place(collective: Collective, members: tuple[int, ...]) -> _Place:
     timeout_s = collective._group.timeout_s
     store = None
+    devices = getattr(collective, "_devices", [torch.device("cpu")] * collective.world_size)
     if isinstance(collective, ProcessGroupCollective):
         store = _c10d.HashStore()
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -154,7 +155,7 @@ def _new_place(collective: Collective, members: tuple[int, ...]) -> _Place:
         group=group,
         prefix=f"{collective.kind}-subgroup-{next(_incarnations)}",
         store=store,
-        communicators=Communicators(group),
+        communicators=Communicators(group, [devices[member] for member in members]),
     )
 
 

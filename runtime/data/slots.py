@@ -121,7 +121,7 @@ class SlotPool:
     def _copy(
         self, host: HostSlot, slot: DeviceSlot, sources: list[Tensor], targets: list[Tensor]
     ) -> None:
-        with self._copies.copying():
+        with self._copies.copying(), self._copies.driver_call():
             self._copies.wait_event(slot.free)
             for target, source in zip(targets, sources, strict=True):
                 self._copies.copy(target, source)

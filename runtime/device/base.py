@@ -220,6 +220,10 @@ class Device:
         """Makes the copy stream current in this thread; orders nothing by itself."""
         return nullcontext()
 
+    def driver_call(self) -> AbstractContextManager[None]:
+        """Context of calls that may wait for the device; see :meth:`CaptureGate.driver_call`."""
+        return nullcontext()
+
     def new_event(self) -> Event:
         """An event, to be recorded again and again."""
         return None

@@ -65,6 +65,7 @@ class CaptureGate:
         self._launches = threading.Condition()
         self._is_launching = False
         self._num_calls = 0
+        self._in_call = threading.local()
 
     def join(self, worker: object, device: torch.device) -> None:
         """A worker begins on a device; waits for a capture that is under way."""
@@ -137,15 +138,21 @@ class CaptureGate:
     def driver_call(self) -> Iterator[None]:
         """Context of a call that may wait for a device, outside the launch of an exchange.
 
-        Several threads hold it at the same time. Never held while waiting for a peer.
+        Several threads hold it at the same time, and one thread several times. Never held while
+        waiting for a peer.
         """
+        if getattr(self._in_call, "is_inside", False):
+            yield
+            return
         with self._launches:
             if not self._launches.wait_for(lambda: not self._is_launching, self._launch_wait_s):
                 self._report("the launch of an exchange")
             self._num_calls += 1
+        self._in_call.is_inside = True
         try:
             yield
         finally:
+            self._in_call.is_inside = False
             with self._launches:
                 self._num_calls -= 1
                 if not self._num_calls:

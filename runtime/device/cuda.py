@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -330,6 +330,10 @@ class CudaDevice(Device):
         with self.api.on_device(self.device), self.api.stream(self.copy_stream):
             yield
 
+    def driver_call(self) -> AbstractContextManager[None]:
+        """Context of calls that may wait for the device, not beside the launch of an exchange."""
+        return self._gate.driver_call()
+
     def new_event(self) -> Event:
         """An event; a thread that waits for it leaves its core."""
         return self.api.new_event()
@@ -360,7 +364,7 @@ class CudaDevice(Device):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the device, of the current stream."""
-        with self._gate.driver_call():  # a prefetching thread allocates, too
+        with self.driver_call():  # a prefetching thread allocates, too
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

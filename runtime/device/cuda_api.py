@@ -74,7 +74,7 @@ def event_query() -> Callable[[int], int] | None:
     except (AttributeError, OSError):
         return None
     query.argtypes, query.restype = [ctypes.c_void_p], ctypes.c_int
-    return query  # type: ignore[no-any-return]
+    return query
 
 
 class CudaApi:

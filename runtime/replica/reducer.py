@@ -271,19 +271,16 @@ class GradientReducer:
                 self._send(waiting, num_samples, weighed=weight is not None)
 
     def _send(self, bucket: _Bucket, num_samples: int, *, weighed: bool) -> None:
-        is_first = self._mean is None
         if self._mean is None:
             tally = num_samples if weighed else 0
             self._mean = self.collective.mean_in_parts(num_samples, tally=tally)
         bucket.sent = True
-        if is_first:
-            self._timer.pause()
+        self._timer.pause()  # the ranks may meet for each part
         try:
             with self._comm(joined=False):
                 self._mean.add([bucket.flat])
         finally:
-            if is_first:
-                self._timer.resume()
+            self._timer.resume()
 
     def _write(self, bucket: _Bucket, num_samples: int, weight: WindowWeight | None) -> None:
         """Copy the gradients of a bucket into its flat tensor."""
@@ -348,6 +345,9 @@ class GradientReducer:
         mine[: len(self._seen)] = torch.tensor(self._seen, dtype=torch.int64)
         told = mine.new_empty(self.collective.world_size * (num + 1))
         self._timer.pause()
+        self.collective.agree(
+            "averages gradients with", bucket_bytes=self._bucket_bytes, num_parameters=num
+        )
         self.collective.all_gather_into(told, mine)
         self._timer.resume()
         rows = told.view(self.collective.world_size, -1).tolist()

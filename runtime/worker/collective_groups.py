@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from coordinator.config import AverageBackend
 from runtime.collective import Collective
-from runtime.core.errors import CollectiveAborted
+from runtime.core.errors import CollectiveAborted, GpuWorkerError
 
 MakeGroup = Callable[[Sequence[int], AverageBackend], Sequence[Collective]]
 
@@ -28,7 +28,7 @@ class CollectiveGroups:
         # Guards what follows, and is never held while a group is made.
         self._lock = threading.Lock()
         self._ends: dict[int, dict[int, Collective]] = {}
-        self._unconnected: dict[tuple[int, AverageBackend], str] = {}
+        self._unconnected: dict[tuple[int, AverageBackend], GpuWorkerError] = {}
         self._broken: set[int] = set()
         self._all_broken = False
         self._closed = False
@@ -41,20 +41,23 @@ class CollectiveGroups:
         Raises:
             CollectiveAborted: The run is over, or a rank could not connect.
             CollectiveTimeout: A rank did not connect in time.
+            GpuWorkerError: An earlier group does not end, so that no other one can be made.
         """
         with self._making:
             with self._lock:
                 if self._closed:
                     raise CollectiveAborted("the run is over")
                 ends = self._ends.get(generation)
-            why = self._unconnected.get((generation, backend))
-            if why is not None:  # the others need not try it again
-                raise CollectiveAborted(why)
+            earlier = self._unconnected.get((generation, backend))
+            if earlier is not None:  # the others need not try it again
+                raise type(earlier)(str(earlier))
             if ends is None:
                 try:
                     ends = dict(zip(ranks, self._make(ranks, backend), strict=True))
                 except Exception as error:
-                    self._unconnected[generation, backend] = str(error)
+                    # An earlier group that does not end is no fault of the backend.
+                    kind = GpuWorkerError if type(error) is GpuWorkerError else CollectiveAborted
+                    self._unconnected[generation, backend] = kind(str(error))
                     raise
                 self._keep(generation, ends)
         return ends[rank]

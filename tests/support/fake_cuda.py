@@ -102,6 +102,12 @@ class FakeCuda(CudaApi):
         finally:
             self._local.device = before
 
+    def make_context_current(self, device):
+        self._local.has_context = True
+
+    def current_stream(self, device):
+        return self.current
+
     def new_stream(self, device):
         with self._lock:
             self.streams.append(FakeStream(f"stream {len(self.streams)}"))
@@ -192,6 +198,8 @@ class FakeCuda(CudaApi):
                 self.run(stream)
 
     def host_reader(self):
+        if not hasattr(self._local, "has_context"):
+            raise RuntimeError("CUDA driver error: invalid device context")
         self._note("load")
 
         def read(target, source):

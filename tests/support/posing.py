@@ -11,6 +11,8 @@ from runtime.collective.process_group import _connect_gloo
 from tests.support.fake_cuda import GPU, FakeCuda, standing_in
 
 POSING = ("staged", "nccl")
+_launch = threading.local()
+"""``works``: operations begun between ``_group_start`` and ``_group_end`` in this thread."""
 
 
 class PosingBackend:
@@ -46,6 +48,17 @@ class PosingBackend:
         assert output.dtype is input.dtype
         return self._run("_reduce_scatter_base", options, output, input)
 
+    def _group_start(self):
+        assert not hasattr(_launch, "works"), "a launch inside another"
+        _launch.works = []
+
+    def _group_end(self):
+        """Wait for all ranks' operations, which were only begun."""
+        works = _launch.works
+        del _launch.works
+        for work in works:
+            work.wait()
+
     def abort(self):
         self._note("abort")
         self._end()
@@ -60,7 +73,11 @@ class PosingBackend:
         gloo = self._gloo
         if gloo is None:
             raise RuntimeError("NCCL communicator was aborted")
-        getattr(gloo, name)(*tensors, options).wait()
+        work = getattr(gloo, name)(*tensors, options)
+        if hasattr(_launch, "works"):
+            _launch.works.append(work)
+        else:
+            work.wait()
 
     def _note(self, name):
         self.calls.append((name, self.rank))

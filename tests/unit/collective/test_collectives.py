@@ -721,7 +721,7 @@ def test_a_rank_that_dies_at_its_work_takes_its_peers_out(kind, error, monkeypat
 
     timeout_s = 0.3  # which the peer of one that dies in the exchange sits out
     with group_of(2, kind, timeout_s=timeout_s) as ends:
-        target = "_take_part" if kind in ("thread", "staged") else "_exchange"
+        target = "_take_part" if kind in ("thread", "staged") else "_stage"
         monkeypatch.setattr(ends[1], target, die)
         begin = time.monotonic()
         errors = errors_of(ends, lambda end: end.all_reduce_(torch.ones(300)))
@@ -769,7 +769,7 @@ def test_a_backend_that_times_out_is_a_timeout_with_its_cause(monkeypatch):
     """Rank 1 has met rank 0 but never starts the exchange, nor fails."""
     released = threading.Event()
     with group_of(2, "gloo", timeout_s=0.5) as ends:
-        monkeypatch.setattr(ends[1], "_exchange", lambda *_: released.wait(TIMEOUT_S))
+        monkeypatch.setattr(ends[1], "_stage", lambda *_: released.wait(TIMEOUT_S))
         futures = start_ranks(ends, lambda end: end.all_reduce_(torch.ones(3)))
         error = futures[0].exception(TIMEOUT_S)
         released.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.distributed
 
 from runtime.collective import NcclCollective, ReduceOp, create_collectives
 from runtime.collective import nccl as nccl_module
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
+from runtime.device import capture_gate
 from tests.support.fake_cuda import CPU, FakeCuda, standing_in
 from tests.support.posing import PosingBackend
 from tests.unit.collective.test_collectives import (
@@ -109,6 +111,7 @@ def test_the_environment_is_set_before_the_first_backend_and_the_users_values_st
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
             "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+            "NCCL_RUNTIME_CONNECT": "0",
             "TORCH_FR_BUFFER_SIZE": "0",
         }
     assert len(found) == 2
@@ -167,6 +170,40 @@ def test_a_rank_that_does_not_come_to_the_connection_is_named(scene):
     scene.kind = Slow
     with pytest.raises(CollectiveTimeout, match="rank 1"):
         scene.group(2, timeout_s=0.3)
+
+
+def test_the_context_of_the_device_is_current_where_the_kernel_is_loaded(scene, caplog):
+    """In a new thread it is not, and selecting the device that is selected changes nothing."""
+    ends = scene.group()
+    assert [end.host_runs_ahead for end in ends] == [True, True]
+    assert not caplog.records
+
+
+def test_the_host_runs_ahead_on_every_rank_or_on_none(scene, monkeypatch):
+    """A rank that waits makes one exchange where one that does not makes several."""
+    host_reader = scene.fake.host_reader
+
+    def failing_on_rank_1():
+        if threading.current_thread().name.endswith("-1"):
+            raise OSError("planted")
+        return host_reader()
+
+    monkeypatch.setattr(scene.fake, "host_reader", failing_on_rank_1)
+    ends = scene.group(3)
+    assert [end.host_runs_ahead for end in ends] == [False] * 3
+
+
+def test_ranks_that_differ_in_what_they_have_to_agree_on_are_named(scene):
+    ends = scene.group()
+
+    def work(end):
+        with pytest.raises(
+            ValueError, match=r"rank 1 passed 'joins size=1', rank 0 passed .*size=0"
+        ):
+            end.agree("joins", size=end.rank)
+        return end.agree("joins", capable=end.rank == 0, size=3)
+
+    assert on_ranks(ends, work) == [False, False]
 
 
 # -- work --------------------------------------------------------------------------
@@ -281,6 +318,108 @@ def test_tensors_that_lie_elsewhere_are_refused_on_every_rank(scene, place, why)
 
     on_ranks(ends, scene.on_stream(work))
     assert scene.reduce(ends) == [3.0, 3.0]
+
+
+def test_no_rank_is_launched_before_every_rank_has_added_the_part(scene):
+    """A kernel that runs before its peer is launched can keep the peer's launch from being made."""
+    ends = scene.group()
+    held, added = threading.Event(), threading.Event()
+
+    def work(end):
+        mean = end.mean_in_parts(1.0)
+        mean.add([scene.tensor(end, end.rank + 1.0)])
+        if end.rank == 1:
+            assert held.wait(TIMEOUT_S)
+        else:
+            added.set()
+        mean.add([scene.tensor(end, end.rank + 3.0)])
+        return mean.end()
+
+    del scene.calls[:]
+    futures = start_ranks(ends, scene.on_stream(work))
+    assert added.wait(TIMEOUT_S)
+    barrier = ends[0]._group.barrier
+    until(lambda: barrier._waiting == [0])
+    assert scene.names() == ["allreduce"] * 2
+    held.set()
+    assert [future.result(TIMEOUT_S) for future in futures] == [2.0, 2.0]
+    assert scene.names() == ["allreduce"] * 4
+
+
+def test_every_rank_is_launched_by_one_thread_within_one_group(scene):
+    launched = []
+
+    class Noting(PosingBackend):
+        def _group_start(self):
+            super()._group_start()
+            launched.append([])
+
+        def _run(self, name, options, *tensors):
+            launched[-1].append(
+                (self.rank, threading.current_thread().name, scene.fake.current.name)
+            )
+            super()._run(name, options, *tensors)
+
+    scene.kind = Noting
+    ends = scene.group(3)
+    assert scene.reduce(ends) == [6.0] * 3
+    (launch,) = launched
+    assert sorted(rank for rank, _, _ in launch) == [0, 1, 2]
+    assert len({thread for _, thread, _ in launch}) == 1
+    assert len({stream for _, _, stream in launch}) == 3
+
+
+def test_a_call_that_may_wait_for_a_device_waits_for_the_launch(scene):
+    inside, free = threading.Event(), threading.Event()
+    order = []
+
+    class Slow(PosingBackend):
+        def _group_end(self):
+            inside.set()
+            assert free.wait(TIMEOUT_S)
+            super()._group_end()
+            order.append("launched")
+
+    def call():
+        with capture_gate.GATE.driver_call():
+            order.append("called")
+
+    scene.kind = Slow
+    ends = scene.group()
+    tensors = [scene.tensor(end, 1.0) for end in ends]
+    futures = start_ranks(ends, scene.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    assert inside.wait(TIMEOUT_S)
+    thread = threading.Thread(target=call)
+    thread.start()
+    until(lambda: capture_gate.GATE._launches._waiters)
+    free.set()
+    thread.join(TIMEOUT_S)
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert order == ["launched", "called"]
+
+
+def test_an_abort_waits_for_a_launch_in_progress(scene):
+    """NCCL would use a communicator that is freed."""
+    inside, free = threading.Event(), threading.Event()
+
+    class Slow(PosingBackend):
+        def _group_end(self):
+            inside.set()
+            assert free.wait(TIMEOUT_S)
+            super()._group_end()
+            self._note("launched")
+
+    scene.kind = Slow
+    ends = scene.group()
+    tensors = [scene.tensor(end, 1.0) for end in ends]
+    futures = start_ranks(ends, scene.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    assert inside.wait(TIMEOUT_S)
+    ends[0].abort()
+    free.set()
+    until(lambda: scene.names().count("abort") == 2)
+    assert [type(future.exception(TIMEOUT_S)) for future in futures] == [CollectiveAborted] * 2
+    assert scene.names().index("launched") < scene.names().index("abort")
 
 
 # -- trouble -----------------------------------------------------------------------
@@ -426,7 +565,7 @@ def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch
     def raising(*_):
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(stuck.backends[0], "_run", raising)
+    monkeypatch.setattr(ends[0], "_stage", raising)
     tensors = [stuck.tensor(end, 1.0) for end in ends]
     begin = time.monotonic()
     errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
@@ -465,7 +604,7 @@ def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadl
     looked = threading.Event()  # twice after the time was over, had it begun before
 
     def watched(event):
-        if threading.current_thread().name == "collective-watch":
+        if threading.current_thread().name == "collective-probe":
             looks.append(time.monotonic())
             if len(looks) > 4 and looks[-5] - looks[0] > 0.3:
                 looked.set()
@@ -497,7 +636,7 @@ def test_an_exchange_on_a_device_that_fails_is_aborted_on_every_rank(stuck, monk
     is_complete = stuck.fake.is_complete
 
     def failing(event):
-        if threading.current_thread().name == "collective-watch":
+        if threading.current_thread().name == "collective-probe":
             raise RuntimeError("planted")
         return is_complete(event)
 
@@ -538,6 +677,47 @@ def test_an_error_that_the_backend_notices_behind_the_step_ends_the_run(scene):
         outcome.wait()
 
 
+def test_the_time_limit_holds_while_a_query_of_the_device_blocks(stuck, monkeypatch):
+    """The driver may answer no query, or only once the exchange is over."""
+    stuck.fake.prompt = False
+    ends = stuck.group(2, timeout_s=0.3)
+    is_complete, released = stuck.fake.is_complete, threading.Event()
+
+    def blocking(event):
+        if threading.current_thread().name.startswith("collective-"):
+            assert released.wait(TIMEOUT_S)
+        return is_complete(event)
+
+    monkeypatch.setattr(stuck.fake, "is_complete", blocking)
+    begin = time.monotonic()
+    found = on_ranks(ends, stuck.on_stream(lambda end: late_mean(stuck, end)))
+    until(lambda: stuck.names().count("abort") == 2)
+    assert 0.25 < time.monotonic() - begin < 0.3 + SOON_S
+    released.set()
+    for outcome, _ in found:
+        with pytest.raises(CollectiveAborted):
+            outcome.wait()
+
+
+def test_the_time_limit_holds_for_a_rank_whose_own_query_blocks(stuck, monkeypatch):
+    monkeypatch.setattr(nccl_module, "_MARGIN_S", 0.1)
+    ends = stuck.group(2, timeout_s=0.3)
+    is_complete, released = stuck.fake.is_complete, threading.Event()
+
+    def blocking(event):
+        assert released.wait(TIMEOUT_S)
+        return is_complete(event)
+
+    monkeypatch.setattr(stuck.fake, "is_complete", blocking)
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    futures = start_ranks(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    until(lambda: stuck.names().count("abort") == 2)
+    released.set()
+    kinds = [type(future.exception(TIMEOUT_S)) for future in futures]
+    assert CollectiveTimeout in kinds
+    assert set(kinds) <= {CollectiveTimeout, CollectiveAborted}
+
+
 # -- the end -----------------------------------------------------------------------
 
 
@@ -568,3 +748,50 @@ def test_a_rank_that_left_is_told_so(scene):
     with pytest.raises(CollectiveAborted, match="rank 0 has left"):
         ends[1].barrier()
     assert isinstance(ends[0], NcclCollective)
+
+
+class Lingering(PosingBackend):
+    """An abort that takes until it is released."""
+
+    released = threading.Event()
+
+    def abort(self):
+        super().abort()
+        assert self.released.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def lingering(scene, monkeypatch):
+    monkeypatch.setattr(Lingering, "released", threading.Event())
+    scene.kind = Lingering
+    yield scene
+    Lingering.released.set()
+
+
+def test_a_group_is_made_only_when_the_communicators_of_the_last_one_have_ended(lingering):
+    for end in lingering.group():
+        end.abort()
+    until(lambda: lingering.names().count("abort") == 2)
+    lingering.kind = PosingBackend
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(lingering.group)
+        until(lambda: second.running())
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        assert lingering.names().count("new") == 2
+        Lingering.released.set()
+        assert lingering.reduce(second.result(TIMEOUT_S)) == [3.0, 3.0]
+
+
+def test_a_group_is_refused_where_the_last_one_does_not_end(lingering, monkeypatch):
+    """As a whole: over another backend the stuck communicators would still be there."""
+    for end in lingering.group():
+        end.abort()
+    monkeypatch.setattr(nccl_module, "END_S", 0.1)
+    with pytest.raises(
+        GpuWorkerError, match=r"did not end within 0.1 s \(collective-abort"
+    ) as caught:
+        lingering.group()
+    assert not isinstance(caught.value, (CollectiveAborted, CollectiveTimeout))
+    assert lingering.names().count("new") == 2
+    Lingering.released.set()

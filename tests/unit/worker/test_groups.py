@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from runtime.collective import create_collectives
-from runtime.core.errors import CollectiveAborted
+from runtime.core.errors import CollectiveAborted, GpuWorkerError
 from runtime.worker.collective_groups import CollectiveGroups
 from tests.support.running import THREAD, WAIT_S
 
@@ -137,3 +137,16 @@ def test_a_run_that_fails_while_a_group_is_made_breaks_that_group_too(made_first
     with pytest.raises(CollectiveAborted):
         found[0].barrier()
     groups.close()
+
+
+def test_a_group_that_cannot_be_made_beside_an_earlier_one_fails_every_rank():
+    """Not as a backend that could not connect, for which another one is taken."""
+
+    def make(ranks, backend):
+        raise GpuWorkerError("planted: the previous group did not end")
+
+    groups = CollectiveGroups(make)
+    for rank in range(2):
+        with pytest.raises(GpuWorkerError, match="planted") as caught:
+            groups.end(1, range(2), rank, THREAD)
+        assert not isinstance(caught.value, CollectiveAborted)
