@@ -60,7 +60,7 @@ lint: $(VENV)/.stamp-test
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-# MUTATION="coordinator/pool.py --sample 0" tries every change of a module.
+# MUTATION="coordinator/ledger.py --sample 0" tries every change of a module.
 MUTATION ?= --sample 100 --seed 0
 
 mutation: $(VENV)/.stamp-test

@@ -56,8 +56,8 @@ from benchmarks.harness.studies import (
     default_folder,
     scheduler,
 )
-from coordinator.dispatch import permutation
 from coordinator.messages import Payload
+from coordinator.splitting import permutation
 from runtime import (
     ApplyPolicy,
     AverageBackend,

@@ -1,8 +1,7 @@
-"""What the coordinator needs to know about a run."""
+"""The coordinator's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -41,95 +40,6 @@ class AverageBackend(Enum):
     def collective(self) -> str:
         """The kind of collective that ranks use over it; only for a resolved backend."""
         return "thread" if self is AverageBackend.CPU else self.value
-
-
-def choose_backend(
-    requested: AverageBackend,
-    policy: ApplyPolicy,
-    devices: Sequence[str],
-    *,
-    nccl_available: bool,
-    shared_gpu_fault: str | None = "NCCL refuses two ranks on one GPU",
-) -> tuple[AverageBackend, str]:
-    """Resolve ``AUTO`` and refuse what cannot work.
-
-    Args:
-        requested: What the user asked for.
-        policy: When replicas average.
-        devices: One device name for each rank, such as ``"cpu"`` or ``"cuda:0"``.
-        nccl_available: Whether this build of PyTorch has NCCL.
-        shared_gpu_fault: Why ``NCCL`` cannot be requested for a GPU that is named twice; ``None``:
-            it can. ``AUTO`` never chooses it there.
-
-    Returns:
-        The backend and a sentence that says why.
-
-    Raises:
-        ValueError: The requested backend cannot serve these devices.
-    """
-    on_cuda = [d.startswith("cuda") for d in devices]
-    distinct = len(set(devices)) == len(devices)
-    names = ", ".join(devices)
-    if requested is AverageBackend.AUTO:
-        return _choose_auto(policy, devices, on_cuda, distinct, nccl_available)
-    if requested is AverageBackend.NCCL:
-        fault = shared_gpu_fault if all(on_cuda) else "NCCL refuses CPU devices"
-        if fault is not None and not (all(on_cuda) and distinct):
-            raise ValueError(
-                f"backend(NCCL) needs distinct CUDA devices, got [{names}]: {fault}; "
-                "use THREAD, CPU or AUTO"
-            )
-        if not nccl_available:
-            raise ValueError(
-                "backend(NCCL): this build of PyTorch has no NCCL; use THREAD, CPU or AUTO"
-            )
-    if requested is AverageBackend.GLOO and any(on_cuda):
-        raise ValueError(
-            f"backend(GLOO) serves CPU devices only, got [{names}]; use NCCL, THREAD, CPU or AUTO"
-        )
-    if requested is AverageBackend.CPU and policy is ApplyPolicy.SYNC:
-        return requested, "SYNC over CPU is the in-process reduction in CPU memory, as THREAD"
-    return requested, "asked for"
-
-
-def _choose_auto(
-    policy: ApplyPolicy,
-    devices: Sequence[str],
-    on_cuda: list[bool],
-    distinct: bool,
-    nccl_available: bool,
-) -> tuple[AverageBackend, str]:
-    default = AverageBackend.THREAD if policy is ApplyPolicy.SYNC else AverageBackend.CPU
-    what = "SYNC reduces in shared memory" if policy is ApplyPolicy.SYNC else "nobody waits on CPU"
-    if len(devices) == 1:
-        return default, "one device: nothing is averaged"
-    if not all(on_cuda):
-        return default, f"not all devices are CUDA devices, so NCCL is out; {what}"
-    if not distinct:
-        return default, f"a GPU stands more than once, which NCCL refuses; {what}"
-    if not nccl_available:
-        return default, f"this build of PyTorch has no NCCL; {what}"
-    return AverageBackend.NCCL, f"{len(devices)} distinct CUDA devices and NCCL is available"
-
-
-def candidate_backends(
-    requested: AverageBackend, policy: ApplyPolicy, chosen: AverageBackend, world_size: int
-) -> tuple[AverageBackend, ...]:
-    """The backends that ``AUTO`` may use in a run; only one if the user named it.
-
-    Args:
-        requested: What the user asked for.
-        policy: When replicas average.
-        chosen: The result of :func:`choose_backend`, which comes first.
-        world_size: Number of ranks.
-    """
-    if requested is not AverageBackend.AUTO or world_size == 1:
-        return (chosen,)
-    if policy is ApplyPolicy.SYNC or chosen is AverageBackend.CPU:
-        others = (AverageBackend.THREAD,)
-    else:
-        others = (AverageBackend.CPU,)
-    return (chosen, *(b for b in others if b is not chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator import messages as m
-from coordinator.dispatch import Shares
+from coordinator.ledger import Epoch, LockstepPlan
 from coordinator.messages import PublishEpoch
 from coordinator.metrics import StepMetrics
-from coordinator.pool import Epoch, LockstepPlan
+from coordinator.shares import Shares
 from coordinator.state import Core, Rank
 
 PLAN_STEPS = 5
@@ -22,14 +22,6 @@ FIRST_PLANS, FIRST_PLAN_STEPS = 5, 2
 the probe took is known. Until then the slowest rank has as many samples as the others."""
 FIXED_PLAN_STEPS = 50
 """Optimizer steps in a plan of pieces that follow nothing, and so need fewer messages."""
-
-
-@dataclass(slots=True)
-class _Closing:
-    """A closed epoch that waits for its evaluation or for the checkpoint function."""
-
-    epoch: Epoch
-    epoch_s: float
 
 
 class Epochs:
@@ -475,3 +467,11 @@ class Epochs:
         # Users may write to what they are given, while a checkpoint reads what is kept.
         given = replace(metrics, scalars=metrics.scalars.copy())
         self._core.out.append(PublishEpoch(metrics=given))
+
+
+@dataclass(slots=True)
+class _Closing:
+    """A closed epoch that waits for its evaluation or for the checkpoint function."""
+
+    epoch: Epoch
+    epoch_s: float

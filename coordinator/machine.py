@@ -13,18 +13,21 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 from coordinator import messages as m
-from coordinator.checkpoint import CheckpointRounds, restore_run
 from coordinator.config import CoordinatorConfig
-from coordinator.dispatch import Inequality
+from coordinator.ending import Ending
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
-from coordinator.failures import Ending, ProgressWatch, Recovery, Survival
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
-from coordinator.rounds import Limits, RoundKeeper, RoundState
+from coordinator.rounds import Limits, RoundKeeper
+from coordinator.run_state import restore_run
+from coordinator.saving import CheckpointRounds
+from coordinator.shares import Inequality
+from coordinator.stall import ProgressWatch
 from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
+from coordinator.survival import Recovery, Survival
+from coordinator.transports import RoundState
 
 logger = logging.getLogger(__name__)
-
 STEPS_BACK = 2
 """Optimizer steps under lockstep whose samples are kept though all ranks told of them. A death
 can take back one: the others may not have made it."""
@@ -48,10 +51,17 @@ class Coordinator:
             self._epochs.resumed_s = float(resume["elapsed_s"])
             self._saving.resumed()
         self._rounds = RoundKeeper(self._core, self._saving)
-        self._survival = Survival(self._core, self._rounds)
-        self._ending = Ending(self._core, self._epochs, self._saving, self._rounds, self._survival)
+        self._survival = Survival(self._core)
+        self._ending = Ending(
+            self._core,
+            self._epochs,
+            self._saving,
+            self._survival,
+            self._rounds.round,
+            self._rounds.give_up,
+        )
         self._limits = Limits(self._core, self._rounds)
-        self._watch = ProgressWatch(self._core, self._rounds, self._ending)
+        self._watch = ProgressWatch(self._core, self._rounds.round)
         self._inequality = Inequality()
 
     @property
@@ -294,7 +304,7 @@ class Coordinator:
         elif not self._survival.survivors:
             self._ending.fail(failure, now)
         else:
-            self._survival.lose(failure)
+            self._survival.lose(failure, in_round=self._rounds.holds(failure.rank))
             if not self._rounds.on_death(failure.rank):
                 self._give_up(now, counts=False)
             self._limits.readjust()
@@ -458,7 +468,9 @@ class Coordinator:
         if self._ending.deadline is not None and now >= self._ending.deadline:
             self._core.outcome.missing = tuple(r.rank for r in self._core.ranks if r.present)
             self._ending.finish()
-        self._watch.fail_if_due(now)
+        stalled = self._watch.check(now)
+        if stalled is not None:
+            self._ending.fail(Failure(error=stalled), now)
 
     def _advance(self, now: float) -> None:
         """Do everything that is due in the present state."""

@@ -488,8 +488,6 @@ SAVE_ROUND = -2
 
 Extra = dict[str, Any] | Exception
 """A rank's own part of a checkpoint: tensors of the CPU and plain values; or why there is none."""
-
-
 LONGEST_REPORT_S = 0.5
 """A run's ranks tell at the latest after this long what they have trained, however many there
 are: what is shown of a run comes from the reports."""

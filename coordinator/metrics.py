@@ -1,7 +1,8 @@
-"""From the reports of the ranks to the metrics of an epoch."""
+"""Metrics of epochs, ranks, machines and steps, and the sums that they are made from."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +10,152 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-SILENT_S = 1.0
-"""Metrics of steps wait no longer than this for a rank, which tells of its batches far sooner."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochMetrics:
+    """Results of one epoch.
+
+    Attributes:
+        epoch: Epoch, counted from 0.
+        avg_loss: Mean loss over all samples trained, weighted by the weights of ``train_fn`` if
+            it returns any; NaN if there is no loss, and NaN or infinite if a loss was.
+        scalars: Recorded scalars, each a mean weighted like the losses of its batches, and the
+            values of the evaluation under ``eval/``.
+        per_rank: One entry for each rank of this machine.
+        machines: One entry for each machine of a cluster that trained in the epoch, by name;
+            means and counts of the epoch are over all of them. Empty without a cluster.
+        epoch_s: Duration in seconds: the time since the last epoch closed. Epochs that close
+            together share it in equal parts.
+        num_samples: Distinct samples trained.
+        num_retrained: Samples that were trained again after the death of a rank.
+        num_skipped: Samples trained whose effect was dropped because a loss, a gradient or
+            a parameter was not finite.
+        num_averagings: Averagings completed in the epoch.
+        per_rank_throughput: Each rank's samples per second of computing.
+        per_rank_batch_share: Each rank's share of the batches; they sum to 1 unless there was
+            no batch.
+        devices: Device of each rank.
+        divergence: The largest ``||replica - mean|| / ||mean||`` of a rank in a round of the
+            epoch, over the parameters; the divergence guard checks it. NaN if none was
+            measured, as under ``SYNC``, or a replica was not finite.
+        param_norm: Norm of the parameters after the epoch's last averaging; under ``SYNC`` and
+            with one rank, at the epoch's end. NaN if it was not measured.
+        learning_rate: Learning rate of the optimizer's first group, as last reported in the
+            epoch by the lowest rank that trained; NaN if unknown.
+        partial: Whether ``max_steps`` ended the run within the epoch: then all values cover the
+            trained part, and nothing was evaluated.
+    """
+
+    epoch: int
+    avg_loss: float
+    scalars: dict[str, float]
+    per_rank: tuple[RankMetrics, ...]
+    epoch_s: float
+    num_samples: int
+    num_retrained: int
+    num_skipped: int
+    num_averagings: int
+    per_rank_throughput: tuple[float, ...]
+    per_rank_batch_share: tuple[float, ...]
+    devices: tuple[str, ...]
+    divergence: float = math.nan
+    param_norm: float = math.nan
+    learning_rate: float = math.nan
+    machines: tuple[MachineMetrics, ...] = ()
+    partial: bool = False
+
+    def value(self, name: str) -> float | None:
+        """Return the scalar, or else the field, of that name; ``None`` if there is none."""
+        value = self.scalars.get(name, getattr(self, name, None))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMetrics:
+    """What one rank did in an epoch.
+
+    Attributes:
+        rank: The rank.
+        num_batches: Batches it trained.
+        num_samples: Samples in them.
+        compute_s: Seconds in training steps, waits excluded.
+        avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
+        throughput: Samples per second of ``compute_s``; 0.0 if that is 0.
+    """
+
+    rank: int
+    num_batches: int
+    num_samples: int
+    compute_s: float
+    avg_loss: float
+    throughput: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMetrics:
+    """What one machine of a cluster did in an epoch.
+
+    Attributes:
+        machine: Its name.
+        num_ranks: Ranks that trained on it.
+        num_batches: Batches it trained.
+        num_samples: Samples in them.
+        compute_s: Seconds in training steps, waits excluded, summed over its ranks.
+        avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
+        throughput: Samples per second of all its ranks together, while they compute; 0.0 without
+            any.
+    """
+
+    machine: str
+    num_ranks: int
+    num_batches: int
+    num_samples: int
+    compute_s: float
+    avg_loss: float
+    throughput: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Results of some batches of all ranks within an epoch (``metrics_every``), or of an
+    evaluation within it (``eval_every``), which has ``num_batches=0`` and only ``scalars``.
+
+    Attributes:
+        step: Batches of all ranks since the run began. A resumed run continues the count of its
+            checkpoint; batches trained again after a death count again.
+        epoch: The epoch that was reported last.
+        num_batches: Batches covered, ``n`` of ``metrics_every(n)``; 0: an evaluation.
+        avg_loss: Their mean loss, weighted as for the epoch; NaN if there is none.
+        scalars: Means of the scalars reported since the last step metrics, the same for step
+            metrics published together; or the values of the evaluation under ``eval/``.
+        learning_rate: Last reported learning rate of the optimizer's first group; NaN: unknown.
+        throughput: Samples per second of all ranks since the last step metrics.
+    """
+
+    step: int
+    epoch: int
+    num_batches: int
+    avg_loss: float
+    scalars: dict[str, float]
+    learning_rate: float
+    throughput: float
+
+
+def metrics_state(metrics: EpochMetrics) -> dict[str, Any]:
+    """Metrics as plain numbers, strings, lists and dictionaries."""
+    return dataclasses.asdict(metrics)
+
+
+def metrics_of(state: Mapping[str, Any]) -> EpochMetrics:
+    """Metrics from what :func:`metrics_state` gave."""
+    values = dict(state)
+    values["per_rank"] = tuple(RankMetrics(**rank) for rank in state["per_rank"])
+    values["machines"] = tuple(MachineMetrics(**found) for found in state.get("machines", ()))
+    for name in ("per_rank_throughput", "per_rank_batch_share", "devices"):
+        values[name] = tuple(state[name])
+    return EpochMetrics(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +192,259 @@ class Tally:
     losses: tuple[tuple[float, float], ...] = ()
     learning_rate: float | None = None
     most_samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineTally:
+    """Another machine's report of an epoch.
+
+    Attributes:
+        machine: Its name.
+        ranks: The partial sums of each of its ranks, as :meth:`EpochTally.rank_state` gives them.
+        num_retrained: Samples that it trained again after a rank had died.
+    """
+
+    machine: str
+    ranks: tuple[Mapping[str, Any], ...]
+    num_retrained: int = 0
+
+
+SILENT_S = 1.0
+"""Metrics of steps wait no longer than this for a rank, which tells of its batches far sooner."""
+
+
+class EpochTally:
+    """Sums up what the ranks report of one epoch.
+
+    Sums are exact until they are rounded at the end, so no bit depends on the order of the
+    reports or on where one ends and the next begins.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._ranks = [_RankSums() for _ in range(world_size)]
+
+    def add(self, rank: int, tally: Tally) -> None:
+        """Add a report."""
+        self._ranks[rank].add(tally)
+
+    def close(
+        self,
+        *,
+        epoch: int,
+        epoch_s: float,
+        num_samples: int,
+        devices: Sequence[str],
+        num_averagings: int = 0,
+        num_retrained: int = 0,
+        extra_scalars: Mapping[str, float] | None = None,
+        divergence: float | None = None,
+        param_norm: float | None = None,
+        machine: str = "",
+        others: Sequence[MachineTally] = (),
+        partial: bool = False,
+    ) -> EpochMetrics:
+        """Make the metrics of the epoch; changes nothing, so it can be called again.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            epoch_s: Its duration in seconds.
+            num_samples: Distinct samples trained; the sums here hold repeats as well.
+            devices: Device of each rank.
+            num_averagings: Averagings completed in the epoch.
+            num_retrained: Samples trained again because a rank died.
+            extra_scalars: Values that no rank recorded, as those of the evaluation.
+            divergence: The largest in its rounds; ``None``: not measured.
+            param_norm: Norm of the parameters at its end; ``None``: not measured.
+            machine: The name of this machine in a cluster.
+            others: What the other machines have told; they count in all that is not of ranks.
+            partial: Whether the run ends within the epoch.
+
+        Returns:
+            The metrics, losses that are not finite included.
+        """
+        own = MachineTally(machine=machine, ranks=tuple(r.state_dict() for r in self._ranks))
+        every = (own, *others)
+        whole = _RankSums()
+        for tally in every:
+            for state in tally.ranks:
+                whole.add_state(state)
+        means = whole.means() | dict(extra_scalars or {})
+        per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
+        num_batches = sum(r.num_batches for r in per_rank)
+        return EpochMetrics(
+            epoch=epoch,
+            avg_loss=_mean(whole.loss_sum.value(), whole.loss_weight.value()),
+            scalars=means,
+            per_rank=per_rank,
+            epoch_s=epoch_s,
+            num_samples=num_samples,
+            num_retrained=num_retrained + sum(tally.num_retrained for tally in others),
+            num_skipped=whole.num_skipped,
+            num_averagings=num_averagings,
+            per_rank_throughput=tuple(r.throughput for r in per_rank),
+            per_rank_batch_share=tuple(
+                r.num_batches / num_batches if num_batches else 0.0 for r in per_rank
+            ),
+            devices=tuple(devices),
+            divergence=_or_nan(divergence),
+            param_norm=_or_nan(param_norm),
+            learning_rate=_or_nan(whole.learning_rate),
+            machines=_machines(every) if machine else (),
+            partial=partial,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that this machine's ranks have trained, repeats included."""
+        return sum(sums.num_samples for sums in self._ranks)
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """The partial sums of one rank as they are now, as plain numbers and lists."""
+        return self._ranks[rank].state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The partial sums as plain numbers, lists and dictionaries."""
+        return {"ranks": [sums.state_dict() for sums in self._ranks]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the sums by those of :meth:`state_dict`.
+
+        At another world size the sums of saved rank ``r`` go to rank
+        ``r mod world_size``, so that the totals of the epoch stay whole.
+        """
+        self._ranks = [_RankSums() for _ in self._ranks]
+        for rank, saved in enumerate(state["ranks"]):
+            self._ranks[rank % len(self._ranks)].add_state(saved)
+
+
+class StepTally:
+    """Makes metrics of every ``every`` batches from what the ranks report.
+
+    A report covers several steps of one rank. Reports wait until there are enough batches of
+    each rank: equally many under lockstep, otherwise in proportion to what the ranks have
+    reported so far. A rank that has long been silent is not waited for.
+
+    Deterministic and not thread-safe.
+
+    Args:
+        every: Batches of all ranks in each.
+        world_size: Number of ranks.
+        equal: Whether all ranks train alike.
+    """
+
+    def __init__(self, every: int, world_size: int, *, equal: bool) -> None:
+        self._every = every
+        self._equal = equal
+        self._waiting: list[deque[_Loss]] = [deque() for _ in range(world_size)]
+        self._told: list[Fraction | int] = [0] * world_size
+        self._held: list[Fraction | int] = [0] * world_size  # batches that wait
+        self._ahead: Fraction | int = 0  # batches taken beyond the last metrics
+        self._last = [-math.inf] * world_size
+        self._sums = _RankSums()
+        self._throughput = math.nan
+        self._since = self._now = 0.0
+        self._epoch = 0
+        self.step = 0
+
+    def begin(self, now: float) -> None:
+        """Note that all ranks begin to train."""
+        self._since = self._now = now
+        self._last = [now] * len(self._last)
+
+    def add(
+        self, rank: int, epoch: int, tally: Tally, now: float, part: Fraction | int = 1
+    ) -> list[StepMetrics]:
+        """Add a report; return the metrics that it completes.
+
+        Args:
+            rank: The rank that reports.
+            epoch: The rank's epoch.
+            tally: What the rank trained.
+            now: The time.
+            part: What each of its micro-batches counts as, in batches.
+        """
+        self._now, self._epoch = now, max(epoch, self._epoch)
+        self._last[rank] = now
+        self._sums.add(tally)
+        self._waiting[rank].extend((loss, weight, part) for loss, weight in tally.losses)
+        self._told[rank] += part * len(tally.losses)
+        self._held[rank] += part * len(tally.losses)
+        return self._complete(SILENT_S)
+
+    def drop(self, rank: int) -> None:
+        """Remove a rank; what it has reported still counts."""
+        self._last[rank] = -math.inf
+
+    def flush(self) -> list[StepMetrics]:
+        """Return the metrics that can be made without further reports."""
+        return self._complete(-1.0)
+
+    def _complete(self, patience_s: float) -> list[StepMetrics]:
+        """All that can be told of."""
+        windows = []
+        while window := self._take(patience_s):
+            windows.append(window)
+        if not windows:
+            return []
+        sums, self._sums = self._sums, _RankSums()
+        self._sums.learning_rate = sums.learning_rate
+        elapsed_s, self._since = self._now - self._since, self._now
+        if elapsed_s > 0 and sums.num_samples:
+            self._throughput = sums.num_samples / elapsed_s
+        means, found = sums.means(), []
+        for losses, num_batches in windows:
+            self.step += num_batches
+            total = math.fsum(x * n for x, n, _ in losses if n)
+            found.append(
+                StepMetrics(
+                    step=self.step,
+                    epoch=self._epoch,
+                    num_batches=num_batches,
+                    avg_loss=_mean(total, math.fsum(n for _, n, _ in losses)),
+                    scalars=means.copy(),
+                    learning_rate=_or_nan(sums.learning_rate),
+                    throughput=self._throughput,
+                )
+            )
+        return found
+
+    def _take(self, patience_s: float) -> tuple[list[_Loss], int] | None:
+        """The next batches and their number, of each rank as many as are its part, or where one
+        has been silent for so long, of the others; ``None``: they have to wait."""
+        missing = self._every - self._ahead
+        if sum(self._held) < missing:
+            return None
+        parts = [1 if self._equal else told for told in self._told]
+        wanted = [self._every * part // sum(parts) for part in parts]
+        for waiting, held, num, last in zip(
+            self._waiting, self._held, wanted, self._last, strict=True
+        ):
+            if (not waiting or held < num) and self._now - last <= patience_s:
+                return None
+        taken: list[_Loss] = []
+        for rank, num in enumerate(wanted):
+            until = self._held[rank] - num
+            while self._waiting[rank] and self._held[rank] > until and missing > 0:
+                missing -= self._pop(rank, taken)
+        while missing > 0:
+            longest = max(range(len(self._held)), key=lambda rank: self._held[rank])
+            missing -= self._pop(longest, taken)
+        # Several times as many where one micro-batch counts as that many.
+        times, self._ahead = divmod(-missing, self._every)
+        return taken, self._every * (1 + int(times))
+
+    def _pop(self, rank: int, taken: list[_Loss]) -> Fraction | int:
+        loss = self._waiting[rank].popleft()
+        self._held[rank] -= loss[2]
+        taken.append(loss)
+        return loss[2]
+
+
+_Loss = tuple[float, float, Fraction | int]
+"""The loss of a micro-batch, its weight, and what it counts as, in batches."""
 
 
 # A report is sent when its time has come, so the losses of an epoch are summed in pieces
@@ -184,155 +582,8 @@ class ExactSum:
         return RoundedSum(math.fsum(self._parts), self._parts if len(self._parts) > 1 else ())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMetrics:
-    """What one rank did in an epoch.
-
-    Attributes:
-        rank: The rank.
-        num_batches: Batches it trained.
-        num_samples: Samples in them.
-        compute_s: Seconds in training steps, waits excluded.
-        avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
-        throughput: Samples per second of ``compute_s``; 0.0 if that is 0.
-    """
-
-    rank: int
-    num_batches: int
-    num_samples: int
-    compute_s: float
-    avg_loss: float
-    throughput: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineTally:
-    """Another machine's report of an epoch.
-
-    Attributes:
-        machine: Its name.
-        ranks: The partial sums of each of its ranks, as :meth:`EpochTally.rank_state` gives them.
-        num_retrained: Samples that it trained again after a rank had died.
-    """
-
-    machine: str
-    ranks: tuple[Mapping[str, Any], ...]
-    num_retrained: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineMetrics:
-    """What one machine of a cluster did in an epoch.
-
-    Attributes:
-        machine: Its name.
-        num_ranks: Ranks that trained on it.
-        num_batches: Batches it trained.
-        num_samples: Samples in them.
-        compute_s: Seconds in training steps, waits excluded, summed over its ranks.
-        avg_loss: Mean loss over its samples, weighted as for the epoch; NaN if there is none.
-        throughput: Samples per second of all its ranks together, while they compute; 0.0 without
-            any.
-    """
-
-    machine: str
-    num_ranks: int
-    num_batches: int
-    num_samples: int
-    compute_s: float
-    avg_loss: float
-    throughput: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochMetrics:
-    """Results of one epoch.
-
-    Attributes:
-        epoch: Epoch, counted from 0.
-        avg_loss: Mean loss over all samples trained, weighted by the weights of ``train_fn`` if
-            it returns any; NaN if there is no loss, and NaN or infinite if a loss was.
-        scalars: Recorded scalars, each a mean weighted like the losses of its batches, and the
-            values of the evaluation under ``eval/``.
-        per_rank: One entry for each rank of this machine.
-        machines: One entry for each machine of a cluster that trained in the epoch, by name;
-            means and counts of the epoch are over all of them. Empty without a cluster.
-        epoch_s: Duration in seconds: the time since the last epoch closed. Epochs that close
-            together share it in equal parts.
-        num_samples: Distinct samples trained.
-        num_retrained: Samples that were trained again after the death of a rank.
-        num_skipped: Samples trained whose effect was dropped because a loss, a gradient or
-            a parameter was not finite.
-        num_averagings: Averagings completed in the epoch.
-        per_rank_throughput: Each rank's samples per second of computing.
-        per_rank_batch_share: Each rank's share of the batches; they sum to 1 unless there was
-            no batch.
-        devices: Device of each rank.
-        divergence: The largest ``||replica - mean|| / ||mean||`` of a rank in a round of the
-            epoch, over the parameters; the divergence guard checks it. NaN if none was
-            measured, as under ``SYNC``, or a replica was not finite.
-        param_norm: Norm of the parameters after the epoch's last averaging; under ``SYNC`` and
-            with one rank, at the epoch's end. NaN if it was not measured.
-        learning_rate: Learning rate of the optimizer's first group, as last reported in the
-            epoch by the lowest rank that trained; NaN if unknown.
-        partial: Whether ``max_steps`` ended the run within the epoch: then all values cover the
-            trained part, and nothing was evaluated.
-    """
-
-    epoch: int
-    avg_loss: float
-    scalars: dict[str, float]
-    per_rank: tuple[RankMetrics, ...]
-    epoch_s: float
-    num_samples: int
-    num_retrained: int
-    num_skipped: int
-    num_averagings: int
-    per_rank_throughput: tuple[float, ...]
-    per_rank_batch_share: tuple[float, ...]
-    devices: tuple[str, ...]
-    divergence: float = math.nan
-    param_norm: float = math.nan
-    learning_rate: float = math.nan
-    machines: tuple[MachineMetrics, ...] = ()
-    partial: bool = False
-
-    def value(self, name: str) -> float | None:
-        """Return the scalar, or else the field, of that name; ``None`` if there is none."""
-        value = self.scalars.get(name, getattr(self, name, None))
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        return None
-
-
 MEASURED = ("divergence", "param_norm", "learning_rate")
 """What of an epoch is NaN where nobody has measured it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """Results of some batches of all ranks within an epoch (``metrics_every``), or of an
-    evaluation within it (``eval_every``), which has ``num_batches=0`` and only ``scalars``.
-
-    Attributes:
-        step: Batches of all ranks since the run began. A resumed run continues the count of its
-            checkpoint; batches trained again after a death count again.
-        epoch: The epoch that was reported last.
-        num_batches: Batches covered, ``n`` of ``metrics_every(n)``; 0: an evaluation.
-        avg_loss: Their mean loss, weighted as for the epoch; NaN if there is none.
-        scalars: Means of the scalars reported since the last step metrics, the same for step
-            metrics published together; or the values of the evaluation under ``eval/``.
-        learning_rate: Last reported learning rate of the optimizer's first group; NaN: unknown.
-        throughput: Samples per second of all ranks since the last step metrics.
-    """
-
-    step: int
-    epoch: int
-    num_batches: int
-    avg_loss: float
-    scalars: dict[str, float]
-    learning_rate: float
-    throughput: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -408,113 +659,6 @@ class _RankSums:
         )
 
 
-class EpochTally:
-    """Sums up what the ranks report of one epoch.
-
-    Sums are exact until they are rounded at the end, so no bit depends on the order of the
-    reports or on where one ends and the next begins.
-
-    Args:
-        world_size: Number of ranks.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._ranks = [_RankSums() for _ in range(world_size)]
-
-    def add(self, rank: int, tally: Tally) -> None:
-        """Add a report."""
-        self._ranks[rank].add(tally)
-
-    def close(
-        self,
-        *,
-        epoch: int,
-        epoch_s: float,
-        num_samples: int,
-        devices: Sequence[str],
-        num_averagings: int = 0,
-        num_retrained: int = 0,
-        extra_scalars: Mapping[str, float] | None = None,
-        divergence: float | None = None,
-        param_norm: float | None = None,
-        machine: str = "",
-        others: Sequence[MachineTally] = (),
-        partial: bool = False,
-    ) -> EpochMetrics:
-        """Make the metrics of the epoch; changes nothing, so it can be called again.
-
-        Args:
-            epoch: Epoch, counted from 0.
-            epoch_s: Its duration in seconds.
-            num_samples: Distinct samples trained; the sums here hold repeats as well.
-            devices: Device of each rank.
-            num_averagings: Averagings completed in the epoch.
-            num_retrained: Samples trained again because a rank died.
-            extra_scalars: Values that no rank recorded, as those of the evaluation.
-            divergence: The largest in its rounds; ``None``: not measured.
-            param_norm: Norm of the parameters at its end; ``None``: not measured.
-            machine: The name of this machine in a cluster.
-            others: What the other machines have told; they count in all that is not of ranks.
-            partial: Whether the run ends within the epoch.
-
-        Returns:
-            The metrics, losses that are not finite included.
-        """
-        own = MachineTally(machine=machine, ranks=tuple(r.state_dict() for r in self._ranks))
-        every = (own, *others)
-        whole = _RankSums()
-        for tally in every:
-            for state in tally.ranks:
-                whole.add_state(state)
-        means = whole.means() | dict(extra_scalars or {})
-        per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
-        num_batches = sum(r.num_batches for r in per_rank)
-        return EpochMetrics(
-            epoch=epoch,
-            avg_loss=_mean(whole.loss_sum.value(), whole.loss_weight.value()),
-            scalars=means,
-            per_rank=per_rank,
-            epoch_s=epoch_s,
-            num_samples=num_samples,
-            num_retrained=num_retrained + sum(tally.num_retrained for tally in others),
-            num_skipped=whole.num_skipped,
-            num_averagings=num_averagings,
-            per_rank_throughput=tuple(r.throughput for r in per_rank),
-            per_rank_batch_share=tuple(
-                r.num_batches / num_batches if num_batches else 0.0 for r in per_rank
-            ),
-            devices=tuple(devices),
-            divergence=_or_nan(divergence),
-            param_norm=_or_nan(param_norm),
-            learning_rate=_or_nan(whole.learning_rate),
-            machines=_machines(every) if machine else (),
-            partial=partial,
-        )
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples that this machine's ranks have trained, repeats included."""
-        return sum(sums.num_samples for sums in self._ranks)
-
-    def rank_state(self, rank: int) -> dict[str, Any]:
-        """The partial sums of one rank as they are now, as plain numbers and lists."""
-        return self._ranks[rank].state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The partial sums as plain numbers, lists and dictionaries."""
-        return {"ranks": [sums.state_dict() for sums in self._ranks]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the sums by those of :meth:`state_dict`.
-
-        At another world size the sums of saved rank ``r`` go to rank
-        ``r mod world_size``, so that the totals of the epoch stay whole.
-        """
-        self._ranks = [_RankSums() for _ in self._ranks]
-        for rank, saved in enumerate(state["ranks"]):
-            self._ranks[rank % len(self._ranks)].add_state(saved)
-
-
 def _machines(tallies: Iterable[MachineTally]) -> tuple[MachineMetrics, ...]:
     """The metrics of each machine, by name."""
     ranks: dict[str, list[Mapping[str, Any]]] = {}
@@ -539,133 +683,6 @@ def _machines(tallies: Iterable[MachineTally]) -> tuple[MachineMetrics, ...]:
             )
         )
     return tuple(found)
-
-
-_Loss = tuple[float, float, Fraction | int]
-"""The loss of a micro-batch, its weight, and what it counts as, in batches."""
-
-
-class StepTally:
-    """Makes metrics of every ``every`` batches from what the ranks report.
-
-    A report covers several steps of one rank. Reports wait until there are enough batches of
-    each rank: equally many under lockstep, otherwise in proportion to what the ranks have
-    reported so far. A rank that has long been silent is not waited for.
-
-    Deterministic and not thread-safe.
-
-    Args:
-        every: Batches of all ranks in each.
-        world_size: Number of ranks.
-        equal: Whether all ranks train alike.
-    """
-
-    def __init__(self, every: int, world_size: int, *, equal: bool) -> None:
-        self._every = every
-        self._equal = equal
-        self._waiting: list[deque[_Loss]] = [deque() for _ in range(world_size)]
-        self._told: list[Fraction | int] = [0] * world_size
-        self._held: list[Fraction | int] = [0] * world_size  # batches that wait
-        self._ahead: Fraction | int = 0  # batches taken beyond the last metrics
-        self._last = [-math.inf] * world_size
-        self._sums = _RankSums()
-        self._throughput = math.nan
-        self._since = self._now = 0.0
-        self._epoch = 0
-        self.step = 0
-
-    def begin(self, now: float) -> None:
-        """Note that all ranks begin to train."""
-        self._since = self._now = now
-        self._last = [now] * len(self._last)
-
-    def add(
-        self, rank: int, epoch: int, tally: Tally, now: float, part: Fraction | int = 1
-    ) -> list[StepMetrics]:
-        """Add a report; return the metrics that it completes.
-
-        Args:
-            rank: The rank that reports.
-            epoch: The rank's epoch.
-            tally: What the rank trained.
-            now: The time.
-            part: What each of its micro-batches counts as, in batches.
-        """
-        self._now, self._epoch = now, max(epoch, self._epoch)
-        self._last[rank] = now
-        self._sums.add(tally)
-        self._waiting[rank].extend((loss, weight, part) for loss, weight in tally.losses)
-        self._told[rank] += part * len(tally.losses)
-        self._held[rank] += part * len(tally.losses)
-        return self._complete(SILENT_S)
-
-    def drop(self, rank: int) -> None:
-        """Remove a rank; what it has reported still counts."""
-        self._last[rank] = -math.inf
-
-    def flush(self) -> list[StepMetrics]:
-        """Return the metrics that can be made without further reports."""
-        return self._complete(-1.0)
-
-    def _complete(self, patience_s: float) -> list[StepMetrics]:
-        """All that can be told of."""
-        windows = []
-        while window := self._take(patience_s):
-            windows.append(window)
-        if not windows:
-            return []
-        sums, self._sums = self._sums, _RankSums()
-        self._sums.learning_rate = sums.learning_rate
-        elapsed_s, self._since = self._now - self._since, self._now
-        if elapsed_s > 0 and sums.num_samples:
-            self._throughput = sums.num_samples / elapsed_s
-        means, found = sums.means(), []
-        for losses, num_batches in windows:
-            self.step += num_batches
-            total = math.fsum(x * n for x, n, _ in losses if n)
-            found.append(
-                StepMetrics(
-                    step=self.step,
-                    epoch=self._epoch,
-                    num_batches=num_batches,
-                    avg_loss=_mean(total, math.fsum(n for _, n, _ in losses)),
-                    scalars=means.copy(),
-                    learning_rate=_or_nan(sums.learning_rate),
-                    throughput=self._throughput,
-                )
-            )
-        return found
-
-    def _take(self, patience_s: float) -> tuple[list[_Loss], int] | None:
-        """The next batches and their number, of each rank as many as are its part, or where one
-        has been silent for so long, of the others; ``None``: they have to wait."""
-        missing = self._every - self._ahead
-        if sum(self._held) < missing:
-            return None
-        parts = [1 if self._equal else told for told in self._told]
-        wanted = [self._every * part // sum(parts) for part in parts]
-        for waiting, held, num, last in zip(
-            self._waiting, self._held, wanted, self._last, strict=True
-        ):
-            if (not waiting or held < num) and self._now - last <= patience_s:
-                return None
-        taken: list[_Loss] = []
-        for rank, num in enumerate(wanted):
-            until = self._held[rank] - num
-            while self._waiting[rank] and self._held[rank] > until and missing > 0:
-                missing -= self._pop(rank, taken)
-        while missing > 0:
-            longest = max(range(len(self._held)), key=lambda rank: self._held[rank])
-            missing -= self._pop(longest, taken)
-        # Several times as many where one micro-batch counts as that many.
-        times, self._ahead = divmod(-missing, self._every)
-        return taken, self._every * (1 + int(times))
-
-    def _pop(self, rank: int, taken: list[_Loss]) -> Fraction | int:
-        loss = self._waiting[rank].popleft()
-        self._held[rank] -= loss[2]
-        taken.append(loss)
-        return loss[2]
 
 
 def _or_nan(value: float | None) -> float:

@@ -17,7 +17,6 @@ from typing import assert_never
 
 from coordinator import messages as m
 from coordinator.averaging import Averager, clone_payload
-from coordinator.failures import MessageLog, stall_report
 from coordinator.machine import Coordinator
 from coordinator.messages import (
     AbortCollective,
@@ -32,11 +31,10 @@ from coordinator.messages import (
     TransportChosen,
 )
 from coordinator.metrics import EpochMetrics, StepMetrics
+from coordinator.stall import MessageLog, stall_report
 from coordinator.state import Failure, Statistics
 
 logger = logging.getLogger(__name__)
-
-
 MAX_WAIT_S = 86_400.0  # a queue takes no timeout of more than some centuries
 Observer = Callable[[m.Event, Sequence[Command], float], None]
 SUSPENDED_S = 1.0

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from coordinator.backend_choice import TransportChoice
 from coordinator.cadence import ConvergenceGuard, ElChe
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.dispatch import Shares
+from coordinator.ledger import ChunkPool, LockstepPlan
 from coordinator.messages import (
     Allowance,
     Command,
@@ -23,8 +24,7 @@ from coordinator.messages import (
     TransportChosen,
 )
 from coordinator.metrics import EpochMetrics, StepMetrics, StepTally, Tally
-from coordinator.pool import ChunkPool, LockstepPlan
-from coordinator.transport import TransportChoice
+from coordinator.shares import Shares
 
 
 class RankState(Enum):

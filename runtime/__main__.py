@@ -12,7 +12,8 @@ import psutil
 import torch
 import torch.distributed
 
-from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.backend_choice import choose_backend
+from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.cluster.engine import VARIABLES
 from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
 from runtime.collective.nccl_library import loaded_version, version_name

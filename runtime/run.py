@@ -17,7 +17,8 @@ import torch
 import torch.distributed
 
 from coordinator import messages as m
-from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.backend_choice import choose_backend
+from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics

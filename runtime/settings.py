@@ -12,14 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from coordinator.config import (
-    ApplyPolicy,
-    AverageBackend,
-    CoordinatorConfig,
-    candidate_backends,
-)
-from coordinator.dispatch import count_batches
+from coordinator.backend_choice import candidate_backends
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.messages import LONGEST_REPORT_S
+from coordinator.splitting import count_batches
 from runtime.callbacks import Callback
 from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.settings import ClusterSettings

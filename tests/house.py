@@ -34,7 +34,7 @@ FLOORS = (
 """Folders from the ground up. Imports go down, or stay in their folder."""
 
 MAX_TOP_MODULES = 10
-MAX_COORDINATOR_DEPTH = 6
+MAX_COORDINATOR_DEPTH = 7
 
 
 def relative(path, root=ROOT):

@@ -49,13 +49,19 @@ SCHEDULES = (
     f"{SIMULATION}schedules.py::test_every_schedule_ends_with_every_sample_in_the_result_once[0]"
 )
 EVENTS = (
-    *unit("rounds", "pool", "gate", "metrics", "machine", "policy", "dispatch"),
-    *unit("progress_watch", "run_state", "cadence", "convergence", "exact_sum", "round_keeper"),
-    *unit("limits", "coordinator/shares", "coordinator/transport"),
+    *unit("rounds", "coordinator/ledger", "batch_limits", "metrics", "machine", "choose_backend"),
+    *unit("splitting", "stall_detector", "run_state", "cadence", "convergence_guard", "exact_sum"),
+    *unit("round_keeper", "report_limits", "coordinator/shares", "backend_choice"),
     SCHEDULES,
 )
+SAVES = (
+    *unit("run_state", "resume_edges", "resume_runs", "resume_sync", "content"),
+    f"{SIMULATION}resumed_schedules.py",
+    *EVENTS,
+)
 SHARES = (*unit("coordinator/shares"), f"{SIMULATION}unequal_speeds.py", *EVENTS)
-TRANSPORTS = (*unit("coordinator/transport"), f"{SIMULATION}transports.py", *EVENTS)
+TRANSPORTS = (*unit("backend_choice"), f"{SIMULATION}transports.py", *EVENTS)
+DEATHS = (*TRANSPORTS, *unit("stall"), "tests/deadlock/test_life_after_a_death.py")
 ARITHMETIC = unit("averaging", "mixing", "host_memory")
 WORKER = (
     *unit("protocol", "protocol_survival", "undo"),
@@ -78,21 +84,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/": EVENTS,
     "coordinator/averaging.py": ARITHMETIC,
     "coordinator/service.py": unit("service", "stall", "resume_runs"),
-    "coordinator/failures.py": (
-        *TRANSPORTS,
-        *unit("stall"),
-        "tests/deadlock/test_life_after_a_death.py",
-    ),
-    "coordinator/dispatch.py": SHARES,
-    "coordinator/transport.py": TRANSPORTS,
+    "coordinator/survival.py": DEATHS,
+    "coordinator/ending.py": DEATHS,
+    "coordinator/stall.py": DEATHS,
+    "coordinator/shares.py": SHARES,
+    "coordinator/splitting.py": SHARES,
+    "coordinator/backend_choice.py": TRANSPORTS,
+    "coordinator/transports.py": TRANSPORTS,
     "coordinator/rounds.py": TRANSPORTS,
     "coordinator/machine.py": TRANSPORTS,
     "coordinator/epochs.py": (*EVENTS, f"{SIMULATION}unequal_speeds.py"),
-    "coordinator/checkpoint.py": (
-        *unit("run_state", "resume_edges", "resume_runs", "resume_sync", "content"),
-        f"{SIMULATION}resumed_schedules.py",
-        *EVENTS,
-    ),
+    "coordinator/saving.py": SAVES,
+    "coordinator/run_state.py": SAVES,
+    "coordinator/schema.py": SAVES,
     "runtime/worker/protocol.py": WORKER,
     "runtime/worker/collective_groups.py": (*WORKER, *unit("resume_sync")),
     "runtime/worker/lockstep.py": (*WORKER, *unit("resume_sync")),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness.models import CharTransformer
-from coordinator.dispatch import permutation
+from coordinator.splitting import permutation
 
 # -- data --------------------------------------------------------------------------------
 

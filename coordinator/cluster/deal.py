@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster.facts import EpochRanges, Facts, normalize, num_batches
-from coordinator.dispatch import BatchSet
+from coordinator.splitting import BatchSet
 
 GRANT_PERIODS = 1.5
 """Length of a grant in periods, so that a machine whose speed was underestimated has work."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from coordinator.dispatch import BatchSet
 from coordinator.errors import GpuWorkerError
+from coordinator.splitting import BatchSet
 
 EpochRanges = tuple[tuple[int, tuple[range, ...]], ...]
 """``(epoch, ranges of batches)``, epochs and ranges ascending, ranges of step 1."""

@@ -24,7 +24,7 @@ from coordinator.cluster.facts import (
     ranges_from_json,
     ranges_to_json,
 )
-from coordinator.dispatch import BatchSet
+from coordinator.splitting import BatchSet
 
 NUM_RECENT = 2
 """Closed epochs kept in the ledger, for a machine that missed the commit."""

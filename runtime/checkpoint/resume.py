@@ -12,18 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coordinator.checkpoint import (
-    check_run,
-    either,
-    items,
-    mapping,
-    of_type,
-    real,
-    record,
-    refuse,
-    whole,
-)
-from coordinator.dispatch import count_batches
+from coordinator.run_state import check_run
+from coordinator.schema import either, items, mapping, of_type, real, record, refuse, whole
+from coordinator.splitting import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
 from runtime.checkpoint.store import load_newest
 from runtime.core.errors import CheckpointError

@@ -14,7 +14,6 @@ from typing import Any, Protocol, assert_never
 import torch
 
 from coordinator import messages as m
-from coordinator.checkpoint import metrics_of, metrics_state
 from coordinator.cluster.facts import Facts
 from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.member import (
@@ -46,7 +45,7 @@ from coordinator.cluster.member import (
 from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
-from coordinator.metrics import EpochMetrics, EpochTally
+from coordinator.metrics import EpochMetrics, EpochTally, metrics_of, metrics_state
 from coordinator.state import Phase, Statistics
 from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coordinator.checkpoint import metrics_state
 from coordinator.cluster.deal import Grant
 from coordinator.cluster.facts import EpochRanges, normalize
 from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.member import CaptureDone
-from coordinator.dispatch import BatchSet
 from coordinator.messages import EpochGrant, Payload, SaveCheckpoint
-from coordinator.metrics import EpochMetrics, EpochTally, MachineTally
+from coordinator.metrics import EpochMetrics, EpochTally, MachineTally, metrics_state
+from coordinator.splitting import BatchSet
 
 _PARTS = ("params", "buffers", "taken")
 NOTHING = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)

@@ -16,7 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
 )
 
-from coordinator.dispatch import batch_bounds, permutation
+from coordinator.splitting import batch_bounds, permutation
 from runtime.core.draws import draws_from, seeded_globals
 
 _KEPT_EPOCHS = 3  # ranks are at most two epochs apart

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from coordinator.dispatch import split_by_ratio
+from coordinator.splitting import split_by_ratio
 
 WARMUP_STEPS = 10
 """Steps before the first re-balance."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed
 
-from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.backend_choice import choose_backend
+from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.collective import Collective
 from runtime.collective.nccl_library import shared_gpu_fault
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from coordinator.dispatch import split_by_ratio
+from coordinator.splitting import split_by_ratio
 from runtime.collective import Collective
 from runtime.core.errors import (
     ReplicaFailed,

@@ -21,8 +21,8 @@ from coordinator.messages import (
     TransportChosen,
 )
 from coordinator.metrics import EpochMetrics
-from coordinator.rounds import Round, RoundState
 from coordinator.state import Core
+from coordinator.transports import Round, RoundState
 from runtime.timeline.events import (
     ARGS,
     COMPUTE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.dispatch import batch_bounds
 from coordinator.messages import EpochPlan
+from coordinator.splitting import batch_bounds
 from runtime.worker.worker_config import WorkerConfig
 
 

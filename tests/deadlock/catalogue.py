@@ -71,7 +71,7 @@ ELSEWHERE = {
         "tests/unit/replica/test_averaging_runtime.py::test_buffers_are_averaged_and_integers_taken_from_the_most_samples",
     ],
     "S11": [
-        "tests/unit/coordinator/test_convergence.py::test_nudge_down_is_reached_after_three_rounds_that_do_not_fall"
+        "tests/unit/coordinator/test_convergence_guard.py::test_nudge_down_is_reached_after_three_rounds_that_do_not_fall"
     ],
     "S13": [
         "tests/parity/test_sync_equals_ddp.py::test_sync_equals_distributed_data_parallel_on_the_same_batches"

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from coordinator import messages as m
-from coordinator.rounds import RoundState
+from coordinator.transports import RoundState
 from runtime import create_collectives, current_worker
 from runtime.replica.build import BuildOrder
 from runtime.worker.protocol import WorkerState

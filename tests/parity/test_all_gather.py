@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import runtime
-from coordinator.dispatch import Shares, permutation, split_like
+from coordinator.shares import Shares
+from coordinator.splitting import permutation, split_like
 from runtime import WorkerFailed, create_collectives, current_worker
 from runtime.replica.global_batch import GlobalBatch
 from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder

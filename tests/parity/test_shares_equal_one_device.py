@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.dispatch import Shares, permutation, split_like
+from coordinator.shares import Shares
+from coordinator.splitting import permutation, split_like
 from runtime import AverageBackend, WorkerFailed, current_worker
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from coordinator.dispatch import Shares, permutation, split_like
+from coordinator.shares import Shares
+from coordinator.splitting import permutation, split_like
 from runtime import AverageBackend, WorkerFailed, create_collectives, current_worker
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.global_batch import GlobalBatch

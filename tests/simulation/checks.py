@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from coordinator.dispatch import batch_bounds, count_batches, seconds, split_by_cost
 from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import Average, Command, PublishEpoch, Send
 from coordinator.metrics import EpochMetrics
+from coordinator.splitting import batch_bounds, count_batches, seconds, split_by_cost
 from coordinator.state import Failure, RankState
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of

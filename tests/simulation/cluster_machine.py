@@ -38,8 +38,8 @@ from coordinator.cluster.member import (
     RunReady,
     Stop,
 )
-from coordinator.dispatch import compress
 from coordinator.messages import Tick
+from coordinator.splitting import compress
 from tests.simulation.cluster_schedule import Fault, Host
 from tests.simulation.effects import Batch, Violation
 

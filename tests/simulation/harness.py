@@ -20,7 +20,6 @@ from typing import Any
 from coordinator import messages as m
 from coordinator.averaging import Averager, clone_payload
 from coordinator.config import ApplyPolicy, AverageBackend
-from coordinator.dispatch import count_batches
 from coordinator.machine import Coordinator
 from coordinator.messages import (
     SAVE_ROUND,
@@ -31,6 +30,7 @@ from coordinator.messages import (
     SaveCheckpoint,
     Send,
 )
+from coordinator.splitting import count_batches
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.worker_config import WAKE

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coordinator.config import ApplyPolicy
-from coordinator.dispatch import count_batches
 from coordinator.messages import SaveCheckpoint
+from coordinator.splitting import count_batches
 from tests.simulation.effects import Batch, Traced, Violation
 from tests.simulation.replicas import expect_payload
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.dispatch import split_like
+from coordinator.splitting import split_like
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from coordinator import epochs
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from coordinator.dispatch import Shares
-from coordinator.failures import Survival
+from coordinator.ledger import ChunkPool, LockstepPlan
 from coordinator.machine import Coordinator
-from coordinator.pool import ChunkPool, LockstepPlan
-from coordinator.rounds import Round, RoundKeeper
+from coordinator.rounds import RoundKeeper
+from coordinator.shares import Shares
 from coordinator.state import BatchLimits
+from coordinator.survival import Survival
+from coordinator.transports import Round
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly

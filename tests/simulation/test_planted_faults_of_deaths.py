@@ -11,10 +11,10 @@ from coordinator import machine
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import Epochs
-from coordinator.failures import Survival
+from coordinator.ledger import ChunkPool, Ledger, LockstepPlan
 from coordinator.machine import Coordinator
-from coordinator.pool import ChunkPool, Ledger, LockstepPlan
 from coordinator.rounds import RoundKeeper
+from coordinator.survival import Survival
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol

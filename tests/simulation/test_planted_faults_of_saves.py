@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator import checkpoint
 from coordinator import messages as m
-from coordinator.checkpoint import CheckpointRounds, Note, capture_run
+from coordinator import run_state, saving
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import Epochs
-from coordinator.pool import ChunkPool
+from coordinator.ledger import ChunkPool
+from coordinator.run_state import Note, capture_run
+from coordinator.saving import CheckpointRounds
 from runtime.worker.lockstep import LockstepProgress
 from tests.simulation.finding import assert_is_found, drawn
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
@@ -26,7 +27,7 @@ def test_sums_that_hold_what_was_told_after_the_cut_are_found(monkeypatch):
         now = {rank: replace(Note.of(core, epochs, rank), told=notes[rank].told) for rank in notes}
         return capture_run(core, closing, elapsed_s, now, step)
 
-    monkeypatch.setattr(checkpoint, "capture_run", late)
+    monkeypatch.setattr(saving, "capture_run", late)
     assert_is_found("samples of an epoch are in the checkpoint")
 
 
@@ -56,13 +57,13 @@ def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatc
     for schedule in itertools.islice(lockstep_schedules(), 60):
         seen += len(Simulation(schedule, LateParts()).run().saved)
     assert seen > 60
-    monkeypatch.setattr(checkpoint, "_told_later", lambda core, notes: {})
+    monkeypatch.setattr(run_state, "_told_later", lambda core, notes: {})
     with pytest.raises(SimulationFailed, match=r"told, not in it: \[\("):
         run_all(lockstep_schedules(), LateParts())
 
 
 def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
-    captured = checkpoint._epoch_state
+    captured = run_state._epoch_state
 
     def forgetful(core, epoch, notes, *, epoch_s=None):
         state = captured(core, epoch, notes, epoch_s=epoch_s)
@@ -73,7 +74,7 @@ def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
             state["consumed"] = [[b, b + 1] for b in done]
         return state
 
-    monkeypatch.setattr(checkpoint, "_epoch_state", forgetful)
+    monkeypatch.setattr(run_state, "_epoch_state", forgetful)
     assert_is_found("told, not in it: [(")
 
 
@@ -104,20 +105,18 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
 
 
 def test_a_pool_that_deals_consumed_batches_again_is_found(monkeypatch):
-    epoch_of = checkpoint._epoch_of
+    epoch_of = run_state._epoch_of
 
     def whole(core, saved):
         return epoch_of(core, {**saved, "consumed": [], "parts": None})
 
-    monkeypatch.setattr(checkpoint, "_epoch_of", whole)
+    monkeypatch.setattr(run_state, "_epoch_of", whole)
     with pytest.raises(SimulationFailed, match="which rank -1 trained"):
         resume_all(replace(draw_schedule(seed), deaths=()) for seed in range(500))
 
 
 def test_evaluations_that_forget_what_an_interrupted_run_had_trained_are_found(monkeypatch):
-    monkeypatch.setattr(
-        checkpoint, "_TOTALS", [t for t in checkpoint._TOTALS if t != "num_batches"]
-    )
+    monkeypatch.setattr(run_state, "_TOTALS", [t for t in run_state._TOTALS if t != "num_batches"])
     with pytest.raises(SimulationFailed, match="evaluated after"):
         resume_all(
             replace(schedule, deaths=())

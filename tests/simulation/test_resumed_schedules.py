@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.config import ApplyPolicy
-from coordinator.dispatch import split_like
+from coordinator.splitting import split_like
 from tests.simulation.finding import NUM_SCHEDULES
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.saves import Origin

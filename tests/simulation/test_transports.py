@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from coordinator import messages as m
+from coordinator.backend_choice import TransportChoice
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.rounds import RoundKeeper, SnapshotTransport
+from coordinator.rounds import RoundKeeper
 from coordinator.state import Core
-from coordinator.transport import TransportChoice
+from coordinator.transports import SnapshotTransport
 from tests.simulation.finding import NUM_SCHEDULES, STUCK, assert_is_found
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.schedule import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from coordinator.cluster.facts import MAX_OPEN_EPOCHS
-from coordinator.dispatch import permutation
+from coordinator.splitting import permutation
 from runtime import Mean, Trainer
 from runtime.cluster.engine import EngineOptions
 from runtime.cluster.settings import ClusterSettings

@@ -7,7 +7,7 @@ from collections import Counter as Count
 import torch
 from torch import nn
 
-from coordinator.dispatch import permutation
+from coordinator.splitting import permutation
 from runtime import CheckpointError, current_worker
 from tests.support.running import CADENCE, OVER_CPU, WAIT_S, builder, plain_sgd
 

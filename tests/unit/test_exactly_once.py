@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from coordinator.dispatch import permutation
+from coordinator.splitting import permutation
 from runtime import ApplyPolicy, current_worker
 from tests.support.running import (
     ASYNC,

@@ -13,7 +13,7 @@ import torch
 
 from coordinator import messages as m
 from coordinator.errors import GpuWorkerError
-from coordinator.failures import KEPT, MAX_CHARS, MessageLog, thread_stacks
+from coordinator.stall import KEPT, MAX_CHARS, MessageLog, thread_stacks
 from runtime import RunStalled
 from tests.support.running import (
     ASYNC,

@@ -32,8 +32,8 @@ from coordinator.cluster.member import (
     RunReady,
     Stop,
 )
-from coordinator.dispatch import BatchSet
 from coordinator.messages import Tick
+from coordinator.splitting import BatchSet
 
 
 def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=None, **settings):

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from coordinator import messages as m
-from coordinator.rounds import Round, RoundState
+from coordinator.transports import Round, RoundState
 
 EMPTY = m.Payload(params=())
 LEGAL = {

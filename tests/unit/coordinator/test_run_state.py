@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator import messages as m
-from coordinator.checkpoint import _order, _spans, capture_run, restore_run
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.messages import SaveCheckpoint
+from coordinator.run_state import _order, _spans, capture_run, restore_run
 from coordinator.state import Core
 from tests.unit.coordinator.test_machine import EMPTY, Run
 

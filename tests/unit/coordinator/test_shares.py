@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.dispatch import (
-    Inequality,
-    Shares,
-    seconds,
-    split_by_cost,
-    split_like,
-    split_within,
-)
+from coordinator.shares import Inequality, Shares
+from coordinator.splitting import seconds, split_by_cost, split_like, split_within
 
 STEPS = 6
 """Global steps behind each measurement."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import runtime.data.epoch_index
-from coordinator.dispatch import permutation
+from coordinator.splitting import permutation
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 

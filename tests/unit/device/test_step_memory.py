@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from coordinator.dispatch import Shares
+from coordinator.shares import Shares
 from runtime import current_worker
 from runtime.device.memory import CudaMemory, MemoryReading, StepMemory
 from tests.support.fake_cuda import GPU

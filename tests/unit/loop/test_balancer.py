@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.dispatch import split_by_ratio
+from coordinator.splitting import split_by_ratio
 from runtime.loop.balance import (
     MIN_SHARE,
     REBALANCE_EVERY,

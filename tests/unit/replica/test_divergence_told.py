@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coordinator.checkpoint import metrics_of, metrics_state
+from coordinator.metrics import metrics_of, metrics_state
 from runtime import CsvLogger, TensorBoardLogger, Timeline, current_worker
 from runtime.monitor.feed import _epoch
 from tests.support.running import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.dispatch import Shares
+from coordinator.shares import Shares
 from runtime import current_worker, record_scalar
 from runtime.replica.graphs import MAX_SIZES
 from tests.support.graphing import (

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from coordinator.config import ApplyPolicy, AverageBackend, choose_backend
+from coordinator.backend_choice import choose_backend
+from coordinator.config import ApplyPolicy, AverageBackend
 
 CPUS = ("cpu", "cpu")
 GPUS = ("cuda:0", "cuda:1")

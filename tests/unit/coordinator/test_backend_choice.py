@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.config import ApplyPolicy, AverageBackend, candidate_backends
-from coordinator.transport import (
+from coordinator.backend_choice import (
     LOOK_ROUNDS,
-    MEASURED,
+    MEASURED_ROUNDS,
     MOST_TRIED,
-    WARM_UP,
+    WARM_UP_ROUNDS,
     RoundCost,
     TransportChoice,
+    candidate_backends,
 )
+from coordinator.config import ApplyPolicy, AverageBackend
 
 CPU, THREAD, NCCL = AverageBackend.CPU, AverageBackend.THREAD, AverageBackend.NCCL
 AUTO, GLOO = AverageBackend.AUTO, AverageBackend.GLOO
-TRIAL = WARM_UP + MEASURED
+TRIAL = WARM_UP_ROUNDS + MEASURED_ROUNDS
 
 
 def rounds(choice, costs, num=TRIAL, trained_s=10.0, anchor=10):
@@ -58,18 +59,21 @@ def test_each_is_tried_and_the_cheaper_kept(cheaper):
 
 def test_a_trial_costs_the_mean_of_its_rounds():
     choice = TransportChoice((CPU, THREAD), measures=True)
-    for over, costs in ((CPU, (9.0, *range(1, MEASURED + 1))), (THREAD, (9.0, *[4.0] * MEASURED))):
+    for over, costs in (
+        (CPU, (9.0, *range(1, MEASURED_ROUNDS + 1))),
+        (THREAD, (9.0, *[4.0] * MEASURED_ROUNDS)),
+    ):
         for cost in costs:
             choice.note(over, RoundCost(ranks_s=float(cost)), 10.0, 10)
-    mean = (MEASURED + 1) / 2
+    mean = (MEASURED_ROUNDS + 1) / 2
     assert f"CPU {1000 * mean:.3g} ms" in choice.reason
 
 
 def test_the_first_round_over_each_does_not_count():
     choice = TransportChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
-    rounds(choice, {THREAD: 99.0}, WARM_UP)
-    rounds(choice, {THREAD: 0.1}, MEASURED)
+    rounds(choice, {THREAD: 99.0}, WARM_UP_ROUNDS)
+    rounds(choice, {THREAD: 0.1}, MEASURED_ROUNDS)
     assert choice.chosen is THREAD
 
 

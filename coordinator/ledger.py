@@ -15,218 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from coordinator.dispatch import (
-    BatchSet,
-    batch_bounds,
-    count_batches,
-    cut,
-    split_by_ratio,
-)
 from coordinator.metrics import EpochTally, MachineTally
-
-
-@dataclass(slots=True)
-class Epoch:
-    """One open epoch.
-
-    ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
-    its evaluation and checkpoint to ``lead``, ``evaluation`` is what came back, ``saved``
-    says that the checkpoint function has returned, ``parts`` is what each rank was dealt of
-    it before the run was interrupted. ``divergence`` is the largest of a rank in one of its
-    rounds, ``norm`` that of the parameters when it was measured last.
-
-    Where batches are granted, ``granted`` are those that this machine was granted and has not
-    given back, ``num_elsewhere`` counts those that other machines have settled, ``complete``
-    says that all are settled, here or there, and ``others`` are then the sums of the others.
-    """
-
-    epoch: int
-    num_batches: int
-    tally: EpochTally
-    open: BatchSet
-    quotas: list[int] | None = None
-    num_settled: int = 0
-    num_samples: int = 0
-    num_retrained: int = 0
-    num_averagings: int = 0
-    divergence: float | None = None
-    norm: float | None = None
-    told: set[int] = field(default_factory=set)
-    worked: bool = False
-    lead: int = -1
-    evaluation: dict[str, float] | None = None
-    saved: bool = False
-    parts: dict[int, tuple[range, ...]] | None = None
-    granted: BatchSet | None = None
-    num_elsewhere: int = 0
-    complete: bool = True
-    others: tuple[MachineTally, ...] = ()
-
-    @property
-    def settled(self) -> bool:
-        """Whether the effect of every batch is in the result."""
-        return self.complete and self.num_settled + self.num_elsewhere == self.num_batches
-
-    def take_parts(
-        self, ranks: Sequence[int], spans: Sequence[range]
-    ) -> dict[int, tuple[range, ...]]:
-        """What an interrupted run had dealt, if it is all of ``spans`` and for these ranks."""
-        parts, self.parts = self.parts, None
-        if parts is None or set(parts) != set(ranks):
-            return {}
-        dealt = sorted(b for part in parts.values() for span in part for b in span)
-        return parts if dealt == [b for span in spans for b in span] else {}
-
-
-@dataclass(slots=True)
-class Ledger:
-    """What one rank holds, oldest first, as ``(epoch, ranges of batches)``."""
-
-    assigned: deque[tuple[int, range]] = field(default_factory=deque)
-    trained: list[tuple[int, range]] = field(default_factory=list)
-    in_round: list[tuple[int, range]] = field(default_factory=list)
-
-    @property
-    def num_assigned(self) -> int:
-        return sum(len(span) for _, span in self.assigned)
-
-    def note_trained(self, epoch: int, span: range) -> None:
-        """Batches were trained; with those right before them they are one range."""
-        if self.trained:
-            number, last = self.trained[-1]
-            if number == epoch and last.stop == span.start and last.step == span.step == 1:
-                self.trained[-1] = (epoch, range(last.start, span.stop))
-                return
-        self.trained.append((epoch, span))
-
-
-@dataclass(slots=True)
-class LockstepPlan:
-    """What all ranks were dealt together under ``SYNC``, and what is known of it.
-
-    Where global batches are cut into pieces it is dealt little by little: ranks hold its next
-    steps before they are through with those before. Its batches then belong to no rank: those
-    of a global batch count once the first rank has reported its last piece of it.
-
-    Attributes:
-        epoch: Its epoch.
-        parts: The batches of each rank, in order; with pieces the first rank has all of them.
-        first_window: Optimizer steps that every rank had made before it.
-        num_windows: Optimizer steps in it.
-        first_step: Batches that all ranks had trained before it.
-        pieces: The samples of each micro-batch of each rank; empty: each is a batch of its own.
-        counts: With pieces, the batches of each global batch.
-        num_slices: With pieces, the micro-batches of each rank in a global batch.
-        told: Micro-batches of it that each rank has reported.
-    """
-
-    epoch: int
-    parts: dict[int, tuple[range, ...]]
-    first_window: int
-    num_windows: int
-    first_step: int
-    pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    counts: list[int] = field(default_factory=list)
-    num_slices: int = 1
-    told: dict[int, int] = field(default_factory=dict)
-    _untimed: dict[int, deque[int]] = field(default_factory=dict)  # pieces, by their samples
-    _timed: dict[int, tuple[int, int, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.give(self.pieces)
-
-    def give(self, pieces: dict[int, list[tuple[int, int]]]) -> None:
-        """Its global batches are cut into these pieces."""
-        self.pieces = pieces
-        self._untimed = {rank: deque(_sizes(own)) for rank, own in pieces.items()}
-
-    @property
-    def num_batches(self) -> int:
-        """Batches in it, of all ranks."""
-        return sum(len(span) for spans in self.parts.values() for span in spans)
-
-    def num_loads(self, rank: int) -> int:
-        """Micro-batches of a rank."""
-        if self.pieces:
-            return len(self.pieces[rank])
-        return sum(len(span) for span in self.parts[rank])
-
-    def batches_behind(self, rank: int, num_loads: int) -> int:
-        """Batches that count once a rank has trained so many of its micro-batches."""
-        if not self.pieces:
-            return num_loads
-        if rank != next(iter(self.parts)):
-            return 0
-        return sum(self.counts[: num_loads // self.num_slices])
-
-    def num_told(self, rank: int) -> int:
-        """Batches that count by what a rank has reported."""
-        return self.batches_behind(rank, self.told.get(rank, 0))
-
-    def part(self, per_global: int) -> Fraction | int:
-        """What a micro-batch counts as, in batches."""
-        num = self.num_slices * len(self.parts)
-        return Fraction(per_global, num) if self.pieces and num != per_global else 1
-
-    def has_whole_steps(self, accumulate: int) -> bool:
-        """Whether more can follow: an optimizer step that was cut short is the last one."""
-        return len(self.counts) % accumulate == 0
-
-    def extend(self, more: LockstepPlan) -> None:
-        """The same ranks were dealt more of the epoch."""
-        self.num_windows += more.num_windows
-        self.counts += more.counts
-        for rank, spans in more.parts.items():
-            self.parts[rank] += spans
-            self.pieces[rank] += more.pieces[rank]
-            self._untimed[rank] += more._untimed[rank]
-
-    def forget_told(self, accumulate: int) -> None:
-        """Leave out the steps that every rank has told: no death can take them back."""
-        per_step = accumulate * self.num_slices
-        windows = min(self.told.get(rank, 0) for rank in self.parts) // per_step
-        num = windows * per_step
-        self.first_window += windows
-        self.num_windows -= windows
-        for rank, spans in self.parts.items():
-            counted = self.batches_behind(rank, num)
-            self.first_step += counted
-            self.parts[rank] = _without_first(spans, counted)
-            del self.pieces[rank][:num]
-            self.told[rank] = self.told.get(rank, 0) - num
-        del self.counts[: windows * accumulate]
-
-    def note(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
-        """A rank has reported batches, and the time of batches, which may come later."""
-        self.told[rank] = self.told.get(rank, 0) + num_batches
-        untimed = self._untimed.get(rank, deque())
-        num_timed = min(num_timed, len(untimed))
-        num, samples, seconds = self._timed.get(rank, (0, 0, 0.0))
-        samples += sum(untimed.popleft() for _ in range(num_timed))
-        self._timed[rank] = (num + num_timed, samples, seconds + compute_s)
-
-    def take_times(self, rank: int) -> tuple[float, float] | None:
-        """What a rank's pieces took since the last call: their mean samples and seconds."""
-        num, samples, seconds = self._timed.pop(rank, (0, 0, 0.0))
-        return (samples / num, seconds / num) if num else None
-
-    def count_samples(self, rank: int, start: int, stop: int) -> int:
-        """Samples in some of a rank's pieces."""
-        return sum(end - begin for begin, end in self.pieces[rank][start:stop])
-
-
-def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:
-    """Samples of each piece that has any."""
-    return [stop - start for start, stop in pieces if stop > start]
-
-
-def _without_first(spans: tuple[range, ...], count: int) -> tuple[range, ...]:
-    left = []
-    for span in spans:
-        left.append(span[count:])
-        count = max(0, count - len(span))
-    return tuple(span for span in left if span)
-
+from coordinator.splitting import BatchSet, batch_bounds, count_batches, cut, split_by_ratio
 
 CHUNK_S = 0.2
 """Time a chunk shall take on its rank, where the epoch has that much left."""
@@ -766,3 +556,206 @@ class ChunkPool:
     def stop_looking_ahead(self) -> None:
         """From here on an epoch begins only when the one before has closed."""
         self._look_ahead = False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What one rank holds, oldest first, as ``(epoch, ranges of batches)``."""
+
+    assigned: deque[tuple[int, range]] = field(default_factory=deque)
+    trained: list[tuple[int, range]] = field(default_factory=list)
+    in_round: list[tuple[int, range]] = field(default_factory=list)
+
+    @property
+    def num_assigned(self) -> int:
+        return sum(len(span) for _, span in self.assigned)
+
+    def note_trained(self, epoch: int, span: range) -> None:
+        """Batches were trained; with those right before them they are one range."""
+        if self.trained:
+            number, last = self.trained[-1]
+            if number == epoch and last.stop == span.start and last.step == span.step == 1:
+                self.trained[-1] = (epoch, range(last.start, span.stop))
+                return
+        self.trained.append((epoch, span))
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One open epoch.
+
+    ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
+    its evaluation and checkpoint to ``lead``, ``evaluation`` is what came back, ``saved``
+    says that the checkpoint function has returned, ``parts`` is what each rank was dealt of
+    it before the run was interrupted. ``divergence`` is the largest of a rank in one of its
+    rounds, ``norm`` that of the parameters when it was measured last.
+
+    Where batches are granted, ``granted`` are those that this machine was granted and has not
+    given back, ``num_elsewhere`` counts those that other machines have settled, ``complete``
+    says that all are settled, here or there, and ``others`` are then the sums of the others.
+    """
+
+    epoch: int
+    num_batches: int
+    tally: EpochTally
+    open: BatchSet
+    quotas: list[int] | None = None
+    num_settled: int = 0
+    num_samples: int = 0
+    num_retrained: int = 0
+    num_averagings: int = 0
+    divergence: float | None = None
+    norm: float | None = None
+    told: set[int] = field(default_factory=set)
+    worked: bool = False
+    lead: int = -1
+    evaluation: dict[str, float] | None = None
+    saved: bool = False
+    parts: dict[int, tuple[range, ...]] | None = None
+    granted: BatchSet | None = None
+    num_elsewhere: int = 0
+    complete: bool = True
+    others: tuple[MachineTally, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the effect of every batch is in the result."""
+        return self.complete and self.num_settled + self.num_elsewhere == self.num_batches
+
+    def take_parts(
+        self, ranks: Sequence[int], spans: Sequence[range]
+    ) -> dict[int, tuple[range, ...]]:
+        """What an interrupted run had dealt, if it is all of ``spans`` and for these ranks."""
+        parts, self.parts = self.parts, None
+        if parts is None or set(parts) != set(ranks):
+            return {}
+        dealt = sorted(b for part in parts.values() for span in part for b in span)
+        return parts if dealt == [b for span in spans for b in span] else {}
+
+
+@dataclass(slots=True)
+class LockstepPlan:
+    """What all ranks were dealt together under ``SYNC``, and what is known of it.
+
+    Where global batches are cut into pieces it is dealt little by little: ranks hold its next
+    steps before they are through with those before. Its batches then belong to no rank: those
+    of a global batch count once the first rank has reported its last piece of it.
+
+    Attributes:
+        epoch: Its epoch.
+        parts: The batches of each rank, in order; with pieces the first rank has all of them.
+        first_window: Optimizer steps that every rank had made before it.
+        num_windows: Optimizer steps in it.
+        first_step: Batches that all ranks had trained before it.
+        pieces: The samples of each micro-batch of each rank; empty: each is a batch of its own.
+        counts: With pieces, the batches of each global batch.
+        num_slices: With pieces, the micro-batches of each rank in a global batch.
+        told: Micro-batches of it that each rank has reported.
+    """
+
+    epoch: int
+    parts: dict[int, tuple[range, ...]]
+    first_window: int
+    num_windows: int
+    first_step: int
+    pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=list)
+    num_slices: int = 1
+    told: dict[int, int] = field(default_factory=dict)
+    _untimed: dict[int, deque[int]] = field(default_factory=dict)  # pieces, by their samples
+    _timed: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.give(self.pieces)
+
+    def give(self, pieces: dict[int, list[tuple[int, int]]]) -> None:
+        """Its global batches are cut into these pieces."""
+        self.pieces = pieces
+        self._untimed = {rank: deque(_sizes(own)) for rank, own in pieces.items()}
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in it, of all ranks."""
+        return sum(len(span) for spans in self.parts.values() for span in spans)
+
+    def num_loads(self, rank: int) -> int:
+        """Micro-batches of a rank."""
+        if self.pieces:
+            return len(self.pieces[rank])
+        return sum(len(span) for span in self.parts[rank])
+
+    def batches_behind(self, rank: int, num_loads: int) -> int:
+        """Batches that count once a rank has trained so many of its micro-batches."""
+        if not self.pieces:
+            return num_loads
+        if rank != next(iter(self.parts)):
+            return 0
+        return sum(self.counts[: num_loads // self.num_slices])
+
+    def num_told(self, rank: int) -> int:
+        """Batches that count by what a rank has reported."""
+        return self.batches_behind(rank, self.told.get(rank, 0))
+
+    def part(self, per_global: int) -> Fraction | int:
+        """What a micro-batch counts as, in batches."""
+        num = self.num_slices * len(self.parts)
+        return Fraction(per_global, num) if self.pieces and num != per_global else 1
+
+    def has_whole_steps(self, accumulate: int) -> bool:
+        """Whether more can follow: an optimizer step that was cut short is the last one."""
+        return len(self.counts) % accumulate == 0
+
+    def extend(self, more: LockstepPlan) -> None:
+        """The same ranks were dealt more of the epoch."""
+        self.num_windows += more.num_windows
+        self.counts += more.counts
+        for rank, spans in more.parts.items():
+            self.parts[rank] += spans
+            self.pieces[rank] += more.pieces[rank]
+            self._untimed[rank] += more._untimed[rank]
+
+    def forget_told(self, accumulate: int) -> None:
+        """Leave out the steps that every rank has told: no death can take them back."""
+        per_step = accumulate * self.num_slices
+        windows = min(self.told.get(rank, 0) for rank in self.parts) // per_step
+        num = windows * per_step
+        self.first_window += windows
+        self.num_windows -= windows
+        for rank, spans in self.parts.items():
+            counted = self.batches_behind(rank, num)
+            self.first_step += counted
+            self.parts[rank] = _without_first(spans, counted)
+            del self.pieces[rank][:num]
+            self.told[rank] = self.told.get(rank, 0) - num
+        del self.counts[: windows * accumulate]
+
+    def note(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
+        """A rank has reported batches, and the time of batches, which may come later."""
+        self.told[rank] = self.told.get(rank, 0) + num_batches
+        untimed = self._untimed.get(rank, deque())
+        num_timed = min(num_timed, len(untimed))
+        num, samples, seconds = self._timed.get(rank, (0, 0, 0.0))
+        samples += sum(untimed.popleft() for _ in range(num_timed))
+        self._timed[rank] = (num + num_timed, samples, seconds + compute_s)
+
+    def take_times(self, rank: int) -> tuple[float, float] | None:
+        """What a rank's pieces took since the last call: their mean samples and seconds."""
+        num, samples, seconds = self._timed.pop(rank, (0, 0, 0.0))
+        return (samples / num, seconds / num) if num else None
+
+    def count_samples(self, rank: int, start: int, stop: int) -> int:
+        """Samples in some of a rank's pieces."""
+        return sum(end - begin for begin, end in self.pieces[rank][start:stop])
+
+
+def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:
+    """Samples of each piece that has any."""
+    return [stop - start for start, stop in pieces if stop > start]
+
+
+def _without_first(spans: tuple[range, ...], count: int) -> tuple[range, ...]:
+    left = []
+    for span in spans:
+        left.append(span[count:])
+        count = max(0, count - len(span))
+    return tuple(span for span in left if span)

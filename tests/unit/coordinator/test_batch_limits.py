@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, CoordinatorConfig
-from coordinator.pool import ChunkPool
+from coordinator.ledger import ChunkPool
 from coordinator.state import BatchLimits, Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.pool import CHUNK_S, ChunkPool, Ledger
+from coordinator.ledger import CHUNK_S, ChunkPool, Ledger
 
 
 def pool_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):

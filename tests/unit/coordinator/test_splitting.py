@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.dispatch import (
+from coordinator.splitting import (
     BatchSet,
     batch_bounds,
     compress,

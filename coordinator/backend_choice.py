@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.config import AverageBackend
+from coordinator.config import ApplyPolicy, AverageBackend
 
-WARM_UP, MEASURED = 1, 2
+WARM_UP_ROUNDS, MEASURED_ROUNDS = 1, 2
 """Rounds of a trial: the first over a transport allocates its memory and does not count."""
 MOST_TRIED = 10
 """Rounds after which a trial is given up in which too few could be measured."""
@@ -21,41 +21,6 @@ MARGIN = 0.9
 """A choice is given up for what costs less than this part of it: noise is no reason."""
 SMOOTHING = 0.25
 """Weight of a round in the cost of the transport in use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundCost:
-    """What one averaging round cost, in seconds.
-
-    Attributes:
-        ranks_s: Time that ranks did not train, summed over them.
-        own_s: The coordinator's own time, with that of the average.
-        stale_s: Time that ranks trained on while the average was made, summed over them, as
-            far as it counts.
-    """
-
-    ranks_s: float
-    own_s: float = 0.0
-    stale_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """What transports are compared by."""
-        return self.ranks_s + self.own_s + self.stale_s
-
-    def mixed(self, other: RoundCost, weight: float) -> RoundCost:
-        """This cost moved towards another by that part of their difference."""
-        return RoundCost(
-            ranks_s=self.ranks_s + weight * (other.ranks_s - self.ranks_s),
-            own_s=self.own_s + weight * (other.own_s - self.own_s),
-            stale_s=self.stale_s + weight * (other.stale_s - self.stale_s),
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{1e3 * self.total_s:.3g} ms a round (ranks {1e3 * self.ranks_s:.3g}, coordinator "
-            f"{1e3 * self.own_s:.3g}, staleness {1e3 * self.stale_s:.3g})"
-        )
 
 
 class TransportChoice:
@@ -149,9 +114,9 @@ class TransportChoice:
         if backend is not self._trials[0]:
             return False  # it began before the ranks were others
         self._num_tried += 1
-        if cost is not None and self._num_tried > WARM_UP:
+        if cost is not None and self._num_tried > WARM_UP_ROUNDS:
             self._measured.append(cost)
-        if len(self._measured) < MEASURED and self._num_tried < MOST_TRIED:
+        if len(self._measured) < MEASURED_ROUNDS and self._num_tried < MOST_TRIED:
             return False
         if self._measured:
             mean = self._measured[0]
@@ -171,7 +136,7 @@ class TransportChoice:
         if not moved and self._rounds_since_look < self._look_after:
             return False
         others = [self._costs[b] for b in self.usable if b is not self.chosen and b in self._costs]
-        price_s = sum(cost.total_s for cost in others) * (WARM_UP + MEASURED)
+        price_s = sum(cost.total_s for cost in others) * (WARM_UP_ROUNDS + MEASURED_ROUNDS)
         return price_s <= LOOK_SHARE * self._trained_since_look_s
 
     def _decide(self, anchor: int) -> bool:
@@ -263,3 +228,127 @@ class TransportChoice:
         self._is_first, self._trials = False, []
         figures = ", ".join(f"{b.name} {cost}" for b, cost in self._costs.items())
         self.reason = f"measured before the checkpoint: {figures}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCost:
+    """What one averaging round cost, in seconds.
+
+    Attributes:
+        ranks_s: Time that ranks did not train, summed over them.
+        own_s: The coordinator's own time, with that of the average.
+        stale_s: Time that ranks trained on while the average was made, summed over them, as
+            far as it counts.
+    """
+
+    ranks_s: float
+    own_s: float = 0.0
+    stale_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """What transports are compared by."""
+        return self.ranks_s + self.own_s + self.stale_s
+
+    def mixed(self, other: RoundCost, weight: float) -> RoundCost:
+        """This cost moved towards another by that part of their difference."""
+        return RoundCost(
+            ranks_s=self.ranks_s + weight * (other.ranks_s - self.ranks_s),
+            own_s=self.own_s + weight * (other.own_s - self.own_s),
+            stale_s=self.stale_s + weight * (other.stale_s - self.stale_s),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{1e3 * self.total_s:.3g} ms a round (ranks {1e3 * self.ranks_s:.3g}, coordinator "
+            f"{1e3 * self.own_s:.3g}, staleness {1e3 * self.stale_s:.3g})"
+        )
+
+
+def choose_backend(
+    requested: AverageBackend,
+    policy: ApplyPolicy,
+    devices: Sequence[str],
+    *,
+    nccl_available: bool,
+    shared_gpu_fault: str | None = "NCCL refuses two ranks on one GPU",
+) -> tuple[AverageBackend, str]:
+    """Resolve ``AUTO`` and refuse what cannot work.
+
+    Args:
+        requested: What the user asked for.
+        policy: When replicas average.
+        devices: One device name for each rank, such as ``"cpu"`` or ``"cuda:0"``.
+        nccl_available: Whether this build of PyTorch has NCCL.
+        shared_gpu_fault: Why ``NCCL`` cannot be requested for a GPU that is named twice; ``None``:
+            it can. ``AUTO`` never chooses it there.
+
+    Returns:
+        The backend and a sentence that says why.
+
+    Raises:
+        ValueError: The requested backend cannot serve these devices.
+    """
+    on_cuda = [d.startswith("cuda") for d in devices]
+    distinct = len(set(devices)) == len(devices)
+    names = ", ".join(devices)
+    if requested is AverageBackend.AUTO:
+        return _choose_auto(policy, devices, on_cuda, distinct, nccl_available)
+    if requested is AverageBackend.NCCL:
+        fault = shared_gpu_fault if all(on_cuda) else "NCCL refuses CPU devices"
+        if fault is not None and not (all(on_cuda) and distinct):
+            raise ValueError(
+                f"backend(NCCL) needs distinct CUDA devices, got [{names}]: {fault}; "
+                "use THREAD, CPU or AUTO"
+            )
+        if not nccl_available:
+            raise ValueError(
+                "backend(NCCL): this build of PyTorch has no NCCL; use THREAD, CPU or AUTO"
+            )
+    if requested is AverageBackend.GLOO and any(on_cuda):
+        raise ValueError(
+            f"backend(GLOO) serves CPU devices only, got [{names}]; use NCCL, THREAD, CPU or AUTO"
+        )
+    if requested is AverageBackend.CPU and policy is ApplyPolicy.SYNC:
+        return requested, "SYNC over CPU is the in-process reduction in CPU memory, as THREAD"
+    return requested, "asked for"
+
+
+def _choose_auto(
+    policy: ApplyPolicy,
+    devices: Sequence[str],
+    on_cuda: list[bool],
+    distinct: bool,
+    nccl_available: bool,
+) -> tuple[AverageBackend, str]:
+    default = AverageBackend.THREAD if policy is ApplyPolicy.SYNC else AverageBackend.CPU
+    what = "SYNC reduces in shared memory" if policy is ApplyPolicy.SYNC else "nobody waits on CPU"
+    if len(devices) == 1:
+        return default, "one device: nothing is averaged"
+    if not all(on_cuda):
+        return default, f"not all devices are CUDA devices, so NCCL is out; {what}"
+    if not distinct:
+        return default, f"a GPU stands more than once, which NCCL refuses; {what}"
+    if not nccl_available:
+        return default, f"this build of PyTorch has no NCCL; {what}"
+    return AverageBackend.NCCL, f"{len(devices)} distinct CUDA devices and NCCL is available"
+
+
+def candidate_backends(
+    requested: AverageBackend, policy: ApplyPolicy, chosen: AverageBackend, world_size: int
+) -> tuple[AverageBackend, ...]:
+    """The backends that ``AUTO`` may use in a run; only one if the user named it.
+
+    Args:
+        requested: What the user asked for.
+        policy: When replicas average.
+        chosen: The result of :func:`choose_backend`, which comes first.
+        world_size: Number of ranks.
+    """
+    if requested is not AverageBackend.AUTO or world_size == 1:
+        return (chosen,)
+    if policy is ApplyPolicy.SYNC or chosen is AverageBackend.CPU:
+        others = (AverageBackend.THREAD,)
+    else:
+        others = (AverageBackend.CPU,)
+    return (chosen, *(b for b in others if b is not chosen))

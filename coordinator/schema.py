@@ -1,0 +1,117 @@
+"""Checks of plain data read from outside; each refuses a value by naming its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any, str], None]
+"""Raises ``ValueError`` unless a value is as it must be; the second argument names its place."""
+
+
+def refuse(where: str, value: object, wanted: str) -> None:
+    """Raise the error that names a place, what stands there and what belongs there."""
+    raise ValueError(f"{where} is {value!r:.80}, where {wanted} belongs")
+
+
+_MOST = 2**62
+
+
+def whole(low: int = 0, high: int | None = None) -> Check:
+    """A whole number from ``low`` to ``high``."""
+
+    def check(value: Any, where: str) -> None:
+        most = _MOST if high is None else high
+        fits = type(value) is int and low <= value <= most
+        if not fits:
+            end = "up" if high is None else f"to {high}"
+            refuse(where, value, f"a whole number from {low} {end}")
+
+    return check
+
+
+def real(low: float | None = None) -> Check:
+    """A number; finite and from ``low`` up where a lowest one is given."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) not in (int, float):
+            refuse(where, value, "a number")
+        if low is not None and not (math.isfinite(value) and value >= low):
+            refuse(where, value, f"a finite number from {low:g} up")
+
+    return check
+
+
+def of_type(kind: type) -> Check:
+    """A value of exactly this type."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) is not kind:
+            refuse(where, value, f"a value of type {kind.__name__}")
+
+    return check
+
+
+def one_of(*allowed: str) -> Check:
+    """One of these texts."""
+
+    def check(value: Any, where: str) -> None:
+        if value not in allowed:
+            refuse(where, value, f"one of {', '.join(allowed)}")
+
+    return check
+
+
+def either(check: Check) -> Check:
+    """``None``, or what another check allows."""
+    return lambda value, where: None if value is None else check(value, where)
+
+
+def items(check: Check, length: int | None = None) -> Check:
+    """A list or tuple, of that length where one is given."""
+
+    def check_all(values: Any, where: str) -> None:
+        if not isinstance(values, (list, tuple)):
+            refuse(where, values, "a list")
+        if length is not None and len(values) != length:
+            raise ValueError(f"{where} has {len(values)} entries, where {length} belong")
+        for i, value in enumerate(values):
+            check(value, f"{where}[{i}]")
+
+    return check_all
+
+
+def mapping(key: Check, value: Check) -> Check:
+    """A dictionary, each key and value of which is as it must be."""
+
+    def check_all(values: Any, where: str) -> None:
+        if not isinstance(values, Mapping):
+            refuse(where, values, "a dictionary")
+        for name, found in values.items():
+            key(name, f"a key of {where}")
+            value(found, f"{where}[{name!r}]")
+
+    return check_all
+
+
+def record(fields: Mapping[str, Check], *, may: Mapping[str, Check] | None = None) -> Check:
+    """A dictionary with these fields, and perhaps some others.
+
+    Args:
+        fields: What must be there.
+        may: What may be there. Fields that neither names are let alone.
+    """
+
+    def check_all(values: Any, where: str) -> None:
+        if not isinstance(values, Mapping):
+            refuse(where, values, "a dictionary")
+        for name, check in fields.items():
+            if name not in values:
+                raise ValueError(f"{where} has no {name!r}")
+            check(values[name], f"{where}[{name!r}]")
+        for name, check in (may or {}).items():
+            if name in values:
+                check(values[name], f"{where}[{name!r}]")
+
+    return check_all

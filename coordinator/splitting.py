@@ -1,0 +1,238 @@
+"""Splits of an epoch: its permutation, its batches, and parts in proportion to ratios or costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+class BatchSet:
+    """Disjoint ranges of batch positions, taken from the front in rising order."""
+
+    def __init__(self, spans: Iterable[range] = ()) -> None:
+        self._spans: list[range] = []
+        self.put_back(spans)
+
+    def __len__(self) -> int:
+        return sum(len(span) for span in self._spans)
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """What is left, as ranges in rising order."""
+        return tuple(self._spans)
+
+    def take(self, count: int, *, whole: int = 1) -> tuple[range, ...]:
+        """Remove and return the first ``count`` batches (fewer if fewer are left).
+
+        Args:
+            count: How many.
+            whole: Of a range that is not taken to its end take a multiple of this many, where
+                that leaves any.
+        """
+        taken: list[range] = []
+        while count > 0 and self._spans:
+            head, num = self._spans[0], count
+            if len(head) > count and count % whole:
+                if count < whole and taken:
+                    break
+                num = count // whole * whole or count
+            taken.append(head[:num])
+            if len(head) > num:
+                self._spans[0] = head[num:]
+            else:
+                self._spans.pop(0)
+            count -= len(taken[-1])
+            if num < len(head):
+                break
+        return tuple(taken)
+
+    def put_back(self, spans: Iterable[range]) -> None:
+        """Return batches, for instance those that died with a rank."""
+        every = [span for span in (*self._spans, *spans) if span]
+        if any(span.step != 1 for span in every):
+            self._spans = list(compress(sorted(b for span in every for b in span)))
+            return
+        # By ends alone: an epoch may have millions of batches.
+        self._spans = []
+        for span in sorted(every, key=lambda span: span.start):
+            if self._spans and self._spans[-1].stop == span.start:
+                self._spans[-1] = range(self._spans[-1].start, span.stop)
+            else:
+                self._spans.append(span)
+
+    def remove(self, spans: Iterable[range]) -> None:
+        """Take these batches out, as far as they are there. All ranges have step 1."""
+        left: list[range] = []
+        gone = iter(BatchSet(spans).spans)
+        hole = next(gone, None)
+        for span in self._spans:
+            start = span.start
+            while hole is not None and hole.start < span.stop:
+                if start < hole.start:
+                    left.append(range(start, hole.start))
+                start = max(start, hole.stop)
+                if hole.stop > span.stop:
+                    break  # it reaches into the next one
+                hole = next(gone, None)
+            if start < span.stop:
+                left.append(range(start, span.stop))
+        self._spans = left
+
+
+def permutation(num_samples: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
+    """The order in which an epoch visits the data set, from ``(seed, epoch)`` alone.
+
+    Args:
+        num_samples: Length of the data set.
+        epoch: Epoch, counted from 0.
+        seed: Seed of the run, not negative.
+
+    Returns:
+        An int64 array of shape ``(num_samples,)``.
+    """
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+def count_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Number of batches in an epoch; at most one of them is short."""
+    whole, rest = divmod(num_samples, batch_size)
+    return whole if drop_last or not rest else whole + 1
+
+
+def batch_bounds(batch: int, num_samples: int, batch_size: int) -> tuple[int, int]:
+    """Positions ``[start, stop)`` of a batch within the epoch's permutation."""
+    start = batch * batch_size
+    return start, min(start + batch_size, num_samples)
+
+
+def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Cut ``total`` into whole parts proportional to ``ratios`` that sum to ``total``.
+
+    The largest remainders get what rounding down leaves, the lower rank first.
+    """
+    scale = total / sum(ratios)
+    exact = [ratio * scale for ratio in ratios]
+    parts = [int(x) for x in exact]
+    by_remainder = sorted(range(len(ratios)), key=lambda i: (parts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(parts)]:
+        parts[i] += 1
+    return tuple(parts)
+
+
+def split_like(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Cut ``total`` in proportion to ``sizes``, none of the parts below 1."""
+    rest = total - len(sizes)
+    return tuple(1 + n for n in split_by_ratio(rest, sizes))
+
+
+Cost = tuple[float, float]
+"""Seconds that a rank takes for a piece: a part that does not depend on it, and those a sample."""
+
+
+def seconds(cost: Cost, num_samples: float) -> float:
+    """The time of a piece."""
+    return cost[0] + cost[1] * num_samples
+
+
+def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """Cut ``total`` samples so that the slowest piece is done as early as can be.
+
+    Args:
+        total: Samples, at least one for each rank.
+        costs: Of each rank; the seconds for a sample are above 0.
+
+    Returns:
+        Whole parts of at least 1 that sum to ``total``.
+    """
+    assert total >= len(costs), f"{total} samples are too few for {len(costs)} ranks"
+    parts = [1] * len(costs)
+    free = list(range(len(costs)))
+    while free:
+        left = total - (len(costs) - len(free))
+        per_s = sum(1 / costs[i][1] for i in free)
+        end_s = (left + sum(costs[i][0] / costs[i][1] for i in free)) / per_s
+        above = [i for i in free if end_s - costs[i][0] > costs[i][1]]
+        if len(above) == len(free):
+            for i in free:
+                parts[i] = max(1, int((end_s - costs[i][0]) / costs[i][1]))
+            break
+        free = above
+    while (rest := total - sum(parts)) != 0:
+        if rest > 0:
+            i = min(range(len(parts)), key=lambda i: seconds(costs[i], parts[i] + 1))
+            parts[i] += 1
+        else:  # by rounding of floats
+            i = max((i for i, n in enumerate(parts) if n > 1), key=lambda i: parts[i])
+            parts[i] -= 1
+    return tuple(parts)
+
+
+def split_within(
+    total: int,
+    ranks: Sequence[int],
+    limits: Mapping[int, int],
+    split: Callable[[int, Sequence[int]], Sequence[int]],
+) -> tuple[int, ...]:
+    """Cut ``total`` samples so that no part is above the limit of its rank.
+
+    Args:
+        total: Samples, at least one for each rank and not more than the limits allow.
+        ranks: Whose parts these are.
+        limits: The most samples of a rank; without one there is none.
+        split: Cuts so many samples for these ranks without limits.
+
+    Returns:
+        The part of each rank.
+    """
+    fixed: dict[int, int] = {}
+    while True:
+        free = [rank for rank in ranks if rank not in fixed]
+        parts = dict(zip(free, split(total - sum(fixed.values()), free), strict=True))
+        above = {r: limits[r] for r, n in parts.items() if n > limits.get(r, n)}
+        if not above or len(above) == len(free):
+            return tuple((fixed | parts)[rank] for rank in ranks)
+        fixed |= above
+
+
+def cut(
+    spans: tuple[range, ...], ranks: Sequence[int], ratios: Sequence[float] | None
+) -> dict[int, tuple[range, ...]]:
+    """Parts of all ranks: interleaved, or contiguous if there are ratios, one for each rank
+    there ever was; equal ones if these ranks have none of them."""
+    if ratios is None:
+        return {rank: every_nth(spans, i, len(ranks)) for i, rank in enumerate(ranks)}
+    rest, wanted = BatchSet(spans), [ratios[rank] for rank in ranks]
+    parts = split_by_ratio(len(rest), wanted if sum(wanted) > 0 else [1.0] * len(ranks))
+    return {rank: rest.take(count) for rank, count in zip(ranks, parts, strict=True)}
+
+
+def every_nth(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:
+    """Every ``step``-th batch of the ranges laid end to end, from ``first`` on."""
+    picked: list[range] = []
+    skip = first
+    for span in spans:
+        part = span[skip::step]
+        if part:
+            picked.append(part)
+        skip = (skip - len(span)) % step
+    return tuple(picked)
+
+
+def compress(positions: Iterable[int]) -> Iterable[range]:
+    """Rising positions as maximal ranges of step 1."""
+    start = stop = None
+    for b in positions:
+        if start is None or stop is None:
+            start, stop = b, b + 1
+        elif b == stop:
+            stop += 1
+        else:
+            yield range(start, stop)
+            start, stop = b, b + 1
+    if start is not None and stop is not None:
+        yield range(start, stop)

@@ -1,0 +1,260 @@
+"""Detection of a run without progress, and its report: state, last messages, threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import re
+import sys
+import tempfile
+import threading
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from coordinator import messages as m
+from coordinator.errors import RunStalled
+from coordinator.messages import ReportStall
+from coordinator.state import Core, Phase
+from coordinator.transports import Round
+
+KEPT = 8
+"""Messages kept of each rank and direction."""
+MAX_CHARS = 400
+"""Length at which a message in the report is cut."""
+
+
+class ProgressWatch:
+    """Ends a run that stands still, whatever the cause.
+
+    Progress is: a rank became ready, trained, evaluated, handed a checkpoint over or left;
+    a round was completed; an epoch was published. Rounds that fail, limits and requests are
+    none, or ranks that wait for each other would look busy.
+    """
+
+    def __init__(self, core: Core, round: Round) -> None:
+        self._core = core
+        self._round = round
+        self._last: float | None = None
+        self._seen = (0, 0)
+
+    def restart(self, now: float) -> None:
+        """Count from here."""
+        self._last = now
+
+    @property
+    def deadline(self) -> float | None:
+        """When the run is given up if there is no progress until then."""
+        core = self._core
+        if self._last is None or core.phase in (Phase.FAILING, Phase.DONE):
+            return None
+        if core.config.granted and core.phase is Phase.RUNNING and core.idle:
+            return None  # other machines are waited for
+        return self._last + self._core.config.stall_timeout_s
+
+    def look(self, event: m.Event, now: float) -> None:
+        """An event was handled: see whether it brought the run on."""
+        if isinstance(event, m.Granted):
+            self._last = now
+        rnd = self._round
+        completed = self._seen[0] if rnd.in_flight or rnd.num_failed else rnd.id
+        seen = (completed, len(self._core.outcome.metrics))
+        if self._last is None or seen != self._seen or _is_progress(event):
+            self._seen = seen
+            self._last = now
+
+    def check(self, now: float) -> RunStalled | None:
+        """The error to end the run with, if it has made no progress for ``stall_timeout``."""
+        if self.deadline is None or now < self.deadline:
+            return None
+        timeout_s, core = self._core.config.stall_timeout_s, self._core
+        error = RunStalled(
+            f"the run made no progress for {timeout_s:g} s (phase {core.phase.value}); raise "
+            "stall_timeout if a step, an evaluation, a checkpoint or the building of a model "
+            "takes that long; .report tells what every thread was doing"
+        )
+        # The first command: what follows wakes the threads that it is to show.
+        core.out.append(ReportStall(error=error, state=describe(core, self._round)))
+        return error
+
+
+def _is_progress(event: m.Event) -> bool:
+    match event:
+        case m.BatchReport() | m.EpochReport():
+            return event.tally.num_batches > 0
+        case m.ParamSnapshot() | m.SyncAck() | m.Captured() | m.Halted():
+            return event.report is not None and event.report.tally.num_batches > 0
+        case m.Ready() | m.EvalReport() | m.CheckpointDone():
+            return True
+        case m.Exiting() | m.Failed() | m.ThreadEnded():
+            return True
+        case _:
+            return False
+
+
+def describe(core: Core, round: Round) -> str:
+    """The machine's state in words, for a report: phase, round, ranks and pool."""
+    lines = [
+        f"phase {core.phase.value}, policy {core.config.policy.name} over "
+        f"{core.choice.chosen.name}, global step {core.global_step}, "
+        f"{core.num_averagings} averagings, {core.num_failed_rounds} rounds given up",
+        f"round: {_fields(round)}",
+    ]
+    lines += [f"rank {rank.rank}: {_fields(rank)}" for rank in core.ranks]
+    if not core.pool.epochs:
+        lines.append("pool: no epoch is open")
+    for epoch in core.pool.epochs:
+        lines.append(f"pool: epoch {epoch.epoch}, {len(epoch.open)} batches open, {_fields(epoch)}")
+    for rank, ledger in enumerate(core.pool.ledgers):
+        assigned, trained, in_round = (
+            sum(len(span) for _, span in spans)
+            for spans in (ledger.assigned, ledger.trained, ledger.in_round)
+        )
+        lines.append(
+            f"pool: rank {rank} holds {assigned} batches assigned, {trained} trained, "
+            f"{in_round} in the round"
+        )
+    return "\n".join(lines)
+
+
+def _fields(record: Any) -> str:
+    """A record's plain values; of a collection its keys or its length, never a tensor."""
+    fields = dataclasses.fields(record)
+    return ", ".join(f"{field.name}={_brief(getattr(record, field.name))}" for field in fields)
+
+
+def _brief(value: object) -> str:
+    match value:
+        case Enum():
+            return str(value.value)
+        case None | bool() | int() | float() | str():
+            return str(value)
+        case tuple() | set() if all(isinstance(item, int) for item in value):
+            return str(sorted(value))
+        case dict():
+            return str(sorted(value))
+        case deque() | list() | tuple() | set():
+            return f"{len(value)} items"
+        case _:
+            return type(value).__name__
+
+
+# Kept as they are. What may hold tensors, or an exception whose frames do, is kept as its
+# name and numbers, and so is every kind of message that is not listed here.
+_LIGHT = frozenset(
+    (
+        m.StartEpoch,
+        m.SyncNow,
+        m.RequestParams,
+        m.SetGlobalStep,
+        m.Throttle,
+        m.Resume,
+        m.Evaluate,
+        m.CallCheckpointFn,
+        m.Shutdown,
+        m.Ready,
+        m.BatchReport,
+        m.EpochReport,
+        m.SyncAck,
+        m.EvalReport,
+        m.CheckpointDone,
+        m.Exiting,
+        m.ThreadEnded,
+        m.StopRequested,
+        m.AbortRequested,
+        m.ShareRequested,
+    )
+)
+_NUMBERS = ("round", "generation", "epoch", "step")
+
+
+class MessageLog:
+    """The last messages to and from each rank; for one thread.
+
+    Noting one formats nothing and keeps no tensor alive.
+    """
+
+    def __init__(self) -> None:
+        self._rings: defaultdict[tuple[str, int], deque[tuple[float, object]]] = defaultdict(
+            lambda: deque(maxlen=KEPT)
+        )
+
+    def received(self, event: m.Event, now: float) -> None:
+        """The coordinator took an event; those of no rank are kept together."""
+        if type(event) is not m.Tick:  # which says only that time has passed
+            self._note(("from", getattr(event, "rank", -1)), event, now)
+
+    def sent(self, rank: int, message: m.ToWorker, now: float) -> None:
+        """The coordinator sent a message to a rank."""
+        self._note(("to", rank), message, now)
+
+    def _note(self, key: tuple[str, int], message: object, now: float) -> None:
+        kind = type(message)
+        if kind not in _LIGHT:
+            numbers = [(name, getattr(message, name, None)) for name in _NUMBERS]
+            message = (kind, [(name, n) for name, n in numbers if isinstance(n, int)])
+        self._rings[key].append((now, message))
+
+    def text(self, now: float) -> str:
+        """The messages kept, oldest first, with their age in seconds."""
+        lines = []
+        for (way, rank), ring in sorted(self._rings.items(), key=lambda item: item[0][::-1]):
+            lines.append(f"{way} rank {rank}:" if rank >= 0 else "from the service:")
+            lines += [f"  {now - time:9.3f} s ago  {_text(message)}" for time, message in ring]
+        return "\n".join(lines) or "none"
+
+
+def _text(message: object) -> str:
+    if isinstance(message, tuple):
+        kind, numbers = message
+        return f"{kind.__name__}({', '.join(f'{name}={n}' for name, n in numbers)})"
+    text = repr(message)
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ..."
+
+
+def stall_report(reason: str, state: str, log: MessageLog, now: float) -> str:
+    """The whole report.
+
+    Args:
+        reason: What happened.
+        state: The machine's state.
+        log: The last messages.
+        now: The time.
+    """
+    sections = {
+        "coordinator": state,
+        "last messages": log.text(now),
+        "threads": thread_stacks(),
+    }
+    return "\n\n".join((reason, *(f"== {title} ==\n{text}" for title, text in sections.items())))
+
+
+def thread_stacks() -> str:
+    """The stack of every thread of the process, with the threads' names."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return _stacks_of_stopped_threads(names)
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        stack = "".join(traceback.format_stack(frame))
+        parts.append(f"thread {names.get(ident, f'unknown to Python, {ident}')}:\n{stack}")
+    return "\n".join(sorted(parts))
+
+
+def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
+    """The same without the interpreter's lock: frames of threads that run must not be followed."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)  # stops them all meanwhile
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"no stacks, which take a temporary file: {error}"
+
+    def named(head: re.Match[str]) -> str:
+        ident = int(head[1], 16)
+        return f"thread {names.get(ident, f'unknown to Python, {ident}')}, the latest call first:"
+
+    return re.sub(r"(?m)^(?:Current thread|Thread) (0x[0-9a-f]+)\b.*$", named, text)

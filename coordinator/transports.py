@@ -1,0 +1,477 @@
+"""Transports of an averaging round: snapshots through the coordinator, or a collective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import ClassVar, Protocol
+
+from coordinator import messages as m
+from coordinator.averaging import usable_weights
+from coordinator.config import AverageBackend
+from coordinator.ledger import Epoch
+from coordinator.messages import AbortCollective, Average, Event, ParamSnapshot, SyncAck
+from coordinator.state import Core
+
+
+class Transport(ABC):
+    """How an averaging round travels between the ranks.
+
+    It asks each rank for its part, takes the replies, and says what becomes of the round when a
+    rank dies. Whatever it knows of a round stands in the :class:`Round`. The machine asks what a
+    transport can do, never which one it is.
+
+    Args:
+        core: The machine's state.
+        saving: The checkpoints, some of which are made of a round.
+        round: The round in progress, reused from one to the next.
+
+    Attributes:
+        first: The state in which a round begins.
+        waits: Whether ranks wait for each other inside a round, in a group that a failed
+            round breaks, with limits that were told when it began.
+        timeout: The setting that bounds how long an answer may take.
+    """
+
+    first: ClassVar[RoundState]
+    waits: ClassVar[bool]
+    timeout: ClassVar[str]
+
+    def __init__(self, core: Core, saving: SavesOfRounds, round: Round) -> None:
+        self._core = core
+        self._saving = saving
+        self._round = round
+
+    @property
+    @abstractmethod
+    def patience_s(self) -> float:
+        """How long an answer may take before it counts as late, in seconds."""
+
+    @abstractmethod
+    def ask(self, now: float) -> None:
+        """The round has begun: ask each of its ranks for its part."""
+
+    @abstractmethod
+    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """Take a reply, or the average; one that belongs to another round changes nothing."""
+
+    @abstractmethod
+    def on_death(self, rank: int) -> Progress:
+        """A rank of the round in progress is dead."""
+
+    def holds(self, rank: int) -> bool:
+        """Whether the round in progress may still bring a dead rank's part into the result."""
+        return False
+
+    def undo(self) -> list[int]:
+        """The round is given up; returns the live ranks that must undo it."""
+        return []
+
+    def _commit(self) -> None:
+        """The average exists: what was in it is settled."""
+        core, rnd = self._core, self._round
+        core.num_averagings += 1
+        oldest = core.pool.oldest
+        if oldest is not None:
+            oldest.num_averagings += 1
+        core.note_norms(rnd.divergences, rnd.norm)
+        if rnd.epoch is not None:
+            rnd.epoch.worked = True
+            rnd.epoch.lead = rnd.lead
+        for rank in rnd.ranks:
+            core.global_step += core.pool.settle(rank)
+
+
+class Progress(Enum):
+    """What a reply, or a death, has made of the round in progress."""
+
+    WAITING = "waiting"
+    DONE = "done"
+    FAILED = "failed"
+
+
+# ``CPU``: ``COLLECTING`` snapshots, ``COMPUTING`` their average in the background,
+# ``DELIVERING`` it until every rank has acknowledged. Over a collective: ``SYNCING`` until
+# every rank has acknowledged. There is at most one round at a time, and the next starts
+# only after the last acknowledgement, so that no report from before a round can trigger
+# another, and the averaged buffers are no longer read when they are written again.
+
+
+class RoundState(Enum):
+    """Where a round stands."""
+
+    NONE = "none"
+    COLLECTING = "collecting"
+    COMPUTING = "computing"
+    DELIVERING = "delivering"
+    SYNCING = "syncing"
+
+
+_NEXT = {
+    RoundState.NONE: {RoundState.COLLECTING, RoundState.SYNCING},
+    RoundState.COLLECTING: {RoundState.COMPUTING, RoundState.NONE},
+    RoundState.COMPUTING: {RoundState.DELIVERING, RoundState.NONE},
+    RoundState.DELIVERING: {RoundState.NONE},
+    RoundState.SYNCING: {RoundState.NONE},
+}
+
+
+@dataclass(slots=True)
+class Round:
+    """The round in progress, or the last one while ``state`` is ``NONE``.
+
+    ``ranks`` are those whose state goes in, ``lead`` the one that evaluates and hands
+    over the average if it closes ``epoch``. ``doomed``: a rank died in the collective
+    before it could say what it put in, so that the round must be undone. ``capture``: a
+    checkpoint is made of it. ``backend`` carries it to its end, whatever is chosen meanwhile;
+    ``fault``: why that has failed in it, if it has. ``idle`` are ranks that had nothing to
+    train when it began; ``stale_s`` is how long they trained on until the average came.
+    """
+
+    id: int = 0
+    state: RoundState = RoundState.NONE
+    ranks: tuple[int, ...] = ()
+    lead: int = 0
+    epoch: Epoch | None = None
+    generation: int = 0
+    doomed: bool = False
+    evaluate: int | None = None
+    at: int | None = None
+    checkpoint: int | None = None
+    capture: bool = False
+    deadline: float | None = None
+    num_failed: int = 0
+    snapshots: dict[int, ParamSnapshot] = field(default_factory=dict)
+    acks: dict[int, SyncAck] = field(default_factory=dict)
+    divergences: dict[int, float] = field(default_factory=dict)
+    norm: float | None = None
+    limits: dict[int, int | None] = field(default_factory=dict)
+    average_s: float = 0.0
+    backend: AverageBackend = AverageBackend.CPU
+    fault: str | None = None
+    began_at: float = 0.0
+    stale_s: float = 0.0
+    idle: frozenset[int] = frozenset()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is in progress."""
+        return self.state is not RoundState.NONE
+
+    def move(self, state: RoundState) -> None:
+        """Go to ``state``; an illegal move is a bug."""
+        assert state in _NEXT[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    def begin(
+        self,
+        state: RoundState,
+        ranks: tuple[int, ...],
+        *,
+        epoch: Epoch | None,
+        generation: int,
+        evaluate: int | None,
+        checkpoint: int | None,
+        at: int | None = None,
+        capture: bool = False,
+        backend: AverageBackend = AverageBackend.CPU,
+        now: float = 0.0,
+        idle: frozenset[int] = frozenset(),
+    ) -> None:
+        """Start the next round; what is not told here is as in a new one."""
+        self.move(state)
+        fresh = Round(
+            id=self.id + 1,
+            state=state,
+            ranks=ranks,
+            lead=ranks[0],
+            epoch=epoch,
+            generation=generation,
+            evaluate=evaluate,
+            at=at,
+            checkpoint=checkpoint,
+            capture=capture,
+            num_failed=self.num_failed,
+            backend=backend,
+            began_at=now,
+            idle=idle,
+        )
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))
+
+    def accepts(self, message: ParamSnapshot | SyncAck, state: RoundState) -> bool:
+        """Whether a reply belongs to this round, in this state, and is the first."""
+        seen = self.snapshots if isinstance(message, ParamSnapshot) else self.acks
+        return (
+            message.round == self.id
+            and self.state is state
+            and message.rank in self.ranks
+            and message.rank not in seen
+        )
+
+    def is_part(self, event: Event) -> bool:
+        """Whether this answer was taken and the round still waits for others.
+
+        It makes nothing due then, unless what it tells of training lifts a limit.
+        """
+        taken: ParamSnapshot | SyncAck | None
+        if isinstance(event, ParamSnapshot):
+            taken, during = self.snapshots.get(event.rank), self.state is RoundState.COLLECTING
+        elif isinstance(event, SyncAck):
+            taken = self.acks.get(event.rank)
+            during = self.state in (RoundState.DELIVERING, RoundState.SYNCING)
+        else:
+            return False
+        return during and taken is not None and taken.round == event.round
+
+    def forget_tensors(self) -> None:
+        """Drop the references to the snapshots."""
+        self.snapshots = {}
+
+    def drop(self, rank: int) -> None:
+        """The rank is dead: nothing of it is waited for."""
+        self.ranks = tuple(r for r in self.ranks if r != rank)
+        self.acks.pop(rank, None)
+
+    @property
+    def all_snapshots(self) -> bool:
+        return len(self.snapshots) == len(self.ranks)
+
+    @property
+    def all_acks(self) -> bool:
+        return len(self.acks) == len(self.ranks)
+
+
+class SnapshotTransport(Transport):
+    """Snapshots go to the coordinator, which averages them in the background.
+
+    No rank waits: each adds ``average - its own snapshot`` to its live parameters.
+    """
+
+    first = RoundState.COLLECTING
+    waits = False
+    timeout = "snapshot_timeout"
+
+    @property
+    def patience_s(self) -> float:
+        """At least three of the slowest rank's steps."""
+        c = self._core.config
+        slowest = max(self._core.elche.seconds_per_batch or (0.0,)) * c.accumulate
+        return max(c.snapshot_timeout_s, 3 * slowest)
+
+    def ask(self, now: float) -> None:
+        """Ask each rank for a snapshot."""
+        rnd = self._round
+        rnd.deadline = now + self.patience_s
+        for rank in rnd.ranks:
+            self._core.send(rank, m.RequestParams(round=rnd.id, capture=rnd.capture))
+
+    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """Collect snapshots, deliver their average, collect the acknowledgements."""
+        if isinstance(event, m.ParamSnapshot):
+            self._collect(event)
+            return Progress.WAITING
+        if isinstance(event, m.Averaged):
+            return self._deliver(event, now)
+        if self._round.accepts(event, RoundState.DELIVERING):
+            self._round.acks[event.rank] = event
+            if self._round.all_acks:
+                return Progress.DONE
+        return Progress.WAITING
+
+    def _collect(self, event: m.ParamSnapshot) -> None:
+        """A rank's state has come; with the last of them the average is computed."""
+        rnd = self._round
+        if not rnd.accepts(event, RoundState.COLLECTING):
+            return
+        rnd.snapshots[event.rank] = event
+        self._core.ranks[event.rank].freeze()
+        self._core.pool.freeze(event.rank)
+        if rnd.capture:
+            self._saving.note(event.rank, event.extra)
+        if rnd.all_snapshots:
+            rnd.move(RoundState.COMPUTING)
+            rnd.deadline = None
+            order = [rnd.snapshots[r] for r in rnd.ranks]
+            self._core.out.append(
+                Average(
+                    round=rnd.id,
+                    ranks=rnd.ranks,
+                    payloads=tuple(s.payload for s in order),
+                    weights=tuple(
+                        usable_weights([s.round_weight if s.healthy else None for s in order])
+                    ),
+                    squares=tuple(s.squares for s in order),
+                    keep=rnd.capture,
+                )
+            )
+
+    def _deliver(self, event: m.Averaged, now: float) -> Progress:
+        """The average is there, or could not be computed."""
+        rnd = self._round
+        if event.round != rnd.id or rnd.state is not RoundState.COMPUTING:
+            return Progress.WAITING
+        rnd.forget_tensors()
+        if event.average is None:
+            rnd.fault = f"the average could not be computed: {event.error}"
+            return Progress.FAILED
+        rnd.move(RoundState.DELIVERING)
+        rnd.stale_s = now - rnd.began_at
+        rnd.deadline = now + self.patience_s
+        rnd.divergences = dict(event.divergences)
+        rnd.norm = event.norm
+        rnd.average_s = event.compute_s
+        self._commit()
+        if rnd.capture:
+            self._saving.commit(event.kept)
+        self._core.gate.new_round()
+        for rank in rnd.ranks:
+            info, lead = self._core.ranks[rank], rank == rnd.lead
+            info.commit_freeze()
+            allowance = self._core.gate.allowance(rank)
+            info.set_limit(allowance.limit)
+            self._core.send(
+                rank,
+                m.Update(
+                    round=event.round,
+                    average=event.average,
+                    num_samples=event.num_samples,
+                    allowance=allowance,
+                    evaluate=rnd.evaluate if lead else None,
+                    at=rnd.at if lead else None,
+                    checkpoint=rnd.checkpoint if lead else None,
+                ),
+            )
+            self._core.send(rank, m.SetGlobalStep(step=self._core.position))
+        return Progress.WAITING
+
+    def on_death(self, rank: int) -> Progress:
+        """What its snapshot holds is lost with the rank, unless the average is out."""
+        rnd = self._round
+        if rnd.state is not RoundState.DELIVERING:
+            return Progress.FAILED
+        rnd.drop(rank)
+        return Progress.DONE if rnd.all_acks else Progress.WAITING
+
+
+class CollectiveTransport(Transport):
+    """The ranks average among themselves, in a collective where each waits for all others."""
+
+    first = RoundState.SYNCING
+    waits = True
+    timeout = "collective_timeout"
+
+    @property
+    def patience_s(self) -> float:
+        """What a rank waits for its peers in the collective."""
+        return self._core.config.collective_timeout_s
+
+    def ask(self, now: float) -> None:
+        """Send each rank into the collective. The collective has a timeout of its own."""
+        rnd = self._round
+        rnd.deadline = None
+        for rank in rnd.ranks:
+            allowance, lead = self._core.gate.allowance(rank), rank == rnd.lead
+            rnd.limits[rank] = allowance.limit
+            self._core.send(
+                rank,
+                m.SyncNow(
+                    round=rnd.id,
+                    allowance=allowance,
+                    evaluate=rnd.evaluate if lead else None,
+                    at=rnd.at if lead else None,
+                    checkpoint=rnd.checkpoint if lead else None,
+                    capture=rnd.capture,
+                ),
+            )
+
+    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """A rank has left the collective, with the average or without."""
+        rnd = self._round
+        if not isinstance(event, m.SyncAck) or not rnd.accepts(event, RoundState.SYNCING):
+            return Progress.WAITING
+        # The worker reported all it had trained before it joined.
+        self._core.ranks[event.rank].enter_round()
+        self._core.ranks[event.rank].set_limit(rnd.limits[event.rank])
+        self._core.pool.freeze(event.rank)
+        rnd.fault = rnd.fault or event.fault
+        if rnd.capture and event.ok:
+            self._saving.note(event.rank, event.extra, event.average)
+        rnd.acks[event.rank] = replace(event, extra=None, average=None)
+        if rnd.all_acks:
+            return self._end()
+        if not event.ok and rnd.deadline is None:
+            rnd.deadline = now + self.patience_s
+        return Progress.WAITING
+
+    def _end(self) -> Progress:
+        """Every rank has left the collective."""
+        rnd = self._round
+        if rnd.doomed or not all(ack.ok for ack in rnd.acks.values()):
+            return Progress.FAILED
+        for rank, ack in rnd.acks.items():
+            rnd.norm = ack.norm if rnd.norm is None else rnd.norm
+            if ack.divergence is not None:
+                rnd.divergences[rank] = ack.divergence
+        self._commit()
+        if rnd.capture:
+            self._saving.commit(None)
+        for rank in rnd.ranks:
+            if self._core.is_live(rank):
+                self._core.send(rank, m.SetGlobalStep(step=self._core.position))
+        return Progress.DONE
+
+    def on_death(self, rank: int) -> Progress:
+        """A rank's part counts if it said what that was: the others have it, or it is undone."""
+        rnd = self._round
+        if not self._has_joined(rank):
+            rnd.doomed = True
+            rnd.drop(rank)
+        return self._end() if rnd.all_acks else Progress.WAITING
+
+    def holds(self, rank: int) -> bool:
+        """Whether it has left the collective with the average."""
+        return not self._round.doomed and self._has_joined(rank)
+
+    def _has_joined(self, rank: int) -> bool:
+        ack = self._round.acks.get(rank)
+        return ack is not None and ack.ok
+
+    def undo(self) -> list[int]:
+        """Break the group: some ranks may still wait in it, others have the average."""
+        rnd = self._round
+        self._core.out.append(AbortCollective(generation=rnd.generation))
+        undo: list[int] = []
+        for rank, ack in rnd.acks.items():
+            info = self._core.ranks[rank]
+            info.since_round += info.round_batches
+            info.compute_since_round += info.round_compute_s
+            if ack.ok and self._core.is_live(rank):
+                undo.append(rank)
+        return undo
+
+
+TRANSPORTS: dict[AverageBackend, type[Transport]] = {AverageBackend.CPU: SnapshotTransport}
+"""What carries a round out where it is no collective."""
+
+
+class SavesOfRounds(Protocol):
+    """How a round becomes a checkpoint; see :class:`~coordinator.saving.CheckpointRounds`."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the next round is to be kept."""
+
+    def begin_round(self, ranks: Sequence[int]) -> None:
+        """A round begins whose answers carry the ranks' own states."""
+
+    def note(self, rank: int, extra: m.Extra | None, payload: m.Payload | None = None) -> None:
+        """A rank's part has come."""
+
+    def commit(self, payload: m.Payload | None) -> None:
+        """The round has settled what is in it."""
+
+    def cancel(self) -> None:
+        """The round failed."""
