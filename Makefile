@@ -46,7 +46,7 @@ test-long: $(VENV)/.stamp-test
 		tests/unit/cluster/test_cluster_processes.py
 
 test-gpu: $(VENV)/.stamp-test
-	$(PY) tests/gpu/run.py
+	$(PY) -m tests.gpu.run
 
 compat: $(VENV)/.stamp-compat
 	$(PY) -W ignore -m tests.compat --write

@@ -1,4 +1,4 @@
-"""Runs the tests of this folder on a GPU: ``python tests/gpu/run.py``, or ``make test-gpu``.
+"""Runs the tests of this folder on a GPU: ``python -m tests.gpu.run``, or ``make test-gpu``.
 
 Each file has a process of its own, since an error on a CUDA device stays with its process and
 would fail every test after it. A file that hangs, in C++ too, is ended and the next one runs.
@@ -14,27 +14,24 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).parents[2]
+from tests.gpu import processes
+
 # The core of the runtime first, since the rest stands on it.
 ORDER = (
     *("streams", "prefetch", "no_sync", "runs", "memory", "graphs"),
     *("nccl", "setup", "ddp", "fsdp"),
 )
 NO_GPU = 5
-RESERVE_S = 15.0
-"""Kept back of the whole time, for a process that is slow to die and for the summary."""
+RESERVE_S = 40.0
+"""Kept back of the whole time, for the stacks of a process that hangs, its death and the summary."""
 PROBE_S = 60.0
-DEATH_S = 4.0
-"""How long a process may take to write its stacks, and again to be gone."""
 TAIL_LINES = 30
 
 
@@ -49,27 +46,14 @@ def in_order(directory: Path) -> list[Path]:
 
 def run(command: Sequence[str], limit_s: float, log: IO[bytes]) -> int | None:
     """Runs a command that writes to the log; its exit status, or ``None`` if it was ended."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        process_group=0,  # what it starts ends with it
-    )
+    process = processes.start(command, log)
     try:
         return process.wait(max(limit_s, 0.0))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # pytest's faulthandler writes where it hangs
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(DEATH_S)
+        processes.end(process, log)
         return None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # in the driver's hands
-            process.wait(DEATH_S)
+        processes.kill(process)
 
 
 def find_gpu(log: IO[bytes]) -> bool:
@@ -82,13 +66,11 @@ def run_file(path: Path, limit_s: float, log: IO[bytes]) -> str:
     """Runs one file's tests; what became of them."""
     # Nothing is captured: what is held back would be lost with a process that dies.
     options = ["-v", "--tb=short", "--capture=no", "--timeout-method=thread"]
-    pytest = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
+    pytest = [sys.executable, "-m", "pytest", "-c", str(processes.ROOT / "pyproject.toml")]
     status = run([*pytest, *options, str(path)], limit_s, log)
     if status is None:
         return f"ended after {limit_s:.0f} s"
-    if status < 0:
-        return f"died of {signal.Signals(-status).name}"
-    return "passed" if status == 0 else f"failed (exit status {status})"
+    return processes.outcome_of(status)
 
 
 def tail(path: Path, start: int) -> str:

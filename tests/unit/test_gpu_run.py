@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "gpu" / "run.py"
+ROOT = Path(__file__).parents[2]
 
 HANGS = """
 import os, pathlib, subprocess, sys, threading
@@ -39,7 +39,8 @@ def test_passes():
 
 def run(directory: Path, log: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), "--log", str(log), *options],
+        [sys.executable, "-m", "tests.gpu.run", str(directory), "--log", str(log), *options],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,

@@ -1,0 +1,108 @@
+"""Processes that may hang in C++: started with a log, ended with the stacks of their threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[2]
+DEATH_S = 4.0
+"""How long a process may take to write its Python stacks, and again to be gone."""
+STACKS_S = 25.0
+"""Limit of a debugger that reads the native stacks of a process."""
+TRACERS = {
+    "py-spy": ("dump", "--native", "--pid", "{pid}"),
+    "gdb": (
+        *("-p", "{pid}", "-batch", "-nx", "-iex", "set debuginfod enabled off"),
+        *("-ex", "set pagination off", "-ex", "thread apply all bt 40"),
+    ),
+    "cuda-gdb": (
+        *("-p", "{pid}", "-batch", "-nx", "-ex", "set pagination off"),
+        *("-ex", "info cuda kernels", "-ex", "thread apply all bt 40"),
+    ),
+}
+"""Arguments of each program that prints native stacks, best first."""
+
+
+def start(
+    command: Sequence[str], log: IO[bytes], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a command in the repository's root, in a process group of its own."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
+        process_group=0,  # what it starts ends with it
+    )
+
+
+def end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    """End a process that hangs: native stacks, Python stacks by faulthandler, then SIGKILL."""
+    write_native_stacks(process.pid, log)
+    process.send_signal(signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(DEATH_S)
+    kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # the driver may hold it
+        process.wait(DEATH_S)
+
+
+def write_native_stacks(pid: int, log: IO[bytes]) -> str | None:
+    """Write the native stacks of all threads; the name of the program that printed them.
+
+    The first of :data:`TRACERS` that succeeds is used. The state of each thread in the kernel is
+    written in any case.
+    """
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
+        words = [_first_line(task / name) for name in ("comm", "wchan", "syscall")]
+        log.write(f"thread {task.name}: {' | '.join(words)}\n".encode())
+    for name, arguments in TRACERS.items():
+        program = shutil.which(name)
+        if program is None:
+            continue
+        log.write(f"-- native stacks of {pid} by {name}\n".encode())
+        log.flush()
+        try:
+            done = subprocess.run(
+                [program, *(a.format(pid=pid) for a in arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=STACKS_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            log.write(f"{name}: {error}\n".encode())
+            continue
+        if done.returncode == 0:
+            return name
+    log.write(b"no program here printed native stacks\n")
+    return None
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().partition("\n")[0].strip()
+    except OSError as error:
+        return error.strerror or "?"
+
+
+def outcome_of(status: int) -> str:
+    """Words for an exit status."""
+    if status < 0:
+        return f"died of {signal.Signals(-status).name}"
+    return "passed" if status == 0 else f"failed (exit status {status})"
