@@ -3,6 +3,8 @@
 # make test-long  many more schedules: SEED=0 COUNT=200000 CLUSTERS=10000 says which, SCALE=5 how
 #             many in the tests; and FAULTS=100 of machines in real processes
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
+# make first-contact  for a machine with GPUs that is new: what works on it, within 8 minutes, as a
+#             record in first-contact/; CONTACT="--parts facts plain" chooses parts and limits
 # make lint   ruff and mypy
 # make compat  models and recipes of others through each way in, into docs/compatibility.md
 # make docs   build docs/ with the API reference into site/
@@ -18,7 +20,7 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-gpu compat browser lint format docs mutation coverage release clean
+.PHONY: demo test test-long test-gpu first-contact compat browser lint format docs mutation coverage release clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
@@ -47,6 +49,11 @@ test-long: $(VENV)/.stamp-test
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) -m tests.gpu.run
+
+CONTACT ?=
+
+first-contact: $(VENV)/.stamp-test
+	$(PY) -m tests.gpu.first_contact $(CONTACT)
 
 compat: $(VENV)/.stamp-compat
 	$(PY) -W ignore -m tests.compat --write

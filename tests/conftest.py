@@ -27,6 +27,8 @@ import torch
 import torch._dynamo
 import tqdm
 
+from runtime.collective.nccl_library import shared_gpu_fault
+
 # Compiling the tests takes ten seconds, in each process that runs them, unless it is kept.
 sys.dont_write_bytecode = False
 
@@ -55,10 +57,14 @@ tqdm.tqdm.monitor_interval = 0
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs more CUDA devices than there are."""
     found = torch.cuda.device_count()
+    shared = found == 1 and shared_gpu_fault() is None
     for item in items:
         needed = 2 if item.get_closest_marker("two_gpus") else 1
         if (needed == 2 or item.get_closest_marker("gpu")) and found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), has {found}"))
+        elif item.get_closest_marker("two_ranks") and found < 2 and not shared:
+            reason = f"needs 2 CUDA devices, or one that NCCL lets two ranks share; has {found}"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,14 @@ DEATH_S = 4.0
 """How long a process may take to write its Python stacks, and again to be gone."""
 STACKS_S = 25.0
 """Limit of a debugger that reads the native stacks of a process."""
+SHARED_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    # Two ranks' kernels must fit on the GPU together, beside what computes.
+    "NCCL_MAX_CTAS": "2",
+    # With fewer hardware queues than streams, one rank's waiting kernel holds up another's work.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+"""Environment in which ranks share a GPU over NCCL; read when CUDA and NCCL start."""
 TRACERS = {
     "py-spy": ("dump", "--native", "--pid", "{pid}"),
     "gdb": (
@@ -43,6 +52,27 @@ def start(
         env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
         process_group=0,  # what it starts ends with it
     )
+
+
+def run(command: Sequence[str], limit_s: float, log: IO[bytes]) -> int | None:
+    """Run a command that writes to the log; its exit status, or ``None`` if it was ended."""
+    process = start(command, log)
+    try:
+        return process.wait(max(limit_s, 0.0))
+    except subprocess.TimeoutExpired:
+        end(process, log)
+        return None
+    finally:
+        kill(process)
+
+
+def count_gpus(limit_s: float, log: IO[bytes]) -> int:
+    """Number of CUDA devices, counted by a process of its own: a broken driver may hang."""
+    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):
+        return 0
+    code = "import sys, torch; sys.exit(100 + torch.cuda.device_count())"
+    status = run([sys.executable, "-c", code], limit_s, log)
+    return status - 100 if status is not None and status >= 100 else 0
 
 
 def end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:

@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +28,7 @@ ORDER = (
 )
 NO_GPU = 5
 RESERVE_S = 40.0
-"""Kept back of the whole time, for the stacks of a process that hangs, its death and the summary."""
+"""Kept back of the whole time, for a process that hangs, its stacks, and the summary."""
 PROBE_S = 60.0
 TAIL_LINES = 30
 
@@ -44,30 +42,12 @@ def in_order(directory: Path) -> list[Path]:
     )
 
 
-def run(command: Sequence[str], limit_s: float, log: IO[bytes]) -> int | None:
-    """Runs a command that writes to the log; its exit status, or ``None`` if it was ended."""
-    process = processes.start(command, log)
-    try:
-        return process.wait(max(limit_s, 0.0))
-    except subprocess.TimeoutExpired:
-        processes.end(process, log)
-        return None
-    finally:
-        processes.kill(process)
-
-
-def find_gpu(log: IO[bytes]) -> bool:
-    """Asks in a process of its own, since a broken driver may hang."""
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return run([sys.executable, "-c", code], PROBE_S, log) == 0
-
-
 def run_file(path: Path, limit_s: float, log: IO[bytes]) -> str:
     """Runs one file's tests; what became of them."""
     # Nothing is captured: what is held back would be lost with a process that dies.
     options = ["-v", "--tb=short", "--capture=no", "--timeout-method=thread"]
     pytest = [sys.executable, "-m", "pytest", "-c", str(processes.ROOT / "pyproject.toml")]
-    status = run([*pytest, *options, str(path)], limit_s, log)
+    status = processes.run([*pytest, *options, str(path)], limit_s, log)
     if status is None:
         return f"ended after {limit_s:.0f} s"
     return processes.outcome_of(status)
@@ -102,7 +82,7 @@ def main() -> int:
             log.write(f"{line}\n".encode())
             print(line, flush=True)
 
-        if not options.anywhere and not find_gpu(log):
+        if not options.anywhere and processes.count_gpus(PROBE_S, log) == 0:
             say("No CUDA device was found: no test was run.")
             return NO_GPU
         try:

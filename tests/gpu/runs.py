@@ -161,26 +161,56 @@ def raise_planted():
     raise KeyError("planted")
 
 
-def death(device, way, rank):
+def equal_shares(devices):
+    """Settings with which a rank that is late has its steps, too."""
+    return {"partition_ratios": [1 / len(devices)] * len(devices)}
+
+
+def raising(devices, way):
+    """A rank that raises ends the run, soon and with its reason."""
+    fault = Dies(1, 7, raise_planted)
+    begin = time.monotonic()
+    handle = learn(devices, way, train=fault, **equal_shares(devices))
+    with pytest.raises(WorkerFailed, match="planted") as caught:
+        handle.join(WAIT_S)
+    assert time.monotonic() - begin < 20
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert fault.num_shots == 1
+
+
+def stalling(devices, way):
+    """A rank that does not return from its step ends the run, soon after the limits."""
+    released = threading.Event()
+    fault = Dies(1, 7, lambda: released.wait(WAIT_S))
+    begin = time.monotonic()
+    limits = {"collective_timeout": 1.0, "stall_timeout": 2.0}
+    handle = learn(devices, way, train=fault, **limits, **equal_shares(devices))
+    try:
+        with pytest.raises(RuntimeError, match=r"did not|stall|rank 1"):
+            handle.join(WAIT_S)
+        assert time.monotonic() - begin < 30
+        assert fault.num_shots == 1
+    finally:
+        released.set()
+
+
+def death(devices, way, rank):
     """The others go on, and every sample is in the result."""
     fault = Dies(rank, 7, raise_planted)
-    shares = [1 / 3] * 3  # or a rank that is late may have no such step
-    handle = learn(
-        [device] * 3, way, train=fault, on_worker_failure="continue", partition_ratios=shares
-    )
+    handle = learn(devices, way, train=fault, on_worker_failure="continue", **equal_shares(devices))
     state = handle.join(WAIT_S)
     assert fault.num_shots == 1
     assert [f.rank for f in state.failures] == [rank]
     assert_learned(state)
 
 
-def exhaust(device, way, grab, message):
+def exhaust(devices, way, grab, message):
     """A rank without memory ends the run, soon and with its reason."""
     fault = Dies(1, 5, grab)
     begin = time.monotonic()
-    fraction = small_fraction(device)
-    shares = [0.5, 0.5]  # or a rank that is late may have no such step
-    handle = learn([device] * 2, way, train=fault, vram_fraction=fraction, partition_ratios=shares)
+    fraction = small_fraction(devices[0])
+    handle = learn(devices, way, train=fault, vram_fraction=fraction, **equal_shares(devices))
     with pytest.raises(WorkerFailed, match=message) as caught:
         handle.join(WAIT_S)
     assert time.monotonic() - begin < 20

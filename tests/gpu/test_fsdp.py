@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed
 from torch import nn
 
-from runtime import FSDP, ShardingStrategy, create_collectives
+from runtime import FSDP, ShardingStrategy
+from tests.gpu.placing import nccl_devices, on_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-WAIT_S = 120.0
 LONG_CYCLES = 400_000_000  # some 0.2 seconds
 NUM_STEPS = 5
 
@@ -33,37 +32,15 @@ each_group = pytest.mark.parametrize(
         pytest.param("thread", ["cuda:0", "cuda:0"], id="thread-2-on-1"),
         pytest.param("thread", ["cuda:0", "cpu"], id="thread-gpu-and-cpu"),
         pytest.param("thread", ["cuda:0", "cuda:1"], marks=two_gpus, id="thread-2"),
-        pytest.param("nccl", ["cuda:0", "cuda:1"], marks=[needs_nccl, two_gpus], id="nccl-2"),
+        pytest.param(
+            "nccl",
+            nccl_devices(2),
+            marks=[needs_nccl, pytest.mark.two_ranks],
+            id="nccl-2",
+        ),
     ],
 )
 each_strategy = pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
-
-
-def on_ranks(kind, devices, work):
-    """Runs every rank in a thread; on a GPU in a stream of its own."""
-    placed = [torch.device(device) for device in devices]
-    ends = create_collectives(len(devices), kind, placed, timeout_s=60.0)
-
-    def run(end):
-        device = placed[end.rank]
-        try:
-            if device.type == "cpu":
-                return work(end, device)
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-                with torch.autograd.set_multithreading_enabled(False):
-                    result = work(end, device)
-                torch.cuda.current_stream().synchronize()
-                return result
-        except BaseException:
-            end.abort()
-            raise
-
-    try:
-        with ThreadPoolExecutor(len(ends)) as pool:
-            return [f.result(WAIT_S) for f in [pool.submit(run, end) for end in ends]]
-    finally:
-        for end in ends:
-            end.close()
 
 
 def make_model():
@@ -249,7 +226,7 @@ def test_bfloat16_and_autocast_train(kind):
 
 
 @needs_nccl
-@two_gpus
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("strategy", [FULL, HYBRID], ids=lambda s: s.name)
 def test_a_death_ends_the_prefetch_of_the_survivor(strategy):
     models = [make_model() for _ in range(2)]
@@ -271,4 +248,4 @@ def test_a_death_ends_the_prefetch_of_the_survivor(strategy):
         except RuntimeError as error:
             return type(error).__name__
 
-    assert on_ranks("nccl", ["cuda:0", "cuda:1"], work)[0] == "CollectiveAborted"
+    assert on_ranks("nccl", nccl_devices(2), work)[0] == "CollectiveAborted"

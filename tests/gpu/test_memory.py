@@ -88,7 +88,7 @@ def grab():
 
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_an_out_of_memory_in_one_of_two_workers_names_the_budget_and_hangs_nobody(way):
-    runs.exhaust(GPU, way, grab, rf"budget of {BUDGET_GIB}\.00 GiB.*larger vram_fraction")
+    runs.exhaust([GPU] * 2, way, grab, rf"budget of {BUDGET_GIB}\.00 GiB.*larger vram_fraction")
     # The device serves the next run.
     state = learn([GPU, GPU], way, epochs=1).join(WAIT_S)
     assert state.metrics[0].num_samples == runs.N

@@ -12,6 +12,7 @@ import torch.distributed
 from runtime import ApplyPolicy, AverageBackend, Trainer
 from runtime.collective import ReduceOp, create_collectives
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from tests.gpu.placing import nccl_devices
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,15 +26,11 @@ WAIT_S = 120.0
 LONG_CYCLES = 16_000_000_000  # some 8 seconds
 
 
-def devices_of(world_size):
-    return [torch.device("cuda", i) for i in range(world_size)]
-
-
 class Ranks:
     """A group, each rank of which works in a thread and a stream of its own."""
 
     def __init__(self, world_size, timeout_s=60.0):
-        self.devices = devices_of(world_size)
+        self.devices = nccl_devices(world_size)
         self.ends = create_collectives(world_size, "nccl", self.devices, timeout_s)
         self.streams = [torch.cuda.Stream(device) for device in self.devices]
         self.pools = [ThreadPoolExecutor(1) for _ in self.devices]
@@ -76,7 +73,7 @@ def sum_of_ranks(end, device):
     return tensor[[0, -1]].tolist()
 
 
-each_size = pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.two_gpus)])
+each_size = pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.two_ranks)])
 
 
 @each_size
@@ -208,7 +205,7 @@ def test_the_device_reads_behind_an_exchange_whether_it_was_aborted(make, aborts
     assert ranks.run(work) == [float(aborts)]
 
 
-@pytest.mark.two_gpus
+@pytest.mark.two_ranks
 def test_a_peer_whose_kernel_never_comes_is_no_hang(make):
     """The survivor's kernel waits on the device; both communicators are aborted."""
     ranks = make(2, 1.0)
@@ -226,10 +223,13 @@ def test_a_peer_whose_kernel_never_comes_is_no_hang(make):
     assert make(2).run(sum_of_ranks) == [[3.0, 3.0]] * 2
 
 
-@pytest.mark.two_gpus
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("policy", ApplyPolicy)
-@pytest.mark.parametrize("backend", [AverageBackend.NCCL, AverageBackend.AUTO])
-def test_runs_on_two_gpus_train_every_sample_once(policy, backend):
+@pytest.mark.parametrize(
+    "backend",
+    [AverageBackend.NCCL, pytest.param(AverageBackend.AUTO, marks=pytest.mark.two_gpus)],
+)
+def test_runs_of_two_ranks_train_every_sample_once(policy, backend):
     x = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
     handle = (
         Trainer.builder(
@@ -242,7 +242,7 @@ def test_runs_on_two_gpus_train_every_sample_once(policy, backend):
         .dataset((x,))
         .batch_size(64)
         .num_epochs(3)
-        .devices(["cuda:0", "cuda:1"])
+        .devices(nccl_devices(2))
         .policy(policy)
         .backend(backend)
         .seed(0)

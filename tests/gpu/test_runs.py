@@ -34,7 +34,7 @@ def test_workers_of_unequal_speed_train_every_sample_once_and_as_well(policy):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_the_others_go_on_when_a_worker_dies(way, rank):
-    runs.death(GPU, way, rank)
+    runs.death([GPU] * 3, way, rank)
 
 
 def test_bf16_steps_keep_parameters_in_float32_and_learn():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime import AverageBackend
 from runtime.replica import flat
 from runtime.replica import non_finite as finite
 from tests.gpu import loading, replicas, runs
@@ -52,7 +53,17 @@ def test_workers_of_unequal_speed_find_the_line(policy):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_survivors_find_the_line(way, rank):
-    runs.death(CPU, way, rank)
+    runs.death([CPU] * 3, way, rank)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_a_rank_that_raises_ends_the_run(way):
+    runs.raising([CPU] * 2, way)
+
+
+@pytest.mark.leaks_thread("gpu-worker-1")
+def test_a_rank_that_stalls_ends_the_run():
+    runs.stalling([CPU] * 2, (SYNC, AverageBackend.GLOO))
 
 
 def no_memory():
@@ -61,7 +72,7 @@ def no_memory():
 
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_a_rank_without_memory_ends_the_run(way):
-    runs.exhaust(CPU, way, no_memory, "planted")
+    runs.exhaust([CPU] * 2, way, no_memory, "planted")
 
 
 def test_low_precision_finds_the_line():
