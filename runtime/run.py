@@ -56,7 +56,7 @@ from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import GraphFallbacks
 from runtime.results import TrainedState, assemble
 from runtime.settings import RunSettings
-from runtime.timeline.events import RunFacts
+from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.recorder import RunRecorder

@@ -268,7 +268,7 @@ class Rendezvous(Generic[RequestT, PlanT]):
 
 
 if TYPE_CHECKING:
-    from runtime.timeline.recorder import Lane
+    from runtime.timeline.rank_lane import RankLane
 
 
 class Meeting:
@@ -284,7 +284,7 @@ class Meeting:
 
     __slots__ = ("_before", "_exchanging", "_lane", "_start")
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: RankLane) -> None:
         self._lane = lane
         self._before = lane.cause
         self._start = time.monotonic()
@@ -488,7 +488,7 @@ class Collective(ABC):
     kind: str
     coalesced_bytes: float = math.inf
     host_runs_ahead: bool = False
-    lane: Lane | None = None
+    lane: RankLane | None = None
     tally: float = 0.0
     _told: tuple[float, ...] = ()
 

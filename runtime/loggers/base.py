@@ -18,8 +18,7 @@ from typing import Any
 from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
 from runtime.core.checks import check_path
 from runtime.core.threads import Closing
-from runtime.timeline.export import table_cell
-from runtime.timeline.timeline import write_text
+from runtime.timeline.text import table_cell, write_text
 
 logger = logging.getLogger(__name__)
 

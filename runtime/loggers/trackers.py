@@ -21,7 +21,7 @@ from runtime.loggers.base import (
     rank_values,
     step_values,
 )
-from runtime.timeline.export import one_line
+from runtime.timeline.text import one_line
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

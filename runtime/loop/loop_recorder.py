@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from runtime.core.nested import flatten
 from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.rank_threads import TaskOutcome
-from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind, RunFacts
-from runtime.timeline.recorder import Lane
+from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind
+from runtime.timeline.rank_lane import RankLane
+from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 
 _TRAINING = {"forward", "backward", "accumulate", "step"}
@@ -37,7 +38,7 @@ class LoopRecorder:
 
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
-        self._lanes: list[Lane] = []
+        self._lanes: list[RankLane] = []
         self._sizes: list[list[int]] = []
         self.step = 0
 

@@ -15,10 +15,13 @@ import torch
 from coordinator.metrics import MEASURED, EpochMetrics
 from coordinator.state import Statistics
 from runtime.device.memory import MEMORY
-from runtime.timeline.events import Cause, Event, Kind, RunFacts, TimelineSummary
-from runtime.timeline.export import embedded, one_line
-from runtime.timeline.recorder import machine_shares
-from runtime.timeline.resources import ResourcePoller, Row, Thinned
+from runtime.timeline.buffers import Row, Thinned
+from runtime.timeline.coordinator_lane import machine_shares
+from runtime.timeline.events import Cause, Event, Kind
+from runtime.timeline.page import embedded
+from runtime.timeline.resources import ResourcePoller
+from runtime.timeline.summary import RunFacts, TimelineSummary
+from runtime.timeline.text import one_line
 from runtime.timeline.timeline import Timeline
 
 

@@ -12,7 +12,7 @@ from runtime.core.checks import check_float, check_int, need
 from runtime.core.threads import Closing
 from runtime.monitor import page
 from runtime.monitor.feed import Feed, WatchedRun
-from runtime.timeline.timeline import write_text
+from runtime.timeline.text import write_text
 
 logger = logging.getLogger(__name__)
 

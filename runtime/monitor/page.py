@@ -8,7 +8,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from runtime.timeline.export import asset, csp_digest, page_around
+from runtime.timeline.page import asset, csp_digest, page_around
 
 TITLE = "gpuworker monitor"
 _MAP_RULES = re.compile(rb'getElementById\("([0-9a-f]{64})"\)')

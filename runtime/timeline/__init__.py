@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.timeline.events import (
-    Cause,
-    Event,
-    IdleGap,
-    Kind,
-    RankSummary,
-    RunFacts,
-    TimelineSummary,
-)
+from runtime.timeline.events import Cause, Event, IdleGap, Kind
+from runtime.timeline.summary import RankSummary, RunFacts, TimelineSummary
 from runtime.timeline.timeline import Timeline
 
 __all__ = [

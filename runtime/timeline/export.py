@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import csv
-import hashlib
 import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
 from typing import Any, Protocol
 
-from runtime.timeline.events import STRETCHES, Cause, Event, IdleGap, Kind, TimelineSummary
+from runtime.timeline.events import Cause, Event, IdleGap, Kind
+from runtime.timeline.page import _for_page, page_text
+from runtime.timeline.summary import TimelineSummary
+from runtime.timeline.text import table_cell
 
 
-class Recorded(Protocol):
+class RecordedRun(Protocol):
     """What the outputs read of a :class:`~runtime.timeline.timeline.Timeline`."""
 
     def summary(self) -> TimelineSummary: ...
@@ -35,52 +35,6 @@ class Recorded(Protocol):
     def resources(self) -> tuple[Sequence[str], Sequence[Sequence[float]]]: ...
 
 
-MAX_LENGTH = 200
-_FORMULA = ("=", "+", "-", "@", "|", "%")
-
-
-def one_line(text: object, limit: int = MAX_LENGTH) -> str:
-    """A text on one line, of limited length, in which every character can be seen.
-
-    Control characters, line breaks, marks that turn the direction of writing, and halves of
-    surrogate pairs are written as escapes. A text that is too long is cut, with a part of
-    its hash at the end: what differs stays different.
-
-    Args:
-        text: What to show; anything else than a string is first made one.
-        limit: Characters at most.
-    """
-    try:
-        whole = text if isinstance(text, str) else str(text)
-    except Exception:  # a __str__ of the user's
-        whole = f"<{type(text).__name__}>"
-    head = whole[: limit + 1]
-    shown = "".join(c if c.isprintable() else _escaped(c) for c in head)
-    if len(whole) <= limit and len(shown) <= limit:
-        return shown
-    digest = hashlib.sha256(whole.encode("utf-8", "backslashreplace")).hexdigest()[:8]
-    return f"{shown[: limit - 10]}…#{digest}"
-
-
-def error_text(error: BaseException) -> str:
-    """Class and message of an error, as :func:`one_line` gives them."""
-    try:
-        message = str(error)
-    except Exception:  # a __str__ of the user's
-        message = "no message"
-    return one_line(f"{type(error).__name__}: {message}")
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
-
-
-def table_cell(text: str) -> str:
-    """A text for a cell of a CSV file, which no spreadsheet takes for a formula."""
-    shown = one_line(text)
-    return f"'{shown}" if shown.lstrip().startswith(_FORMULA) else shown
-
-
 # The format: "Trace Event Format", Chromium project. Slices (``X``) of one thread must nest.
 
 PID = 1
@@ -96,7 +50,7 @@ _INSTANTS = {
 _MIB = 2.0**20
 
 
-def trace_text(timeline: Recorded) -> str:
+def trace_text(timeline: RecordedRun) -> str:
     """All that a timeline holds, as the text of a trace file."""
     summary = timeline.summary()
     events = timeline.events()
@@ -207,7 +161,7 @@ def title(event: Event) -> str:
             return str(event.kind.value)
 
 
-def _counters(timeline: Recorded) -> Iterable[dict[str, Any]]:
+def _counters(timeline: RecordedRun) -> Iterable[dict[str, Any]]:
     for seconds, anchor in timeline.anchor_curve():
         yield _counter("anchor", seconds, {"batches": anchor})
     width_s, rates = timeline.throughput()
@@ -231,10 +185,10 @@ def _counter(name: str, seconds: float, values: Mapping[str, float]) -> dict[str
 
 
 COLUMNS = ("record", "rank", "name", "start_s", "duration_s", "value", "detail")
-Row = tuple[object, ...]
+CsvRow = tuple[object, ...]
 
 
-def csv_text(timeline: Recorded) -> str:
+def csv_text(timeline: RecordedRun) -> str:
     """A header and a row for each total, epoch, scalar, event, gap and reading.
 
     No cell begins like a formula, and none holds a line break; numbers stay numbers.
@@ -248,13 +202,13 @@ def csv_text(timeline: Recorded) -> str:
     return text.getvalue()
 
 
-def _totals(timeline: Recorded) -> Iterable[Row]:
+def _totals(timeline: RecordedRun) -> Iterable[CsvRow]:
     for rank in timeline.summary().ranks:
         for cause, seconds in rank.causes.items():
             yield "total", rank.rank, cause, 0.0, rank.wall_s, seconds, rank.device
 
 
-def _epochs(timeline: Recorded) -> Iterable[Row]:
+def _epochs(timeline: RecordedRun) -> Iterable[CsvRow]:
     for epoch in timeline.epochs():
         start, lasted = epoch["end_s"] - epoch["epoch_s"], epoch["epoch_s"]
         detail = f"epoch {epoch['epoch']}"
@@ -263,18 +217,18 @@ def _epochs(timeline: Recorded) -> Iterable[Row]:
             yield "scalar", None, name, start, lasted, value, detail
 
 
-def _events(timeline: Recorded) -> Iterable[Row]:
+def _events(timeline: RecordedRun) -> Iterable[CsvRow]:
     for event in timeline.events():
         detail = " ".join(f"{name}={value}" for name, value in event.args.items())
         yield "event", event.rank, title(event), event.start_s, event.duration_s, None, detail
 
 
-def _gaps(timeline: Recorded) -> Iterable[Row]:
+def _gaps(timeline: RecordedRun) -> Iterable[CsvRow]:
     for gap in timeline.idle_gaps():
         yield "gap", gap.rank, gap.cause.label, gap.start_s, gap.duration_s, None, None
 
 
-def _curves(timeline: Recorded) -> Iterable[Row]:
+def _curves(timeline: RecordedRun) -> Iterable[CsvRow]:
     for seconds, anchor in timeline.anchor_curve():
         yield "anchor", None, "anchor", seconds, None, anchor, None
     width_s, rates = timeline.throughput()
@@ -293,7 +247,7 @@ DIGITS = 9
 """Decimals of seconds: a nanosecond."""
 
 
-def document(timeline: Recorded) -> dict[str, Any]:
+def document(timeline: RecordedRun) -> dict[str, Any]:
     """Lists, dictionaries, numbers and texts, each number finite or ``None``.
 
     ``lanes`` holds the seconds by cause in each bin, in the order of ``causes``.
@@ -328,7 +282,7 @@ def document(timeline: Recorded) -> dict[str, Any]:
     return clean
 
 
-def _lane(timeline: Recorded, rank: int) -> dict[str, Any]:
+def _lane(timeline: RecordedRun, rank: int) -> dict[str, Any]:
     width_s, rows = timeline.profile(rank)
     return {"rank": rank, "bin_s": width_s, "bins": rows}
 
@@ -347,18 +301,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def json_text(timeline: Recorded) -> str:
+def json_text(timeline: RecordedRun) -> str:
     """The document as JSON in ASCII."""
     return json.dumps(document(timeline), allow_nan=False) + "\n"
 
 
-MAX_PAGE_EVENTS = 2000
-"""Events of each rank that the page holds, the newest; the totals hold all."""
-MAX_PAGE_GAPS = 200
-_LEFT_OUT = {Kind.STEP.value} | {kind.value for kind in STRETCHES.values()}
-
-
-def html_text(timeline: Recorded) -> str:
+def html_text(timeline: RecordedRun) -> str:
     """The page: its data, its style and its script in one text.
 
     The data stands in a block that is not run, with every character escaped that could end
@@ -366,82 +314,3 @@ def html_text(timeline: Recorded) -> str:
     run but that script, and nothing be loaded.
     """
     return page_text(_for_page(document(timeline)))
-
-
-def page_text(data: dict[str, Any]) -> str:
-    """The page around this data; see :func:`html_text`."""
-    style, script = asset("timeline", "page.css"), asset("timeline", "page.js")
-    policy = (
-        f"default-src 'none'; style-src '{csp_digest(style)}'; script-src '{csp_digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return page_around(
-        "gpuworker timeline",
-        head=f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<style>{style}</style>",
-        end=f'<script type="application/json" id="data">{embedded(data)}</script>\n'
-        f"<script>{script}</script>",
-    )
-
-
-def page_around(title: str, *, head: str, end: str) -> str:
-    """A page that its script draws.
-
-    Args:
-        title: Its title.
-        head: More elements of the head.
-        end: What follows the place to draw in: data and scripts.
-    """
-    return f"""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-{head}
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-</head>
-<body>
-<main id="page"><noscript>This page draws itself with a script.</noscript></main>
-{end}
-</body>
-</html>
-"""
-
-
-def embedded(data: object) -> str:
-    """JSON that can stand inside a page: in ASCII, without ``<``, ``>`` and ``&``."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _for_page(data: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a document."""
-    by_rank: dict[Any, list[dict[str, Any]]] = {}
-    for event in data["events"]:
-        if event["kind"] not in _LEFT_OUT:
-            by_rank.setdefault(event["rank"], []).append(event)
-    kept = [event for events in by_rank.values() for event in events[-MAX_PAGE_EVENTS:]]
-    num_events = sum(len(events) for events in by_rank.values())
-    return {
-        **data,
-        "events": sorted(kept, key=lambda event: event["start_s"]),
-        "num_events_left_out": num_events - len(kept),
-        "gaps": data["gaps"][:MAX_PAGE_GAPS],
-        "num_gaps": len(data["gaps"]),
-    }
-
-
-def asset(folder: str, name: str) -> str:
-    """The text of a style or a script in a folder of the runtime."""
-    text = files(f"runtime.{folder}").joinpath("assets", name).read_text(encoding="utf-8")
-    assert "</" not in text, "it would end its own element"
-    return text
-
-
-def csp_digest(text: str) -> str:
-    """As a page's policy names a script or a style that it allows."""
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -13,20 +13,14 @@ import torch
 
 from coordinator.machine import Coordinator
 from runtime.core.checks import check_float, check_int
-from runtime.timeline.events import (
-    Cause,
-    Event,
-    IdleGap,
-    Kind,
-    RankSummary,
-    RunFacts,
-    TimelineSummary,
-    idle_seconds,
-    share,
-)
-from runtime.timeline.export import csv_text, error_text, html_text, json_text, one_line, trace_text
-from runtime.timeline.recorder import CoordinatorLane, EpochRecord, Lane
-from runtime.timeline.resources import ResourcePoller, Row
+from runtime.timeline.buffers import Row
+from runtime.timeline.coordinator_lane import CoordinatorLane, EpochRecord
+from runtime.timeline.events import Cause, Event, IdleGap, Kind
+from runtime.timeline.export import csv_text, html_text, json_text, trace_text
+from runtime.timeline.rank_lane import RankLane
+from runtime.timeline.resources import ResourcePoller
+from runtime.timeline.summary import RankSummary, RunFacts, TimelineSummary, idle_seconds, share
+from runtime.timeline.text import error_text, one_line, write_text
 
 MIN_POLL_S = 0.001
 MAX_POLL_S = 3600.0
@@ -77,8 +71,8 @@ class Timeline:
         self._error: str | None = None
         self._model = ""
         self._facts: RunFacts | None = None
-        self._lanes: tuple[Lane, ...] = ()
-        self._written: tuple[Lane, ...] = ()
+        self._lanes: tuple[RankLane, ...] = ()
+        self._written: tuple[RankLane, ...] = ()
         self._coordinator: CoordinatorLane | None = None
         self._poller: ResourcePoller | None = None
 
@@ -117,7 +111,7 @@ class Timeline:
                 machine, self._start, self.max_events, world_size=len(facts.devices)
             )
             self._lanes = tuple(
-                Lane(
+                RankLane(
                     rank,
                     self._start,
                     max_events=self.max_events,
@@ -131,7 +125,7 @@ class Timeline:
             self._state = "running"
             return self._coordinator
 
-    def lane(self, rank: int) -> Lane:
+    def lane(self, rank: int) -> RankLane:
         """The lane in which a rank records what it does."""
         return self._written[rank]
 
@@ -192,7 +186,7 @@ class Timeline:
         )
 
     def _rank_summary(
-        self, lane: Lane, facts: RunFacts, coordinator: CoordinatorLane
+        self, lane: RankLane, facts: RunFacts, coordinator: CoordinatorLane
     ) -> RankSummary:
         seconds = lane.seconds(self._end)
         wall_s = sum(seconds)
@@ -321,17 +315,3 @@ class Timeline:
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write one HTML page that needs no other file and no network."""
         write_text(path, html_text(self))
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole file; if interrupted, the old one stays."""
-    target = os.fspath(path)
-    beside = f"{target}.{os.getpid()}-{threading.get_ident()}.tmp"
-    try:
-        with open(beside, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.replace(beside, target)
-    except BaseException:
-        if os.path.exists(beside):
-            os.unlink(beside)
-        raise

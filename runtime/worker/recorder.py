@@ -30,9 +30,9 @@ from runtime.timeline.events import (
     SYNC,
     UNATTRIBUTED,
     Kind,
-    RunFacts,
 )
-from runtime.timeline.recorder import Lane
+from runtime.timeline.rank_lane import RankLane
+from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.worker_config import UserFunctions
@@ -49,7 +49,7 @@ class WorkerRecorder:
         lane: Where each step and the wait for its data are noted; ``None``: nowhere.
     """
 
-    lane: Lane | None = None
+    lane: RankLane | None = None
 
     def watch(self, functions: UserFunctions) -> UserFunctions:
         """The user's functions, to be called by the worker in their place."""
@@ -103,7 +103,7 @@ R = TypeVar("R")
 
 
 def _watched(
-    fn: Callable[P, R] | None, lane: Lane, kind: Kind, number: Callable[P, int]
+    fn: Callable[P, R] | None, lane: RankLane, kind: Kind, number: Callable[P, int]
 ) -> Callable[P, R] | None:
     if fn is None:
         return None
@@ -148,8 +148,8 @@ class LaneRecorder(WorkerRecorder):
         lane: The worker's thread is the only one that writes to it.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane: Lane = lane
+    def __init__(self, lane: RankLane) -> None:
+        self.lane: RankLane = lane
         self._parked_at: float | None = None
         self._epoch_span: tuple[int, float, float] | None = None
         self._has_heard = False

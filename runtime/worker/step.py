@@ -26,7 +26,7 @@ from runtime.replica.graphs import GraphedSteps, GraphFallbacks, StaticWindow
 from runtime.replica.schedule import ScheduleMark
 from runtime.replica.stepper import DROPPED, MADE, StepEnd, TrainFn, TrainFns
 from runtime.timeline.events import COMPUTE, CONTROL
-from runtime.timeline.recorder import Lane
+from runtime.timeline.rank_lane import RankLane
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.worker_config import StepResult, WorkerConfig
@@ -66,7 +66,7 @@ class WorkerSteps:
         values: BatchLog,
         *,
         await_batch: AwaitBatch | None = None,
-        lane: Lane | None = None,
+        lane: RankLane | None = None,
         fallbacks: GraphFallbacks | None = None,
     ) -> None:
         self.replica = replica

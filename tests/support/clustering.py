@@ -35,7 +35,7 @@ class Effects(nn.Module):
         return self.w[samples + epoch % self.slots * self.n]
 
 
-class Recorded(Mean):
+class RecordedRun(Mean):
     """Notes what each round changes."""
 
     def __init__(self, n):
@@ -111,7 +111,7 @@ class Machine:
         timeout_s=5.0,
     ):
         self.trained = Counter()
-        self.outer = Recorded(n) if outer is None else outer
+        self.outer = RecordedRun(n) if outer is None else outer
         self.began = threading.Event()
         self._lock = threading.Lock()
         self._hold = hold

@@ -126,7 +126,7 @@ def test_a_message_of_a_round_passes_eight_files_at_most_over_both_transports(wa
     assert found == named("The path of an averaging round")
     assert len(found) <= 8
     watched = Files(*kinds).of_run(builder(dataset=Read(), way=way).anchor(2).timeline(Timeline()))
-    assert watched == found | {"runtime/timeline/recorder.py"}, "who looks on is told of all"
+    assert watched == found | {"runtime/timeline/coordinator_lane.py"}
 
 
 @pytest.mark.parametrize("way", [(CADENCE, THREAD), (CADENCE, OVER_CPU)])

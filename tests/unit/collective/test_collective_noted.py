@@ -12,7 +12,7 @@ from runtime import CollectiveAborted
 from runtime.collective import create_collectives
 from runtime.collective.base import LONG, Meeting
 from runtime.timeline.events import AVERAGING, COMPUTE, SYNC
-from runtime.timeline.recorder import Lane
+from runtime.timeline.rank_lane import RankLane
 
 WAIT_S = 0.05
 
@@ -22,7 +22,7 @@ SHORT = LONG // 2
 
 
 def computing_lane(rank):
-    lane = Lane(rank, time.monotonic(), max_events=100, min_gap_s=0.001, step_interval_s=1.0)
+    lane = RankLane(rank, time.monotonic(), max_events=100, min_gap_s=0.001, step_interval_s=1.0)
     lane.enter(COMPUTE)
     return lane
 

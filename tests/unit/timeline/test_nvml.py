@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from runtime.timeline.resources import ResourcePoller, open_gpus
+from runtime.timeline.nvml import open_gpus
+from runtime.timeline.resources import ResourcePoller
 
 GPUS = [torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cuda", 1)]
 UUIDS = ["aaaa", "bbbb"]

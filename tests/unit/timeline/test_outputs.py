@@ -11,9 +11,10 @@ from collections import Counter as Count
 import pytest
 
 from runtime import Event, Kind, Timeline, WorkerFailed, current_worker, record_scalar
-from runtime.timeline import export as document_module
-from runtime.timeline import timeline as timeline_module
-from runtime.timeline.export import _slices, embedded
+from runtime.timeline import export
+from runtime.timeline import text as text_module
+from runtime.timeline.export import _slices
+from runtime.timeline.page import embedded
 from tests.support.running import ASYNC, OVER_CPU, THREAD, WAIT_S, WAYS, Counter, builder, count_up
 from tests.support.trace_format import check_nesting, load_trace
 
@@ -243,7 +244,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(busy, tmp_path, monkeypatch
     def full(text):
         raise OSError("planted")
 
-    monkeypatch.setattr(timeline_module.os, "replace", lambda a, b: full(a))
+    monkeypatch.setattr(text_module.os, "replace", lambda a, b: full(a))
     with pytest.raises(OSError, match="planted"):
         busy.save_json(target)
     assert target.read_text() == "before"
@@ -251,7 +252,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(busy, tmp_path, monkeypatch
 
 
 def test_numbers_that_json_has_no_word_for_become_null():
-    plain = document_module._plain({"a": [float("nan"), float("inf"), 1.5, 2.0, -0.0, 3]})
+    plain = export._plain({"a": [float("nan"), float("inf"), 1.5, 2.0, -0.0, 3]})
     assert plain == {"a": [None, None, 1.5, 2, 0, 3]}
     assert json.dumps(plain, allow_nan=False)
 

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime import Cause, Kind
-from runtime.timeline import recorder as lane_module
-from runtime.timeline import resources
-from runtime.timeline.export import one_line, table_cell
-from runtime.timeline.recorder import Lane, Ring, spread
-from runtime.timeline.resources import Bins, Thinned
+from runtime.timeline import rank_lane, resources
+from runtime.timeline.buffers import Bins, Ring, Thinned
+from runtime.timeline.coordinator_lane import spread
+from runtime.timeline.rank_lane import RankLane
+from runtime.timeline.text import one_line, table_cell
 
 WAIT_S = 60.0
 COMPUTE, DATA, SYNC, PARKED, IDLE = Cause.COMPUTE, Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE
@@ -35,13 +35,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(lane_module, "now", made)
+    monkeypatch.setattr(rank_lane, "now", made)
     return made
 
 
 def make_lane(clock, **settings):
     wanted = {"max_events": 100, "min_gap_s": 0.001, "step_interval_s": 0.0, **settings}
-    return Lane(3, clock.at, **wanted)
+    return RankLane(3, clock.at, **wanted)
 
 
 def test_a_ring_keeps_the_newest_and_counts_what_it_lost():
@@ -302,7 +302,7 @@ def test_a_reader_sees_only_what_was_added_since(clock):
 
 
 def test_a_lane_that_is_read_while_it_is_written_never_loses_time():
-    lane = Lane(0, lane_module.now(), max_events=64, min_gap_s=0.0, step_interval_s=0.0)
+    lane = RankLane(0, rank_lane.now(), max_events=64, min_gap_s=0.0, step_interval_s=0.0)
     stop = threading.Event()
 
     def write():
@@ -316,13 +316,13 @@ def test_a_lane_that_is_read_while_it_is_written_never_loses_time():
     try:
         before = 0.0
         for _ in range(500):
-            low = lane_module.now() - lane._start
+            low = rank_lane.now() - lane._start
             whole = sum(lane.seconds())
-            high = lane_module.now() - lane._start
+            high = rank_lane.now() - lane._start
             assert low - 1e-3 <= whole <= high + 1e-3
             assert whole >= before - 1e-3
             before = whole
-            end = lane_module.now()
+            end = rank_lane.now()
             assert sum(map(sum, lane.bins(end)[1])) == pytest.approx(end - lane._start, abs=5e-3)
     finally:
         stop.set()
@@ -337,7 +337,7 @@ def test_the_numbers_of_the_whole_machine_are_read_rarely(monkeypatch):
         return SimpleNamespace(used=len(calls))
 
     monkeypatch.setattr(resources.psutil, "virtual_memory", used)
-    load, now = resources.Load(machine_s=10.0), time.monotonic()
+    load, now = resources.HostLoad(machine_s=10.0), time.monotonic()
     rows = [load.read(now + second) for second in range(1, 25)]
     assert [row[3] for row in rows] == [1.0] * 10 + [2.0] * 10 + [3.0] * 4
     assert all(len(row) == len(resources.COLUMNS) for row in rows)
@@ -345,7 +345,7 @@ def test_the_numbers_of_the_whole_machine_are_read_rarely(monkeypatch):
 
 
 def test_the_memory_of_the_process_is_read_rarely():
-    load, now, calls = resources.Load(memory_s=10.0), time.monotonic(), []
+    load, now, calls = resources.HostLoad(memory_s=10.0), time.monotonic(), []
 
     def info():
         calls.append(None)
@@ -357,7 +357,7 @@ def test_the_memory_of_the_process_is_read_rarely():
 
 
 def test_the_load_of_the_process_is_that_since_the_reading_before():
-    load = resources.Load()
+    load = resources.HostLoad()
     start, before = load._at, time.process_time()
     while time.process_time() - before < 0.02:
         pass

@@ -446,7 +446,7 @@ def test_a_timeline_keeps_nothing_of_the_run_alive():
 
 
 def test_a_fault_in_the_observer_costs_the_timeline_and_not_the_run(monkeypatch, caplog):
-    from runtime.timeline.recorder import CoordinatorLane
+    from runtime.timeline.coordinator_lane import CoordinatorLane
 
     def broken(self, *args):
         raise RuntimeError("planted")

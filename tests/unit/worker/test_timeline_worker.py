@@ -13,8 +13,8 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from runtime import CheckpointError, Kind, Timeline
-from runtime.timeline.events import RunFacts
-from runtime.timeline.recorder import CoordinatorLane
+from runtime.timeline.coordinator_lane import CoordinatorLane
+from runtime.timeline.summary import RunFacts
 from runtime.worker import recorder
 from runtime.worker.rank_checkpoint import RankCheckpoint
 from runtime.worker.recorder import LaneRecorder, RunRecorder, WorkerRecorder

@@ -1,0 +1,146 @@
+"""A run in numbers: TimelineSummary, RankSummary and RunFacts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runtime.timeline.events import Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineSummary:
+    """A run in numbers.
+
+    Attributes:
+        state: ``"empty"``, ``"running"``, ``"finished"``, ``"stopped"`` or ``"failed"``.
+        error: Why it failed, on one line.
+        wall_s: Seconds since its start, or its whole duration.
+        model: Class of the model, once it is built.
+        facts: What was known when it began; ``None`` while ``state`` is ``"empty"``.
+        ranks: One record for each rank.
+        num_epochs: Epochs closed.
+        num_averagings: Averagings done; under ``SYNC`` the global steps.
+        num_failed_rounds: Averaging rounds given up.
+        anchor: Latest number of batches of the slowest rank between two averagings.
+        coordinator_busy_s: Seconds that the coordinator spent on events.
+        num_dropped: Events that the rings have dropped, in total.
+    """
+
+    state: str
+    error: str | None = None
+    wall_s: float = 0.0
+    model: str = ""
+    facts: RunFacts | None = None
+    ranks: tuple[RankSummary, ...] = ()
+    num_epochs: int = 0
+    num_averagings: int = 0
+    num_failed_rounds: int = 0
+    anchor: int = 0
+    coordinator_busy_s: float = 0.0
+    num_dropped: int = 0
+
+    def __str__(self) -> str:
+        """A line for the run, and one for each rank."""
+        error = f" ({self.error})" if self.error else ""
+        first = (
+            f"{self.model or 'run'}: {self.state} after {self.wall_s:.2f} s{error}; "
+            f"{self.num_epochs} epochs, {self.num_averagings} averagings"
+        )
+        return "\n".join([first, *map(str, self.ranks)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain numbers, texts, lists and dictionaries."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """One rank's time.
+
+    Attributes:
+        rank: The rank.
+        device: Its device, by name.
+        wall_s: Seconds since the start of the run, or its whole duration: the same for all
+            ranks of a run that is over.
+        causes: Seconds by cause, named as in :class:`Cause` in lower case; they sum to
+            ``wall_s``.
+        idle_share: Share of ``wall_s`` in which the rank waited for data or for peers, was
+            parked, had no plan or was gone.
+        num_steps: Optimizer steps made.
+        num_batches: Batches reported to the coordinator.
+        num_samples: Samples in them.
+        throughput: These samples per second of ``wall_s``.
+        num_throttles: Number of times the rank was parked.
+        num_dropped: Events that the ring has dropped.
+    """
+
+    rank: int
+    device: str
+    wall_s: float
+    causes: Mapping[str, float]
+    idle_share: float
+    num_steps: int
+    num_batches: int
+    num_samples: int
+    throughput: float
+    num_throttles: int
+    num_dropped: int
+
+    @property
+    def unattributed_share(self) -> float:
+        """Share of ``wall_s`` without a known cause."""
+        return share(self.causes[Cause.UNATTRIBUTED.label], self.wall_s)
+
+    def __str__(self) -> str:
+        """One line: what the time went to, most of it first."""
+        parts = sorted(self.causes.items(), key=lambda part: -part[1])
+        shares = [(name, share(seconds, self.wall_s)) for name, seconds in parts]
+        told = ", ".join(f"{name} {part:.1%}" for name, part in shares if part >= TOLD)
+        return (
+            f"rank {self.rank} ({self.device}): {self.num_samples:,} samples, "
+            f"{self.throughput:,.0f} a second, idle {self.idle_share:.1%}: {told}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts of a run that are known when it begins.
+
+    Attributes:
+        devices: Name of each rank's device.
+        policy: When replicas average.
+        backend: The transport of averaging.
+        backend_reason: Why this transport is used.
+        num_epochs: Number of epochs to train.
+        batch_size: Samples in a batch; the mean if ranks have different batch sizes.
+        batch_sizes: Batch size of each rank, if they differ.
+        num_samples: Length of the data set.
+    """
+
+    devices: tuple[str, ...]
+    policy: str
+    backend: str
+    backend_reason: str = ""
+    num_epochs: int = 0
+    batch_size: int = 0
+    batch_sizes: tuple[int, ...] = ()
+    num_samples: int = 0
+
+
+TOLD = 0.001
+"""Smaller parts of a rank's time are left out of its line."""
+
+
+_WAITS = (Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.GONE)
+
+
+def idle_seconds(seconds: list[float]) -> float:
+    """Seconds of a rank's time in which it waited."""
+    return sum(seconds[cause] for cause in _WAITS)
+
+
+def share(part: float, whole: float) -> float:
+    """``part`` of ``whole``; 0 of nothing."""
+    return part / whole if whole > 0 else 0.0
