@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from runtime.checkpoint.format import plain_key
 from runtime.collective import Collective
-from runtime.fsdp.sharded import ReplicatedParameters, ShardedParameters, rank_0s
+from runtime.fsdp.exchange import rank_0s
+from runtime.fsdp.replicated import ReplicatedParameters
+from runtime.fsdp.sharded import ShardedParameters
 
 ParameterStore = ShardedParameters | ReplicatedParameters
 _EXTRA = "_extra_state"

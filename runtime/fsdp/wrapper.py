@@ -15,13 +15,9 @@ from runtime.core.loss_weights import check_weight
 from runtime.fsdp.call_agreement import agreement_of
 from runtime.fsdp.full_state import ParameterStore, gather_state, load_state, sync_buffers
 from runtime.fsdp.group_closer import OwnedGroups
-from runtime.fsdp.sharded import (
-    ReplicatedParameters,
-    ShardedParameters,
-    check_clip,
-    clip_by_,
-    sharded_norm,
-)
+from runtime.fsdp.replicated import ReplicatedParameters
+from runtime.fsdp.sharded import ShardedParameters
+from runtime.fsdp.sharded_norm import check_clip, clip_by_, sharded_norm
 from runtime.fsdp.shared_parameters import SharedParameter, check_same, describe, find_parameters
 from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
