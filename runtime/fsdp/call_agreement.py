@@ -11,89 +11,88 @@ from runtime.collective.base import Group
 
 
 class CallAgreement:
-    """The collective calls of a group, and the ranks that failed before one. Thread-safe.
+    """Detects collective calls that fail on some ranks only. Thread-safe.
 
-    All ranks make the same calls in the same order, so each counts its own. A call that fails
-    before anything was exchanged is no matter if it fails on every rank: all go on. If it
-    fails on some alone, the others would wait for them in it or in the next: the group is
-    aborted through a rank that failed, as soon as one rank has failed and another has not,
-    whoever comes first.
+    All ranks make the same calls in the same order, so each rank counts its own. A call that
+    fails before any exchange on every rank is harmless: all continue. If it fails on some ranks
+    only, the others would wait for them in this call or the next one. So the group is aborted,
+    through a rank that failed, as soon as both outcomes are recorded.
 
     Args:
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
 
     Attributes:
-        reason: Why the group was aborted, if it was for a rank's failure; the first stands.
+        reason: The first failure that aborted the group; ``None``: no failure did.
     """
 
     def __init__(self, world_size: int) -> None:
         self.reason: str | None = None
         self._lock = threading.Lock()
         self._numbers = [0] * world_size
-        # Of each call that not all have made: what became of the ranks that told.
+        # For each call that some ranks have not reached: failure or None of the ranks that have.
         self._outcomes: dict[int, dict[int, _Failure | None]] = {}
 
-    def made(self, end: Collective) -> None:
-        """A rank makes its next call."""
-        self._tell(end, None, counts=True)
+    def entered(self, collective: Collective) -> None:
+        """Record that a rank enters its next call."""
+        self._report(collective, None, counts=True)
 
-    def refused(self, end: Collective, error: BaseException) -> None:
-        """A rank's next call has failed before anything was exchanged."""
-        self._tell(end, error, counts=True)
+    def rejected(self, collective: Collective, error: BaseException) -> None:
+        """Record that a rank's next call failed before any exchange."""
+        self._report(collective, error, counts=True)
 
-    def failed(self, end: Collective, error: BaseException) -> None:
-        """A rank has failed between two calls."""
-        self._tell(end, error, counts=False)
+    def failed_between(self, collective: Collective, error: BaseException) -> None:
+        """Record that a rank failed between two calls."""
+        self._report(collective, error, counts=False)
 
-    def broke(self, end: Collective, error: BaseException) -> None:
-        """A rank has failed in a call that the others are in: aborts the group."""
+    def failed_during(self, collective: Collective, error: BaseException) -> None:
+        """Record that a rank failed inside a call, and abort the group."""
         with self._lock:
-            self.reason = self.reason or _reason(end, error)
-        end.abort()
+            self.reason = self.reason or _reason(collective, error)
+        collective.abort()
 
-    def _tell(self, end: Collective, error: BaseException | None, *, counts: bool) -> None:
-        rank = end.rank
+    def _report(self, collective: Collective, error: BaseException | None, *, counts: bool) -> None:
+        rank = collective.rank
         with self._lock:
             number = self._numbers[rank]
-            told = self._outcomes.setdefault(number, {})
-            # A failure before a call stands, even if the call is made then.
+            outcomes = self._outcomes.setdefault(number, {})
+            # A failure before a call is kept, even if the rank then makes the call.
             if error is not None:
-                told[rank] = _Failure(weakref.ref(end), _reason(end, error))
-            elif rank not in told:
-                told[rank] = None
+                outcomes[rank] = _Failure(weakref.ref(collective), _reason(collective, error))
+            elif rank not in outcomes:
+                outcomes[rank] = None
             if counts:
                 self._numbers[rank] += 1
                 if min(self._numbers) > number:
                     del self._outcomes[number]
-            failures = [failure for failure in told.values() if failure is not None]
-            if not failures or len(failures) == len(told):
+            failures = [failure for failure in outcomes.values() if failure is not None]
+            if not failures or len(failures) == len(outcomes):
                 return
             self.reason = self.reason or failures[0].reason
-        # Not under the lock; through the rank that failed, which the error names then.
-        (failures[0].end() or end).abort()
+        # Outside the lock; through the rank that failed, so that the error names it.
+        (failures[0].collective() or collective).abort()
 
 
 class _Failure(NamedTuple):
-    """Where a rank failed.
+    """A rank's failure.
 
     Attributes:
-        end: Its end; a group must not be kept alive by what is known of its calls.
-        reason: What the others are told.
+        collective: The rank's collective, held weakly so that records keep no group alive.
+        reason: The message of the error that the other ranks raise.
     """
 
-    end: weakref.ref[Collective]
+    collective: weakref.ref[Collective]
     reason: str
 
 
-def _reason(end: Collective, error: BaseException) -> str:
-    return f"rank {end.rank} failed: {type(error).__name__}: {error}"
+def _reason(collective: Collective, error: BaseException) -> str:
+    return f"rank {collective.rank} failed: {type(error).__name__}: {error}"
 
 
-_LOCK = threading.Lock()  # no finalizer takes it
-_CALLS: weakref.WeakKeyDictionary[Group, CallAgreement] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # never taken by a finalizer
+_AGREEMENTS: weakref.WeakKeyDictionary[Group, CallAgreement] = weakref.WeakKeyDictionary()
 
 
-def agreement_of(end: Collective) -> CallAgreement:
-    """What all ranks of a group tell each other through, whatever they wrap."""
+def agreement_of(collective: Collective) -> CallAgreement:
+    """The agreement shared by all ranks and all FSDP modules of a group."""
     with _LOCK:
-        return _CALLS.setdefault(end._group, CallAgreement(end.world_size))
+        return _AGREEMENTS.setdefault(collective._group, CallAgreement(collective.world_size))

@@ -14,12 +14,15 @@ from runtime.fsdp.strategy import ShardGroups
 
 @torch.no_grad()
 def gather_into(
-    fulls: Sequence[Tensor], flats: Sequence[Tensor], layouts: Sequence[Layout], group: Collective
+    full_flats: Sequence[Tensor],
+    flats: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    group: Collective,
 ) -> None:
-    """Gathers all parameters from the ranks' flat shards, in one coalesced all-gather.
+    """Gather all parameters from the ranks' flat shards, in one coalesced all-gather.
 
     Args:
-        fulls: Written to; ``full_numel`` elements of each layout.
+        full_flats: Written to; ``full_numel`` elements of each layout.
         flats: This rank's flat shard of each layout.
         layouts: Offsets of the parameters in both.
         group: The ranks that share the parameters.
@@ -27,7 +30,7 @@ def gather_into(
     outputs: list[Tensor] = []
     inputs: list[Tensor] = []
     copied: list[tuple[Tensor, Bucket, list[Tensor]]] = []
-    for layout, flat, full in zip(layouts, flats, fulls, strict=True):
+    for layout, flat, full in zip(layouts, flats, full_flats, strict=True):
         for bucket in layout.buckets:
             part = flat[bucket.start : bucket.stop]
             targets = [slot.padded_of(full, layout.num_shards) for slot in bucket.slots]
@@ -47,14 +50,14 @@ def gather_into(
 def gathered_slots(
     flat: Tensor, layout: Layout, group: Collective
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """Gathers one bucket after the other; yields each parameter as a view that is soon gone."""
+    """Gather one bucket at a time, and yield each parameter as a view valid until the next."""
     for bucket in layout.buckets:
         part = flat[bucket.start : bucket.stop]
         gathered = flat.new_empty(layout.num_shards, part.numel())
         group.all_gather_into(gathered, part)
         columns: Sequence[Tensor] = gathered.split(bucket.chunks, dim=1)  # type: ignore[no-untyped-call]
         for slot, column in zip(bucket.slots, columns, strict=True):
-            yield slot, slot.shaped(column.contiguous().view(-1))
+            yield slot, slot.view_of(column.contiguous().view(-1))
 
 
 @torch.no_grad()
@@ -64,7 +67,7 @@ def reduce_gradients(
     owners: Sequence[Tensor],
     groups: ShardGroups,
 ) -> list[Tensor]:
-    """Averages full gradients over all ranks, in one coalesced reduce-scatter.
+    """Average full gradients over all ranks, in one coalesced reduce-scatter.
 
     Args:
         layouts: Offsets of the parameters that have gradients.
@@ -81,7 +84,7 @@ def reduce_gradients(
     inputs: list[Tensor] = []
     for layout, flat, shard in zip(layouts, flats, shards, strict=True):
         for bucket in layout.buckets:
-            # In turn: small gradients are freed as they are copied, so that no memory is added.
+            # One at a time: small gradients are freed once copied, so that the peak does not grow.
             inputs.append(_take_gradients(layout, bucket, owners, flat))
             outputs.append(shard[bucket.start : bucket.stop])
     groups.shard.reduce_scatter_coalesced(outputs, inputs, ReduceOp.AVG)
@@ -94,15 +97,15 @@ def reduce_gradients(
 def _take_gradients(
     layout: Layout, bucket: Bucket, owners: Sequence[Tensor], like: Tensor
 ) -> Tensor:
-    """The full gradients of a bucket, rank after rank, removed from their owners."""
+    """The full gradients of a bucket in order of shards, removed from their owners."""
     num_shards = layout.num_shards
     only = bucket.slots[0] if len(bucket.slots) == 1 else None
     if only is not None and only.numel == num_shards * only.chunk:
         gradient = owners[only.index].grad
         if gradient is not None:
             owners[only.index].grad = None
-            return only.flatten(gradient)  # where it lies
-    whole = like.new_zeros(num_shards, bucket.stop - bucket.start)
+            return only.flatten(gradient)  # without a copy
+    padded = like.new_zeros(num_shards, bucket.stop - bucket.start)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for slot in bucket.slots:
@@ -114,18 +117,18 @@ def _take_gradients(
         num_rows, rest = divmod(slot.numel, max(slot.chunk, 1))
         flat = slot.flatten(gradient)
         if num_rows:
-            targets.append(whole[:num_rows, column : column + slot.chunk])
+            targets.append(padded[:num_rows, column : column + slot.chunk])
             sources.append(flat[: num_rows * slot.chunk].view(num_rows, slot.chunk))
         if rest:
-            targets.append(whole[num_rows, column : column + rest])
+            targets.append(padded[num_rows, column : column + rest])
             sources.append(flat[num_rows * slot.chunk :])
     if targets:
         torch._foreach_copy_(targets, sources)
-    return whole
+    return padded
 
 
-def rank_0s(tensor: Tensor, world: Collective) -> Tensor:
-    """A copy of rank 0's tensor, contiguous and on this rank's device; a collective call."""
+def from_rank0(tensor: Tensor, world: Collective) -> Tensor:
+    """A contiguous copy of rank 0's tensor on this rank's device; a collective call."""
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     world.broadcast_(copy)
     return copy

@@ -1,8 +1,8 @@
 """Closes process groups when their owner is closed or garbage-collected.
 
-Garbage is collected in the middle of anything, maybe in a thread that holds the lock of the
-very group that shall be closed. So a finalizer takes no lock: it puts a note into a queue that
-allows for that, and a thread closes the groups.
+The garbage collector may run at any point, even in a thread that holds the lock of the group to
+be closed. So a finalizer takes no lock: it puts a key into a reentrant queue, and a thread closes
+the groups.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from runtime.collective import Collective
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 5.0
-"""How long the thread may take to end with the interpreter."""
+EXIT_TIMEOUT_S = 5.0
+"""Seconds that interpreter exit waits for the thread."""
 
 
 class GroupCloser:
-    """Closes the groups of those that are garbage. Thread-safe.
+    """Closes the groups of owners that were garbage-collected. Thread-safe.
 
-    Its thread, a daemon, lives while there is anything that it may have to close.
+    Its daemon thread runs while any groups are registered.
 
     Attributes:
-        notes: Numbers of what is garbage; may be put wherever garbage is collected.
+        collected: Keys of groups whose owner was collected; safe to put from a finalizer.
     """
 
     def __init__(self) -> None:
-        self.notes: SimpleQueue[int] = SimpleQueue()
+        self.collected: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()  # never taken by a finalizer
-        self._numbers = itertools.count()
-        self._open: dict[int, list[Collective]] = {}
+        self._keys = itertools.count()
+        self._groups_by_key: dict[int, list[Collective]] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(self, groups: list[Collective]) -> int:
-        """Groups that may have to be closed; gives their number.
+    def register(self, groups: list[Collective]) -> int:
+        """Register groups to be closed later, and return their key.
 
         Raises:
             RuntimeError: No thread could be started.
@@ -50,70 +50,70 @@ class GroupCloser:
                 thread = threading.Thread(target=self._run, name="fsdp-closer", daemon=True)
                 thread.start()
                 self._thread = thread
-            number = next(self._numbers)
-            self._open[number] = groups
-            return number
+            key = next(self._keys)
+            self._groups_by_key[key] = groups
+            return key
 
-    def close(self, number: int) -> None:
-        """Close groups in the calling thread; nothing if that was done."""
+    def close(self, key: int) -> None:
+        """Close groups in the calling thread, unless they are closed already."""
         with self._lock:
-            groups = self._open.pop(number, [])
+            groups = self._groups_by_key.pop(key, [])
         try:
             _close(groups)
         finally:
-            self.notes.put(number)  # the thread may have no more to do
+            self.collected.put(key)  # lets the thread end if nothing is registered
 
     def close_all(self) -> None:
-        """Close everything, and end the thread."""
+        """Close all registered groups and end the thread."""
         with self._lock:
             thread = self._thread
-            numbers = list(self._open)
-        for number in numbers:
-            self.close(number)
+            keys = list(self._groups_by_key)
+        for key in keys:
+            self.close(key)
         if thread is not None:
-            thread.join(EXIT_S)
+            thread.join(EXIT_TIMEOUT_S)
 
     def _run(self) -> None:
         while True:
-            number = self.notes.get()
+            key = self.collected.get()
             with self._lock:
-                groups = self._open.pop(number, [])
+                groups = self._groups_by_key.pop(key, [])
             _close(groups)
             del groups
             with self._lock:
-                if not self._open:
+                if not self._groups_by_key:
                     self._thread = None
                     return
 
 
 class OwnedGroups:
-    """Groups that are closed with :meth:`close`, with this object and with the interpreter.
+    """Groups closed by :meth:`close`, garbage collection of this object, or interpreter exit.
 
-    For the thread of its owner.
+    Used in the owner's thread only.
     """
 
     def __init__(self) -> None:
         self._groups: list[Collective] = []
         self._finalizer: weakref.finalize[..., OwnedGroups] | None = None
-        self._number = -1
+        self._key = -1
 
     def add(self, groups: Sequence[Collective]) -> None:
-        """Take charge of groups; if that fails they are closed."""
+        """Take ownership of groups; they are closed at once if that fails."""
         self._groups.extend(groups)
         if not groups or self._finalizer is not None:
             return
         try:
-            self._number = CLOSER.watch(self._groups)
+            self._key = CLOSER.register(self._groups)
         except BaseException:
             _close(self._groups)
             raise
-        self._finalizer = weakref.finalize(self, CLOSER.notes.put, self._number)
-        self._finalizer.atexit = False  # see Closer.close_all
+        self._finalizer = weakref.finalize(self, CLOSER.collected.put, self._key)
+        self._finalizer.atexit = False  # see GroupCloser.close_all
 
     def close(self) -> None:
-        """Close them in the calling thread. Idempotent."""
+        """Close the groups in the calling thread. Idempotent."""
         if self._finalizer is not None and self._finalizer.detach() is not None:
-            CLOSER.close(self._number)
+            CLOSER.close(self._key)
 
 
 def _close(groups: Sequence[Collective]) -> None:
@@ -125,6 +125,5 @@ def _close(groups: Sequence[Collective]) -> None:
 
 
 CLOSER = GroupCloser()
-"""That of the process."""
-
+"""The closer of this process."""
 atexit.register(CLOSER.close_all)

@@ -2,9 +2,9 @@
 
 A parameter's elements, in the order of its memory, are padded with zeros to a multiple of the
 number of shards and cut into equal chunks. A rank's flat shard holds its chunk of every
-parameter side by side. A full tensor holds every padded parameter in one piece, so that the
-parameters are views of it. Small parameters are exchanged together in buckets, large ones
-alone, straight from and to where they belong.
+parameter, contiguously. A full tensor holds every padded parameter contiguously, so that the
+parameters are views of it. Small parameters are exchanged together in buckets, large ones alone
+and without a copy.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 
 from runtime.replica.flat import ALIGNMENT_BYTES, dense_stride
 
-LARGE = 1 << 16
-"""Elements from which on a parameter is exchanged alone."""
+LARGE_ELEMENTS = 1 << 16
+"""Parameters with at least this many elements are exchanged alone."""
 BUCKET_BYTES = 25 * 2**20
-"""Bytes that a bucket of small parameters may hold."""
+"""Size limit of a bucket of small parameters."""
 
 
 class Layout:
-    """Where parameters of one dtype lie, all of them trainable or all of them frozen.
+    """Offsets of parameters of one dtype, either all trainable or all frozen.
 
     Args:
-        tensors: Each parameter's place among all, and the parameter.
-        num_shards: How many ranks share them.
+        tensors: Each parameter with its index in the module.
+        num_shards: Number of ranks that share them.
 
     Attributes:
-        dtype: Their dtype.
-        num_shards: How many ranks share them.
-        slots: The parameters, in order.
-        buckets: The parameters as they are exchanged.
+        dtype: The parameters' dtype.
+        num_shards: Number of ranks that share them.
+        slots: The parameters, in order of index.
+        buckets: The parameters grouped by exchange.
         shard_numel: Elements of a flat shard.
         full_numel: Elements of a full tensor.
     """
@@ -45,9 +45,9 @@ class Layout:
         self.num_shards = num_shards
         self._unit = max(1, ALIGNMENT_BYTES // first.element_size())
         self.shard_numel = self.full_numel = 0
-        small = [pair for pair in tensors if pair[1].numel() < LARGE]
-        large = [pair for pair in tensors if pair[1].numel() >= LARGE]
-        buckets = [self._bucket(group) for group in _fill(small)]
+        small = [pair for pair in tensors if pair[1].numel() < LARGE_ELEMENTS]
+        large = [pair for pair in tensors if pair[1].numel() >= LARGE_ELEMENTS]
+        buckets = [self._bucket(group) for group in _make_buckets(small)]
         for pair in large:
             self.shard_numel = _round_up(self.shard_numel, self._unit)
             buckets.append(self._bucket([pair]))
@@ -79,12 +79,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that are exchanged at once; a large one is alone.
+    """Parameters that are exchanged together, or one large parameter.
 
     Attributes:
         slots: The parameters.
-        start: Where their chunks start in the flat shard.
-        stop: Where they end.
+        start: Offset of their first chunk in the flat shard.
+        stop: End of their last chunk.
     """
 
     slots: tuple[Slot, ...]
@@ -93,22 +93,22 @@ class Bucket:
 
     @property
     def chunks(self) -> list[int]:
-        """Sizes of the chunks, which lie side by side."""
+        """Sizes of the contiguous chunks."""
         return [slot.chunk for slot in self.slots]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter.
+    """The shape and offsets of one parameter.
 
     Attributes:
-        index: Its place among the module's parameters.
-        shape: Its shape.
-        stride: Strides that fill its memory without gaps.
-        numel: Its elements.
+        index: The parameter's index in the module.
+        shape: The parameter's shape.
+        stride: Dense strides.
+        numel: Number of elements.
         chunk: Elements of each rank's chunk, padding included.
-        shard_offset: Where the chunk starts in the flat shard.
-        full_offset: Where the whole starts in the full tensor.
+        shard_offset: Offset of the chunk in the flat shard.
+        full_offset: Offset of the parameter in the full tensor.
     """
 
     index: int
@@ -120,7 +120,7 @@ class Slot:
     full_offset: int
 
     def extent(self, rank: int) -> tuple[int, int]:
-        """The elements that a rank holds, without padding."""
+        """Range of the elements that a rank holds, without padding."""
         return min(rank * self.chunk, self.numel), min((rank + 1) * self.chunk, self.numel)
 
     def shard_of(self, flat: Tensor, rank: int) -> Tensor:
@@ -132,12 +132,12 @@ class Slot:
         """The padded parameter in a full tensor."""
         return full[self.full_offset : self.full_offset + num_shards * self.chunk]
 
-    def shaped(self, padded: Tensor) -> Tensor:
+    def view_of(self, padded: Tensor) -> Tensor:
         """The parameter as a view of its padded elements."""
         return torch.as_strided(padded, self.shape, self.stride, padded.storage_offset())
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """A tensor's elements in the order of the parameter's memory; a view where it can be."""
+        """A tensor's elements in the order of the parameter's memory; a view if possible."""
         if tensor.stride() != self.stride:
             copy = torch.empty_strided(
                 self.shape, self.stride, dtype=tensor.dtype, device=tensor.device
@@ -146,7 +146,7 @@ class Slot:
         return torch.as_strided(tensor, (self.numel,), (1,), tensor.storage_offset())
 
 
-def _fill(tensors: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]]]:
+def _make_buckets(tensors: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]]]:
     buckets: list[list[tuple[int, Tensor]]] = []
     num_bytes = 0
     for index, tensor in tensors:
@@ -160,7 +160,7 @@ def _fill(tensors: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]
 
 
 def make_layouts(tensors: Sequence[Tensor], num_shards: int) -> list[Layout]:
-    """One layout for each dtype, trainable and frozen parameters apart."""
+    """Make one layout per dtype, separately for trainable and frozen parameters."""
     groups: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.requires_grad), []).append((index, tensor))

@@ -1,4 +1,4 @@
-"""Bytes of tensor memory that objects hold."""
+"""Tensor memory reachable from Python objects."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def reachable_bytes(*roots: object) -> int:
-    """Bytes of all tensor memory that objects hold, each piece of memory counted once.
+    """Bytes of all tensor memory reachable from objects, each storage counted once.
 
-    Follows every reference that the garbage collector sees, gradients included, but for
+    Follows every reference visible to the garbage collector, gradients included, except those of
     classes, Python modules, functions and bound methods: roots may be models, optimizers and
-    containers of them. What a graph of autograd saves is not seen. Nobody may change the
-    objects meanwhile.
+    containers of them. Tensors saved by autograd graphs are not counted. No other thread may
+    modify the objects meanwhile.
 
     Args:
-        roots: Where to start.
+        roots: The objects to start from.
 
     Returns:
-        The sum, in bytes, on all devices together.
+        The sum in bytes over all devices.
     """
     seen: set[int] = set()
     storages: dict[int, int] = {}
@@ -34,7 +34,7 @@ def reachable_bytes(*roots: object) -> int:
         if isinstance(found, Tensor):
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-            waiting.extend(_held_by(found))
+            waiting.extend(_referents_of(found))
         else:
             waiting.extend(gc.get_referents(found))
     return sum(storages.values())
@@ -51,7 +51,7 @@ _OPAQUE = (
 )
 
 
-def _held_by(tensor: Tensor) -> Iterable[object]:
+def _referents_of(tensor: Tensor) -> Iterable[object]:
     yield tensor.__dict__
     if tensor.is_leaf or tensor.retains_grad:
         yield tensor.grad

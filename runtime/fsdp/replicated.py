@@ -11,33 +11,34 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from runtime.collective import Collective, ReduceOp
-from runtime.fsdp.exchange import rank_0s
+from runtime.fsdp.exchange import from_rank0
 from runtime.fsdp.layout import Bucket, make_layouts
 from runtime.fsdp.shared_parameters import SharedParameter
 from runtime.replica.flat import dense_stride
 
 
 class ReplicatedParameters:
-    """The module's own parameters, under the interface of sharded ones.
+    """The module's own parameters, with the interface of :class:`ShardedParameters`.
 
-    For the thread of its rank; everything runs on the current stream.
+    Used in the thread of its rank only; everything runs on the current stream. Construction is a
+    collective call.
 
     Args:
         found: The module's parameters.
-        world: All ranks; rank 0's values become everybody's. A collective call.
+        world: All ranks; they start with rank 0's values.
 
     Attributes:
         names: Names of the parameters.
-        shards: The parameters themselves.
+        shards: The parameters.
         generation: Always 0: full values are never replaced.
-        is_held: Always ``False``: there is nothing to free.
-        must_gather: Always ``False``: there is nothing to form.
+        is_unsharded: Always ``False``: there is nothing to free.
+        needs_all_gather: Always ``False``.
     """
 
     generation = 0
-    is_held = False
-    is_changed = False
-    must_gather = False
+    is_unsharded = False
+    shards_changed = False
+    needs_all_gather = False
     is_prefetching = False
 
     def __init__(self, found: Sequence[SharedParameter], world: Collective) -> None:
@@ -46,22 +47,22 @@ class ReplicatedParameters:
         self._world = world
         trainable = [p for p in self.shards if p.requires_grad]
         self._trainable = trainable
-        self._added: set[int] = set()  # places of gradients that were added to and not reduced
+        self._added: set[int] = set()  # indices of gradients not yet reduced
         self._hooks: list[RemovableHandle] = []
         if world.world_size > 1:
             for i, parameter in enumerate(trainable):
-                hook = partial(_note, self._added, i)
+                hook = partial(_add_index, self._added, i)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._hooks.append(handle)
-        # One shard: full tensors and flat shards are the same.
+        # With one shard, flat shards are full tensors.
         self._layouts = make_layouts(trainable, 1)
         with torch.no_grad():
             for parameter in self.shards:
-                parameter.copy_(rank_0s(parameter, world))
+                parameter.copy_(from_rank0(parameter, world))
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter is."""
+        """True if any parameter is trainable."""
         return bool(self._trainable)
 
     def shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -69,41 +70,41 @@ class ReplicatedParameters:
         return parameter
 
     def check(self) -> None:
-        """Nothing: there is nothing to form."""
+        """No effect: nothing is gathered."""
 
     def check_shards(self) -> None:
-        """Nothing: they are what the module has."""
+        """No effect: the module holds the parameters."""
 
-    def hold(self) -> None:
-        """Nothing: the values are there."""
+    def unshard(self) -> None:
+        """No effect: full values always exist."""
 
-    def release(self) -> None:
-        """Nothing: the values stay."""
+    def reshard(self) -> None:
+        """No effect: full values are kept."""
 
-    def refresh(self) -> None:
-        """Nothing: the values are those of the optimizer."""
+    def refresh_full(self) -> None:
+        """No effect: the optimizer writes the full values."""
 
-    def restore(self) -> None:
-        """Gives the module its parameters back for good."""
+    def restore_full(self) -> None:
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def wait_prefetch(self) -> None:
-        """Nothing: there is none."""
+        """No effect: there is no prefetch."""
 
     def drop_prefetch(self) -> None:
-        """Nothing: there is none."""
+        """No effect: there is no prefetch."""
 
-    def start_prefetch(self, side: Callable[[], Collective], name: str) -> None:
-        """Never called: there is nothing to gather."""
+    def start_prefetch(self, make_group: Callable[[], Collective], name: str) -> None:
+        """Never called: nothing is gathered."""
         raise AssertionError("nothing to prefetch")
 
     def as_shards(self) -> AbstractContextManager[None]:
-        """Nothing: the module always holds them."""
+        """No effect: the module always holds the parameters."""
         return nullcontext()
 
     def check_gradients(self) -> None:
-        """Raises ``ValueError`` if a gradient is sparse."""
+        """Raise ``ValueError`` if a gradient is sparse."""
         for parameter in self._trainable:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ValueError(
@@ -113,25 +114,25 @@ class ReplicatedParameters:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages the gradients over all ranks, in place; a collective call.
+        """Average the gradients over all ranks, in place; a collective call.
 
-        To be called after :meth:`check_gradients`.
+        Call after :meth:`check_gradients`.
         """
         for parameter in self._trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        wires: list[Tensor] = []
+        flats: list[Tensor] = []
         copied: list[tuple[Tensor, list[Tensor]]] = []
         for layout in self._layouts:
             for bucket in layout.buckets:
                 gradients = self._gradients_of(bucket)
-                if (wire := _flat_view(gradients)) is None:
-                    wire = torch.cat([gradient.reshape(-1) for gradient in gradients])
-                    copied.append((wire, gradients))
-                wires.append(wire)
-        self._world.all_reduce_coalesced_(wires, ReduceOp.AVG)
-        for wire, gradients in copied:
-            parts = wire.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
+                if (flat := _flat_view(gradients)) is None:
+                    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                    copied.append((flat, gradients))
+                flats.append(flat)
+        self._world.all_reduce_coalesced_(flats, ReduceOp.AVG)
+        for flat, gradients in copied:
+            parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(
                 gradients, [part.view(g.size()) for part, g in zip(parts, gradients, strict=True)]
             )
@@ -139,7 +140,7 @@ class ReplicatedParameters:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether a backward pass has added to gradients since the last reduction."""
+        """True if a backward pass has added to gradients since the last reduction."""
         return any(self._trainable[i].grad is not None for i in self._added)
 
     def _gradients_of(self, bucket: Bucket) -> list[Tensor]:
@@ -155,10 +156,10 @@ class ReplicatedParameters:
         return [p.grad for p in self._trainable if p.grad is not None]
 
     def drop_gradients(self) -> None:
-        """Nothing: there are none but those of the parameters."""
+        """No effect: the parameters hold all gradients."""
 
     def full_values(self) -> Iterator[tuple[int, Tensor]]:
-        """Each parameter's place and values."""
+        """Yield each parameter's index and values."""
         for index, parameter in enumerate(self.shards):
             yield index, parameter.detach()
 
@@ -168,20 +169,20 @@ class ReplicatedParameters:
 
     @torch.no_grad()
     def load(self, index: int, values: Tensor) -> None:
-        """Takes values over, of a parameter's shape and on any device."""
+        """Copy values, of the parameter's shape and on any device."""
         self.shards[index].copy_(values)
 
-    def loaded(self, *, was_changed: bool) -> None:
-        """Nothing: there is no other copy."""
+    def mark_loaded(self, *, was_changed: bool) -> None:
+        """No effect: there is no other copy."""
 
 
 def _flat_view(gradients: Sequence[Tensor]) -> Tensor | None:
-    """A single dense gradient in one dimension; ``None`` for any others."""
+    """A single dense gradient as a one-dimensional view; ``None`` otherwise."""
     if len(gradients) != 1 or dense_stride(gradients[0]) != gradients[0].stride():
         return None
     (gradient,) = gradients
     return torch.as_strided(gradient, (gradient.numel(),), (1,), gradient.storage_offset())
 
 
-def _note(added: set[int], index: int, _: Tensor) -> None:
+def _add_index(added: set[int], index: int, _: Tensor) -> None:
     added.add(index)

@@ -1,7 +1,4 @@
-"""Parameters that are sharded: their shards, for a while the whole of them, and their gradients.
-
-Everything runs in the calling thread, and on the stream that is current there.
-"""
+"""Parameters sharded over ranks: shards, temporary full values, and gradients."""
 
 from __future__ import annotations
 
@@ -23,23 +20,24 @@ from runtime.fsdp.strategy import ShardGroups
 class ShardedParameters:
     """A rank's shards, and the full parameters while they exist.
 
-    The module's own parameter objects carry the full values: hooks on them, ties and lists of
-    them stay. While there are no full values they are empty, and the module holds the shards in
-    their place. So a graph that outlives the full values fails instead of computing with others.
+    The module's original parameter objects hold the full values, so hooks, ties and references to
+    them stay valid. While resharded they are empty, and the module holds the shards in their
+    place. So an autograd graph that outlives the full values fails instead of reading others.
 
-    For the thread of its rank; everything runs on the current stream.
+    Used in the thread of its rank only; everything runs on the current stream. Construction is a
+    collective call.
 
     Args:
         found: The module's parameters.
-        world: All ranks; rank 0's values become everybody's. A collective call.
-        groups: With whom to exchange what.
-        keep_full: Whether full values always exist.
+        world: All ranks; they start with rank 0's values.
+        groups: The process groups of the strategy.
+        keep_full: Keep full values between steps.
 
     Attributes:
         names: Names of the parameters.
-        shards: This rank's elements of each, one-dimensional, without padding.
-        generation: Counts the times at which full values were replaced or freed.
-        is_held: Whether the full values are in the module.
+        shards: This rank's elements of each parameter, one-dimensional, without padding.
+        generation: Number of times that full values were replaced or freed.
+        is_unsharded: True while the module holds the full values.
     """
 
     def __init__(
@@ -52,239 +50,239 @@ class ShardedParameters:
     ) -> None:
         self.names = [each.name for each in found]
         self.generation = 0
-        self.is_held = False
+        self.is_unsharded = False
         self._groups = groups
         self._keep_full = keep_full
-        self._wholes = [each.parameter for each in found]
-        self._places = [each.places for each in found]
+        self._params = [each.parameter for each in found]
+        self._locations = [each.locations for each in found]
         self._rank = groups.shard.rank
-        self._layouts = make_layouts(self._wholes, groups.shard.world_size)
+        self._layouts = make_layouts(self._params, groups.shard.world_size)
         self._slots = sorted(
             (slot for layout in self._layouts for slot in layout.slots), key=lambda s: s.index
         )
         self._flats: list[Tensor] = []
-        self._fulls: list[Tensor] | None = None
+        self._full_flats: list[Tensor] | None = None
         self._empties: list[Tensor] = []
         self._prefetch: ParamPrefetch | None = None
-        self._stream: cuda_api.Stream | None = None  # of its prefetches on a GPU
-        self._side: Collective | None = None
+        self._stream: cuda_api.Stream | None = None  # of prefetches, on a GPU
+        self._prefetch_group: Collective | None = None
         self._may_be_stale = False
         shards: dict[int, nn.Parameter] = {}
         for layout in self._layouts:
             self._flats.append(self._shard(layout, world, shards))
         self.shards = [shards[slot.index] for slot in self._slots]
         self._pointers = [shard.data_ptr() for shard in self.shards]
-        self._of_whole = {
-            id(whole): shard for whole, shard in zip(self._wholes, self.shards, strict=True)
+        self._shard_of_param = {
+            id(param): shard for param, shard in zip(self._params, self.shards, strict=True)
         }
-        self._stamp = self._versions()
+        self._gathered_versions = self._versions()
         if keep_full:
-            self._form()
+            self._all_gather()
         self._install(self.shards)
 
     @torch.no_grad()
     def _shard(self, layout: Layout, world: Collective, shards: dict[int, nn.Parameter]) -> Tensor:
-        """Replaces the parameters of a layout, one after the other, by this rank's chunks."""
-        device = self._wholes[layout.slots[0].index].device
+        """Replace the parameters of a layout, one at a time, by this rank's chunks."""
+        device = self._params[layout.slots[0].index].device
         flat = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=device)
         empty = flat.new_empty(0)
         self._empties.append(empty)
         for slot in layout.slots:
-            whole = self._wholes[slot.index]
+            param = self._params[slot.index]
             values = flat.new_empty(slot.numel)
-            values.copy_(slot.flatten(whole.detach()))
+            values.copy_(slot.flatten(param.detach()))
             world.broadcast_(values)
             start, stop = slot.extent(self._rank)
             shard = slot.shard_of(flat, self._rank)
             shard.copy_(values[start:stop])
-            shards[slot.index] = nn.Parameter(shard, requires_grad=whole.requires_grad)
-            whole.data, whole.grad = empty, None
+            shards[slot.index] = nn.Parameter(shard, requires_grad=param.requires_grad)
+            param.data, param.grad = empty, None
         return flat
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter is."""
+        """True if any parameter is trainable."""
         return any(shard.requires_grad for shard in self.shards)
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether a prefetch was started that no forward has used."""
+        """True if a prefetch was started that no forward has used."""
         return self._prefetch is not None
 
     @property
-    def must_gather(self) -> bool:
-        """Whether :meth:`hold` forms the full values anew, unless it has prefetched ones."""
-        return self._fulls is None or self._may_be_stale or self.is_changed
+    def needs_all_gather(self) -> bool:
+        """True if :meth:`unshard` has to gather, unless a prefetch did."""
+        return self._full_flats is None or self._may_be_stale or self.shards_changed
 
     @property
-    def is_changed(self) -> bool:
-        """Whether the shards were written to since they were gathered last."""
-        return self._stamp != self._versions()
+    def shards_changed(self) -> bool:
+        """True if the shards were written to since the last all-gather."""
+        return self._gathered_versions != self._versions()
 
     def shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard of a full parameter; anything else as it is."""
-        return self._of_whole.get(id(parameter), parameter)
+        """The shard of a full parameter; any other parameter unchanged."""
+        return self._shard_of_param.get(id(parameter), parameter)
 
     def check(self) -> None:
-        """Makes sure that the full values can be formed from the shards.
+        """Check that the full values can be gathered from the shards.
 
         Raises:
-            RuntimeError: A shard was moved, frozen or unfrozen, or shards were changed behind a
-                prefetch, which is given up.
+            RuntimeError: A shard was moved, frozen or unfrozen, or shards were changed during a
+                prefetch, which is dropped.
         """
         self.check_shards()
-        if self._prefetch is not None and self.is_changed:
+        if self._prefetch is not None and self.shards_changed:
             self.drop_prefetch()
             raise RuntimeError(
-                "the shards were changed after prefetch_forward_params() had begun to gather "
-                "them; step the optimizer first, then prefetch"
+                "the shards were changed after prefetch_forward_params() had started to "
+                "gather them; step the optimizer first, then prefetch"
             )
 
-    def hold(self) -> None:
-        """Brings the full values into the module, by a collective call unless they are there.
+    def unshard(self) -> None:
+        """Install the full values in the module; collective unless they exist already.
 
-        To be called after :meth:`check`.
+        Call after :meth:`check`.
         """
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
-            self._fulls = list(prefetch.join())
-        elif self.must_gather:
-            if self._fulls is not None and self.is_changed:
-                self.generation += 1  # what was computed with the old values is void
+            self._full_flats = list(prefetch.join())
+        elif self.needs_all_gather:
+            if self._full_flats is not None and self.shards_changed:
+                self.generation += 1  # invalidates graphs of the old values
             if not self._keep_full:
-                self._fulls = None  # freed before there are others
-            self._form()
-        elif self.is_held:
+                self._full_flats = None  # freed before others are allocated
+            self._all_gather()
+        elif self.is_unsharded:
             return
-        # A step may still come: fused optimizers write without a trace in the version.
+        # A step may follow: fused optimizers write without a change of the version counter.
         self._may_be_stale = any(shard.grad is not None for shard in self.shards)
-        self._show_wholes()
+        self._install_params()
 
-    def release(self) -> None:
-        """Puts the shards into the module, and frees the full values unless they are kept."""
+    def reshard(self) -> None:
+        """Install the shards in the module, and free the full values unless they are kept."""
         self._install(self.shards)
-        self.is_held = False
+        self.is_unsharded = False
         self.generation += 1
         if not self._keep_full:
-            self._fulls = None
+            self._full_flats = None
             for layout, empty in zip(self._layouts, self._empties, strict=True):
                 for slot in layout.slots:
-                    self._wholes[slot.index].data = empty
+                    self._params[slot.index].data = empty
 
-    def refresh(self) -> None:
-        """Forms the kept full values of shards that were stepped; a collective call."""
-        if self.is_changed:
+    def refresh_full(self) -> None:
+        """Gather the kept full values after an optimizer step; a collective call."""
+        if self.shards_changed:
             self.generation += 1
-        self._form()
+        self._all_gather()
         self._may_be_stale = False
 
-    def restore(self) -> None:
-        """Gives the module its full parameters back for good; a collective call."""
-        self._fulls = None
-        self._form()
-        self._show_wholes()
-        for whole in self._wholes:
-            whole.grad = None
+    def restore_full(self) -> None:
+        """Give the module its full parameters back permanently; a collective call."""
+        self._full_flats = None
+        self._all_gather()
+        self._install_params()
+        for param in self._params:
+            param.grad = None
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
-        """Lets the module hold the shards meanwhile."""
-        held = self.is_held
-        if held:
+        """Install the shards in the module for the duration of the context."""
+        was_unsharded = self.is_unsharded
+        if was_unsharded:
             self._install(self.shards)
         try:
             yield
         finally:
-            if held:
-                self._install(self._wholes)
+            if was_unsharded:
+                self._install(self._params)
 
-    def _show_wholes(self) -> None:
-        assert self._fulls is not None
-        for layout, full in zip(self._layouts, self._fulls, strict=True):
+    def _install_params(self) -> None:
+        assert self._full_flats is not None
+        for layout, full in zip(self._layouts, self._full_flats, strict=True):
             for slot in layout.slots:
                 padded = slot.padded_of(full, layout.num_shards)
-                self._wholes[slot.index].data = slot.shaped(padded)
-        self._install(self._wholes)
-        self.is_held = True
+                self._params[slot.index].data = slot.view_of(padded)
+        self._install(self._params)
+        self.is_unsharded = True
 
     def _install(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter, places in zip(parameters, self._places, strict=True):
-            for owner, key in places:
-                # Not setattr: a module may look at shapes there.
+        for parameter, locations in zip(parameters, self._locations, strict=True):
+            for owner, key in locations:
+                # Not setattr, which a module may override to check shapes.
                 owner._parameters[key] = parameter
 
-    def _new_fulls(self) -> list[Tensor]:
-        # Tensors of inference mode could not be written to by a prefetch's thread, nor trained.
+    def _new_full_flats(self) -> list[Tensor]:
+        # Inference tensors could neither be written by a prefetch thread nor trained.
         with torch.inference_mode(False):
             return [
                 flat.new_empty(layout.full_numel)
                 for layout, flat in zip(self._layouts, self._flats, strict=True)
             ]
 
-    def _form(self) -> None:
-        fulls = self._new_fulls() if self._fulls is None else self._fulls
-        self._stamp = self._versions()
-        gather_into(fulls, self._flats, self._layouts, self._groups.shard)
-        self._fulls = fulls
+    def _all_gather(self) -> None:
+        full_flats = self._new_full_flats() if self._full_flats is None else self._full_flats
+        self._gathered_versions = self._versions()
+        gather_into(full_flats, self._flats, self._layouts, self._groups.shard)
+        self._full_flats = full_flats
 
     def _versions(self) -> list[int]:
-        # A shard and its flat tensor count their writes together.
+        # A shard and its flat tensor share one version counter.
         return [flat._version for flat in self._flats]
 
     def check_shards(self) -> None:
-        """Raises ``RuntimeError`` if a shard was moved, frozen or unfrozen."""
-        for name, shard, whole, pointer in zip(
-            self.names, self.shards, self._wholes, self._pointers, strict=True
+        """Raise ``RuntimeError`` if a shard was moved, frozen or unfrozen."""
+        for name, shard, param, pointer in zip(
+            self.names, self.shards, self._params, self._pointers, strict=True
         ):
             if shard.data_ptr() != pointer:
                 raise RuntimeError(
                     f"the shard of {name!r} was moved to other memory; write to it in place "
                     "(p.copy_(...)), and move the module before it is wrapped"
                 )
-            if shard.requires_grad != whole.requires_grad:
+            if shard.requires_grad != param.requires_grad:
                 raise RuntimeError(
                     f"requires_grad of {name!r} was changed; freeze and unfreeze before wrapping"
                 )
 
-    def start_prefetch(self, side: Callable[[], Collective], name: str) -> None:
-        """Starts to gather in another thread.
+    def start_prefetch(self, make_group: Callable[[], Collective], name: str) -> None:
+        """Start an all-gather in another thread.
 
         Args:
-            side: Makes a group for it; called the first time, a collective call.
-            name: Of the thread.
+            make_group: Makes its group, by a collective call; called the first time only.
+            name: The thread's name.
         """
-        if self._side is None:
-            self._side = side()
-        group, layouts, flats = self._side, self._layouts, self._flats
+        if self._prefetch_group is None:
+            self._prefetch_group = make_group()
+        group, layouts, flats = self._prefetch_group, self._layouts, self._flats
 
-        def gather(fulls: Sequence[Tensor]) -> None:
+        def gather(full_flats: Sequence[Tensor]) -> None:
             try:
-                gather_into(fulls, flats, layouts, group)
+                gather_into(full_flats, flats, layouts, group)
             except BaseException:
-                group.abort()  # peers must not wait until this rank's forward tells
+                group.abort()  # or peers would wait until this rank's next forward
                 raise
 
-        self._stamp = self._versions()
-        self._prefetch = ParamPrefetch(gather, self._new_fulls(), name, self._stream)
+        self._gathered_versions = self._versions()
+        self._prefetch = ParamPrefetch(gather, self._new_full_flats(), name, self._stream)
         self._stream = self._prefetch.stream
 
     def wait_prefetch(self) -> None:
-        """Waits for a prefetch, so that no two exchanges run at once; it stays pending."""
+        """Wait for a prefetch, so that no two exchanges overlap; it stays pending."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.join()
             self._prefetch = prefetch
 
     def drop_prefetch(self) -> None:
-        """Waits for a prefetch and forgets it, whatever came of it."""
+        """Wait for a prefetch and discard its result or error."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
-            prefetch.end()
+            prefetch.wait()
 
     def check_gradients(self) -> None:
-        """Raises ``ValueError`` if a gradient is sparse."""
-        for name, whole in zip(self.names, self._wholes, strict=True):
-            if whole.grad is not None and whole.grad.layout is not torch.strided:
+        """Raise ``ValueError`` if a gradient is sparse."""
+        for name, param in zip(self.names, self._params, strict=True):
+            if param.grad is not None and param.grad.layout is not torch.strided:
                 raise ValueError(
                     f"the gradient of {name!r} is sparse, which FSDP does not support; use "
                     "Embedding(..., sparse=False)"
@@ -292,11 +290,11 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages the full gradients into those of the shards, and releases; collective.
+        """Reshard, and reduce-scatter the mean of full gradients into the shards'; collective.
 
-        To be called after :meth:`check_gradients`.
+        Call after :meth:`check_gradients`.
         """
-        self.release()
+        self.reshard()
         self._may_be_stale = True
         trained = [
             (layout, flat)
@@ -305,7 +303,7 @@ class ShardedParameters:
         ]
         layouts = [layout for layout, _ in trained]
         reduced = reduce_gradients(
-            layouts, [flat for _, flat in trained], self._wholes, self._groups
+            layouts, [flat for _, flat in trained], self._params, self._groups
         )
         for layout, gradients in zip(layouts, reduced, strict=True):
             for slot in layout.slots:
@@ -317,21 +315,21 @@ class ShardedParameters:
                     shard.grad.add_(gradient)
 
     def gradients(self) -> list[Tensor]:
-        """The full gradients that were not reduced."""
-        return [whole.grad for whole in self._wholes if whole.grad is not None]
+        """The full gradients not yet reduced."""
+        return [param.grad for param in self._params if param.grad is not None]
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether there are full gradients that were not reduced."""
-        return any(whole.grad is not None for whole in self._wholes)
+        """True if there are full gradients not yet reduced."""
+        return any(param.grad is not None for param in self._params)
 
     def drop_gradients(self) -> None:
-        """Forgets full gradients that were not reduced."""
-        for whole in self._wholes:
-            whole.grad = None
+        """Drop full gradients not yet reduced."""
+        for param in self._params:
+            param.grad = None
 
     def full_values(self) -> Iterator[tuple[int, Tensor]]:
-        """Each parameter's place and full values, which are soon gone; a collective call."""
+        """Yield each parameter's index and full values, valid until the next; a collective call."""
         for layout, flat in zip(self._layouts, self._flats, strict=True):
             for slot, values in gathered_slots(flat, layout, self._groups.shard):
                 yield slot.index, values
@@ -342,7 +340,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def load(self, index: int, values: Tensor) -> None:
-        """Takes full values over, of a parameter's shape and on any device."""
+        """Copy full values, of the parameter's shape and on any device, into the shard."""
         slot = self._slots[index]
         flat = slot.flatten(values.detach())
         start, stop = slot.extent(self._rank)
@@ -350,15 +348,15 @@ class ShardedParameters:
         if self._keep_full:
             self._padded(slot)[: slot.numel].copy_(flat)
 
-    def loaded(self, *, was_changed: bool) -> None:
-        """The kept full values are those of the shards, if they were before."""
+    def mark_loaded(self, *, was_changed: bool) -> None:
+        """Record that kept full values match the loaded shards, unless they were stale before."""
         if self._keep_full and not was_changed:
-            self._stamp = self._versions()
+            self._gathered_versions = self._versions()
             self.generation += 1
 
     def _padded(self, slot: Slot) -> Tensor:
-        assert self._fulls is not None
-        for layout, full in zip(self._layouts, self._fulls, strict=True):
+        assert self._full_flats is not None
+        for layout, full in zip(self._layouts, self._full_flats, strict=True):
             if slot in layout.slots:
                 return slot.padded_of(full, layout.num_shards)
-        raise AssertionError("a slot of no layout")
+        raise AssertionError("slot is in no layout")

@@ -15,11 +15,11 @@ from runtime.collective.base import LOW_PRECISION
 
 @torch.no_grad()
 def sharded_norm(shards: Sequence[nn.Parameter], group: Collective, norm_type: float) -> Tensor:
-    """The norm of gradients whose elements are spread over a group; a collective call.
+    """The norm of gradients sharded over a group; a collective call.
 
     Args:
-        shards: This rank's parameters; those without a gradient count nothing.
-        group: The ranks that hold the rest.
+        shards: This rank's shards; those without a gradient add nothing.
+        group: The ranks that hold the other shards.
         norm_type: Order of the norm, infinity included.
 
     Returns:
@@ -29,7 +29,7 @@ def sharded_norm(shards: Sequence[nn.Parameter], group: Collective, norm_type: f
     gradients = [shard.grad for shard in shards if shard.grad is not None]
     filled = [gradient for gradient in gradients if gradient.numel()]
     device = shards[0].device
-    # Parts of a rank of few elements must not be rounded to a low precision.
+    # A shard's partial norm must not be rounded to a low precision.
     narrow = [g.double() for g in filled if g.dtype in LOW_PRECISION]
     low = torch.nn.utils.get_total_norm(narrow, norm_type)
     wide = [g for g in filled if g.dtype not in LOW_PRECISION]
@@ -49,28 +49,25 @@ def sharded_norm(shards: Sequence[nn.Parameter], group: Collective, norm_type: f
 def clip_by_(
     shards: Sequence[nn.Parameter], total: Tensor, max_norm: float, *, error_if_nonfinite: bool
 ) -> None:
-    """Scales gradients down, whose norm over all ranks is ``total``, to ``max_norm``.
+    """Scale gradients, whose norm over all ranks is ``total``, down to ``max_norm``.
 
     Raises:
-        RuntimeError: The norm is not finite and that is an error; nothing was changed.
+        RuntimeError: The norm is not finite with ``error_if_nonfinite``; nothing was changed.
     """
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the gradient's norm is {total.item()}, so it cannot be clipped; pass "
-            "error_if_nonfinite=False to clip all the same"
+            "error_if_nonfinite=False to clip anyway"
         )
     torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total)
 
 
 def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Judges arguments before anything is exchanged.
-
-    Returns:
-        Both as numbers.
+    """Validate the arguments of clipping before any exchange; return both as floats.
 
     Raises:
-        TypeError: One is no number.
-        ValueError: The limit is negative, or the norm's order is not above zero.
+        TypeError: An argument is not a number.
+        ValueError: ``max_norm`` is negative, or ``norm_type`` is not positive.
     """
     numbers = []
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
@@ -80,7 +77,7 @@ def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
             raise TypeError(f"{name}={value!r}: pass a number") from error
     limit, order = numbers
     if not limit >= 0:
-        raise ValueError(f"max_norm={limit}: pass what the norm is brought down to, from 0 up")
+        raise ValueError(f"max_norm={limit}: pass the largest norm after clipping, 0 or more")
     if not order > 0:
         raise ValueError(f"norm_type={order}: pass the order of the norm, above 0")
     return limit, order

@@ -22,13 +22,13 @@ class SharedParameter:
 
     Attributes:
         name: Its first name.
-        parameter: The parameter as the module was built with it.
-        places: Every module and attribute that hold it: several where it is tied.
+        parameter: The module's original parameter.
+        locations: Each module and attribute that holds it; several for a tied parameter.
     """
 
     name: str
     parameter: nn.Parameter
-    places: tuple[tuple[nn.Module, str], ...]
+    locations: tuple[tuple[nn.Module, str], ...]
 
 
 def find_parameters(module: nn.Module) -> list[SharedParameter]:
@@ -36,17 +36,17 @@ def find_parameters(module: nn.Module) -> list[SharedParameter]:
 
     Raises:
         TypeError: Not a module.
-        ValueError: There are none, or one that cannot be sharded; says what to do.
+        ValueError: The module has no parameters, or one that cannot be sharded.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"FSDP wraps a torch.nn.Module, not a {type(module).__name__}")
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    locations: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((owner, key))
+                locations.setdefault(id(parameter), []).append((owner, key))
     found = [
-        SharedParameter(name, p, tuple(places[id(p)])) for name, p in module.named_parameters()
+        SharedParameter(name, p, tuple(locations[id(p)])) for name, p in module.named_parameters()
     ]
     if not found:
         raise ValueError(
@@ -54,12 +54,12 @@ def find_parameters(module: nn.Module) -> list[SharedParameter]:
             "without FSDP"
         )
     for each in found:
-        if (fault := _fault(each.parameter, found[0].parameter.device)) is not None:
+        if (fault := _unsupported(each.parameter, found[0].parameter.device)) is not None:
             raise ValueError(f"FSDP: parameter {each.name!r} {fault}")
     return found
 
 
-def _fault(parameter: nn.Parameter, device: torch.device) -> str | None:
+def _unsupported(parameter: nn.Parameter, device: torch.device) -> str | None:
     if is_lazy(cast(Any, parameter)):
         return "is lazy; run one forward before wrapping, or give the module its sizes"
     if parameter.layout is not torch.strided:
@@ -73,8 +73,8 @@ def _fault(parameter: nn.Parameter, device: torch.device) -> str | None:
     return None
 
 
-def describe(module: nn.Module, found: Sequence[SharedParameter]) -> list[str]:
-    """What must be the same on every rank, a parameter or buffer a line."""
+def describe_module(module: nn.Module, found: Sequence[SharedParameter]) -> list[str]:
+    """The properties that must match on every rank, one parameter or buffer per line."""
     lines = []
     for each in found:
         p = each.parameter
@@ -85,15 +85,15 @@ def describe(module: nn.Module, found: Sequence[SharedParameter]) -> list[str]:
     return lines
 
 
-def check_same(lines: Sequence[str], collective: Collective) -> None:
-    """Compares descriptions over all ranks; a collective call.
+def check_same_on_all_ranks(lines: Sequence[str], collective: Collective) -> None:
+    """Compare descriptions over all ranks; a collective call.
 
     Args:
-        lines: This rank's description, one thing a line.
-        collective: The ranks.
+        lines: This rank's description.
+        collective: This rank's collective.
 
     Raises:
-        ReplicaMismatch: They differ; raised on every rank, naming the first difference.
+        ReplicaMismatch: The descriptions differ; raised on every rank, with the first difference.
     """
     text = "\n".join(lines).encode()
     digests = _gather(hashlib.sha256(text).digest(), collective)
@@ -103,7 +103,7 @@ def check_same(lines: Sequence[str], collective: Collective) -> None:
     collective.all_reduce_(length, ReduceOp.MAX)
     padded = text.ljust(int(length.item()), b"\0")
     first, *others = [
-        whole.rstrip(b"\0").decode().split("\n") for whole in _gather(padded, collective)
+        gathered.rstrip(b"\0").decode().split("\n") for gathered in _gather(padded, collective)
     ]
     for rank, other in enumerate(others, 1):
         for index in range(max(len(first), len(other))):
@@ -117,6 +117,6 @@ def check_same(lines: Sequence[str], collective: Collective) -> None:
 
 def _gather(data: bytes, collective: Collective) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    whole = torch.empty(collective.world_size * len(data), dtype=torch.uint8)
-    collective.all_gather_into(whole, mine)
-    return [bytes(row.tolist()) for row in whole.view(collective.world_size, -1)]
+    gathered = torch.empty(collective.world_size * len(data), dtype=torch.uint8)
+    collective.all_gather_into(gathered, mine)
+    return [bytes(row.tolist()) for row in gathered.view(collective.world_size, -1)]

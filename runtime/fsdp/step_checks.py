@@ -1,4 +1,4 @@
-"""Refusal of optimizer steps that would train nothing, or each rank by itself."""
+"""Refuses optimizer steps on sharded-away parameters or on unreduced gradients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runtime.fsdp.shared_parameters import SharedParameter
 
 
-# Such optimizers are found at their next step: looking through the whole heap for them when a
-# module is wrapped takes seconds in a large process.
 class OptimizerStepChecks:
-    """Refuses steps that would train nothing, or each rank by itself. Thread-safe.
+    """Refuses optimizer steps that would train nothing, or each rank separately. Thread-safe.
 
-    Those are steps on parameters that the module no longer uses, since they were sharded, and
-    steps on shards whose gradients were not reduced.
+    These are steps on original parameters, which shards have replaced in the module, and steps
+    on shards whose gradients were not reduced.
     """
+
+    # A hook checks each optimizer at its next step: a search of the whole heap for optimizers
+    # when a module is wrapped takes seconds in a large process.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +39,7 @@ class OptimizerStepChecks:
         shards: Iterable[nn.Parameter],
         sharded: Sequence[SharedParameter] = (),
     ) -> None:
-        """Call a method, held weakly, before steps on shards; refuse those on what was sharded."""
+        """Call ``check``, held weakly, before steps on ``shards``; refuse steps on ``sharded``."""
         method = weakref.WeakMethod(check)
         with self._lock:
             if self._version == 0:
@@ -53,17 +54,17 @@ class OptimizerStepChecks:
                 self._shards[id(shard)] = weakref.ref(shard), method
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """They are their module's again."""
+        """Allow steps on these parameters again."""
         with self._lock:
             for parameter in parameters:
                 self._sharded.pop(id(parameter), None)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before each step of any optimizer; looks at its parameters once.
+        """Run before each step of any optimizer; its parameters are inspected only once.
 
         Raises:
-            ValueError: They were sharded.
-            RuntimeError: Gradients of these shards were not reduced.
+            ValueError: Its parameters were replaced by shards.
+            RuntimeError: The gradients of its shards were not reduced.
         """
         with self._lock:
             version, checks = self._checked.get(optimizer, (0, ()))
@@ -92,6 +93,6 @@ class OptimizerStepChecks:
 
 
 StepCheck = Callable[[Optimizer], None]
-"""Called before a step of an optimizer; raises if gradients wait for their reduction."""
+"""Called before an optimizer step; raises if gradients were not reduced."""
 STEP_CHECKS = OptimizerStepChecks()
-"""That of the process."""
+"""The checks of this process."""

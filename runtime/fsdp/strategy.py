@@ -10,7 +10,7 @@ from runtime.collective import Collective, split_nodes
 
 @unique
 class ShardingStrategy(Enum):
-    """What each rank holds outside forward and backward.
+    """The state that each rank holds outside forward and backward.
 
     Attributes:
         FULL_SHARD: Its shard of parameters, gradients and optimizer state (ZeRO-3).
@@ -26,18 +26,18 @@ class ShardingStrategy(Enum):
 
     @property
     def frees_parameters(self) -> bool:
-        """Whether full parameters exist only in forward and backward."""
+        """True if full parameters exist only during forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """With whom a rank exchanges what.
+    """The process groups of one rank.
 
     Attributes:
-        shard: The ranks that hold one copy of the parameters together.
-        replicate: The ranks that hold the same shard as this one; ``None``: no other does.
-        owned: Subgroups that were made for this, to be closed with it.
+        shard: The ranks among which one copy of the parameters is sharded.
+        replicate: The ranks that hold the same shard; ``None``: no other rank does.
+        owned: Subgroups made for this wrapper, to be closed with it.
     """
 
     shard: Collective
@@ -48,19 +48,19 @@ class ShardGroups:
 def check_strategy(
     strategy: ShardingStrategy, world_size: int, intra_node_size: int | None
 ) -> None:
-    """Judges a strategy before anything is exchanged.
+    """Validate a strategy before any exchange.
 
     Raises:
-        TypeError: Not a strategy, or the size is no integer.
-        ValueError: The size is missing, does not belong, or does not divide the world size.
+        TypeError: Not a strategy, or the node size is no integer.
+        ValueError: The node size is missing, not applicable, or does not divide the world size.
     """
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(f"strategy={strategy!r}: pass a ShardingStrategy")
     if strategy is not ShardingStrategy.HYBRID_SHARD:
         if intra_node_size is not None:
             raise ValueError(
-                f"intra_node_size={intra_node_size!r} means nothing with {strategy.name}; leave it "
-                "out, or pass ShardingStrategy.HYBRID_SHARD"
+                f"intra_node_size={intra_node_size!r} has no meaning with {strategy.name}; leave "
+                "it out, or pass ShardingStrategy.HYBRID_SHARD"
             )
         return
     if intra_node_size is None:
@@ -70,14 +70,14 @@ def check_strategy(
     if intra_node_size < 1 or world_size % intra_node_size:
         raise ValueError(
             f"intra_node_size={intra_node_size} does not divide the world size {world_size}; pass "
-            "a number of ranks of which every node has as many"
+            "the number of ranks of each node"
         )
 
 
 def make_groups(
     collective: Collective, strategy: ShardingStrategy, intra_node_size: int | None
 ) -> ShardGroups:
-    """The groups of a strategy; a collective call for ``HYBRID_SHARD``."""
+    """Make the groups of a strategy; a collective call for ``HYBRID_SHARD``."""
     if strategy is not ShardingStrategy.HYBRID_SHARD:
         return ShardGroups(shard=collective)
     assert intra_node_size is not None

@@ -1,4 +1,4 @@
-"""The FSDP module."""
+"""FSDP: a module with sharded parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from runtime.fsdp.group_closer import OwnedGroups
 from runtime.fsdp.replicated import ReplicatedParameters
 from runtime.fsdp.sharded import ShardedParameters
 from runtime.fsdp.sharded_norm import check_clip, clip_by_, sharded_norm
-from runtime.fsdp.shared_parameters import SharedParameter, check_same, describe, find_parameters
+from runtime.fsdp.shared_parameters import (
+    SharedParameter,
+    check_same_on_all_ranks,
+    describe_module,
+    find_parameters,
+)
 from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 from runtime.replica.gradients import weigh_
@@ -41,16 +46,16 @@ class FSDP(nn.Module):
             fsdp.broadcast_updated_params()     # only needed for SHARD_GRAD_OP
 
     Wrapping, ``forward``, ``sync_gradients`` and every method called a collective call below
-    block until all ranks have called them, at most for the collective's time limit. Work runs
-    on the stream that is current in the calling thread.
+    block until all ranks have called them, at most for the collective's timeout. Work runs on
+    the calling thread's current stream.
 
     **Errors.** A failure inside a collective call aborts the collective, so that no rank waits.
-    A misuse found before anything is exchanged, or an exception of the module, changes nothing
-    if all ranks raise it: all may continue. If only some ranks raise it, the collective is
-    aborted at once, and the other ranks raise ``CollectiveAborted``, which names a rank that
-    failed. Wrong arguments abort nothing: call again with right ones. The wrapper does not see
-    exceptions outside its methods, in backward for instance: a rank that leaves its loop by an
-    exception must close or abort its collective, which wakes the others.
+    A misuse detected before any exchange, or an exception of the module, changes nothing if all
+    ranks raise it: all may continue. If only some ranks raise it, the collective is aborted at
+    once, and the other ranks raise ``CollectiveAborted``, which names a rank that failed. Invalid
+    arguments abort nothing: call again with valid ones. The wrapper does not detect exceptions
+    outside its methods, in backward for instance: a rank that leaves its loop by an exception
+    must close or abort its collective, so that the others stop waiting.
 
     **Parameters.** ``parameters()`` yields this rank's shards: a one-dimensional tensor for each
     parameter, some of them empty if a parameter has fewer elements than there are ranks. They
@@ -58,12 +63,12 @@ class FSDP(nn.Module):
     Build the optimizer from them, after wrapping. Tied parameters are one parameter and stay
     tied; frozen ones are sharded too, and get no gradient; dtypes may be mixed. All ranks start
     with rank 0's parameters and buffers. Buffers are not sharded; each rank updates its own,
-    while :meth:`sync_buffers` and :meth:`full_state_dict` take rank 0's.
+    and :meth:`sync_buffers` and :meth:`full_state_dict` use rank 0's.
 
     **Memory.** Under ``FULL_SHARD`` and ``HYBRID_SHARD`` the full parameters exist from
     ``forward`` until :meth:`sync_gradients`, or until the end of ``forward`` if gradients are
     disabled. Backward keeps them and does not gather again: the whole module is one unit, so
-    all of them are needed at the start of backward anyway. The peak of a rank is thus its
+    all of them are needed at the start of backward anyway. A rank's peak memory is thus its
     shards, full parameters, full gradients and activations. :meth:`sync_gradients` frees the
     full parameters before it reduces, and the full gradients once they are reduced. Wrap
     evaluation in ``torch.no_grad()``, or call :meth:`reshard` after it.
@@ -76,14 +81,14 @@ class FSDP(nn.Module):
 
     Clip gradients only with :meth:`clip_grad_norm_` of this object.
     ``torch.nn.utils.clip_grad_norm_(fsdp.parameters(), ...)``, and other helpers that read all
-    gradients at once, see only this rank's shards: each rank would clip by a different norm,
-    that of its own part, without any error.
+    gradients at once, read only this rank's shards: each rank would clip by the norm of its
+    own shards, without any error.
 
     Args:
-        module: On its device, with its final dtypes, the same on every rank. It belongs to the
-            wrapper from here on.
-        collective: This rank's end of a group; the caller keeps it and closes it in the end.
-        strategy: What is sharded.
+        module: On its device, with its final dtypes, the same on every rank. The wrapper owns
+            it from here on.
+        collective: This rank's collective; the caller keeps ownership and closes it.
+        strategy: The state to shard.
         intra_node_size: For ``HYBRID_SHARD``: ranks of a node, contiguous; divides the world
             size.
 
@@ -110,7 +115,7 @@ class FSDP(nn.Module):
         super().__init__()
         if not isinstance(collective, Collective):
             raise TypeError(
-                f"collective={collective!r}: pass one rank's end of create_collectives(...)"
+                f"collective={collective!r}: pass one of the collectives of create_collectives(...)"
             )
         check_strategy(strategy, collective.world_size, intra_node_size)
         found = find_parameters(module)
@@ -125,54 +130,54 @@ class FSDP(nn.Module):
         self._calls = agreement_of(collective)
         with self._aborting():
             how = f"the strategy {strategy.name} with intra_node_size={intra_node_size}"
-            check_same([how, *describe(module, found)], collective)
+            check_same_on_all_ranks([how, *describe_module(module, found)], collective)
             groups = make_groups(collective, strategy, intra_node_size)
             self._subgroups.add(groups.owned)
             self._groups = groups
             self._store: ParameterStore = _make_parameters(found, collective, groups, strategy)
             sync_buffers(module, collective)
-        keeps = strategy is ShardingStrategy.NO_SHARD  # the module's own parameters
-        STEP_CHECKS.watch(self._check_synced, self._store.shards, () if keeps else found)
+        is_replicated = strategy is ShardingStrategy.NO_SHARD
+        STEP_CHECKS.watch(self._check_synced, self._store.shards, () if is_replicated else found)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module with full parameters. A collective call if they must be gathered.
+        """Run the module with full parameters; a collective call if they must be gathered.
 
         Waits for a pending prefetch. With gradients enabled the full parameters stay until
         :meth:`sync_gradients`, and further calls before that use them.
 
         Raises:
-            RuntimeError: The shards were changed after a prefetch had begun to gather them.
+            RuntimeError: The shards were changed after a prefetch had started.
             BaseException: The module's exception; aborts the collective unless every rank
                 raises.
         """
         parameters = self._store
-        was_held = parameters.is_held
-        with self._agreeing(counts=parameters.is_prefetching or parameters.must_gather):
+        was_unsharded = parameters.is_unsharded
+        with self._agreeing(counts=parameters.is_prefetching or parameters.needs_all_gather):
             self._check_open()
             parameters.check()
         with self._aborting():
-            parameters.hold()
-        keeps = torch.is_grad_enabled() and parameters.is_trainable
+            parameters.unshard()
+        keeps_full = torch.is_grad_enabled() and parameters.is_trainable
         try:
             output = self.module(*args, **kwargs)
         except BaseException as error:
-            if not was_held:
-                parameters.release()
-            self._calls.failed(self.collective, error)
+            if not was_unsharded:
+                parameters.reshard()
+            self._calls.failed_between(self.collective, error)
             raise
-        if keeps:
+        if keeps_full:
             self._has_forward = True
-            guard(output, parameters)
-        elif not was_held:
-            parameters.release()
+            guard_backward(output, parameters)
+        elif not was_unsharded:
+            parameters.reshard()
         return output
 
     def prefetch_forward_params(self) -> None:
-        """Starts to gather the parameters for the next ``forward``, in a separate thread.
+        """Start to gather the parameters of the next ``forward`` in a separate thread.
 
         Returns at once. Call it after ``optimizer.step()``, do other work, then call
-        ``forward``, which waits for the rest. The first call creates a separate group for it,
-        so that call is collective. Other collective calls first wait for the prefetch.
+        ``forward``, which waits for the rest. The first call makes a separate group and is
+        therefore a collective call. Other collective calls first wait for the prefetch.
 
         Raises:
             RuntimeError: A prefetch is pending; the full parameters already exist; the strategy
@@ -182,7 +187,9 @@ class FSDP(nn.Module):
             self._check_open()
             self._check_prefetch()
         with self._aborting():
-            self._store.start_prefetch(self._make_side, f"fsdp-prefetch-{self.collective.rank}")
+            self._store.start_prefetch(
+                self._make_prefetch_group, f"fsdp-prefetch-{self.collective.rank}"
+            )
 
     def _check_prefetch(self) -> None:
         if not self.strategy.frees_parameters:
@@ -195,7 +202,7 @@ class FSDP(nn.Module):
             raise RuntimeError(
                 "prefetch_forward_params() was called twice without a forward() in between"
             )
-        if parameters.is_held:
+        if parameters.is_unsharded:
             raise RuntimeError(
                 "prefetch_forward_params() while forward() holds the full parameters; call "
                 "sync_gradients() and optimizer.step(), or reshard(), first"
@@ -204,13 +211,13 @@ class FSDP(nn.Module):
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Whether a prefetch was started that no ``forward`` has used yet."""
+        """True if a prefetch was started that no ``forward`` has used yet."""
         return self._store.is_prefetching
 
     def sync_gradients(self, weight: float | Tensor | None = None) -> None:
-        """Averages the gradients over all ranks into ``.grad`` of the shards; a collective call.
+        """Average the gradients over all ranks into ``.grad`` of the shards; a collective call.
 
-        Adds to existing gradients. Parameters that no rank used get zeros, frozen ones nothing.
+        Adds to existing gradients. Parameters that no rank used get zeros, frozen ones no gradient.
         Frees full parameters and gradients.
 
         Args:
@@ -223,9 +230,9 @@ class FSDP(nn.Module):
 
         Raises:
             TypeError: The weight is neither a number nor a tensor.
-            RuntimeError: There was no ``forward`` with gradients enabled since the last call.
+            RuntimeError: No ``forward`` ran with gradients enabled since the last call.
             ValueError: A gradient is sparse; the weight is negative, NaN or not a scalar, or
-                some ranks have passed none.
+                some ranks passed none.
         """
         checked = None if weight is None else check_weight("weight", weight)
         with self._agreeing():
@@ -244,7 +251,7 @@ class FSDP(nn.Module):
         self._has_forward = False
 
     def _check_synced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before each step of an optimizer of these parameters."""
+        """Called before each step of an optimizer of the shards."""
         if not self._closed and self._store.has_unreduced:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step without the gradients of the other ranks: "
@@ -252,10 +259,10 @@ class FSDP(nn.Module):
             )
 
     def broadcast_updated_params(self) -> None:
-        """For ``SHARD_GRAD_OP``: gathers the updated shards' parameters; a collective call.
+        """Gather the updated parameters under ``SHARD_GRAD_OP``; a collective call.
 
-        Call it after ``optimizer.step()``. If you do not, the next ``forward`` does it. Does
-        nothing for other strategies.
+        Call it after ``optimizer.step()``; otherwise the next ``forward`` does it. No effect with
+        other strategies.
         """
         if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
             self._check_open()
@@ -264,15 +271,15 @@ class FSDP(nn.Module):
             self._check_open()
             self._store.check_shards()
         with self._aborting():
-            self._store.refresh()
+            self._store.refresh_full()
 
     @torch.no_grad()
     def update_shards(self, flat: Tensor) -> None:
-        """Writes this rank's parameters, for optimizers that keep a flat copy; not collective.
+        """Write this rank's shards, for optimizers that keep a flat copy; not collective.
 
         Args:
-            flat: This rank's elements without padding, those of all ``parameters()`` in order,
-                of shape ``(numel,)``.
+            flat: This rank's shards of all ``parameters()`` in order, without padding, of shape
+                ``(numel,)``.
 
         Raises:
             ValueError: The shape is wrong.
@@ -296,7 +303,7 @@ class FSDP(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clips synced gradients by the norm of the whole model's gradient; a collective call.
+        """Clip reduced gradients by the norm over all ranks; a collective call.
 
         Use it in place of ``torch.nn.utils.clip_grad_norm_``, which would clip each rank's
         shards by their own norm.
@@ -311,7 +318,7 @@ class FSDP(nn.Module):
 
         Raises:
             TypeError, ValueError: An argument is wrong.
-            RuntimeError: There are gradients that were not synced; the norm is not finite.
+            RuntimeError: There are gradients not yet synced; the norm is not finite.
         """
         max_norm, norm_type = check_clip(max_norm, norm_type)
         with self._agreeing(counts=self.strategy is not ShardingStrategy.NO_SHARD):
@@ -330,38 +337,38 @@ class FSDP(nn.Module):
         return total
 
     def reshard(self) -> None:
-        """Frees full parameters, and drops a prefetch and gradients that were not synced.
+        """Free full parameters, and drop a prefetch and gradients not yet synced.
 
         Not a collective call, but every rank must make it.
         """
         self._check_open()
         self._store.drop_prefetch()
         self._store.drop_gradients()
-        self._store.release()
+        self._store.reshard()
         self._has_forward = False
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """Returns the bare module's state dict, in CPU memory; a collective call.
+        """Return the bare module's state dict in CPU memory; a collective call.
 
         Args:
-            rank: The rank that gets it; ``None``: every rank.
+            rank: The rank that receives it; ``None``: every rank.
 
         Returns:
-            Full parameters and rank 0's buffers, with the keys of the bare module; an empty
-            dict on a rank that does not get it.
+            Full parameters and rank 0's buffers under the keys of the bare module; an empty dict
+            on the other ranks.
         """
         if rank is not None and not 0 <= rank < self.collective.world_size:
             raise ValueError(f"rank={rank}: pass a rank under {self.collective.world_size}")
         with self._agreeing():
             self._check_open()
             self._store.check_shards()
-        wanted = rank is None or rank == self.collective.rank
+        keep = rank is None or rank == self.collective.rank
         with self._aborting():
             self._store.wait_prefetch()
-            return gather_state(self.module, self._store, self.collective, wanted=wanted)
+            return gather_state(self.module, self._store, self.collective, keep=keep)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads this rank's part of a state dict of the bare module; not collective.
+        """Load this rank's part of a state dict of the bare module; not collective.
 
         The state may come from :meth:`full_state_dict` at any world size and strategy, or from
         the bare module. It must be the same on every rank. Ranks may share it: it is only read.
@@ -384,7 +391,7 @@ class FSDP(nn.Module):
         load_state(self.module, self._store, state_dict, strict=strict)
 
     def sync_buffers(self) -> None:
-        """Copies rank 0's buffers to every rank; a collective call."""
+        """Copy rank 0's buffers to every rank; a collective call."""
         with self._agreeing():
             self._check_open()
         with self._aborting():
@@ -392,49 +399,49 @@ class FSDP(nn.Module):
             sync_buffers(self.module, self.collective)
 
     def unwrap(self) -> nn.Module:
-        """Returns the bare module with full parameters, and ends the wrapper.
+        """Return the bare module with full parameters, and close the wrapper.
 
-        A collective call. Do not use the wrapper, its shards or their optimizers after it.
+        A collective call. Do not use the wrapper, its shards or their optimizers afterwards.
         """
         with self._agreeing():
             self._check_open()
             self._store.check_shards()
         with self._aborting():
             self._store.drop_prefetch()
-            self._store.restore()
+            self._store.restore_full()
         STEP_CHECKS.forget(self.module.parameters())
         self.close()
         return self.module
 
     def close(self) -> None:
-        """Ends the wrapper, a pending prefetch and the groups it made. Idempotent.
+        """Close the wrapper, a pending prefetch and the groups it made. Idempotent.
 
-        Garbage collection does the same, in a thread called ``fsdp-closer``. The collective
+        Garbage collection does the same, in the thread ``fsdp-closer``. The collective
         stays open.
         """
         self._closed = True
         self._subgroups.close()
-        self._store.drop_prefetch()  # its group is closed, so it ends
+        self._store.drop_prefetch()  # ends, since its group is closed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the shards' gradients, and drops those that were not synced."""
+        """Clear the shards' gradients, and drop gradients not yet synced."""
         self._store.drop_gradients()
         super().zero_grad(set_to_none)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the shards under the parameters' names, also while the module holds full ones."""
+        """Yield the shards under the parameters' names, also while the module is unsharded."""
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name, self._store.shard_of(parameter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards and buffers, for this rank at this world size."""
+        """This rank's shards and buffers, to be loaded by this rank at this world size."""
         with self._store.as_shards():
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what :meth:`state_dict` returned on this rank at this world size."""
+        """Load a :meth:`state_dict` of this rank at this world size."""
         self._refuse_pending("load_state_dict()")
         with self._store.as_shards():
             return super().load_state_dict(state_dict, *args, **kwargs)
@@ -445,10 +452,10 @@ class FSDP(nn.Module):
             "call .to(...) on the bare module before wrapping"
         )
 
-    def _make_side(self) -> Collective:
-        side = split(self._groups.shard, 0)
-        self._subgroups.add([side])
-        return side
+    def _make_prefetch_group(self) -> Collective:
+        group = split(self._groups.shard, 0)
+        self._subgroups.add([group])
+        return group
 
     def _check_open(self) -> None:
         if self._closed:
@@ -460,27 +467,27 @@ class FSDP(nn.Module):
 
     @contextmanager
     def _agreeing(self, *, counts: bool = True) -> Iterator[None]:
-        """Wraps the checks before a collective call, so that all ranks make it or none does.
+        """Wrap the checks before a collective call, so that all ranks make it or none does.
 
-        Arguments are checked outside of it, since a caller may try again with right ones.
+        Arguments are checked outside, since a caller may call again with valid ones.
 
         Args:
-            counts: Whether the call that follows is one that ranks make together.
+            counts: Whether the call that follows is collective.
         """
         try:
             yield
         except BaseException as error:
-            tell = self._calls.refused if counts else self._calls.failed
-            tell(self.collective, error)
+            report = self._calls.rejected if counts else self._calls.failed_between
+            report(self.collective, error)
             raise
         if counts:
-            self._calls.made(self.collective)
+            self._calls.entered(self.collective)
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Aborts the group when an exception leaves, so that no peer waits for this rank.
+        """Abort the group on an exception, so that no peer waits for this rank.
 
-        Modules that differ are found by all ranks, in an exchange that is complete.
+        A ``ReplicaMismatch`` is raised by all ranks after a complete exchange and aborts nothing.
         """
         try:
             yield
@@ -492,7 +499,7 @@ class FSDP(nn.Module):
                 raise
             raise CollectiveAborted(self._calls.reason) from error
         except BaseException as error:
-            self._calls.broke(self.collective, error)
+            self._calls.failed_during(self.collective, error)
             raise
 
 
@@ -505,13 +512,13 @@ def _make_parameters(
     return ShardedParameters(found, world, groups, keep_full=keep_full)
 
 
-def guard(output: Any, parameters: ParameterStore) -> None:
-    """Makes a backward fail if the parameters of its forward have been freed.
+def guard_backward(output: Any, parameters: ParameterStore) -> None:
+    """Make a backward fail if the full parameters of its forward were freed.
 
     Args:
-        output: Output of forward: a tensor, or tensors in tuples, lists and mappings; others
+        output: The output of forward: tensors, alone or in tuples, lists and mappings; others
             are not guarded.
-        parameters: The parameters that forward used.
+        parameters: The parameters of that forward.
     """
     generation = parameters.generation
 

@@ -85,7 +85,7 @@ def exchanges_of_a_step(strategy, num_layers, monkeypatch):
 def test_a_step_over_nccl_meets_and_waits_as_often_for_many_buckets_as_for_one(
     strategy, monkeypatch
 ):
-    monkeypatch.setattr(layout_module, "LARGE", 100)  # each weight is exchanged alone
+    monkeypatch.setattr(layout_module, "LARGE_ELEMENTS", 100)  # each weight is exchanged alone
     monkeypatch.setattr(layout_module, "BUCKET_BYTES", 100)  # two biases a bucket
     few = exchanges_of_a_step(strategy, 1, monkeypatch)
     many = exchanges_of_a_step(strategy, 9, monkeypatch)

@@ -33,18 +33,18 @@ def numbered(shapes):
 def limits(large):
     """Lets parameters of so many elements be large, and buckets be twice as long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_module, "LARGE", large)
+        patch.setattr(layout_module, "LARGE_ELEMENTS", large)
         patch.setattr(layout_module, "BUCKET_BYTES", 8 * large)  # two of the largest
         yield
 
 
-def make_layout(shapes, num_shards, large=layout_module.LARGE):
+def make_layout(shapes, num_shards, large=layout_module.LARGE_ELEMENTS):
     tensors = numbered(shapes)
     with limits(large):
         return Layout(list(enumerate(tensors)), num_shards), tensors
 
 
-larges = st.sampled_from([1, 20, layout_module.LARGE])
+larges = st.sampled_from([1, 20, layout_module.LARGE_ELEMENTS])
 
 
 @properties
@@ -141,4 +141,4 @@ def test_a_tensor_of_any_strides_is_flattened_in_the_order_of_the_parameter(like
     given.copy_(parameter)
     flat = layout.slots[0].flatten(given)
     assert flat.is_contiguous()
-    assert layout.slots[0].shaped(flat).equal(parameter)
+    assert layout.slots[0].view_of(flat).equal(parameter)

@@ -45,7 +45,7 @@ def end():
         (4, {"strategy": HYBRID, "intra_node_size": 0}, ValueError, "does not divide"),
         (4, {"strategy": HYBRID, "intra_node_size": 8}, ValueError, "does not divide"),
         (4, {"strategy": HYBRID, "intra_node_size": 2.0}, TypeError, "pass an int"),
-        (4, {"strategy": FULL, "intra_node_size": 2}, ValueError, "means nothing"),
+        (4, {"strategy": FULL, "intra_node_size": 2}, ValueError, "has no meaning"),
         (1, {"strategy": "full_shard"}, TypeError, "pass a ShardingStrategy"),
         (1, {"module": nn.ReLU()}, ValueError, "no parameters"),
         (1, {"module": Net}, TypeError, "wraps a torch.nn.Module"),

@@ -242,7 +242,7 @@ def test_an_error_in_the_thread_comes_out_of_forward_and_wakes_the_peer(make):
         fsdp = ranks.fsdp[end.rank]
         with pytest.MonkeyPatch.context() as patch:
             if end.rank == 1:
-                side = fsdp._store._side
+                side = fsdp._store._prefetch_group
                 patch.setattr(
                     side, "all_gather_coalesced", lambda *_: (_ for _ in ()).throw(MemoryError)
                 )

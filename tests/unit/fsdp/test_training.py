@@ -122,7 +122,7 @@ def test_gradient_shards_of_any_sizes_put_together_are_those_of_one_device(
 ):
     inputs = torch.linspace(0.5, 2.0, world_size, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_module, "LARGE", large)
+        patch.setattr(layout_module, "LARGE_ELEMENTS", large)
         ranks = on_ranks(
             world_size, lambda end: shard_gradients(end, strategy, Shapes(shapes), inputs)
         )
