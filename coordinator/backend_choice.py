@@ -272,6 +272,7 @@ def choose_backend(
     *,
     nccl_available: bool,
     shared_gpu_fault: str | None = "NCCL refuses two ranks on one GPU",
+    nccl_fault: str | None = None,
 ) -> tuple[AverageBackend, str]:
     """Resolve ``AUTO`` and refuse what cannot work.
 
@@ -282,6 +283,7 @@ def choose_backend(
         nccl_available: Whether this build of PyTorch has NCCL.
         shared_gpu_fault: Why ``NCCL`` cannot be requested for a GPU that is named twice; ``None``:
             it can. ``AUTO`` never chooses it there.
+        nccl_fault: Reason why NCCL would fail in this process, with the remedy; ``None``: none.
 
     Returns:
         The backend and a sentence that says why.
@@ -293,7 +295,8 @@ def choose_backend(
     distinct = len(set(devices)) == len(devices)
     names = ", ".join(devices)
     if requested is AverageBackend.AUTO:
-        return _choose_auto(policy, devices, on_cuda, distinct, nccl_available)
+        fault = nccl_fault if nccl_available else "this build of PyTorch has no NCCL"
+        return _choose_auto(policy, devices, on_cuda, distinct, fault)
     if requested is AverageBackend.NCCL:
         fault = shared_gpu_fault if all(on_cuda) else "NCCL refuses CPU devices"
         if fault is not None and not (all(on_cuda) and distinct):
@@ -305,6 +308,8 @@ def choose_backend(
             raise ValueError(
                 "backend(NCCL): this build of PyTorch has no NCCL; use THREAD, CPU or AUTO"
             )
+        if nccl_fault is not None:
+            raise ValueError(f"backend(NCCL): {nccl_fault}, or use THREAD, CPU or AUTO")
     if requested is AverageBackend.GLOO and any(on_cuda):
         raise ValueError(
             f"backend(GLOO) serves CPU devices only, got [{names}]; use NCCL, THREAD, CPU or AUTO"
@@ -319,7 +324,7 @@ def _choose_auto(
     devices: Sequence[str],
     on_cuda: list[bool],
     distinct: bool,
-    nccl_available: bool,
+    nccl_fault: str | None,
 ) -> tuple[AverageBackend, str]:
     default = AverageBackend.THREAD if policy is ApplyPolicy.SYNC else AverageBackend.CPU
     what = "SYNC reduces in shared memory" if policy is ApplyPolicy.SYNC else "nobody waits on CPU"
@@ -329,8 +334,8 @@ def _choose_auto(
         return default, f"not all devices are CUDA devices, so NCCL is out; {what}"
     if not distinct:
         return default, f"a GPU stands more than once, which NCCL refuses; {what}"
-    if not nccl_available:
-        return default, f"this build of PyTorch has no NCCL; {what}"
+    if nccl_fault is not None:
+        return default, f"{nccl_fault}; {what}"
     return AverageBackend.NCCL, f"{len(devices)} distinct CUDA devices and NCCL is available"
 
 

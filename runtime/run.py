@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
 from runtime.cluster.cluster_run import ClusterHooks
 from runtime.collective import Collective, create_collectives
-from runtime.collective.nccl_library import shared_gpu_fault
+from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 from runtime.core.context import announce
 from runtime.core.draws import allow_own_draws
 from runtime.core.errors import (
@@ -47,6 +48,7 @@ from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.stream import StreamAdapter
 from runtime.device import memory as allocator
+from runtime.device.affinity import near
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
 from runtime.loop.balance import unequal_devices
@@ -114,6 +116,7 @@ class Run:
             nccl_available=torch.distributed.is_available()
             and torch.distributed.is_nccl_available(),
             shared_gpu_fault=shared_gpu_fault(),
+            nccl_fault=launch_blocking_fault(len(names)),
         )
         config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
         self.config = config
@@ -331,7 +334,8 @@ class Run:
     def _worker_main(self, rank: int) -> None:
         worker: GpuWorker | None = None
         try:
-            with self._contexts[rank].activate():
+            pinned = near(self.devices[rank]) if self.config.pin_threads else nullcontext()
+            with pinned, self._contexts[rank].activate():
                 worker = self._build_worker(rank)
                 self._workers[rank] = worker
                 self._recording.built(rank, worker.model)

@@ -110,6 +110,7 @@ class RunSettings:
     resume: Path | None = None
     resume_missing_ok: bool = False
     tune_allocator: bool = True
+    pin_threads: bool = True
     progress: bool | None = None
     timeline: Timeline | None = None
     cluster: ClusterSettings | None = None

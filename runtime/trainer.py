@@ -788,6 +788,12 @@ class TrainerBuilder:
         allocator for the whole process while the run lasts."""
         return self._set(vram_fraction=check_float("vram_fraction", f, 0.0, 1.0, above=True))
 
+    def pin_threads(self, flag: bool) -> TrainerBuilder:
+        """Run the thread of each CUDA worker on the cores of its GPU's NUMA node (default on),
+        within the affinity that the process has. Nothing where Linux names no node of the GPU,
+        and on machines of one node."""
+        return self._set(pin_threads=check_flag("pin_threads", flag))
+
     def tune_allocator(self, flag: bool) -> TrainerBuilder:
         """Keep freed memory in the process while CPU workers train (default on). It acts on
         the whole process and cannot be undone."""

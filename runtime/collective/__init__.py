@@ -9,7 +9,7 @@ import torch.distributed
 
 from runtime.collective.base import AbortableBarrier, Collective, Group, ReduceOp
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
-from runtime.collective.nccl_library import shared_gpu_fault
+from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import StagedThreadCollective, ThreadCollective
@@ -102,3 +102,5 @@ def _check_nccl(devices: Sequence[torch.device]) -> None:
         )
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         raise ValueError("'nccl': this build of PyTorch has no NCCL; use 'thread'")
+    if (fault := launch_blocking_fault(len(devices))) is not None:
+        raise ValueError(f"'nccl': {fault}, or use 'thread'")

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.device import capture_gate
 from runtime.timeline.events import AVERAGING, SYNC
+
+_LEAST_EXTENSION_S = 0.01
 
 RequestT = TypeVar("RequestT")
 PlanT = TypeVar("PlanT")
@@ -64,7 +67,8 @@ class AbortableBarrier:
 
         Args:
             rank: Who arrives; no rank may wait twice at the same time.
-            timeout_s: How long to wait for the others, in seconds.
+            timeout_s: How long to wait for the others, in seconds. Time in which a thread of the
+                process captures a CUDA graph is not counted: captures are serial.
             action: Run by the last to arrive while the others still sleep, so it may
                 touch what they own. If it raises, the barrier is aborted and the
                 exception comes out of this rank's call.
@@ -85,7 +89,7 @@ class AbortableBarrier:
         else:
             if on_wait is not None:
                 on_wait()
-            if not self._turnstiles[rank].acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            if not self._pass_turnstile(rank, timeout_s):
                 self._time_out(rank, timeout_s)
         # Only ranks cut off by a break are in the set, and a break is for good.
         if self._cut and rank in self._cut:
@@ -122,6 +126,19 @@ class AbortableBarrier:
             aborted, reason = self._aborted, str(self._refusal)
         if aborted:
             other.abort(reason)
+
+    def _pass_turnstile(self, rank: int, timeout_s: float) -> bool:
+        """True once the turnstile is open; False at the limit, extended while graphs are captured.
+
+        A capture that never ends is the supervisor's to notice, as any step that never ends.
+        """
+        captured_s = capture_gate.GATE.captured_s
+        while not self._turnstiles[rank].acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            before, captured_s = captured_s, capture_gate.GATE.captured_s
+            if captured_s == before:
+                return False
+            timeout_s = max(captured_s - before, _LEAST_EXTENSION_S)
+        return True
 
     def _complete(self, action: Callable[[], object] | None) -> None:
         if action is not None:

@@ -48,6 +48,21 @@ def version_name(version: Version | None) -> str:
     return "no NCCL" if version is None else "NCCL " + ".".join(map(str, version))
 
 
+def launch_blocking_fault(num_ranks: int) -> str | None:
+    """The reason why NCCL would hang under ``CUDA_LAUNCH_BLOCKING``; ``None`` if it would not.
+
+    See https://github.com/NVIDIA/nccl/pull/774, which leaves the ranks of one process hanging.
+    """
+    value = os.environ.get("CUDA_LAUNCH_BLOCKING", "").strip()
+    if num_ranks < 2 or value in ("", "0"):
+        return None
+    return (
+        f"CUDA_LAUNCH_BLOCKING={value} makes each launch wait for its kernel, and a kernel of NCCL "
+        "waits for those of the other ranks, so that the ranks of one process hang; unset it "
+        "(compute-sanitizer and torch.autograd.set_detect_anomaly find faults without it)"
+    )
+
+
 def shared_gpu_fault() -> str | None:
     """The reason why NCCL refuses two ranks on one GPU, with the remedy; ``None`` if it accepts.
 

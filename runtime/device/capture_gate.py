@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -66,6 +67,17 @@ class CaptureGate:
         self._is_launching = False
         self._num_calls = 0
         self._in_call = threading.local()
+        self._num_captures = 0  # in progress, or waiting for their turn
+        self._captured_s = self._captured_since = 0.0
+
+    @property
+    def captured_s(self) -> float:
+        """Seconds so far in which any thread of the process captured, or waited for its turn.
+
+        Peers of such a thread leave the growth of this number out of their time limits.
+        """
+        with self._changed:
+            return self._captured_s + self._current_s()
 
     def join(self, worker: object, device: torch.device) -> None:
         """A worker begins on a device; waits for a capture that is under way."""
@@ -106,13 +118,20 @@ class CaptureGate:
         Blocks while another thread captures and while data sets are read, for a while at most.
         """
         with self._changed:
-            granted = self._take()
+            if not self._num_captures:
+                self._captured_since = time.monotonic()
+            self._num_captures += 1
+        granted = False
         try:
+            with self._changed:
+                granted = self._take()
             yield granted
         finally:
-            if granted:
-                with self._changed:
+            with self._changed:
+                if granted:
                     self._give_back()
+                self._captured_s += self._current_s() if self._num_captures == 1 else 0.0
+                self._num_captures -= 1
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -162,6 +181,9 @@ class CaptureGate:
         logger.warning("%s takes more than %g s: not waiting for it", what, self._launch_wait_s)
 
     # With the lock held:
+
+    def _current_s(self) -> float:
+        return time.monotonic() - self._captured_since if self._num_captures else 0.0
 
     def _take(self) -> bool:
         changed = self._changed

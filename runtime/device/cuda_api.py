@@ -398,11 +398,36 @@ class StreamSync:
         Args:
             tensors: What crosses; may lie on a GPU that is none of ours.
         """
-        places = dict.fromkeys([*self._gpus, *map(self._api.device_of, tensors)])
-        return [mark for place in places if (mark := self.mark(place)) is not None]
+        return [mark for gpu in self._gpus_of(tensors) if (mark := self.mark(gpu)) is not None]
 
-    def join(self, marks: Iterable[Event | None]) -> None:
-        """The calling thread's current streams wait for the marks of others."""
+    def join(self, marks: Iterable[Event | None], tensors: Sequence[Tensor] = ()) -> None:
+        """Makes the calling thread's current streams wait for marks of other threads.
+
+        Args:
+            marks: From :meth:`mark`.
+            tensors: Tensors that cross; the streams of their GPUs wait as well.
+        """
         marks = [mark for mark in marks if mark is not None]
-        for gpu in self._gpus:
+        for gpu in self._gpus_of(tensors):
             self.wait(gpu, marks)
+
+    def receive(
+        self, device: torch.device, marks: Sequence[Event], tensors: Sequence[Tensor]
+    ) -> None:
+        """Orders copies of tensors to a device behind the marks of their owner, on both ends.
+
+        PyTorch runs a copy between GPUs on the stream of the source's GPU that is current in the
+        calling thread, and orders it with that of the target (``ATen/native/cuda/Copy.cu``). The
+        contiguous copy of a source that is not contiguous comes before that, so the source's
+        stream has to wait by itself.
+        """
+        self.wait(device, marks)
+        for gpu in self._gpus_of(tensors, but=device):
+            self.wait(gpu, marks)
+
+    def _gpus_of(
+        self, tensors: Sequence[Tensor], but: torch.device | None = None
+    ) -> list[torch.device]:
+        own = [] if but is not None else self._gpus
+        places = dict.fromkeys([*own, *map(self._api.device_of, tensors)])
+        return [place for place in places if place.type == "cuda" and place != but]

@@ -10,7 +10,7 @@ import torch.distributed
 from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.collective import Collective
-from runtime.collective.nccl_library import shared_gpu_fault
+from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 
 
 class CollectiveGroup:
@@ -60,4 +60,5 @@ def resolve_backend(
         [str(device) for device in devices],
         nccl_available=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
         shared_gpu_fault=shared_gpu_fault(),
+        nccl_fault=launch_blocking_fault(len(devices)),
     )

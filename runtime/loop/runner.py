@@ -167,12 +167,12 @@ class Runner:
         events = self._sync.marks(tensors)
         if events:
             tasks = [
-                None if task is None else partial(self._after_events, device, events, task)
+                None if task is None else partial(self._after_events, device, events, tensors, task)
                 for device, task in zip(self._devices, tasks, strict=True)
             ]
         outcomes = self.execute(tasks, changes=changes)
         if events:
-            self._join_streams(outcomes)
+            self._join_streams(outcomes, tensors)
         self._recorder.record_tasks(what, outcomes, reducing)
         raise_replica_failure(outcomes, self._devices, what)
         return outcomes
@@ -241,18 +241,21 @@ class Runner:
             self._group.abort()
             raise
 
-    def _after_events(self, device: torch.device, events: Sequence[Any], task: Task) -> Any:
-        self._sync.wait(device, events)
+    def _after_events(
+        self, device: torch.device, events: Sequence[Any], tensors: Sequence[Tensor], task: Task
+    ) -> Any:
+        self._sync.receive(device, events, tensors)
         value = task()
         return value, self._sync.mark(device)
 
-    def _join_streams(self, outcomes: Sequence[TaskOutcome]) -> None:
+    def _join_streams(self, outcomes: Sequence[TaskOutcome], tensors: Sequence[Tensor]) -> None:
         done = [outcome for outcome in outcomes if outcome.value is not None]
         marks = []
         for outcome in done:
             outcome.value, mark = outcome.value
             marks.append(mark)
-        self._sync.join(marks)
+        # The caller may free what was copied from, on a GPU that is none of the replicas', too.
+        self._sync.join(marks, tensors)
 
 
 def _no_op() -> None:

@@ -171,6 +171,7 @@ WRONG = [
     ("resident", (None,), TypeError, "True or False"),
     ("cuda_graphs", ("yes",), TypeError, "True or False"),
     ("tune_allocator", (1,), TypeError, "True or False"),
+    ("pin_threads", (1,), TypeError, "True or False"),
     ("progress", (0,), TypeError, "True or False"),
 ]
 
@@ -245,6 +246,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "resident": (True,),
         "cuda_graphs": (False,),
         "tune_allocator": (False,),
+        "pin_threads": (False,),
         "progress": (False,),
         "timeline": (Timeline(),),
     }

@@ -9,8 +9,11 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from runtime.collective import create_collectives
+from runtime.core.errors import CollectiveTimeout
 from runtime.data import batches
 from runtime.data.batches import Position, read_batch
+from runtime.device import capture_gate
 from runtime.device.capture_gate import CaptureGate
 from runtime.device.cuda import CudaDevice
 from tests.support.fake_cuda import GPU, FakeCuda
@@ -181,3 +184,64 @@ def test_a_device_has_done_its_work_before_it_waits_to_capture(gate, pool):
             assert gate._changed.wait_for(lambda: gate._is_taken, WAIT_S)
         assert fake.done == ["in flight"]
     assert captured.result(WAIT_S)
+
+
+# -- time limits of peers ------------------------------------------------------------
+
+
+def test_time_of_captures_and_of_their_queue_is_counted_once(gate, pool):
+    begun, release = threading.Event(), threading.Event()
+
+    def first():
+        with gate.capturing():
+            begun.set()
+            assert release.wait(WAIT_S)
+
+    assert gate.captured_s == 0
+    holder = pool.submit(first)
+    assert begun.wait(WAIT_S)
+    queued = [pool.submit(capture, gate) for _ in range(3)]
+    start = gate.captured_s
+    while gate.captured_s - start < HELD_UP_S:
+        threading.Event().wait(HELD_UP_S / 10)
+    release.set()
+    assert all(future.result(WAIT_S) for future in queued)
+    holder.result(WAIT_S)
+    total = gate.captured_s
+    threading.Event().wait(HELD_UP_S)
+    assert gate.captured_s == total >= HELD_UP_S
+
+
+def test_a_peer_that_captures_past_the_time_limit_is_waited_for(gate, monkeypatch):
+    """Rank 1 captures for longer than the limit; rank 0 is in the collective meanwhile."""
+    limit_s = 0.05
+    monkeypatch.setattr(capture_gate, "GATE", gate)
+    ends = create_collectives(2, timeout_s=limit_s)
+    arrived = threading.Event()
+    wait = ends[0]._group.barrier.wait
+
+    def work(end):
+        value = torch.ones(3)
+        if end.rank == 1:
+            with gate.capturing():
+                assert arrived.wait(WAIT_S)
+                start = gate.captured_s
+                while gate.captured_s - start < 4 * limit_s:
+                    threading.Event().wait(limit_s)
+        end.all_reduce_(value)
+        return value.tolist()
+
+    def noted(rank, timeout_s, action=None, on_wait=None):
+        wait(rank, timeout_s, action, arrived.set)
+
+    monkeypatch.setattr(ends[0]._group.barrier, "wait", noted)
+    with ThreadPoolExecutor(2) as two:
+        assert list(two.map(work, ends)) == [[2.0] * 3] * 2
+
+
+def test_a_peer_that_does_not_come_is_missed_though_graphs_were_captured_before(gate, monkeypatch):
+    monkeypatch.setattr(capture_gate, "GATE", gate)
+    assert capture(gate)
+    ends = create_collectives(2, timeout_s=0.05)
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        ends[0].barrier()

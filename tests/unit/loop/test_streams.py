@@ -267,3 +267,34 @@ def test_no_accumulator_of_a_replicas_stream_is_left_for_the_callers(fake):
                 assert "seen" not in metadata
                 metadata["seen"] = True
             model.step()
+
+
+class PerDevice(FakeCuda):
+    """Records on which device each stream waits."""
+
+    def __init__(self):
+        super().__init__(patience=None, allow_default=True)
+        self.waiting = []
+
+    def wait_event(self, event, stream=None):
+        self.waiting.append(getattr(self._local, "device", GPU))
+        super().wait_event(event, stream)
+
+
+def test_the_stream_of_a_source_on_another_gpu_waits_for_its_owner_as_the_targets_does():
+    """pytorch#196257: a copy between GPUs reads on the source's current stream of this thread."""
+    fake = PerDevice()
+    target, source = torch.device("cuda", 1), fake.place(torch.ones(1), GPU)
+    sync = StreamSync([target], fake)
+    marks = sync.marks([source])
+    sync.receive(target, marks, [source])
+    assert set(fake.waiting) == {target, GPU}
+    assert [device for device in fake.waiting if device == GPU] == [GPU] * len(marks)
+
+
+def test_a_caller_waits_for_copies_from_a_gpu_that_is_none_of_the_replicas():
+    fake = PerDevice()
+    source = fake.place(torch.ones(1), OTHER)
+    sync = StreamSync([GPU], fake)
+    sync.join(sync.marks([source]), [source])
+    assert set(fake.waiting) == {GPU, OTHER}
