@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,11 +67,11 @@ def pci_address(device: torch.device) -> str | None:
     """PCI address of a CUDA device in sysfs; ``None`` for others, and in builds without it."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if any(number is None for number in numbers):
+    properties: Any = torch.cuda.get_device_properties(device)  # the stubs lack some attributes
+    if not hasattr(properties, "pci_bus_id"):
         return None
-    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 @contextmanager
