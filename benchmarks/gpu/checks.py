@@ -353,7 +353,7 @@ class Replica:
     def take(self, average: Payload, value: float) -> PendingCopy | None:
         """Take an average between two steps."""
         self.train(1)
-        arrival = self._averager.take(average)
+        arrival = self._averager.apply(average)
         self.expected += value - self.base
         self.train(1)
         return arrival

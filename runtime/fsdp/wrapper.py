@@ -26,7 +26,7 @@ from runtime.fsdp.shared_parameters import (
 )
 from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
-from runtime.replica.gradients import weigh_
+from runtime.replica.gradients import scale_for_mean_
 
 
 class FSDP(nn.Module):
@@ -246,7 +246,7 @@ class FSDP(nn.Module):
         with self._aborting():
             if checked is not None:
                 gradients = self._store.gradients()
-                weigh_(gradients, checked, self._store.shards[0].device, self.collective)
+                scale_for_mean_(gradients, checked, self._store.shards[0].device, self.collective)
             self._store.reduce()
         self._has_forward = False
 

@@ -44,8 +44,8 @@ from runtime.replica.build import (
     ModelFactory,
     OptimFactory,
     Template,
-    adopt,
     build_model,
+    copy_template,
 )
 from runtime.replica.gradients import (
     average_gradients,
@@ -436,7 +436,7 @@ def _rank_model_factory(model_factory: ModelFactory) -> RankModelFactory:
     def make(rank: int, device: torch.device, first: nn.Module | None) -> nn.Module:
         model = build_model(model_factory, device)
         if first is not None:
-            adopt(model, Template.of(first), rank)
+            copy_template(model, Template.of(first), rank)
         return model
 
     return make

@@ -36,7 +36,7 @@ from runtime.replica.build import (
     build_optimizer,
 )
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState, reals
-from runtime.replica.gradients import refuse_sparse, weigh_
+from runtime.replica.gradients import refuse_sparse, scale_for_mean_
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 Options = Sequence[Mapping[str, Any]]
@@ -236,7 +236,7 @@ class LoopReplica:
             if any(isinstance(weight, Tensor) for weight in weights):
                 grads = [p.grad for p in params if p.grad is not None]
                 with self._comm():
-                    weigh_(grads, own, self.device, collective)
+                    scale_for_mean_(grads, own, self.device, collective)
                 amount = 1.0  # the plain mean is the weighted one now
             else:
                 assert not isinstance(own, Tensor), "judged above"

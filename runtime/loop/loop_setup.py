@@ -42,9 +42,9 @@ from runtime.loop.threaded import ThreadedEngine
 from runtime.replica.build import (
     OptimFactory,
     Template,
-    adopt,
     build_model,
     check_model,
+    copy_template,
 )
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class ModelSource:
             self.head = made if rank == 0 else self.head
         model = build_model(lambda _: model, device)
         if first is not None:
-            adopt(model, Template.of(first), rank)
+            copy_template(model, Template.of(first), rank)
             if len(list(model.modules())) != len(list(first.modules())):
                 raise ReplicaMismatch(
                     f"model_factory gave rank {rank} another number of modules than rank 0; it "

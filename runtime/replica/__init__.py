@@ -1,3 +1,3 @@
-"""One replica: how it is built, its flat parameters, its steps, its averagings."""
+"""A replica of the model: construction, flat parameters, optimizer steps and averaging."""
 
 from __future__ import annotations

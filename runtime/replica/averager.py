@@ -1,7 +1,7 @@
-"""One replica's side of an averaging: snapshots, updates and collectives.
+"""Parameter averaging from the side of one replica: snapshots, updates and collectives.
 
-All copies run under the device's comm context, which orders them after the last
-optimizer step and before the next forward.
+All copies run under the device's comm context, which orders them after the last optimizer step
+and before the next forward pass.
 """
 
 from __future__ import annotations
@@ -24,44 +24,43 @@ TINY_NORM = 1e-10
 
 
 class ReplicaAverager:
-    """Averages a replica's flat state with its peers'.
+    """Averages a replica's flat state with those of its peers.
 
-    Holds one snapshot of the replica, reused from round to round: over the CPU path it
-    is what the coordinator averages, over a collective what divergence is measured
-    against and what comes back if the collective is aborted.
+    Holds one snapshot of the replica, reused from round to round. Over CPU memory the coordinator
+    averages it; over a collective divergence is measured against it, and it is restored if the
+    collective is aborted.
 
     Attributes:
-        collective: Where the ranks meet; replaced when one of them is gone.
-        version: Averages taken.
+        collective: The collective of the ranks; replaced after the death of one.
+        version: Number of averages applied.
     """
 
     def __init__(self, state: FlatState, device: Device, collective: Collective | None) -> None:
         self._state = state
         self._device = device
         self.collective = collective
-        # The snapshot where the replica lies, and where the coordinator can read it; one
-        # and the same on a CPU.
+        # The snapshot on the replica's device, and its copy in CPU memory for the coordinator;
+        # on a CPU both are the same.
         self._base: Payload | None = None
-        self._twin: Payload | None = None
+        self._host_copy: Payload | None = None
         self._arrival: PendingCopy | None = None
-        self._before: list[Tensor] | None = None
-        self._before_buffers: tuple[Tensor, ...] = ()
+        self._params_before: list[Tensor] | None = None
+        self._buffers_before: tuple[Tensor, ...] = ()
         self.version = 0
         self._on_cpu = device.device.type == "cpu"
 
     @property
     def leads(self) -> bool:
-        """Whether this is the lowest rank of those that meet."""
+        """True on the lowest rank of the collective."""
         return self.collective is None or self.collective.rank == 0
 
     def snapshot(self, *, reuse: bool, params: bool = True) -> Payload:
-        """Copy the live state to CPU memory; blocks until it is there.
+        """Copy the live state to CPU memory; blocks until the copy is complete.
 
         Args:
-            reuse: Use this replica's one snapshot buffer, which stays valid until the
-                next call, and which an average can be taken against; otherwise memory of
-                its own.
-            params: Whether to copy the parameters, or the buffers alone.
+            reuse: Copy into the replica's snapshot, which stays valid until the next call and
+                which :meth:`apply` subtracts from an average; otherwise into new memory.
+            params: Copy the parameters and buffers; otherwise the buffers alone.
         """
         if not params:
             return self._copy_buffers()
@@ -73,8 +72,8 @@ class ReplicaAverager:
         return payload
 
     def last_snapshot(self) -> Payload:
-        """As :meth:`snapshot`, where no average follows: takes no more memory of the device."""
-        return self._copy_out(self._twin)
+        """As :meth:`snapshot`, without new memory on the device; no average may follow."""
+        return self._copy_out(self._host_copy)
 
     def _copy_buffers(self) -> Payload:
         floats, others = self._state.buffers.empty()
@@ -82,69 +81,69 @@ class ReplicaAverager:
             self._state.buffers.read_into(floats, others)
             return Payload(params=(), buffers=floats, taken=others).map(lambda t: t.to("cpu"))
 
-    def _copy_out(self, twin: Payload | None) -> Payload:
+    def _copy_out(self, host_copy: Payload | None) -> Payload:
         if self._on_cpu:
-            payload = twin or self._state.new_payload()
+            payload = host_copy or self._state.new_payload()
             with self._device.comm():
                 self._state.snapshot_into(payload)
             return payload
         with self._device.comm():
             live = self._state.live()
-            payload = twin or self._device.host_twin(live)
+            payload = host_copy or self._device.host_twin(live)
             arrival = self._device.fetch(live, payload)
         if arrival is not None:
             arrival.wait()
         return payload
 
     def start_snapshot(self) -> Snapshot:
-        """Take a snapshot whose copy to CPU memory may still be on its way."""
-        # A round over a collective cannot be undone any more: its memory is for the snapshot.
-        self._before, self._before_buffers = None, ()
+        """Take a snapshot; its copy to CPU memory may still be pending."""
+        # The last round over a collective can no longer be undone: free its memory.
+        self._params_before, self._buffers_before = None, ()
         if self._base is None:
             self._base = self._state.new_base()
-        if self._twin is None:
-            self._twin = self._device.host_twin(self._base)
+        if self._host_copy is None:
+            self._host_copy = self._device.host_twin(self._base)
         squares = None
         with self._device.comm():
             if self._on_cpu:
                 squares = self._state.snapshot_with_norms(self._base)
             else:
                 self._state.snapshot_into(self._base)
-        # Behind the copy on the device, which is all that training waits for.
-        self._arrival = self._device.fetch(self._base, self._twin)
-        return Snapshot(self._twin, self._arrival, squares)
+        # Ordered after the copy on the device, the only one that training waits for.
+        self._arrival = self._device.fetch(self._base, self._host_copy)
+        return Snapshot(self._host_copy, self._arrival, squares)
 
-    def take(
-        self, average: Payload, meanwhile: Callable[[], None] | None = None
+    def apply(
+        self, average: Payload, at_average: Callable[[], None] | None = None
     ) -> PendingCopy | None:
-        """Add ``average - snapshot`` to the live state, losing nothing trained since.
+        """Add ``average - snapshot`` to the live state, which keeps the training since then.
 
         Args:
-            average: The average that the last snapshot went into; not read any more once
-                this returns and what it returns has arrived.
-            meanwhile: Called while the live state is exactly the average.
+            average: The average that the last snapshot was part of; may be overwritten once the
+                returned copy has completed.
+            at_average: Called while the live state is exactly the average.
 
         Returns:
-            When the average has reached the device; ``None``: it has.
+            The pending copy of the average to the device; ``None`` if it has completed.
         """
-        base, twin = self._base, self._twin
+        base, host_copy = self._base, self._host_copy
         assert base is not None, "an update follows a snapshot"
-        assert twin is not None, "an update follows a snapshot"
-        average = self._staged(average, twin)
+        assert host_copy is not None, "an update follows a snapshot"
+        average = self._staged(average, host_copy)
         floats, others = self._state.buffers.empty()
         scratch = Payload(params=(), buffers=floats, taken=others)
-        # live + (average - base), grouped so that the result is exact where nothing was trained,
-        # and the average itself can be held in between.
-        if self._on_cpu and meanwhile is None:
+        # live + (average - base), grouped so that the result is exact where nothing was trained
+        # since, and so that the live state can be the average itself in between.
+        if self._on_cpu and at_average is None:
             with self._device.comm():
                 self._state.add_progress(average, base, scratch)
         else:
             with self._device.comm():
                 self._state.compute_progress(base, scratch)
-            if meanwhile is not None:
+            if at_average is not None:
                 with self._device.comm():
                     self._state.load(average)
-                meanwhile()
+                at_average()
             with self._device.comm():
                 self._state.load_with_progress(average, base, scratch)
         self.version += 1
@@ -152,11 +151,11 @@ class ReplicaAverager:
         return self._arrival
 
     def replace(self, average: Payload) -> PendingCopy | None:
-        """Replace the live state, whatever was trained; as :meth:`take` otherwise."""
+        """Replace the live state and discard the training since; otherwise as :meth:`apply`."""
         self._state.check_payload(average)
-        staged = self._staged(average, self._twin or self._device.host_twin(average))
+        staged = self._staged(average, self._host_copy or self._device.host_twin(average))
         if staged is not average:
-            self._twin = staged
+            self._host_copy = staged
         with self._device.comm():
             self._state.load(staged)
         self.version += 1
@@ -165,17 +164,17 @@ class ReplicaAverager:
 
     @contextmanager
     def holding(self, state: Payload | None) -> Iterator[None]:
-        """The live state is exactly this one meanwhile, and then what it was, bit for bit.
+        """Load a state for the duration of the context, then restore the live one bit for bit.
 
         Args:
-            state: On the CPU, only read; ``None``: the live state stays.
+            state: The state, in CPU memory, not modified; ``None``: keep the live state.
         """
         if state is None:
             yield
             return
         self._state.check_payload(state)
         own = self._copy_out(None)
-        # Memory of its own: the snapshot of a round may be on its way.
+        # New memory: the snapshot of a round may still be pending.
         staged = self._staged(state, self._device.host_twin(state))
         try:
             with self._device.comm():
@@ -190,16 +189,16 @@ class ReplicaAverager:
 
     @torch.no_grad()
     def shift(self, delta: Payload) -> None:
-        """Add differences to the live state, keeping what was trained meanwhile.
+        """Add differences to the live state.
 
         Args:
             delta: Differences of parameters and float buffers, and the new values of the other
-                buffers; on the CPU, only read.
+                buffers; in CPU memory, not modified.
         """
         self._state.check_payload(delta)
-        staged = self._staged(delta, self._twin or self._device.host_twin(delta))
+        staged = self._staged(delta, self._host_copy or self._device.host_twin(delta))
         if staged is not delta:
-            self._twin = staged
+            self._host_copy = staged
         with self._device.comm():
             for flat, change in zip(self._state.params.flats, staged.params, strict=True):
                 flat.add_(change.to(flat.device, non_blocking=True))
@@ -212,26 +211,25 @@ class ReplicaAverager:
             self._state.buffers.write_from(floats, others)
         self._arrival = self._device.arrival()
 
-    def _staged(self, average: Payload, twin: Payload) -> Payload:
-        """The average where the device can copy from; it is not read any more after that."""
+    def _staged(self, average: Payload, host_copy: Payload) -> Payload:
+        """The average in memory that the device can copy from; the source may be overwritten."""
         if self._arrival is not None:
-            self._arrival.wait()  # the last copy from or to the same memory
-        return self._device.stage(average, twin)
+            self._arrival.wait()  # the previous copy uses the same memory
+        return self._device.stage(average, host_copy)
 
     @torch.no_grad()
     def all_reduce(self, weight: float, *, healthy: bool | None = None) -> ReducedState:
         """Average the live state over all ranks, weighted.
 
-        Blocks until every rank has joined. If the collective is aborted the live state
-        is the one before the call.
+        Blocks until every rank has joined. If the collective is aborted, the live state is that
+        of before the call.
 
         Args:
-            weight: Of what this rank has trained since the last round.
-            healthy: Whether its state may be used; ``None``, on every rank alike: it may on
-                all of them.
+            weight: The weight of this rank's training since the last round.
+            healthy: True if this rank's state is finite; ``None`` (on all ranks alike): all are.
 
         Returns:
-            How far the replica was from the average, and how long it waited.
+            The replica's distance from the average, and the time waited for the others.
 
         Raises:
             CollectiveAborted, CollectiveTimeout: The round failed.
@@ -240,15 +238,15 @@ class ReplicaAverager:
         assert collective is not None, "SyncNow needs a collective"
         params = self._state.params
         params.check()
-        self._base = self._twin = None  # no average of a snapshot can come any more
-        if self._before is None:
-            self._before = params.like()
+        self._base = self._host_copy = None  # no average of a snapshot can follow
+        if self._params_before is None:
+            self._params_before = params.like()
         floats, others = self._state.buffers.empty()
         with self._device.comm():
-            for old, flat in zip(self._before, params.flats, strict=True):
+            for old, flat in zip(self._params_before, params.flats, strict=True):
                 old.copy_(flat)
             self._state.buffers.read_into(floats, others)
-            self._before_buffers = tuple(t.clone() for t in (*floats, *others))
+            self._buffers_before = tuple(t.clone() for t in (*floats, *others))
             try:
                 start = time.perf_counter()
                 collective.barrier()
@@ -257,38 +255,38 @@ class ReplicaAverager:
                     weight = self._agree_weight(weight if healthy else -1)
                 total = collective.weighted_mean_(reals([*params.flats, *floats]), weight)
                 if others and total > 0:
-                    self._take_from_heaviest(others, weight)
+                    self._copy_from_heaviest(others, weight)
                 collective.check()
             except BaseException:
-                for old, flat in zip(self._before, params.flats, strict=True):
+                for old, flat in zip(self._params_before, params.flats, strict=True):
                     flat.copy_(old)
                 raise
             if total > 0:
                 self._state.buffers.write_from(floats, others)
-            # From here on what the round took away, so that it can be undone.
-            buffers = zip(self._before_buffers, (*floats, *others), strict=True)
-            self._before_buffers = tuple(_taken_away(old, new) for old, new in buffers)
-            for old, flat in zip(self._before, params.flats, strict=True):
+            # Keep the change that this round made, so that it can be undone.
+            buffers = zip(self._buffers_before, (*floats, *others), strict=True)
+            self._buffers_before = tuple(_difference(old, new) for old, new in buffers)
+            for old, flat in zip(self._params_before, params.flats, strict=True):
                 old.sub_(flat)
             post = float(norm(params.flats))
-            divergence = float(norm(self._before)) / post if post > TINY_NORM else 0.0
+            divergence = float(norm(self._params_before)) / post if post > TINY_NORM else 0.0
         self.version += 1
         return ReducedState(divergence, post, waited)
 
     @torch.no_grad()
     def undo_all_reduce(self) -> None:
-        """Take back what the last :meth:`all_reduce` changed; keep what was trained since.
+        """Revert the change of the last :meth:`all_reduce`, and keep the training since then.
 
-        Exact up to rounding. A flag that the round changed is what it was before the round.
+        Exact up to rounding. Boolean buffers that the round changed get their earlier value.
         """
-        assert self._before is not None, "an averaging comes before its undoing"
+        assert self._params_before is not None, "undo_all_reduce() follows all_reduce()"
         with self._device.comm():
-            for flat, change in zip(self._state.params.flats, self._before, strict=True):
+            for flat, change in zip(self._state.params.flats, self._params_before, strict=True):
                 flat.add_(change)
-            if self._before_buffers:
+            if self._buffers_before:
                 floats, others = self._state.buffers.empty()
                 self._state.buffers.read_into(floats, others)
-                for live, change in zip((*floats, *others), self._before_buffers, strict=True):
+                for live, change in zip((*floats, *others), self._buffers_before, strict=True):
                     if live.dtype is torch.bool:
                         live.copy_(change.add(live).clamp_(0, 1))
                     else:
@@ -297,7 +295,7 @@ class ReplicaAverager:
         self.version -= 1
 
     def sync_buffers(self, num_samples: int) -> None:
-        """Average buffers alone, under lockstep at the end of a plan."""
+        """Average the buffers alone, at the end of a lockstep plan."""
         collective = self.collective
         if collective is None or not self._state.buffers:
             return
@@ -308,19 +306,19 @@ class ReplicaAverager:
             if floats:
                 total = collective.weighted_mean_(reals(floats), num_samples)
             if others:
-                self._take_from_heaviest(others, num_samples)
+                self._copy_from_heaviest(others, num_samples)
             if total > 0:
                 self._state.buffers.write_from(floats, others)
 
     def _agree_weight(self, weight: float) -> float:
-        """This rank's weight once it is known who is healthy; a rank that is not says -1."""
+        """This rank's weight, given the health of all; a negative weight means not healthy."""
         collective = self.collective
         assert collective is not None
         weights = usable_weights([None if w < 0 else w for w in collective.tell(weight)])
         return weights[collective.rank]
 
-    def _take_from_heaviest(self, others: tuple[Tensor, ...], weight: float) -> None:
-        """Integer buffers come from the rank with the largest weight, the lowest on ties."""
+    def _copy_from_heaviest(self, others: tuple[Tensor, ...], weight: float) -> None:
+        """Copy integer buffers from the rank of largest weight, the lowest rank on ties."""
         collective = self.collective
         assert collective is not None
         weights = collective.tell(weight)
@@ -328,8 +326,8 @@ class ReplicaAverager:
             collective.broadcast_(flat, src=weights.index(max(weights)))
 
 
-def _taken_away(old: Tensor, new: Tensor) -> Tensor:
-    """``old - new``, in the memory of ``old`` but for flags, which count as 0 and 1."""
+def _difference(old: Tensor, new: Tensor) -> Tensor:
+    """``old - new`` in the memory of ``old``; booleans count as 0 and 1, in new memory."""
     if old.dtype is torch.bool:
         return old.to(torch.int8).sub_(new.to(torch.int8))
     change(old, new, out=old)
@@ -337,13 +335,13 @@ def _taken_away(old: Tensor, new: Tensor) -> Tensor:
 
 
 class Snapshot(NamedTuple):
-    """A replica's state on its way to the coordinator.
+    """A snapshot of a replica's state in CPU memory.
 
     Attributes:
-        payload: Valid until the next snapshot.
-        arrival: When it may be read; ``None``: at once.
-        squares: Squared norms of its parameter tensors; ``None``: not measured, as a device
-            would have to be waited for.
+        payload: The state; valid until the next snapshot.
+        arrival: The pending copy of the payload; ``None``: it has completed.
+        squares: Squared norms of its parameter tensors; ``None`` on a GPU, where reading them
+            would wait for the device.
     """
 
     payload: Payload
@@ -352,7 +350,7 @@ class Snapshot(NamedTuple):
 
 
 class ReducedState(NamedTuple):
-    """What a round over a collective has shown.
+    """Measurements of an averaging round over a collective.
 
     Attributes:
         divergence: ``||pre - post|| / ||post||`` over the parameters.

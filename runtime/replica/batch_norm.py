@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch: statistics of all ranks, forward and backward."""
+"""Synchronised batch normalisation: statistics over the global batch, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from runtime.replica.global_batch import GlobalBatch
 
 
 def synchronise(model: nn.Module, statistics: GlobalBatch) -> int:
-    """Have a model's batch normalisation use the statistics of all ranks.
+    """Make a model's batch normalisation layers use the statistics of all ranks.
 
-    Its layers stay the same objects, with the same parameters, buffers, hooks and keys.
+    The layers stay the same objects, with the same parameters, buffers, hooks and keys.
 
     Args:
         model: The model.
-        statistics: Where its rank meets the others.
+        statistics: The exchange with the other ranks.
 
     Returns:
-        How many layers there are.
+        The number of layers.
 
     Raises:
-        TypeError: One is of a class of its own, whose forward nobody knows here.
+        TypeError: A layer is of another class than those of PyTorch.
     """
     num = 0
     for name, module in model.named_modules():
@@ -44,8 +44,8 @@ def synchronise(model: nn.Module, statistics: GlobalBatch) -> int:
     return num
 
 
-class _Synchronised(_BatchNorm):
-    """In train mode normalises by the statistics of all ranks."""
+class _SyncedBatchNorm(_BatchNorm):
+    """In training mode normalises by the statistics of all ranks."""
 
     statistics: GlobalBatch | None
 
@@ -53,49 +53,49 @@ class _Synchronised(_BatchNorm):
         if not self.training or self.statistics is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if self.statistics.is_alone and input.numel() == input.shape[1]:
+        if self.statistics.is_single_rank and input.numel() == input.shape[1]:
             raise ValueError(
                 "batch normalisation needs more than one value for each channel, and the global "
                 f"batch has one (input of shape {tuple(input.shape)}): leave the short batch out "
                 "with drop_last(True), or choose another batch_size"
             )
-        y, mean, squares, count = _Normalized.apply(  # type: ignore[no-untyped-call]
+        y, mean, squares, count = _SyncedNormalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.statistics
         )
         if self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
-                self._follow(mean, squares / (count - 1))
+                self._update_running(mean, squares / (count - 1))
         return y  # type: ignore[no-any-return]
 
-    def _follow(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics towards those of a batch."""
+    def _update_running(self, mean: Tensor, var: Tensor) -> None:
+        """Update the running statistics with those of a batch."""
         factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 factor = 1.0 / self.num_batches_tracked
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
-            assert running is not None, "asked above"
+            assert running is not None, "checked by the caller"
             running.add_((new.to(running.dtype) - running) * factor)
 
 
-class SynchronisedBatchNorm1d(_Synchronised, nn.BatchNorm1d):
+class SynchronisedBatchNorm1d(_SyncedBatchNorm, nn.BatchNorm1d):
     """:class:`torch.nn.BatchNorm1d` over the global batch."""
 
 
-class SynchronisedBatchNorm2d(_Synchronised, nn.BatchNorm2d):
+class SynchronisedBatchNorm2d(_SyncedBatchNorm, nn.BatchNorm2d):
     """:class:`torch.nn.BatchNorm2d` over the global batch."""
 
 
-class SynchronisedBatchNorm3d(_Synchronised, nn.BatchNorm3d):
+class SynchronisedBatchNorm3d(_SyncedBatchNorm, nn.BatchNorm3d):
     """:class:`torch.nn.BatchNorm3d` over the global batch."""
 
 
-class SynchronisedSyncBatchNorm(_Synchronised, nn.SyncBatchNorm):
+class SynchronisedSyncBatchNorm(_SyncedBatchNorm, nn.SyncBatchNorm):
     """:class:`torch.nn.SyncBatchNorm` among the ranks of a run."""
 
 
-_KINDS: dict[type[nn.Module], type[_Synchronised]] = {
+_KINDS: dict[type[nn.Module], type[_SyncedBatchNorm]] = {
     nn.BatchNorm1d: SynchronisedBatchNorm1d,
     nn.BatchNorm2d: SynchronisedBatchNorm2d,
     nn.BatchNorm3d: SynchronisedBatchNorm3d,
@@ -103,8 +103,8 @@ _KINDS: dict[type[nn.Module], type[_Synchronised]] = {
 }
 
 
-class _Normalized(torch.autograd.Function):
-    """The samples of all ranks, normalised by the statistics of them all."""
+class _SyncedNormalize(torch.autograd.Function):
+    """Normalises this rank's samples by the statistics of all ranks' samples."""
 
     @staticmethod
     def forward(
@@ -120,10 +120,10 @@ class _Normalized(torch.autograd.Function):
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         num = x.numel() // x.shape[1]
         var, mean = torch.var_mean(wide, dims, correction=0)
-        told = torch.cat([mean, var * num, mean.new_full((1,), num)])
-        gathered = statistics.gather(told)
+        own = torch.cat([mean, var * num, mean.new_full((1,), num)])
+        gathered = statistics.gather(own)
         means, squares, counts = torch.split(gathered, [len(mean), len(mean), 1], dim=1)
-        # Sums of squares around the common mean: differences of large numbers would lose digits.
+        # Sums of squares around the common mean: differences of large numbers would cancel.
         count = counts.sum()
         mean = (means * counts).sum(0) / count
         squares = squares.sum(0) + ((means - mean).square() * counts).sum(0)
@@ -148,8 +148,8 @@ class _Normalized(torch.autograd.Function):
         normal = (x.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
         sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
         own_bias, own_weight = sums
-        around, along = (ctx.statistics.add_up(sums) / count).unbind()
-        dx = dy - around.view(shape) - normal * along.view(shape)
+        mean_grad, slope_grad = (ctx.statistics.sum_over_ranks(sums) / count).unbind()
+        dx = dy - mean_grad.view(shape) - normal * slope_grad.view(shape)
         if weight is not None:
             scale = scale * weight
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -1,4 +1,4 @@
-"""Building the replicas: one at a time, rank 0 first, all with rank 0's weights."""
+"""Construction of replicas: one at a time, rank 0 first, all with rank 0's weights."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 ModelFactory = Callable[[torch.device], nn.Module]
 OptimFactory = Callable[[Any], torch.optim.Optimizer]
 OptimFactories = OptimFactory | Mapping[str, OptimFactory]
-"""One, or several by the names of the submodules whose parameters they get."""
+"""One factory, or several by the name of the submodule whose parameters each receives."""
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
-_PROCESS = threading.Lock()
-"""Held while a model is built: factories draw from the process's generators, which rank 0 of
-another run may have seeded for its own."""
+_PROCESS_LOCK = threading.Lock()
+"""Held while a model is built: factories draw from the process's random generators, which rank 0 of
+another run may have seeded."""
 BUILD_LOCK_TIMEOUT_S = 30.0
-"""How long a run waits for it: a factory may itself wait for another run."""
-_LOOK_S = 0.1
-"""How long it may take until the end of a run is seen that waits for it."""
+"""Longest wait for the process's lock: a factory may itself wait for another run."""
+_POLL_S = 0.1
+"""Interval at which a waiting rank checks for the end of its run."""
 _thread = threading.local()
 
 
@@ -54,17 +54,17 @@ def build_replica(
 ) -> Replica:
     """Build a rank's replica in its turn, with rank 0's weights.
 
-    Parameters are moved into flat tensors before the optimizer is built, so that its
-    state belongs to them. ``finish`` waits for the device: others copy rank 0's weights on
-    streams of their own, and rank 0 trains on as soon as they have told to be ready. ``load``
-    gives rank 0's model the weights of a checkpoint.
+    Parameters are moved into flat tensors before the optimizer is built, so that its state refers
+    to them. ``finish`` waits for the device: other ranks copy rank 0's weights on their own
+    streams, and rank 0 starts training once they are ready. ``load`` loads a checkpoint's weights
+    into rank 0's model.
     """
     try:
         with order.turn(rank) as template:
             with order.seeded(rank, device):
                 model = build_model(model_factory, device)
             if template is not None:
-                adopt(model, template, rank)
+                copy_template(model, template, rank)
             elif load is not None:
                 load(model)
             model.train()
@@ -87,7 +87,7 @@ def build_replica(
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A model ready to be trained, in train mode, with everything that hangs on it."""
+    """A model in training mode, with its flat state, optimizer and schedule."""
 
     model: nn.Module
     state: FlatState
@@ -96,19 +96,19 @@ class Replica:
 
 
 class BuildOrder:
-    """Lets ranks build one at a time, rank 0 first, and hands its tensors to the others.
+    """Serialises the construction of models, rank 0 first, and passes its tensors to the others.
 
     Ranks of other runs wait too, for ``BUILD_LOCK_TIMEOUT_S`` at most; those of a run that a model
     factory has started do not.
 
     Args:
-        seed: Seeds the process generator around rank 0's factory; ``None``: leave it.
-        alone: One worker of any rank builds here, and waits for no other.
+        seed: Seed of the process's generators around rank 0's factory; ``None``: do not seed.
+        standalone: A single worker, of any rank, that does not wait for rank 0.
     """
 
-    def __init__(self, seed: int | None = None, *, alone: bool = False) -> None:
+    def __init__(self, seed: int | None = None, *, standalone: bool = False) -> None:
         self._seed = seed
-        self._alone = alone
+        self._standalone = standalone
         self._is_nested = getattr(_thread, "builds", False)
         self._condition = threading.Condition()
         self._template: Template | None = None
@@ -117,66 +117,66 @@ class BuildOrder:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[Template | None]:
-        """Hold the building lock; yields rank 0's template, ``None`` on rank 0.
+        """Hold the build lock; yields rank 0's template, or ``None`` on rank 0.
 
         Raises:
-            CollectiveAborted: Rank 0 failed to build, or the run is over.
+            CollectiveAborted: Rank 0 failed to build, or the run has ended.
         """
-        if rank != 0 and not self._alone:
+        if rank != 0 and not self._standalone:
             with self._condition:
                 self._condition.wait_for(lambda: self._template is not None or self._failed)
                 if self._failed:
                     raise CollectiveAborted("rank 0 could not build its model")
-        with self._lock, self._alone_in_process():
+        with self._lock, self._process_lock():
             yield self._template
 
     @contextmanager
-    def _alone_in_process(self) -> Iterator[None]:
-        holds = not self._is_nested and self._acquire()
+    def _process_lock(self) -> Iterator[None]:
+        locked = not self._is_nested and self._acquire()
         before, _thread.builds = getattr(_thread, "builds", False), True
         try:
             yield
         finally:
             _thread.builds = before
-            if holds:
-                _PROCESS.release()
+            if locked:
+                _PROCESS_LOCK.release()
 
     def _acquire(self) -> bool:
-        """Wait for the process's lock; whether it came in time."""
+        """Acquire the process's lock; returns False after the timeout."""
         until = time.monotonic() + BUILD_LOCK_TIMEOUT_S
-        while not _PROCESS.acquire(timeout=_LOOK_S):
+        while not _PROCESS_LOCK.acquire(timeout=_POLL_S):
             with self._condition:
                 if self._failed:
-                    raise CollectiveAborted("the run was over before the model was built")
+                    raise CollectiveAborted("the run ended before the model was built")
             if time.monotonic() > until:
                 logger.warning(
-                    "another run has been building its model for %g s; this one is built beside "
-                    "it, and with a seed either may differ from what it gives alone",
+                    "another run has been building its model for %g s; this model is built "
+                    "concurrently, so with a seed the weights of either may not be reproducible",
                     BUILD_LOCK_TIMEOUT_S,
                 )
                 return False
         return True
 
     def seeded(self, rank: int, device: torch.device) -> Any:
-        """The generators of CPU and device seeded for rank 0's model, restored after."""
+        """Seed the CPU's and the device's generators for rank 0, and restore them after."""
         if rank != 0 or self._seed is None:
             return nullcontext()
         return _seeded(self._seed, device)
 
     def publish(self, template: Template) -> None:
-        """Rank 0 is built."""
+        """Publish rank 0's model for the other ranks."""
         with self._condition:
             self._template = template
             self._condition.notify_all()
 
     def fail(self) -> None:
-        """Rank 0 failed, or the run is over: nobody waits any more."""
+        """Release all waiting ranks: rank 0 failed, or the run has ended."""
         with self._condition:
             self._failed = True
             self._condition.notify_all()
 
     def forget(self) -> None:
-        """Drop the reference to rank 0's tensors."""
+        """Drop the references to rank 0's tensors."""
         with self._condition:
             self._template = None
             self._failed = True
@@ -185,7 +185,7 @@ class BuildOrder:
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        # torch.manual_seed would leave the generators of all other devices seeded.
+        # torch.manual_seed would also seed the generators of all other devices.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             cuda_api.API.seed(device, seed)
@@ -194,7 +194,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What rank 0's model looks like, and its tensors to copy from."""
+    """Tensors of rank 0's model, to compare with and to copy from."""
 
     tensors: dict[str, Tensor]
     kinds: dict[str, str]
@@ -211,10 +211,10 @@ class Template:
         return cls(tensors, kinds)
 
     def first_difference(self, other: Template) -> str | None:
-        """The first thing in which another rank's model differs."""
+        """Description of the first difference to another rank's model, if any."""
         for name, mine in self.tensors.items():
             if name not in other.tensors:
-                return f"rank 0 has {self.kinds[name]} tensor {name!r}, it has none"
+                return f"rank 0 has {self.kinds[name]} tensor {name!r}, which it lacks"
             theirs = other.tensors[name]
             for what, a, b in (
                 ("shape", tuple(mine.shape), tuple(theirs.shape)),
@@ -224,27 +224,27 @@ class Template:
                 if a != b:
                     return f"the {what} of {name!r} is {b}, on rank 0 it is {a}"
         extra = next((n for n in other.tensors if n not in self.tensors), None)
-        return None if extra is None else f"it has a tensor {extra!r} that rank 0 has not"
+        return None if extra is None else f"it has a tensor {extra!r} that rank 0 lacks"
 
 
-def adopt(model: nn.Module, template: Template, rank: int) -> None:
-    """Give a replica rank 0's weights and buffers.
+def copy_template(model: nn.Module, template: Template, rank: int) -> None:
+    """Copy rank 0's weights and buffers into a replica.
 
     Raises:
-        ReplicaMismatch: The models differ; names the first difference.
-        ValueError: A parameter is one of rank 0's own.
+        ReplicaMismatch: The models differ; the message has the first difference.
+        ValueError: A parameter is the same object as rank 0's.
     """
     own = Template.of(model)
     difference = template.first_difference(own)
     if difference is not None:
         raise ReplicaMismatch(
-            f"model_factory gave rank {rank} another model than rank 0: {difference}; "
+            f"model_factory returned another model on rank {rank} than on rank 0: {difference}; "
             "it must build the same architecture each time"
         )
     for name, tensor in own.tensors.items():
         if own.kinds[name] == "trainable" and tensor is template.tensors[name]:
             raise ValueError(
-                f"model_factory gave rank {rank} the parameter {name!r} of rank 0 itself: "
+                f"model_factory returned rank 0's own parameter {name!r} on rank {rank}: "
                 "return a new module at each call, for instance copy.deepcopy(model)"
             )
     with torch.no_grad():
@@ -253,7 +253,7 @@ def adopt(model: nn.Module, template: Template, rank: int) -> None:
 
 
 def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
-    """Call the model factory and check what it gives.
+    """Call the model factory and check the model.
 
     Raises:
         TypeError: Not a module.
@@ -275,19 +275,19 @@ def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
 
 
 def check_model(model: nn.Module, where: str) -> None:
-    """Refuse a model that cannot be trained.
+    """Check that a model can be trained.
 
     Raises:
-        ValueError: Lazy parameters, or none that is trainable.
+        ValueError: It has lazy parameters, or no trainable parameter.
     """
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(t):
             raise ValueError(
-                f"{where}: {name!r} is lazy, its shape is not known before the first forward; "
+                f"{where}: {name!r} is lazy, without a shape before the first forward; "
                 "give the module its sizes, or run one forward before"
             )
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"{where}: no parameter requires a gradient, nothing can be trained")
+        raise ValueError(f"{where}: no parameter requires a gradient, so nothing can be trained")
 
 
 def build_optimizer(
@@ -296,12 +296,11 @@ def build_optimizer(
     params: list[nn.Parameter],
     groups: ParamGroups | None,
 ) -> torch.optim.Optimizer:
-    """Call the optimizer factory and check what it gives.
+    """Call the optimizer factory and check the optimizer.
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: An optimizer whose step needs a closure, or a parameter that is not
-            the model's.
+        ValueError: Its step requires a closure, or it holds a parameter that is not the model's.
     """
     optimizer = factory(params if groups is None else groups(model))
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -321,17 +320,17 @@ def build_optimizer(
     if not given <= own:
         raise ValueError(
             "optim_factory: the optimizer holds a parameter that is not a trainable parameter of "
-            "this worker's model; build it from the params it is given"
+            "this worker's model; build it from the parameters passed to the factory"
         )
     return optimizer
 
 
 def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) -> Optimizers:
-    """Call the factory of each submodule's optimizer, and check what they give.
+    """Call the factory of each submodule's optimizer and check the optimizers.
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: There is no such submodule, two share a parameter, or see
+        ValueError: No such submodule, a parameter in two optimizers, or as
             :func:`build_optimizer`.
     """
     members: dict[str, torch.optim.Optimizer] = {}
@@ -359,17 +358,17 @@ def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) ->
 
 
 class CopyingFactory:
-    """A model factory that copies a module, which stays as it is.
+    """A model factory that deep-copies a module, which is not modified.
 
     Args:
-        module: What each worker gets a copy of.
+        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __call__(self, device: torch.device) -> nn.Module:
-        """A copy on a device."""
+        """Return a copy on a device."""
         try:
             copied = copy.deepcopy(self._module)
         except Exception as error:

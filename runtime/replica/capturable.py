@@ -11,19 +11,18 @@ from torch import Tensor, nn
 
 
 class CapturableOptimizer:
-    """Lets an optimizer count its steps and read its learning rates on the device.
+    """Makes an optimizer count its steps and read its learning rates on the device.
 
-    A graph holds the numbers that Python had when it was captured. So the learning rates
-    stand in tensors during each step, captured or not, and are plain numbers at all other
-    times: for the user, the scheduler and in checkpoints. Every step of every rank uses the
-    same kind, which keeps replicas equal in every bit.
+    A graph keeps the Python numbers of its capture. Learning rates are therefore tensors during
+    each step, captured or not, and plain numbers at all other times: for the user, the scheduler
+    and in checkpoints. All steps of all ranks use the same form, so replicas stay bitwise equal.
 
-    Optimizers that take no tensor there (SGD, unless it is ``fused``) keep plain numbers;
-    :meth:`settings` tells when those have changed.
+    Optimizers that accept no tensor as a learning rate (SGD, unless it is ``fused``) keep plain
+    numbers, which are part of :meth:`settings`.
 
     Args:
         optimizer: Not stepped yet. ``capturable`` is set in it where it exists.
-        device: Where its parameters lie.
+        device: The device of its parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -39,18 +38,18 @@ class CapturableOptimizer:
         self._add_groups()
 
     def _add_groups(self) -> None:
-        """Also for groups that are added while the run goes on."""
+        """Make the tensors of new groups, which may also be added during the run."""
         for group in self._optimizer.param_groups[len(self._tensors) :]:
-            takes = group.get("capturable") or group.get("fused")
+            accepts_tensor = group.get("capturable") or group.get("fused")
             rate = group["lr"]
-            there = isinstance(rate, Tensor) and rate.device == self._device
+            on_device = isinstance(rate, Tensor) and rate.device == self._device
             dtype = _rate_dtype(group)
             tensor = torch.zeros((), dtype=dtype, device=self._device)
-            self._tensors.append(tensor if takes and not there else None)
+            self._tensors.append(tensor if accepts_tensor and not on_device else None)
             self._written.append(None)
 
     def refresh(self) -> None:
-        """Bring the tensors to the present learning rates; the host does not wait."""
+        """Write the current learning rates to the tensors; the host does not wait."""
         groups = self._optimizer.param_groups
         if len(groups) > len(self._tensors):
             self._add_groups()
@@ -61,7 +60,7 @@ class CapturableOptimizer:
 
     @contextmanager
     def rates(self) -> Iterator[None]:
-        """The learning rates are tensors, as they were at the last :meth:`refresh`."""
+        """Make the learning rates tensors, with the values of the last :meth:`refresh`."""
         groups = self._optimizer.param_groups
         plain = [group["lr"] for group in groups]
         for group, tensor in zip(groups, self._tensors, strict=True):
@@ -74,7 +73,7 @@ class CapturableOptimizer:
                 group["lr"] = rate
 
     def settings(self) -> Hashable:
-        """Every number that a graph of the step would hold on to."""
+        """All numbers that a graph of the step keeps from its capture."""
         return tuple(
             (
                 len(group["params"]),
@@ -88,14 +87,14 @@ class CapturableOptimizer:
         )
 
     def changed_settings(self, before: Hashable) -> str:
-        """Names of the settings that are not as they were."""
+        """Names of the settings that differ from ``before``."""
         names = set()
         for (_, old), (_, new) in zip(before, self.settings(), strict=False):  # type: ignore[call-overload]
             names |= {name for name, value in new if (name, value) not in old}
         return ", ".join(sorted(names))
 
     def state_tensors(self) -> list[Tensor]:
-        """Every tensor of its state, which a graph of the step reads and writes."""
+        """All tensors of its state, which a graph of the step reads and writes."""
         return [
             value
             for state in self._optimizer.state.values()
@@ -103,32 +102,32 @@ class CapturableOptimizer:
             if isinstance(value, Tensor)
         ]
 
-    def state_mark(self) -> tuple[Any, int, Any]:
-        """Tells cheaply whether the state was replaced: compare with ``is`` and ``==``."""
+    def state_identity(self) -> tuple[Any, int, Any]:
+        """Identifies the state object at low cost: compare with ``is`` and ``==``."""
         state = self._optimizer.state
         return state, len(state), next(iter(state.values()), None)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Around the capture of a step: what Python keeps of the state must stay as it is.
+        """Context of a step's capture, in which Python values of the state must not change.
 
-        A replay would not repeat what Python does. Changes are taken back.
+        A replay would not repeat changes made in Python. They are reverted.
 
         Raises:
-            CannotCapture: The step changes its state elsewhere than on the device.
-            StateMissing: It makes state that no step has made before.
+            CannotCapture: The step changes its state outside the device.
+            StateMissing: The step creates state that does not exist yet.
         """
         optimizer = self._optimizer
         for p, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.device != p.device:
-                    raise CannotCapture(f"its state {name!r} lies on {value.device}")
+                    raise CannotCapture(f"its state {name!r} is on {value.device}")
         states = {p: dict(state) for p, state in optimizer.state.items()}
         groups = [dict(group) for group in optimizer.param_groups]
         try:
             yield
         finally:
-            made, changed = self._differences(states, groups)
+            created, changed = self._differences(states, groups)
             for p in list(optimizer.state):
                 if p in states:
                     optimizer.state[p].clear()
@@ -139,26 +138,26 @@ class CapturableOptimizer:
                 group.update(before)
         if changed is not None:
             raise CannotCapture(f"each step changes {changed!r} of its state in Python")
-        if made:
+        if created:
             raise StateMissing
 
     def _differences(
         self, states: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]
     ) -> tuple[bool, str | None]:
-        """Whether state was made, and the name of something that was changed."""
-        made = False
+        """True if state was created, and the name of a changed value, if any."""
+        created = False
         for p, state in self._optimizer.state.items():
             before = states.get(p)
             for name, value in state.items():
                 if before is None or before.get(name) is None:
-                    made = made or value is not None
+                    created = created or value is not None
                 elif not _same(before[name], value):
-                    return made, name
+                    return created, name
         for group, old in zip(self._optimizer.param_groups, groups, strict=True):
             for name, value in group.items():
                 if name not in ("params", "lr") and not _same(old.get(name), value):
-                    return made, name
-        return made, None
+                    return created, name
+        return created, None
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -168,7 +167,7 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _rate_dtype(group: dict[str, Any]) -> torch.dtype:
-    """As exact as the parameters; the fused kernels read a float32, whatever the parameters are."""
+    """The precision of the parameters; fused kernels always read a float32."""
     params = group["params"]
     exact = params and params[0].dtype is torch.float64 and not group.get("fused")
     return torch.float64 if exact else torch.float32
@@ -181,13 +180,13 @@ def _plain(value: Any) -> Hashable:
 
 
 class ModuleTensors:
-    """The tensors that a module keeps beside its parameters: buffers and plain attributes.
+    """Tensors of a module other than its parameters: buffers and plain attributes.
 
-    A graph reads and writes them where they were when it was captured. A module that gives
-    one of them a new tensor, in a step or between two, is not followed by any replay.
+    A graph reads and writes the tensors of its capture. If the module replaces one of them, in a
+    step or between two, replays still use the old one.
 
     Args:
-        module: The module; its parts are those of now.
+        module: The module, with its current submodules.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -201,25 +200,25 @@ class ModuleTensors:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All these tensors."""
         return [value for _, _, _, value in self._places]
 
     def first_replaced(self) -> str | None:
-        """Name of the first that is another tensor now."""
+        """Name of the first tensor that the module has replaced; ``None`` if there is none."""
         for place, key, name, value in self._places:
             if place.get(key) is not value:
                 return name
         return None
 
-    def put_back(self) -> None:
-        """Make them what they were."""
+    def restore(self) -> None:
+        """Put the original tensors back into the module."""
         for place, key, _, value in self._places:
             place[key] = value
 
 
 class CannotCapture(Exception):
-    """The step cannot be a graph; the message says why."""
+    """The step cannot be captured as a graph; the message has the reason."""
 
 
 class StateMissing(Exception):
-    """The optimizer has not stepped yet, or its state was dropped."""
+    """The optimizer has no state: it has not stepped yet, or its state was dropped."""

@@ -1,11 +1,11 @@
-"""A replica's state: trainable parameters as views of one flat tensor for each dtype, and the rest.
+"""A replica's state in flat tensors: parameters as views of one tensor for each dtype, and buffers.
 
 A snapshot is then one copy, an averaging one all-reduce, a divergence one norm. Tied parameters
 are one parameter and stay tied; views keep each parameter's strides, so ``channels_last`` stays.
 
-Frozen parameters are no part of an average, and most never change; but some are written to
-by the user's code, such as a teacher that follows the weights. Modules may keep extra state
-of their own (``get_extra_state``). Checkpoints hold both, see :class:`ModuleState`.
+Frozen parameters are not averaged, and most never change; but user code may write to them, such as
+to a teacher that follows the weights. Modules may have extra state (``get_extra_state``).
+Checkpoints contain both, see :class:`ModuleState`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from runtime.core.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
-"""Every parameter starts at a multiple of this within its flat tensor; of FSDP's shards, the
-chunks of large parameters do."""
+"""Alignment of each parameter in its flat tensor, and of the chunks of large parameters in FSDP."""
 _COPIED_TOGETHER = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
 _WORD_BYTES = 8
-_PART = 1 << 22
-"""Words that are summed at once."""
+_CHUNK_WORDS = 1 << 22
+"""Words summed at once."""
 
 
 class FlatState:
-    """A replica's averaged state: flat parameters and buffers.
+    """The averaged state of a replica: flat parameters and buffers.
 
-    Every method runs in the worker's thread, on the stream that is current there.
+    All methods run in the worker's thread, on its current stream.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,7 +49,7 @@ class FlatState:
         self.buffers = FlatBuffers(module)
 
     def new_base(self) -> Payload:
-        """Memory for a snapshot, where the state lies."""
+        """New memory for a snapshot, on the device of the state."""
         floats, others = self.buffers.empty()
         return Payload(
             params=tuple(
@@ -62,14 +61,14 @@ class FlatState:
         )
 
     def new_payload(self) -> Payload:
-        """Memory of the CPU for a snapshot."""
+        """New CPU memory for a snapshot."""
         floats, others = self.buffers.empty()
         whole = Payload(params=tuple(self.params.flats), buffers=floats, taken=others)
         return whole.map(host_memory.empty_like)
 
     @torch.no_grad()
     def snapshot_into(self, payload: Payload) -> None:
-        """Copy the live state; the payload aliases nothing afterwards."""
+        """Copy the live state into a payload, which shares no memory with it."""
         self.params.check()
         for out, flat in zip(payload.params, self.params.flats, strict=True):
             out.copy_(flat)
@@ -90,14 +89,14 @@ class FlatState:
 
     @torch.no_grad()
     def live(self) -> Payload:
-        """The live state, with its buffers copied side by side; parameters are no copies."""
+        """The live parameters, not copied, and a copy of the buffers."""
         self.params.check()
         floats, others = self.buffers.empty()
         self.buffers.read_into(floats, others)
         return Payload(params=tuple(self.params.flats), buffers=floats, taken=others)
 
     def check_payload(self, payload: Payload) -> None:
-        """Raise ``ValueError`` unless the payload has this replica's layout."""
+        """Raise ``ValueError`` if the payload's layout differs from this replica's."""
         floats, others = self.buffers.empty()
         for what, ours, theirs in (
             ("parameter", self.params.flats, payload.params),
@@ -108,13 +107,13 @@ class FlatState:
             given = [(t.numel(), t.dtype) for t in theirs]
             if mine != given:
                 raise ValueError(
-                    f"the averaged state does not fit this model: {what} tensors are {mine} here "
-                    f"and {given} there"
+                    f"the averaged state does not fit this model: its {what} tensors are {given}, "
+                    f"the model's are {mine}"
                 )
 
     @torch.no_grad()
     def copy_from(self, other: FlatState) -> None:
-        """Take over another replica's parameters and buffers."""
+        """Copy another replica's parameters and buffers."""
         for flat, source in zip(self.params.flats, other.params.flats, strict=True):
             flat.copy_(source)
         for buffer, source in zip(self.buffers.tensors(), other.buffers.tensors(), strict=True):
@@ -122,23 +121,23 @@ class FlatState:
 
     @torch.no_grad()
     def load(self, average: Payload) -> None:
-        """Replace the live state; an average in pinned memory is still read afterwards."""
+        """Replace the live state; copies from pinned memory may still be pending on return."""
         for flat, mean in zip(self.params.flats, average.params, strict=True):
             flat.copy_(mean, non_blocking=True)
         self.buffers.write_from(average.buffers, average.taken)
 
     @torch.no_grad()
     def compute_progress(self, base: Payload, scratch: Payload) -> None:
-        """Turn ``base``, an earlier snapshot, into what was trained since: ``live - base``."""
+        """Replace ``base``, an earlier snapshot, by the progress since then: ``live - base``."""
         for flat, old in zip(self.params.flats, base.params, strict=True):
             torch.sub(flat, old, out=old)
         self._keep_buffers(base, scratch)
 
     @torch.no_grad()
     def load_with_progress(self, average: Payload, progress: Payload, scratch: Payload) -> None:
-        """The live state becomes ``average + progress``; exact where progress is zero.
+        """Set the live state to ``average + progress``; exact where progress is zero.
 
-        An average in pinned memory is still read afterwards.
+        Copies from pinned memory may still be pending on return.
         """
         flats = zip(self.params.flats, average.params, progress.params, strict=True)
         for flat, mean, delta in flats:
@@ -184,7 +183,7 @@ class FlatParams:
     """The trainable parameters of a module, moved into flat tensors.
 
     Args:
-        module: Its trainable parameters become views; the objects stay the same.
+        module: The module. Its trainable parameters become views; the objects stay the same.
 
     Attributes:
         names: Names in ``named_parameters`` order.
@@ -197,21 +196,21 @@ class FlatParams:
         self.names = [n for n, _ in named]
         self.params = [p for _, p in named]
         old = [p.data for p in self.params]
-        self._arrangement = FlatLayout(old)
-        self.flats = self._arrangement.empty(old[0].device) if old else []
-        views = self._arrangement.views(self.flats, old)
+        self._layout = FlatLayout(old)
+        self.flats = self._layout.empty(old[0].device) if old else []
+        views = self._layout.views(self.flats, old)
         for p, view, source in zip(self.params, views, old, strict=True):
             view.copy_(source)
             p.data = view
         self._pointers = [view.data_ptr() for view in views]
 
     def like(self) -> list[Tensor]:
-        """New flat tensors of the same shapes, zero."""
+        """New flat tensors of the same shapes, filled with zeros."""
         return [torch.zeros_like(flat) for flat in self.flats]
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """``flats`` as one tensor for each parameter, in order."""
-        return self._arrangement.views(flats, [p.data for p in self.params])
+        """Views of ``flats``, one for each parameter, in order."""
+        return self._layout.views(flats, [p.data for p in self.params])
 
     def viewer(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """:meth:`views` as a function that keeps no parameter alive."""
@@ -219,11 +218,11 @@ class FlatParams:
             torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
             for p in self.params
         ]
-        arrangement = self._arrangement
-        return lambda flats: arrangement.views(flats, like)
+        layout = self._layout
+        return lambda flats: layout.views(flats, like)
 
     def check(self) -> None:
-        """Make sure that no parameter was moved out of its flat tensor.
+        """Check that no parameter was moved out of its flat tensor.
 
         Raises:
             RuntimeError: A parameter's memory was replaced, as by ``model.to(...)``.
@@ -257,9 +256,9 @@ class ParamSubset:
 
 
 class FlatBuffers:
-    """The buffers of a module, read where they are now and written in place.
+    """The buffers of a module, written in place.
 
-    A module may replace a buffer's tensor, so buffers are looked up each time.
+    A module may replace a buffer's tensor, so buffers are looked up in each call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -283,7 +282,7 @@ class FlatBuffers:
         return [[chosen[j] for j in g] for g in _by_dtype(tensors[i] for i in chosen)]
 
     def tensors(self) -> list[Tensor]:
-        """The buffers as they are now, in order."""
+        """The current buffers, in order."""
         found = [sub._buffers[key] for sub, key in self._owners]
         return [b if b is not None else torch.empty(0) for b in found]
 
@@ -299,7 +298,7 @@ class FlatBuffers:
         return tuple(tensors[g[0]].new_empty(sum(tensors[i].numel() for i in g)) for g in groups)
 
     def viewer(self) -> Callable[[Payload], dict[int, Tensor]]:
-        """Gives a payload's buffers as views, by position; keeps no buffer alive."""
+        """A function from a payload to views of its buffers, by index; keeps no buffer alive."""
         groups, shapes = [*self._float_groups, *self._other_groups], self._shapes
 
         def views(payload: Payload) -> dict[int, Tensor]:
@@ -329,7 +328,7 @@ class FlatBuffers:
     def _pieces(
         self, floats: Sequence[Tensor], others: Sequence[Tensor]
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """For each flat tensor its views in the shapes of the buffers, and those buffers."""
+        """For each flat tensor, its views in the shapes of the buffers, and the buffers."""
         tensors = self.tensors()
         self._check_shapes(tensors)
         pieces = []
@@ -356,7 +355,7 @@ class FlatBuffers:
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
-    """In one call where its kernels for GPUs know the dtype and all have the same."""
+    """Copy in one call if all tensors have one dtype that the foreach kernels support."""
     dtypes = {t.dtype for t in (*targets, *sources)}
     if len(dtypes) == 1 and dtypes <= _COPIED_TOGETHER:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
@@ -366,15 +365,15 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bo
 
 
 class FlatLayout:
-    """Where tensors lie in flat tensors, one for each dtype.
+    """The layout of tensors in flat tensors, one for each dtype.
 
     Args:
-        tensors: Their shapes, dtypes and strides count; they are not kept.
-        order: In which they follow each other; ``None``: as they come. The flat tensors come in
-            the order of their dtypes among ``tensors`` in any case.
+        tensors: Tensors whose shapes, dtypes and strides are used; they are not kept.
+        order: The order of the tensors within flat tensors; ``None``: that of ``tensors``. The
+            flat tensors themselves are in the order in which their dtypes occur in ``tensors``.
 
     Attributes:
-        groups: For each flat tensor the places of its tensors in ``tensors``, one after the other.
+        groups: For each flat tensor the indices of its tensors in ``tensors``, in layout order.
     """
 
     def __init__(self, tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
@@ -385,13 +384,13 @@ class FlatLayout:
         self._layouts = [_Layout([tensors[i] for i in group]) for group in self.groups]
 
     def empty(self, device: torch.device) -> list[Tensor]:
-        """New flat tensors, zero."""
+        """New flat tensors, filled with zeros."""
         return [
             torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in self._layouts
         ]
 
     def views(self, flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """``flats`` as tensors of the shapes and, where dense, the strides of ``like``."""
+        """Views of ``flats`` with the shapes and, where dense, the strides of ``like``."""
         out = list(like)
         for group, layout, flat in zip(self.groups, self._layouts, flats, strict=True):
             for i, view in zip(group, layout.views(flat, [like[i] for i in group]), strict=True):
@@ -399,13 +398,13 @@ class FlatLayout:
         return out
 
     def end(self, number: int, index: int) -> int:
-        """Where in flat tensor ``number`` its tensor ``index`` ends, and the next one begins."""
+        """Offset in flat tensor ``number`` of the end of its tensor ``index``."""
         layout = self._layouts[number]
         return [*layout.offsets[1:], layout.numel][index]
 
 
 class _Layout:
-    """Where tensors of one dtype lie in a flat tensor."""
+    """The layout of tensors of one dtype in a flat tensor."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.dtype = tensors[0].dtype
@@ -426,7 +425,7 @@ class _Layout:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's strides if it fills its memory without gaps, else contiguous ones."""
+    """The tensor's strides if it is dense, else contiguous strides."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1:
@@ -444,16 +443,16 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
 
 
 def copy_with_norm(out: Tensor, source: Tensor) -> float:
-    """Copy a flat tensor; returns its squared norm, NaN or infinite where a value is.
+    """Copy a flat tensor and return its squared norm, which is not finite if a value is not.
 
     Args:
-        out: As ``source``, of which it shares no memory.
-        source: Flat; floating-point or complex.
+        out: The copy; shares no memory with ``source``.
+        source: A flat tensor, floating-point or complex.
     """
     out, source = reals([out, source])
     square = 0.0
     square_of = _square_of_narrow if source.dtype.itemsize < 4 else dot_square
-    # Blocks stay in the caches for the second reading, and a sum of few numbers keeps its digits.
+    # A block stays in cache for the second read, and a sum of few numbers keeps its precision.
     length = block_length(source.dtype, torch.get_num_threads())
     for target, block in blocks([out, source], length):
         square += sum_squares(block, square_of)
@@ -462,30 +461,30 @@ def copy_with_norm(out: Tensor, source: Tensor) -> float:
 
 
 def _square_of_narrow(block: Tensor) -> float:
-    """The squared norm of float16 or bfloat16, whose own sums are too coarse."""
+    """Squared norm of float16 or bfloat16, accumulated in float32."""
     norm: float = torch.linalg.vector_norm(block, dtype=torch.float32).item()
     return norm * norm
 
 
 def reals(flats: Iterable[Tensor]) -> list[Tensor]:
-    """Flat tensors as real ones in the same memory, which is what collectives average."""
+    """Real views of flat tensors, as collectives require."""
     return [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
 
 
 def add_progress(live: Tensor, average: Tensor, base: Tensor) -> None:
-    """``live`` becomes ``average + (live - base)``: exactly the average where it is the base.
+    """Set ``live`` to ``average + (live - base)``; exactly the average where it equals the base.
 
     Args:
-        live: Flat; written to.
-        average: As ``live``.
-        base: As ``live``; holds nothing of use afterwards.
+        live: A flat tensor, modified in place.
+        average: A flat tensor of the same shape.
+        base: A flat tensor of the same shape, overwritten.
     """
     torch.sub(live, base, out=base)
     torch.add(average, base, out=live)
 
 
 def add(mean: Tensor, delta: Tensor, out: Tensor) -> None:
-    """``mean + delta``, where the mean may still lie on the CPU."""
+    """``out = mean + delta``; the mean may be on the CPU."""
     if mean.device == out.device:
         torch.add(mean, delta, out=out)
     else:
@@ -494,43 +493,43 @@ def add(mean: Tensor, delta: Tensor, out: Tensor) -> None:
 
 
 def change(new: Tensor, old: Tensor, out: Tensor) -> None:
-    """``new - old``; 0 where both are the same infinity, as in a mask kept as a buffer."""
+    """``out = new - old``; 0 where both are the same infinity, as in a mask kept as a buffer."""
     same = new == old
     torch.sub(new, old, out=out)
     out.masked_fill_(same, 0)
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors together, a scalar on their device."""
+    """L2 norm over all tensors, a scalar on their device."""
     parts = [torch.linalg.vector_norm(t) for t in tensors]
     total: Tensor = torch.linalg.vector_norm(torch.stack([p.double() for p in parts]))
     return total
 
 
 class ModuleState:
-    """Takes and gives back one replica's frozen parameters and extra state.
+    """Saves and restores a replica's frozen parameters and extra state.
 
-    Used in the worker's thread, on the stream that is current there.
+    Used in the worker's thread, on its current stream.
 
     Args:
-        model: The replica, with the weights that a checkpoint's file of weights holds.
+        model: The replica, with the weights of a checkpoint's weights file.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-        self._marks = {name: mark(p) for name, p in self._frozen.items()}
+        self._checksums = {name: checksum(p) for name, p in self._frozen.items()}
         self._modules = modules_with_extra_state(model)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Frozen parameters that have changed, and extra state that a file can hold; no copies.
+        """Changed frozen parameters, and extra state that a file can hold; not copied.
 
-        Waits for the device where anything is frozen.
+        Waits for the device if any parameter is frozen.
         """
         frozen = {
             name: p.detach()
             for name, p in self._frozen.items()
-            if not torch.equal(mark(p), self._marks[name])
+            if not torch.equal(checksum(p), self._checksums[name])
         }
         extra: dict[str, Any] = {}
         for name, module in self._modules.items():
@@ -538,11 +537,11 @@ class ModuleState:
             try:
                 extra[name] = plain(state, f"the extra state of module {name!r}")
             except CheckpointError as error:
-                self._warn(name, f"{error}. Checkpoints are written without it")
+                self._warn(name, f"{error}. Checkpoints do not contain it")
         return {"frozen": frozen, "extra_state": extra}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, from a replica of the same kind."""
+        """Restore the result of :meth:`state_dict` of a replica of the same model."""
         with torch.no_grad():
             for name, saved in state["frozen"].items():
                 self._frozen[name].copy_(saved)
@@ -551,16 +550,16 @@ class ModuleState:
             if name in extra:
                 module.set_extra_state(copy.deepcopy(extra[name]))
             else:
-                self._warn(name, f"the extra state of module {name!r} was not saved: it is new")
+                self._warn(name, f"the extra state of module {name!r} is not in the checkpoint")
 
     def _warn(self, name: str, message: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             logger.warning("%s", message)
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have state besides tensors, by name; the model itself is ``""``."""
+    """Modules with extra state, by name; the model itself is ``""``."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -568,11 +567,11 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def mark(t: Tensor) -> Tensor:
-    """A number that changes when the tensor's content does; stays on its device.
+def checksum(t: Tensor) -> Tensor:
+    """A checksum of the tensor's content, on its device.
 
-    The sum of its bytes as 64-bit words, part by part: exact, where a norm would round a
-    small change away. Reads the tensor once.
+    The sum of its bytes as 64-bit words, chunk by chunk: exact, where a norm would round a small
+    change away. Reads the tensor once.
     """
     t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     content = t.view(torch.uint8)
@@ -581,6 +580,6 @@ def mark(t: Tensor) -> Tensor:
     end = content.numel() // _WORD_BYTES * _WORD_BYTES
     words = content[:end].view(torch.int64)
     total = content[end:].sum(dtype=torch.int64)
-    for begin in range(0, words.numel(), _PART):
-        total = total * 31 + words[begin : begin + _PART].sum()
+    for begin in range(0, words.numel(), _CHUNK_WORDS):
+        total = total * 31 + words[begin : begin + _CHUNK_WORDS].sum()
     return total

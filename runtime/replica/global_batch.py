@@ -1,4 +1,4 @@
-"""Where the passes of ranks that train pieces of one global batch meet, and all-gather in them."""
+"""Collectives within the forward and backward passes of ranks that train one global batch."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from runtime.device.timing import HostTimer, StepTimer
 
 
 class GlobalBatch:
-    """Where one rank's forward and backward passes meet those of the ranks that train a piece
-    of the same batch.
+    """Exchanges of one rank with the ranks that train the other pieces of its global batch.
 
-    Every rank takes part in :meth:`begin`, with samples or without; in what follows, the ranks
-    that have some. They must meet equally often and in the same order. Over a subgroup where a
-    rank has nothing to train. In the rank's own thread, and in that of its device's backward
-    pass. The time that a rank waits there is not counted as its own.
+    Every rank calls :meth:`begin`, with samples or without; the exchanges that follow are among
+    the ranks with samples, over a subgroup if some have none. These ranks must make the same
+    exchanges in the same order. Used by the rank's thread and by the thread of its device's
+    backward pass. Waiting time is not counted as time of the rank's step.
 
     Args:
-        collective: Where the ranks meet; ``None``: there is one rank.
+        collective: The collective of all ranks; ``None``: there is one rank.
         comm: The context for collectives, see :meth:`Device.comm`.
-        timer: Times the rank's steps.
+        timer: Timer of the rank's steps.
 
     Attributes:
-        weight: By what this rank's gradients are multiplied when all are added up.
-        live: Whether the micro-batch has a weight above 0; if not, its gradients may be NaN.
-        num_layers: Layers of the model that meet in every pass.
+        weight: The factor of this rank's gradients in the sum over the ranks.
+        live: True if the micro-batch has a weight above 0; otherwise its gradients may be NaN.
+        num_layers: Number of the model's layers that exchange in every pass.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class GlobalBatch:
         self._groups: dict[tuple[int, ...], Collective] = {}
         self._batches: list[tuple[Collective | None, bool]] = []
         self._group: Collective | None = None
-        self._changes = False  # whether other ranks meet after this micro-batch
+        self._group_changes = False  # after this micro-batch
         self._is_open = False
         self._num_batches = self._num_calls = 0  # of the step, and of the micro-batch
         self._tokens: list[Tensor] = []
@@ -58,18 +57,21 @@ class GlobalBatch:
         self.num_layers = 0
 
     def join(self, collective: Collective) -> None:
-        """Meet the other ranks there from now on."""
+        """Use another collective from now on."""
         self.close()
         self._collective = collective
 
     def close(self) -> None:
-        """Leave the subgroups."""
+        """Close the subgroups."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.close()
 
     def begin(self, num_batches: int) -> None:
-        """A step begins in which this rank trains so many micro-batches, from 0 up.
+        """Begin a step, and exchange the ranks' numbers of micro-batches. Collective.
+
+        Args:
+            num_batches: Micro-batches of this rank in the step; may be 0.
 
         Raises:
             CollectiveAborted, CollectiveTimeout: See :class:`~runtime.collective.Collective`.
@@ -77,21 +79,21 @@ class GlobalBatch:
         self._batches, self._num_batches = [], 0
         if self._collective is None:
             return
-        with self._apart():
+        with self._untimed():
             counts = self._collective.tell(num_batches)
             most = int(max(counts))
-            members = [_those(i, counts) for i in range(most)]
+            members = [_ranks_with_batch(i, counts) for i in range(most)]
             members.append(tuple(range(len(counts))))  # for the reduction
             for i in range(most):
-                group = self._of(members[i])
+                group = self._group_of(members[i])
                 if i < num_batches:
                     changes = members[i] != members[i + 1]
                     self._batches.append((group if len(members[i]) > 1 else None, changes))
         self._batches.reverse()
 
-    def _of(self, members: tuple[int, ...]) -> Collective:
-        """The group of these ranks; all ranks ask for the same ones, in the same order."""
-        assert self._collective is not None, "one rank alone needs no group"
+    def _group_of(self, members: tuple[int, ...]) -> Collective:
+        """The group of these ranks. Collective: all ranks call it with the same arguments."""
+        assert self._collective is not None, "a single rank needs no group"
         if len(members) == self._collective.world_size:
             return self._collective
         if members not in self._groups:
@@ -99,8 +101,8 @@ class GlobalBatch:
         return self._groups[members]
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """What is done here is no work of this rank's step."""
+    def _untimed(self) -> Iterator[None]:
+        """Exclude the time in this context from the rank's step."""
         self._timer.pause()
         try:
             yield
@@ -108,52 +110,53 @@ class GlobalBatch:
             self._timer.resume()
 
     def next_batch(self) -> None:
-        """The next micro-batch of the step begins."""
+        """Begin the next micro-batch of the step."""
         if self._collective is not None:
-            self._group, self._changes = self._batches.pop()
+            self._group, self._group_changes = self._batches.pop()
         self._is_open = True
         self._num_batches += 1
         self._num_calls = 0
         self._tokens = []
 
     def end_batch(self) -> None:
-        """The backward pass of the micro-batch is over.
+        """End the micro-batch, after its backward pass.
 
         Raises:
             ValueError: Another rank waits for this one in a pass.
         """
         self._is_open = False
-        if self._group is not None and self._changes:
-            # Where others meet next, a rank that waits here would not be seen.
-            with self._apart():
+        if self._group is not None and self._group_changes:
+            # The next group has other members, which could not see a rank that still waits here.
+            with self._untimed():
                 self._group.barrier()
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no other rank has samples of the micro-batch."""
+    def is_single_rank(self) -> bool:
+        """True if no other rank has samples of the micro-batch."""
         return self._group is None
 
     def gather(self, own: Tensor) -> Tensor:
-        """What every rank tells, of shape ``(ranks, *own.shape)``."""
+        """The tensors of all ranks, of shape ``(ranks, *own.shape)``."""
         if self._group is None:
             return own[None]
         found = own.new_empty((self._group.world_size, *own.shape))
-        with self._apart(), self._comm():
+        with self._untimed(), self._comm():
             self._group.all_gather_into(found.view(-1), own)
         return found
 
-    def add_up(self, own: Tensor) -> Tensor:
-        """The sum over the ranks of what is weighted as their gradients will be, as this rank's
-        gradients are to have it."""
+    def sum_over_ranks(self, own: Tensor) -> Tensor:
+        """The weighted sum over the ranks, divided by this rank's weight.
+
+        The reduction of the gradients later multiplies by that weight."""
         if self._group is None:
             return own
         total = self._weighted(own)
-        with self._apart(), self._comm():
+        with self._untimed(), self._comm():
             self._group.all_reduce_(total)
         return total / self.weight
 
     def _weighted(self, own: Tensor) -> Tensor:
-        """A gradient times the weight of this rank's piece; zeros where that is 0."""
+        """A gradient times the weight of this rank's piece; zeros if the weight is 0."""
         total = own * self.weight
         if self.live is True:
             return total
@@ -166,12 +169,12 @@ class GlobalBatch:
             raise TypeError(f"all_gather({type(tensor).__name__}): pass a tensor")
         if tensor.dim() == 0:
             raise ValueError(
-                "all_gather takes rows, got a tensor without dimensions: pass one row for each "
+                "all_gather gathers rows, got a tensor without dimensions: pass one row for each "
                 "sample, shape (rows, ...)"
             )
         if not self._is_open:
             raise RuntimeError(
-                "all_gather belongs to the batch being trained: call it in train_fn, where all "
+                "all_gather works within the training of a batch: call it in train_fn, where all "
                 "ranks train their pieces of one global batch"
             )
         num_rows = tensor.size(0)
@@ -183,7 +186,7 @@ class GlobalBatch:
             f"call {self._num_calls} in micro-batch {self._num_batches}, rows of "
             f"{tuple(tensor.shape[1:])} {tensor.dtype} {'with' if has_grad else 'without'} gradient"
         )
-        with self._apart():
+        with self._untimed():
             counts = [int(count) for count in self._group.tell_rows(num_rows, call)]
         start = sum(counts[: self._group.rank])
         rows = slice(start, start + num_rows)
@@ -193,36 +196,36 @@ class GlobalBatch:
         self._tokens.append(token)
         return whole, rows
 
-    def tie(self, loss: Tensor, live: Tensor | bool) -> tuple[Tensor, Tensor | bool]:
-        """Have the backward pass of a loss reach every all-gather of its forward pass.
+    def connect(self, loss: Tensor, live: Tensor | bool) -> tuple[Tensor, Tensor | bool]:
+        """Connect a loss to every all-gather of its forward pass, so that backward reaches them.
 
-        A rank whose loss does not need what it gathered has gradients all the same: those of
-        the other ranks' losses with respect to its rows.
+        Even if a rank's loss does not depend on the rows that it gathered, its own rows have
+        gradients from the losses of other ranks.
 
         Args:
-            loss: What backward starts from.
-            live: Whether the loss has a weight above 0; a tensor where the host does not know.
+            loss: The tensor to call backward on.
+            live: True if the loss has a weight above 0; a tensor if only the device has it.
 
         Returns:
-            From what to start, and whether its gradients count.
+            The connected loss, and its ``live``.
         """
         tokens, self._tokens = self._tokens, []
         if not tokens:
             return loss, live
         if live is False and not self.num_layers:
-            # The loss counts for nothing, and its gradients may be NaN; the rows count.
+            # The loss is left out, as its gradients may be NaN; those of the rows are not.
             return torch.stack([token.float() for token in tokens]).sum(), True
         for token in tokens:  # zeros
             loss = loss + token
         return loss, live
 
     def _gather_rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """All ranks' rows, in order of rank."""
+        """The rows of all ranks, in order of rank."""
         group = self._group
-        assert group is not None, "a rank alone has all rows"
+        assert group is not None, "a single rank has all rows"
         padded = _padded([own], [max(counts)])
         found = own.new_empty((group.world_size * max(counts), *own.shape[1:]))
-        with self._apart(), self._comm():
+        with self._untimed(), self._comm():
             group.all_gather_into(found, padded)
         if min(counts) == max(counts):
             return found
@@ -230,18 +233,19 @@ class GlobalBatch:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def _scatter_gradient(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
-        """From the gradients of all ranks' losses with respect to all rows, that of this rank's
-        rows, as the reduction of its parameters' gradients is to find it."""
+        """Reduce-scatter the gradients of all rows, to that of this rank's rows.
+
+        It is divided by the rank's weight, as in :meth:`sum_over_ranks`."""
         if whole.is_complex():
             parts = torch.view_as_real(whole.resolve_conj())
             return torch.view_as_complex(self._scatter_gradient(parts, counts))
         group = self._group
-        assert group is not None, "a rank alone has all rows"
+        assert group is not None, "a single rank has all rows"
         wide = whole.float() if whole.dtype in LOW_PRECISION else whole
         parts = self._weighted(wide).split(list(counts))  # type: ignore[no-untyped-call]
         padded = _padded(parts, [max(counts)] * len(counts))
         found = padded.new_empty((max(counts), *whole.shape[1:]))
-        with self._apart(), self._comm():
+        with self._untimed(), self._comm():
             group.reduce_scatter_into(found, padded)
         return (found[: counts[group.rank]] / self.weight).to(whole.dtype)
 
@@ -249,20 +253,20 @@ class GlobalBatch:
         return self  # a copy of the model is this rank's too
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _nowhere, ()  # a model in a file has no peers
+        return _no_batch, ()  # a model in a file has no peers
 
 
-def _those(number: int, counts: Sequence[float]) -> tuple[int, ...]:
-    """The ranks that have a micro-batch of that number in the step."""
+def _ranks_with_batch(number: int, counts: Sequence[float]) -> tuple[int, ...]:
+    """Ranks with more than ``number`` micro-batches in the step."""
     return tuple(rank for rank, count in enumerate(counts) if count > number)
 
 
-def _nowhere() -> None:
+def _no_batch() -> None:
     return None
 
 
 def _padded(parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """The parts end to end, each filled up with zeros to its length."""
+    """Concatenate the parts, each padded with zeros to its length."""
     if all(len(part) == length for part, length in zip(parts, lengths, strict=True)):
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
     found = parts[0].new_zeros((sum(lengths), *parts[0].shape[1:]))
@@ -274,7 +278,7 @@ def _padded(parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """All ranks' rows, and a zero through which backward comes here in any case."""
+    """The rows of all ranks, and a zero token that connects any loss to this backward."""
 
     @staticmethod
     def forward(

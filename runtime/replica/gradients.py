@@ -16,24 +16,23 @@ from runtime.core.loss_weights import Weight, part_of, scale_
 
 
 def average_gradients(grads: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """The weighted mean of the gradients of several replicas.
+    """Compute the weighted mean of the gradients of several replicas.
 
-    NaN and infinity stay visible. Nothing that is passed is changed, and the result shares
-    no memory with it. float16 and bfloat16 are summed in float32.
+    NaN and infinity propagate. The arguments are not modified, and the result shares no memory
+    with them. float16 and bfloat16 are summed in float32.
 
     Args:
         grads: For each replica a tensor, or a list of tensors, of numbers or of lists. A
-            tensor may be ``None`` where a parameter got no gradient: it counts as zero, and
-            is ``None`` in the result if no replica has one.
-        weights: For each replica how much it counts, its samples for instance; not
-            negative, not all 0. What has weight 0 is never used, NaN included. ``None``:
-            all alike.
+            tensor may be ``None`` for a parameter without a gradient: it counts as zero, and
+            is ``None`` in the result if it is on all replicas.
+        weights: The weight of each replica, for instance its samples; not negative, not all 0.
+            Gradients of weight 0 are not used, even if they are NaN. ``None``: equal weights.
 
     Returns:
-        The mean, of the form that each replica's gradients have; ``[]`` for ``[]``.
+        The mean, in the structure of one replica's gradients; ``[]`` for ``[]``.
 
     Raises:
-        ValueError: Gradients of different forms, shapes or dtypes, or wrong weights.
+        ValueError: Gradients of different structures, shapes or dtypes, or invalid weights.
     """
     if not isinstance(grads, Sequence):
         raise TypeError(
@@ -63,7 +62,7 @@ def _mean(values: Sequence[Any], factors: Sequence[float], name: str) -> Any:
     if isinstance(present[0], (list, tuple)):
         lengths = {len(v) if isinstance(v, (list, tuple)) else -1 for v in values}
         if len(lengths) > 1:
-            raise ValueError(f"{name} has another length on some replicas: pass them all alike")
+            raise ValueError(f"{name} has different lengths on the replicas: pass equal structures")
         columns = zip(*values, strict=True)
         return [_mean(c, factors, f"{name}[{i}]") for i, c in enumerate(columns)]
     return sum(f * v for v, f in zip(values, factors, strict=True) if f and v is not None)
@@ -89,10 +88,10 @@ def _mean_of_tensors(values: Sequence[Any], factors: Sequence[float], name: str)
 
 
 def has_non_finite(values: Any) -> bool:
-    """Whether a NaN or an infinity is among the values.
+    """Return True if a value is NaN or infinite.
 
     Args:
-        values: A tensor, a number, ``None``, or a list, tuple or dict of such. Reads each
+        values: A tensor, a number, ``None``, or a list, tuple or dict of these. Reads each
             tensor, so it waits for a GPU.
     """
     if values is None:
@@ -107,7 +106,7 @@ def has_non_finite(values: Any) -> bool:
 
 
 def gradient_norm(grads: Sequence[Tensor]) -> float:
-    """L2 norm of all gradients together; not finite exactly if one of their elements is not.
+    """L2 norm of all gradients; not finite if and only if one of their elements is not.
 
     Reads one value, so it waits for a GPU.
     """
@@ -131,7 +130,7 @@ def _widest(values: Tensor) -> Tensor:
 
 
 def refuse_sparse(name: str, grad: Tensor) -> None:
-    """Raise ``ValueError`` for a gradient that cannot be laid into a flat tensor."""
+    """Raise ``ValueError`` for a gradient that cannot be copied into a flat tensor."""
     if grad.layout is not torch.strided:
         raise ValueError(
             f"parameter {name!r} has a sparse gradient, which replicas cannot average: build the "
@@ -140,15 +139,15 @@ def refuse_sparse(name: str, grad: Tensor) -> None:
 
 
 def check_gradients(names: Sequence[str], params: Sequence[nn.Parameter], function: str) -> None:
-    """Look at the gradients of the first loss that a function of the user's has given.
+    """Check the gradients of the first loss of a user function.
 
     Raises:
-        ValueError: There are none, or one is sparse.
+        ValueError: No parameter has one, or one is sparse.
     """
     if all(p.grad is None for p in params):
         raise ValueError(
-            f"{function}'s loss reaches no trainable parameter: every gradient is None after "
-            f"backward; compute the loss with the model that {function} is given"
+            f"{function}'s loss depends on no trainable parameter: every gradient is None after "
+            f"backward; compute the loss with the model passed to {function}"
         )
     for name, p in zip(names, params, strict=True):
         if p.grad is not None:
@@ -156,21 +155,21 @@ def check_gradients(names: Sequence[str], params: Sequence[nn.Parameter], functi
 
 
 @torch.no_grad()
-def weigh_(
-    gradients: Sequence[Tensor], weight: Weight, device: torch.device, end: Collective
+def scale_for_mean_(
+    gradients: Sequence[Tensor], weight: Weight, device: torch.device, collective: Collective
 ) -> None:
-    """Scale a rank's gradients so that their plain mean over the ranks is the weighted one.
+    """Scale a rank's gradients so that their plain mean over the ranks is the weighted mean.
 
     A collective call, without a host sync: every rank takes part, also with weight 0. If all
-    have weight 0 the gradients become zeros.
+    weights are 0, the gradients become zeros.
 
     Args:
-        gradients: This rank's, written to.
-        weight: Of this rank.
-        device: Where the weights are added up.
-        end: All ranks.
+        gradients: The rank's gradients, modified in place.
+        weight: The rank's weight.
+        device: The device on which the weights are summed.
+        collective: The collective of all ranks.
     """
     own = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1).clone()
     total = own.clone()
-    end.all_reduce_(total, ReduceOp.SUM)
-    scale_(gradients, (part_of(own, total) * end.world_size).reshape(()))
+    collective.all_reduce_(total, ReduceOp.SUM)
+    scale_(gradients, (part_of(own, total) * collective.world_size).reshape(()))

@@ -281,7 +281,7 @@ class GraphedSteps:
             ).make()
         finally:
             replaced = module.first_replaced()
-            module.put_back()
+            module.restore()
         if replaced is not None:
             raise RuntimeError(
                 f"the step gives {replaced!r} of the model a new tensor: write to it in place"
@@ -441,7 +441,7 @@ class StepGraph:
         """Whether the optimizer's state is still the one that the graphs write to."""
         if self.state is None:
             return True
-        mapping, size, first = optimizer.state_mark()
+        mapping, size, first = optimizer.state_identity()
         return mapping is self.state[0] and size == self.state[1] and first is self.state[2]
 
 
@@ -500,7 +500,7 @@ class StepCapture:
             packed=packed,
             window=window,
             settings=self.optimizer.settings() if self.with_optimizer else None,
-            state=self.optimizer.state_mark() if self.with_optimizer else None,
+            state=self.optimizer.state_identity() if self.with_optimizer else None,
             kept=self.optimizer.state_tensors() if self.with_optimizer else (),
             module=self.module,
         )

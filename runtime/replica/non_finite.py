@@ -1,10 +1,10 @@
-"""Values that are not finite: where they are looked for, and what follows.
+"""Checks for NaN and infinity, and the reactions to them.
 
-Parameters are judged right before they are used: averaged, evaluated, handed over,
-returned. Losses are judged when they are read, which is late. Only a step that must be
-dropped, or whose gradients the peers take part in, is judged before it is made.
+Parameters are checked right before they are averaged, evaluated, saved or returned. Losses are
+checked when the host reads them, some steps later. A step itself is checked before the optimizer
+makes it only if it may have to be dropped, or if its gradients are reduced with those of peers.
 
-Buffers are not judged: an attention mask holds infinities on purpose.
+Buffers are not checked: an attention mask contains infinities on purpose.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaFiniteCheck:
-    """Judges a replica's parameters before they are used, and its losses as they are read.
+    """Checks a replica's parameters before they are used, and its losses when they are read.
 
     Args:
         mode: One of :data:`ON_NON_FINITE`.
         rank: The worker's rank.
         params: The replica's parameters.
-        optimizer: Its optimizer, which starts anew when an average replaces the replica.
+        optimizer: Its optimizer, whose state is reset when an average replaces the replica.
         meter: Reads the losses and counts the samples whose effect is dropped.
-        local_step: Gives the batches trained by the worker.
-        averaged: Whether parameters are averaged, so that peers can heal a replica.
+        local_step: Returns the number of batches trained by the worker.
+        averaged: True if parameters are averaged, so that the peers' average can replace a replica.
 
     Attributes:
-        heals: Whether a replica that is not finite takes its peers' average.
-        poisoned: Whether the replica was not finite when it was judged for the last round.
+        can_heal: True if the peers' average replaces a replica that is not finite.
+        is_bad: True if the replica was not finite at the last round's check.
     """
 
     def __init__(
@@ -60,71 +60,72 @@ class ReplicaFiniteCheck:
         self._optimizer = optimizer
         self._meter = meter
         self._local_step = local_step
-        self.heals = mode == "ignore" and averaged
-        self.poisoned = False
+        self.can_heal = mode == "ignore" and averaged
+        self.is_bad = False
         self._num_counted = 0
         if mode == "raise":
-            meter.log.on_bad_loss = self._refuse_loss
+            meter.log.on_bad_loss = self._raise_for_loss
 
     def _bad_parameter(self) -> str | None:
         if all_finite(self._params.flats):
             return None
         return first_bad(self._params.names, self._params.params)
 
-    def _refuse_loss(self, step: int) -> None:
+    def _raise_for_loss(self, step: int) -> None:
         raise NonFiniteError(self._rank, step, "loss", self._bad_parameter())
 
     def fault(self) -> NonFiniteError | None:
-        """What is wrong with the parameters, if anything.
+        """The error of parameters that are not finite; ``None`` if all are finite.
 
         Raises:
-            NonFiniteError: It is wrong and no peer can stand in for this replica.
+            NonFiniteError: They are not finite, and no average can replace this replica.
         """
         name = self._bad_parameter()
         if name is None:
             return None
         error = NonFiniteError(self._rank, max(0, self._local_step() - 1), "parameter", name)
-        if not self.heals:
-            self._meter.log.harvest()  # a loss that is refused there tells where it began
+        if not self.can_heal:
+            self._meter.log.harvest()  # an earlier bad loss, raised here, is closer to the cause
             raise error
         return error
 
     def require_finite(self) -> None:
-        """Make sure that the live parameters can be used.
+        """Check that the live parameters are finite.
 
         Raises:
-            NonFiniteError: They cannot, under any mode.
+            NonFiniteError: They are not, in any mode.
         """
         error = self.fault()
         if error is not None:
             raise error
 
     def enter_round(self, num_samples: int, squares: Sequence[float] | None = None) -> bool:
-        """Judge the replica before its state goes into a round.
+        """Check the replica before its state enters an averaging round.
 
         Args:
-            num_samples: Samples trained since the last round. Where the replica is not
-                finite they count as skipped, once for all rounds that are given up.
-            squares: The squared norms of its parameters, if they were measured: where they are
-                finite nothing is read again.
+            num_samples: Samples trained since the last round. If the replica is not finite they
+                are counted as skipped, once even if rounds are given up.
+            squares: The squared norms of its parameters, if measured: if all are finite, the
+                parameters are not read again.
 
         Returns:
-            Whether it may go in; if not, it joins with weight 0 and takes the average.
+            True if the state is finite. If False, the replica joins with weight 0 and is replaced
+            by the average.
 
         Raises:
-            NonFiniteError: It may not, and the mode does not let it be replaced.
+            NonFiniteError: The state is not finite, and no average can replace it.
         """
         finite = squares is not None and all(map(math.isfinite, squares))
         error = None if finite else self.fault()
-        self.poisoned = error is not None
+        self.is_bad = error is not None
         if error is None:
             self._num_counted = 0
             return True
         self._meter.num_skipped += max(0, num_samples - self._num_counted)
         self._num_counted = num_samples
         logger.warning(
-            "rank %d, step %d: parameter %r is not finite; the replica takes its peers' average "
-            "with a new optimizer state",
+            "rank %d, step %d: parameter %r is not finite; the replica is replaced by its peers' "
+            "average, with a new optimizer state",
             error.rank,
             error.step,
             error.parameter,
@@ -132,22 +133,22 @@ class ReplicaFiniteCheck:
         return False
 
     def healed(self, num_samples: int = 0) -> None:
-        """An average has replaced the replica, and what it trained since its snapshot.
+        """Reset the state after an average has replaced the replica.
 
         Args:
-            num_samples: Samples trained since that snapshot.
+            num_samples: Samples trained since the snapshot, which are lost.
         """
-        self.poisoned = False
+        self.is_bad = False
         self._num_counted = 0
         self._meter.num_skipped += num_samples
         for optimizer in members_of(self._optimizer):
             optimizer.state.clear()
 
     def final_fault(self, epoch: int) -> m.Failed | None:
-        """Judge the replica's last state; what to send with it if it must not be used.
+        """Check the replica's final state; returns the failure to send if it is not finite.
 
         Raises:
-            NonFiniteError: It must not, and no peer's can take its place.
+            NonFiniteError: It is not finite, and no peer's state can replace it.
         """
         error = self.fault()
         if error is None:
@@ -158,24 +159,24 @@ class ReplicaFiniteCheck:
 
 
 class StepFiniteCheck:
-    """Judges the losses and gradients of a step before the optimizer makes it.
+    """Checks the losses and gradients of a step before the optimizer makes it.
 
-    ``skip`` reads one flag a step. ``raise`` needs this object under lockstep alone, where
-    a peer's gradients arrive with the reduction; on a CPU they are judged there and then,
-    elsewhere a read would hold the device up, and the parameters are judged later.
+    ``skip`` reads one flag in each step. ``raise`` requires this object under lockstep alone,
+    where a peer's gradients arrive with the reduction. On a CPU they are checked at once;
+    elsewhere a read would stall the device, and the parameters are checked later.
 
     Args:
         mode: ``"raise"`` or ``"skip"``.
         rank: The worker's rank.
-        params: What is stepped.
+        params: The parameters of the step.
         buffers: The replica's buffers.
-        log: Holds the losses of the step.
-        device: Where the worker trains.
-        losses_only: Leave the gradients to a gradient scaler.
+        log: The log with the losses of the step.
+        device: The worker's device.
+        losses_only: Leave the check of gradients to a gradient scaler.
 
     Attributes:
-        skips: Whether bad steps are dropped.
-        reads: Whether the device is read before a step is made.
+        skips: True if bad steps are dropped.
+        reads: True if the device is read before a step is made.
     """
 
     def __init__(
@@ -200,26 +201,26 @@ class StepFiniteCheck:
         self._kept: list[Tensor] = []
 
     def begin(self) -> None:
-        """A step begins: what follows can be taken back."""
+        """Begin a step, and keep the state required to drop it."""
         self._mark = self._log.mark()
         if self.skips:
             self._kept = [b.clone() for b in self._buffers.tensors()]
 
     def accept(self) -> bool:
-        """Judge a step whose gradients are this rank's own; if refused, take it back."""
+        """Check a step on this rank's own gradients; returns False if it was dropped."""
         if not self.skips:
             return True
         grads = [p.grad for p in self._params.params]
-        judged = [loss for loss, _, _ in self._log.since(self._mark)]
+        checked = [loss for loss, _, _ in self._log.since(self._mark)]
         if not self._losses_only:
-            judged += [g for g in grads if g is not None]
-        if all_finite(judged):
+            checked += [g for g in grads if g is not None]
+        if all_finite(checked):
             return True
         self._drop(self._own_fault(grads))
         return False
 
     def write_flag(self, slot: Tensor, losses: Sequence[Tensor]) -> None:
-        """Write NaN where a loss of this rank's step is not finite, else 0."""
+        """Write NaN to ``slot`` if a loss of this rank's step is not finite, else 0."""
         slot.zero_()
         for loss in losses:
             slot.add_(loss.reshape(-1) * 0)
@@ -231,20 +232,20 @@ class StepFiniteCheck:
         grads: Sequence[Tensor | None],
         collective: Collective,
     ) -> bool:
-        """Judge a step by what was reduced, which has the same bits on every rank.
+        """Check a step on the reduced gradients, which are bitwise equal on all ranks.
 
         Args:
             flats: The reduced gradients and flags.
-            slot: The part of them that :meth:`write_flag` filled.
+            slot: Their element that :meth:`write_flag` filled.
             grads: This rank's own gradients.
-            collective: What they were reduced over.
+            collective: The collective of the reduction.
 
         Returns:
-            Whether the step may be made; if not, it is taken back, on every rank alike.
+            True if the step may be made; if False, it was dropped, on every rank alike.
 
         Raises:
-            NonFiniteError: It may not, and this is the first rank at fault (``raise``).
-            CollectiveAborted: It may not, and another rank says so.
+            NonFiniteError: The step is bad, and this is the first rank at fault (``raise``).
+            CollectiveAborted: The step is bad, and another rank raises the error.
         """
         if not self.reads or all_finite([slot] if self._losses_only else flats):
             return True
@@ -252,16 +253,16 @@ class StepFiniteCheck:
         if self.skips:
             self._drop(fault)
             return False
-        # One rank takes the blame, even if rounding alone is to blame: if none did, all
+        # Exactly one rank raises the error, even if only the sum overflowed: if none did, all
         # would wait for the end of the run.
-        blamed = collective.tell(fault is not None)
-        if collective.rank == blamed.index(max(blamed)):
+        at_fault = collective.tell(fault is not None)
+        if collective.rank == at_fault.index(max(at_fault)):
             raise fault or NonFiniteError(self._rank, self._mark.step, "gradient")
         raise CollectiveAborted("a peer's loss or gradient is not finite")
 
     def _own_fault(self, grads: Sequence[Tensor | None]) -> NonFiniteError | None:
-        """What in this rank's part of the step is not finite, if anything."""
-        # As they were reduced: a gradient may be wider than its parameter.
+        """The error of this rank's part of the step, if a value of it is not finite."""
+        # In the dtype of the reduction: a gradient may be wider than its parameter.
         cast = [
             None if g is None else g.to(p.dtype)
             for p, g in zip(self._params.params, grads, strict=True)
@@ -275,7 +276,7 @@ class StepFiniteCheck:
         return NonFiniteError(self._rank, self._mark.step, "gradient", name)
 
     def _drop(self, fault: NonFiniteError | None) -> None:
-        """Take the step back: its losses and scalars, and what it did to buffers."""
+        """Drop the step: its losses and scalars, and its changes to buffers."""
         self._log.rewind(self._mark)
         with torch.no_grad():
             for live, kept in zip(self._buffers.tensors(), self._kept, strict=True):
@@ -292,7 +293,7 @@ class StepFiniteCheck:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor holds a NaN or an infinity: one reduction, one read of the device."""
+    """True if all values are finite: one reduction, one read of the device."""
     if not tensors:
         return True
     if len(tensors) == 1:  # as in most lockstep steps: ten times cheaper for a small model
@@ -306,7 +307,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def first_bad(names: Sequence[str], tensors: Sequence[Tensor | None]) -> str | None:
-    """Name of the first tensor that holds a NaN or an infinity."""
+    """Name of the first tensor with a value that is not finite."""
     for name, t in zip(names, tensors, strict=True):
         if t is not None and not bool(torch.isfinite(t).all()):
             return name

@@ -324,7 +324,7 @@ class Stepper:
             window = self.window
             global_batch.weight = num_samples / fraction if window is None else window.unit
             global_batch.live = live
-            target, tied = global_batch.tie(target, live)
+            target, tied = global_batch.connect(target, live)
         else:
             tied = live
         if self._last_of:

@@ -156,7 +156,7 @@ class MessageHandler:
             raise CollectiveAborted("the ranks are not connected")
         try:
             return self._averager.all_reduce(
-                self._protocol.weight, healthy=healthy if self._finite_check.heals else None
+                self._protocol.weight, healthy=healthy if self._finite_check.can_heal else None
             )
         except (CollectiveAborted, CollectiveTimeout):
             raise
@@ -204,13 +204,13 @@ class MessageHandler:
 
         wanted = message.evaluate is not None or message.checkpoint is not None
         arrival: PendingCopy | None = None
-        if self._finite_check.poisoned:
+        if self._finite_check.is_bad:
             arrival = self._replace(message)
             per_epoch()
         elif message.num_samples > 0 or wanted:
             # If nobody trained anything the average is what all replicas are, and what the
             # lead has trained since is not shown to the user's functions.
-            arrival = self._averager.take(message.average, per_epoch if wanted else None)
+            arrival = self._averager.apply(message.average, per_epoch if wanted else None)
         sync_s = self._snapshot_s + self._clock.now() - start - aside
         # With it the rank gives the average back, which is overwritten two rounds later.
         at = time.monotonic()

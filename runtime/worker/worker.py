@@ -143,7 +143,7 @@ class GpuWorker:
                 self._functions,
                 self._context,
                 collective,
-                build_order or BuildOrder(alone=True),
+                build_order or BuildOrder(standalone=True),
                 generator=self.generator,
                 progress=self._progress,
                 lockstep=self._lockstep,

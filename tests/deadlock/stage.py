@@ -116,7 +116,7 @@ class Stage:
                     )
                 ),
                 collective=self.collectives[0],
-                build_order=BuildOrder(alone=True),
+                build_order=BuildOrder(standalone=True),
             )
             worker.run()
         except BaseException as error:

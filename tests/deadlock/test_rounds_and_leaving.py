@@ -95,7 +95,7 @@ def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
         world_size=2,
         policy=SYNC,
         collective=ends[0],
-        build_order=BuildOrder(alone=True),
+        build_order=BuildOrder(standalone=True),
         checkpoint_fn=lambda version, model: saved.append(version),
     )
     with running(alone):
@@ -112,7 +112,7 @@ def test_a_worker_told_to_leave_skips_what_comes_after(ends, faults):
     """D2: it finds the order to leave, and behind it the rounds of peers that are gone."""
     held = threading.Event()
     planted = faults().stall_at(rank=0, step=0, until=held)
-    alone = Alone(train=planted, collective=ends[0], build_order=BuildOrder(alone=True))
+    alone = Alone(train=planted, collective=ends[0], build_order=BuildOrder(standalone=True))
     with running(alone):
         alone.send(start(range(3)))
         planted.await_all()
@@ -146,7 +146,7 @@ def test_shutdown_behind_a_round_loses_neither(way, faults, tap):
 def test_an_idle_rank_still_joins_a_round(ends):
     """D3: rank 1 has no plan; rank 0 waits for it in the collective."""
     ranks = [
-        Alone(rank=r, world_size=2, collective=ends[r], build_order=BuildOrder(alone=True))
+        Alone(rank=r, world_size=2, collective=ends[r], build_order=BuildOrder(standalone=True))
         for r in (0, 1)
     ]
     with running(*ranks):

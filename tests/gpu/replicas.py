@@ -74,7 +74,7 @@ class Rank:
 
     def take(self, average, value):
         self.train(1)
-        arrival = self.averager.take(average)
+        arrival = self.averager.apply(average)
         self.expected += value - self.base
         self.train(1)
         return arrival

@@ -225,7 +225,7 @@ class Replica:
             self.seen["shown"] += 1
             _compare("shown", average.held, self.model.effects, self.model.mean, self.model.count)
 
-        self._averager.take(average, meanwhile if wanted else None)
+        self._averager.apply(average, meanwhile if wanted else None)
         self.held = average.held
 
     # -- over a collective ---------------------------------------------------------------

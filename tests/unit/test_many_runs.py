@@ -169,7 +169,7 @@ def test_no_run_draws_while_another_ones_model_is_built(monkeypatch):
         def release(self):
             lock.release()
 
-    monkeypatch.setattr(build, "_PROCESS", Noted())
+    monkeypatch.setattr(build, "_PROCESS_LOCK", Noted())
     begun = threading.Event()
 
     def factory(device):

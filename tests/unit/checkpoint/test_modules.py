@@ -15,7 +15,7 @@ from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
 from runtime.checkpoint.store import load_newest
 from runtime.replica import flat as flat_file
-from runtime.replica.flat import mark
+from runtime.replica.flat import checksum
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 
 N = 16
@@ -121,19 +121,19 @@ def test_frozen_parameters_that_do_not_change_are_written_once(tmp_path):
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.complex128]
 )
-def test_a_mark_changes_with_the_smallest_change(dtype, monkeypatch):
-    monkeypatch.setattr(flat_file, "_PART", 64)
+def test_a_checksum_changes_with_the_smallest_change(dtype, monkeypatch):
+    monkeypatch.setattr(flat_file, "_CHUNK_WORDS", 64)
     whole = torch.ones(3, 1000, dtype=torch.float32).to(dtype)
     t = whole.t()
-    before = mark(t)
-    assert torch.equal(mark(t.clone()), before)
+    before = checksum(t)
+    assert torch.equal(checksum(t.clone()), before)
     whole.view(torch.uint8)[2, 5] ^= 1
-    assert not torch.equal(mark(t), before)
+    assert not torch.equal(checksum(t), before)
     odd = torch.ones(7, dtype=torch.float32).to(dtype)[1:]  # neither aligned nor whole words
-    before = mark(odd)
+    before = checksum(odd)
     odd.view(torch.uint8)[-1] ^= 1
-    assert not torch.equal(mark(odd), before)
-    assert int(mark(torch.empty(0, 2, dtype=dtype))) == 0
+    assert not torch.equal(checksum(odd), before)
+    assert int(checksum(torch.empty(0, 2, dtype=dtype))) == 0
 
 
 # -- extra state -----------------------------------------------------------------------

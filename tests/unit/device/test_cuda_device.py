@@ -232,7 +232,7 @@ def test_an_update_adds_what_was_trained_since_the_snapshot(fake, meanwhile):
         look = (
             (lambda: seen.append((model.w[0].item(), model.mean[0].item()))) if meanwhile else None
         )
-        arrival = averager.take(average, look)
+        arrival = averager.apply(average, look)
         for tensor in (*average.params, *average.buffers, *average.taken):
             tensor.fill_(77)  # the coordinator may use it again
         assert not arrival.done
@@ -242,7 +242,7 @@ def test_an_update_adds_what_was_trained_since_the_snapshot(fake, meanwhile):
     assert model.w.tolist() == [15.0] * 5
     assert model.mean.tolist() == [15.0] * 3
     assert model.count.item() == 5
-    assert payload.params[0] is averager._twin.params[0]
+    assert payload.params[0] is averager._host_copy.params[0]
 
 
 def test_pinned_memory_is_not_written_before_the_copies_from_and_to_it_are_over(fake):
@@ -264,7 +264,7 @@ def test_snapshots_use_the_same_memory_again_and_again(fake):
         num_pinned, num_events = len(fake.calls("pin")), len(fake.events)
         for _ in range(20):
             averager.snapshot(reuse=True)
-            averager.take(FlatState(Model(2.0)).live()).wait()
+            averager.apply(FlatState(Model(2.0)).live()).wait()
         assert len(fake.calls("pin")) == num_pinned
         assert len(fake.events) <= num_events + 1
 

@@ -228,7 +228,7 @@ def average_over_cpu(replicas, weights):
     payloads = [a.snapshot(reuse=True) for a in averagers]
     result = Averager().average(payloads, weights)
     for averager in averagers:
-        averager.take(result.average)
+        averager.apply(result.average)
     return result.divergences
 
 

@@ -351,7 +351,7 @@ def test_samples_of_rounds_that_are_given_up_are_skipped_once():
     assert meter.take().num_skipped == 19
     assert meter.take().num_skipped == 0
     assert not optimizer.state
-    assert not finite_check.poisoned
+    assert not finite_check.is_bad
 
 
 def test_norms_that_a_snapshot_has_measured_judge_the_replica(monkeypatch):
@@ -367,7 +367,7 @@ def test_norms_that_a_snapshot_has_measured_judge_the_replica(monkeypatch):
     with torch.no_grad():
         module.second[1] = float("nan")
     assert not finite_check.enter_round(5, (4.0, float("nan")))
-    assert finite_check.poisoned
+    assert finite_check.is_bad
 
 
 @pytest.mark.parametrize(("mode", "averaged"), [("raise", True), ("skip", True), ("ignore", False)])

@@ -38,7 +38,7 @@ class Bench:
             functions,
             device,
             collective,
-            BuildOrder(alone=True),
+            BuildOrder(standalone=True),
             generator=torch.Generator(),
             progress=self.progress,
             lockstep=self.lockstep,
