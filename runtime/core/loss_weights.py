@@ -1,9 +1,9 @@
-"""How much a loss counts: what it is a mean over, tokens or a sum of class weights or samples.
+"""Weights of losses: a mean loss's number of units, such as tokens, samples or class weights.
 
-Losses and gradients of several pieces, micro-batches and ranks are averaged by these weights, so
-that the result is the mean over all units, as one device would compute it. A piece of weight 0
-adds nothing, even where its loss and gradients are NaN. A weight on the device is never read in a
-step, but for the total where a step may have none at all.
+Losses and gradients of pieces, micro-batches and ranks are averaged by these weights, so that the
+result is the mean over all units, as one device would compute it. A piece of weight 0 adds
+nothing, even if its loss and gradients are NaN. A weight on a device is not read during a step,
+except for the total of a step that may be 0.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 Weight = float | Tensor
-"""A number on the host, or a scalar on a device that the host does not read."""
+"""A number on the host, or a scalar tensor on a device, which the host does not read."""
 
 
 class Weighted(NamedTuple):
-    """What a ``loss_fn`` may return, with nothing left to guess.
+    """The explicit form of a ``loss_fn``'s result.
 
     Attributes:
         loss: The mean loss over ``weight`` units, a scalar tensor.
-        weight: How many units: tokens, or a sum of class weights. A number or a scalar tensor.
-        correct: How many samples were right.
+        weight: The number of units: tokens, or a sum of class weights. A number or a scalar tensor.
+        correct: The number of correctly predicted samples.
     """
 
     loss: Tensor
@@ -42,13 +42,13 @@ class Weighted(NamedTuple):
 
 
 def check_weight(name: str, weight: object) -> Weight:
-    """A weight that can be used: what is not on a GPU comes as a number.
+    """Check a weight; one that is not on a GPU is returned as a number.
 
-    Of a tensor on a GPU only shape and dtype are looked at; if it is negative or NaN, what is
-    weighed becomes NaN.
+    Of a tensor on a GPU only shape and dtype are checked; if it is negative or NaN, the weighted
+    result is NaN.
 
     Raises:
-        TypeError: No number and no tensor.
+        TypeError: Neither a number nor a tensor.
         ValueError: Not a scalar, negative, NaN or infinite.
     """
     if isinstance(weight, Tensor):
@@ -69,33 +69,33 @@ def check_weight(name: str, weight: object) -> Weight:
 
 
 def _may_be_read(weight: Tensor) -> bool:
-    """Whether the host can read it without waiting for a device."""
+    """True if the host can read it without waiting for a device."""
     return weight.device.type == "cpu"
 
 
 def inverse_of(weight: Weight) -> Weight:
-    """``1 / weight``, 0 of 0, NaN of what is negative."""
+    """``1 / weight``; 0 for 0, NaN for a negative weight."""
     if isinstance(weight, Tensor):
-        return part_of(weight, weight * weight)
+        return fraction_of(weight, weight * weight)
     return 1.0 / weight if weight else 0.0
 
 
-def parts_of(weights: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Each weight's part in their sum, on a device; all 0 if the sum is. No host sync."""
+def fractions_of(weights: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The weights divided by their sum, on a device; all 0 if the sum is 0. No host sync."""
     found = [w.to(device, torch.float64, non_blocking=device.type != "cpu") for w in weights]
     total = torch.stack(found).sum()
-    return [part_of(w, total) for w in found]
+    return [fraction_of(w, total) for w in found]
 
 
-def part_of(weight: Tensor, total: Tensor) -> Tensor:
-    """``weight / total``, 0 where the weight is 0, NaN where it is negative."""
+def fraction_of(weight: Tensor, total: Tensor) -> Tensor:
+    """``weight / total``; 0 where the weight is 0, NaN where it is negative."""
     part = torch.where(weight == 0, 0.0, weight / total)
     return torch.where(weight < 0, math.nan, part)
 
 
 @torch.no_grad()
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply by a scalar on the same device, in place; 0 gives zeros, of NaN too."""
+    """Multiply in place by a scalar on the same device; 0 turns NaN into zeros too."""
     empty = factor == 0
     for tensor in tensors:
         tensor.mul_(factor)
@@ -103,8 +103,8 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 WEIGHT_REMEDY = (
-    "return (loss, weight) with the mean loss and what it is a mean over, a number or a scalar "
-    "tensor from 0 up, for instance (labels != -100).sum()"
+    "return (loss, weight) with the mean loss and its number of units, a non-negative number or "
+    "scalar tensor, for instance (labels != -100).sum()"
 )
 
 
@@ -112,8 +112,8 @@ class WindowWeight(NamedTuple):
     """The weight of a step's losses on one rank: ``unit * units``.
 
     Attributes:
-        unit: Weight that a micro-batch has whose loss was not scaled.
-        units: Sum of what the losses of the micro-batches were scaled by.
+        unit: The weight of a micro-batch whose loss was scaled by 1.
+        units: The sum of the factors by which the losses of the micro-batches were scaled.
     """
 
     unit: Weight
@@ -126,10 +126,10 @@ class WindowWeight(NamedTuple):
 
 
 def checked_loss(loss: object, function: str) -> Tensor:
-    """A scalar loss with a graph, of a function of the user's.
+    """Check that a user function returned a scalar loss with a graph.
 
     Raises:
-        TypeError, ValueError: It is none; says what to do.
+        TypeError, ValueError: It did not; the message has the remedy.
     """
     if not isinstance(loss, Tensor):
         raise TypeError(
@@ -143,13 +143,13 @@ def checked_loss(loss: object, function: str) -> Tensor:
     if not loss.requires_grad:
         raise ValueError(
             f"{function} returned a loss without a gradient: compute it from the output of the "
-            "model that it is given, outside torch.no_grad(), and do not detach it"
+            "model passed to it, outside torch.no_grad(), and do not detach it"
         )
     return loss
 
 
 def check_read_weight(weight: float, where: str = "") -> float:
-    """A weight of ``train_fn`` that the host has read, as a plain number.
+    """Check a weight of ``train_fn`` that the host has read.
 
     Raises:
         ValueError: It is negative or not finite.
@@ -160,18 +160,17 @@ def check_read_weight(weight: float, where: str = "") -> float:
 
 
 def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """What ``train_fn`` has returned as loss and weight, if it is no tensor, which is a loss
-    without a weight (``None``).
+    """Split the result of ``train_fn``, if it is not a tensor, into loss and weight.
 
-    Of what a model returns, it is the field ``loss``, which is taken for a mean over the labels
-    of the batch that are not -100, unless a field tells its weight.
+    Of a model's output, the loss is the field ``loss``, and the weight a field of the output or
+    the number of the batch's labels that are not -100. ``None``: no weight, samples count.
     """
     found = field_of(result, "loss")
     if found is not None:
         inputs = (batch,) if isinstance(batch, Mapping) else ()
         weight = output_weight(model, inputs, {}, result, None)
         if weight is None:
-            with _TELLS:  # two ranks may come here at once, and the cache lets both in
+            with _WARN_LOCK:  # the cache alone would let two ranks warn at once
                 _warn_of_guess()
         return found, weight
     if not isinstance(result, tuple):
@@ -193,33 +192,33 @@ def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     return loss, weight
 
 
-_TELLS = threading.Lock()
+_WARN_LOCK = threading.Lock()
 
 
 @cache
 def _warn_of_guess() -> None:
-    """Once in a process."""
+    """Warn once in a process."""
     logger.warning(
-        "train_fn returned a model's output, and nothing tells what its loss is a mean over: it is "
+        "train_fn returned a model's output without the number of units of its mean loss: it is "
         "weighted by samples, which is wrong where tokens are ignored or classes have weights; "
         "return output.loss, or (output.loss, weight)"
     )
 
 
 class GradientMask:
-    """Makes zeros of the gradients of a micro-batch of weight 0, which may be NaN.
+    """Zeros the gradients of a micro-batch of weight 0, which may be NaN.
 
     Attributes:
-        live: Whether the weight of the micro-batch is above 0, on the device where the host
-            does not know; ``None``: nothing is masked.
+        live: True if the micro-batch has a weight above 0; a tensor if only the device has it;
+            ``None``: nothing is masked.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.live: Tensor | bool | None = None
         for p in params:
-            p.register_hook(self._masked)  # type: ignore[no-untyped-call]
+            p.register_hook(self._hook)  # type: ignore[no-untyped-call]
 
-    def _masked(self, grad: Tensor) -> Tensor | None:
+    def _hook(self, grad: Tensor) -> Tensor | None:
         if self.live is None or grad.layout is not torch.strided:
             return None
         if isinstance(self.live, Tensor):
@@ -228,14 +227,20 @@ class GradientMask:
 
 
 LossWeightFn = Callable[[Any, Any], Any]
-_FIELDS = ("loss_weight", "weight")
-_UNSHIFTED = ("MaskedLM", "TokenClassification", "PreTraining", "ConditionalGeneration", "Seq2Seq")
-"""In class names of the Transformers library: labels stand under the logits that they judge."""
+_WEIGHT_FIELDS = ("loss_weight", "weight")
+_UNSHIFTED = (
+    "MaskedLM",
+    "TokenClassification",
+    "PreTraining",
+    "ConditionalGeneration",
+    "Seq2Seq",
+)
+"""Parts of class names in Transformers whose logits and labels have equal positions."""
 IGNORED = -100
 
 
 def field_of(output: object, name: str) -> Any:
-    """A field of a mapping, a dataclass or a named tuple; ``None`` if there is no such."""
+    """A field of a mapping, a dataclass or a named tuple; ``None`` if it does not exist."""
     if isinstance(output, Mapping):
         return output.get(name)
     if dataclasses.is_dataclass(output) or hasattr(output, "_fields"):
@@ -244,8 +249,8 @@ def field_of(output: object, name: str) -> Any:
 
 
 def weight_field(output: object) -> Tensor | None:
-    """The weight that a model puts into its output beside the loss."""
-    for name in _FIELDS:
+    """The weight field of a model's output; ``None`` if it has none."""
+    for name in _WEIGHT_FIELDS:
         found = field_of(output, name)
         if isinstance(found, Tensor) and found.numel() == 1:
             return found
@@ -253,7 +258,7 @@ def weight_field(output: object) -> Tensor | None:
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All inputs under the names of ``forward``'s parameters; those that have one."""
+    """The inputs by name, as in the signature of ``forward``; unnamed ones are left out."""
     try:
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -266,17 +271,17 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def labels_weight(model: nn.Module, inputs: Mapping[str, Any], output: object) -> Weight | None:
-    """How many labels count in a mean that ignores those of -100; ``None`` without labels.
+    """Number of labels other than -100; ``None`` without labels.
 
-    Where ``logits`` are as long as two-dimensional labels, a causal language model is assumed,
-    whose loss leaves the first label of each sequence out; but not for the classes of the
-    Transformers library that judge each label where it stands.
+    If ``logits`` are as long as two-dimensional labels, a causal language model is assumed, whose
+    loss leaves out the first label of each sequence; except for classes of Transformers whose
+    logits and labels have equal positions.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.dim() == 0:
         return None
     if labels.is_floating_point() or labels.is_complex():
-        return float(labels.size(0))  # a regression: every sample counts alike
+        return float(labels.size(0))  # a regression: samples have equal weights
     logits = field_of(output, "logits")
     if labels.dim() == 2 and isinstance(logits, Tensor) and logits.dim() == 3:
         name = type(model).__name__
@@ -294,9 +299,9 @@ def output_weight(
     output: object,
     loss_weight: LossWeightFn | None,
 ) -> Weight | None:
-    """What the scalar losses in a model's output are means over; ``None``: it is not known.
+    """The weight of the scalar losses in a model's output; ``None`` if it is not available.
 
-    In this order: what ``loss_weight`` gives, a field of the output, labels in the inputs.
+    In this order: the result of ``loss_weight``, a field of the output, the inputs' labels.
     """
     if loss_weight is not None:
         inputs: Any = kwargs if kwargs else args

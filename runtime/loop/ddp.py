@@ -16,7 +16,7 @@ from runtime.core.checks import (
 from runtime.core.loss_weights import (
     Weight,
     check_weight,
-    parts_of,
+    fractions_of,
     scale_,
 )
 from runtime.core.threads import Closing
@@ -168,7 +168,7 @@ class Ddp(Closing):
         gradients = self._replicas.gradients([True] * self.world_size)
         scaled = [[g.detach().clone() for g in own] for own in gradients.tensors]
         first = next(w.device for w in weights if isinstance(w, Tensor))
-        parts = parts_of([torch.as_tensor(weight) for weight in weights], first)
+        parts = fractions_of([torch.as_tensor(weight) for weight in weights], first)
         for own, device, part in zip(scaled, self._devices, parts, strict=True):
             factor = part * self.world_size
             scale_(own, factor.to(device, non_blocking=device.type != "cpu"))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.core.loss_weights import (
     Weight,
-    parts_of,
+    fractions_of,
 )
 from runtime.core.nested import Spec
 from runtime.loop.scatter import Scatter, ShardInput, to_device
@@ -228,7 +228,7 @@ def _known_fractions(weights: Sequence[Weight], device: torch.device) -> Sequenc
     """Each weight's part in their sum; tensors where the host cannot read one."""
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if len(numbers) < len(weights):
-        return parts_of([torch.as_tensor(weight) for weight in weights], device)
+        return fractions_of([torch.as_tensor(weight) for weight in weights], device)
     total = sum(numbers) or 1.0
     return [number / total for number in numbers]
 

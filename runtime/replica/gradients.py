@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import LOW_PRECISION
-from runtime.core.loss_weights import Weight, part_of, scale_
+from runtime.core.loss_weights import Weight, fraction_of, scale_
 
 
 def average_gradients(grads: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
@@ -172,4 +172,4 @@ def scale_for_mean_(
     own = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1).clone()
     total = own.clone()
     collective.all_reduce_(total, ReduceOp.SUM)
-    scale_(gradients, (part_of(own, total) * collective.world_size).reshape(()))
+    scale_(gradients, (fraction_of(own, total) * collective.world_size).reshape(()))

@@ -10,20 +10,21 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 _IMPLEMENTATION_SETTINGS = ("capturable", "fused", "foreach")
-"""Settings that say how an optimizer works where it is, and not what it computes."""
+"""Settings of an optimizer's implementation, which do not change its result."""
 _MAX_NUMBER = float(1 << 53)
-"""Above every setting and count."""
+"""Upper bound of all settings and counts."""
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers as one: its groups and states are theirs, one after the other.
+    """Several optimizers as one, with the concatenation of their groups and states.
 
     Args:
-        members: By the names of the submodules that they train; ``optimizers[name]`` gives one.
+        members: The optimizers by the name of the submodule that each trains;
+            ``optimizers[name]`` returns one.
     """
 
     def __init__(self, members: Mapping[str, torch.optim.Optimizer]) -> None:
-        # Not that of the base class, which would make groups and states of its own.
+        # Does not call that of the base class, which would create groups and states of its own.
         self.members = dict(members)
 
     def __getitem__(self, name: str) -> torch.optim.Optimizer:
@@ -31,26 +32,26 @@ class Optimizers(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all."""
+        """The groups of all members."""
         return [group for each in self.members.values() for group in each.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The states of all; of its own, but the state of each parameter is the live one."""
+        """The states of all members: a new dict of the live state of each parameter."""
         return {key: value for each in self.members.values() for key, value in each.state.items()}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each."""
+        """Step every member."""
         for each in self.members.values():
             each.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters."""
+        """Clear the gradients of all parameters."""
         for each in self.members.values():
             each.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """In the form of one optimizer's."""
+        """The state dict of all members, in the form of a single optimizer's."""
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0
@@ -65,7 +66,7 @@ class Optimizers(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load the result of :meth:`state_dict`."""
         groups = list(state_dict["param_groups"])
         if len(groups) != len(self.param_groups):
             raise ValueError(f"it has {len(groups)} groups, not {len(self.param_groups)}")
@@ -86,36 +87,36 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that it consists of; one: itself."""
+    """The members of several optimizers; of a single one, itself."""
     return [*optimizer.members.values()] if isinstance(optimizer, Optimizers) else [optimizer]
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its class, or of those of its members."""
+    """The name of its class, or those of its members' classes."""
     if not isinstance(optimizer, Optimizers):
         return type(optimizer).__name__
     return ", ".join(f"{name}: {type(o).__name__}" for name, o in optimizer.members.items())
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As ``optimizer.load_state_dict(state)``, but for how the optimizer works.
+    """As ``optimizer.load_state_dict(state)``, except for settings of the implementation.
 
-    Whether it counts its steps on the device, for one, stays as it is here, and the counts
-    go where they are looked for.
+    ``capturable``, ``fused`` and ``foreach`` keep their values, and step counts are moved to the
+    device that these require.
 
     Args:
-        optimizer: On any device.
-        state: Of an optimizer of the same kind and parameters; its containers are changed.
+        optimizer: The optimizer, on any device.
+        state: The state of an optimizer of the same class and parameters; modified.
 
     Raises:
-        ValueError: It has other groups, or settings and states that none of this kind can have.
+        ValueError: It has other groups, or settings and states that are invalid for this class.
     """
     for own, given in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for name in _IMPLEMENTATION_SETTINGS:
             given.pop(name, None)
         for name, value in own.items():
             if name != "params":
-                given.setdefault(name, value)  # also what another version of PyTorch lacks
+                given.setdefault(name, value)  # settings that another version of PyTorch lacks
     _check_settings(optimizer, state)
     optimizer.load_state_dict(state)
     for group in optimizer.param_groups:
@@ -129,7 +130,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Refuse settings that torch would take, and fail on in a step or train nonsense with."""
+    """Raise for settings that torch would load but that would fail or be wrong in a step."""
     groups = zip(optimizer.param_groups, state["param_groups"], strict=False)
     for number, (own, given) in enumerate(groups):
         for name, value in own.items():
@@ -143,7 +144,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 
 def _is_compatible(own: Any, given: Any) -> bool:
-    """Whether a setting may take another's place."""
+    """True if the setting ``given`` may replace ``own``."""
     if own is None or given is None:
         return own is None
     if isinstance(own, (bool, str)):
@@ -159,8 +160,9 @@ def _is_compatible(own: Any, given: Any) -> bool:
 
 
 def _check_states(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse states without what a step of this optimizer looks for, as far as that is known:
-    an optimizer of torch says it by a step of its own with a number in place of the parameter."""
+    """Raise for states that lack an entry that a step requires.
+
+    For PyTorch's own optimizers, the entries are found by a step of a one-element parameter."""
     kind: type[Any] = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
         return
@@ -186,16 +188,16 @@ def _check_value(where: str, found: Mapping[str, Any], name: str, example: Any, 
     if value is None and name == "momentum_buffer":  # before the first gradient
         return
     if not isinstance(value, Tensor):
-        raise ValueError(f"{where} is {value!r:.80}, where a tensor belongs")
+        raise ValueError(f"{where} is {value!r:.80}, not a tensor")
     if name == "step" and not (value.numel() == 1 and 0 <= float(value) <= _MAX_NUMBER):
-        raise ValueError(f"{where} is {value!r:.80}, where a count belongs")
+        raise ValueError(f"{where} is {value!r:.80}, not a count")
     shape = p.shape if example.dim() else example.shape
     if "row" not in name and "col" not in name and value.shape != shape:
-        raise ValueError(f"{where} is of shape {tuple(value.shape)}, where {tuple(shape)} belongs")
+        raise ValueError(f"{where} is of shape {tuple(value.shape)}, not {tuple(shape)}")
 
 
 def _example_state(kind: type[Any], group: dict[str, Any], num_dims: int) -> Mapping[str, Any]:
-    """The state that such an optimizer makes in a step; nothing where one cannot be made."""
+    """The state that such an optimizer creates in a step; empty if its step fails."""
     p = torch.nn.Parameter(torch.ones([1] * num_dims))
     p.grad = torch.ones_like(p)
     settings = {
@@ -206,21 +208,21 @@ def _example_state(kind: type[Any], group: dict[str, Any], num_dims: int) -> Map
     try:
         probe = kind([{**settings, "params": [p]}])
         probe.step()
-    except Exception:  # it needs a closure, sparse gradients, or something else
+    except Exception:  # it requires a closure or sparse gradients, for instance
         return {}
     state: Mapping[str, Any] = probe.state[p]
     return state if num_dims else {}
 
 
 class Schedulers:
-    """The schedulers of several optimizers, stepped together.
+    """The schedulers of several optimizers as one.
 
     Args:
-        optimizers: What they drive.
-        factory: Makes a scheduler for each, or, by name, for some.
+        optimizers: The optimizers.
+        factory: A factory for all of them, or factories by optimizer name.
 
     Raises:
-        TypeError: Some are stepped by a metric and others are not, or there is no such optimizer.
+        TypeError: Only some of them are stepped by a metric, or an optimizer does not exist.
     """
 
     def __init__(
@@ -233,35 +235,35 @@ class Schedulers:
         unknown = set(factories) - set(names)
         if unknown:
             raise TypeError(
-                f"scheduler({{...}}) names {', '.join(sorted(unknown))}, and the optimizers are "
+                f"scheduler({{...}}) has {', '.join(sorted(unknown))}, but the optimizers are "
                 f"{', '.join(names)}"
             )
         self._members = {name: make(optimizers[name]) for name, make in factories.items()}
         kinds = {isinstance(each, ReduceLROnPlateau) for each in self._members.values()}
         if len(kinds) > 1:
             raise TypeError(
-                "scheduler({...}): ReduceLROnPlateau is stepped by a metric, and the others by "
+                "scheduler({...}): ReduceLROnPlateau is stepped by a metric, other schedulers by "
                 "steps: use it for each optimizer, or for none"
             )
         self.by_metric = kinds == {True}
 
     def step(self, *args: Any) -> None:
-        """Step each."""
+        """Step every scheduler."""
         for each in self._members.values():
             each.step(*args)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of each."""
+        """The state dict of each scheduler, by name."""
         return {name: each.state_dict() for name, each in self._members.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load the result of :meth:`state_dict`."""
         for name, each in self._members.items():
             each.load_state_dict(state[name])
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, factory: Any) -> LRScheduler | Schedulers:
-    """Call a scheduler's factory, for each optimizer if there are several."""
+    """Call the scheduler factory, once for each optimizer."""
     if isinstance(optimizer, Optimizers):
         return Schedulers(optimizer, factory)
     scheduler: LRScheduler = factory(optimizer)

@@ -1,4 +1,4 @@
-"""The learning rate: a torch scheduler driven by the global step, and a scale on top."""
+"""Learning rates: a torch scheduler that follows the global step, and a scale factor."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from runtime.replica.optimizers import Schedulers, make_scheduler, members_of
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 SchedulerFactories = SchedulerFactory | Mapping[str, SchedulerFactory]
-"""One for each optimizer, or those of some of several, by name."""
+"""One factory for all optimizers, or factories by optimizer name."""
 
 
 class Schedule:
-    """Keeps an optimizer's learning rates at a position of the run.
+    """Sets an optimizer's learning rates by the position in the run.
 
     Args:
         optimizer: The worker's optimizer.
-        factory: Makes the scheduler, or ``None``.
-        total: Positions past this one count as this one.
-        every: Positions to a step of the scheduler; 0: it is stepped by :meth:`tell`, with the
-            metric of an epoch, which is then what a position is.
+        factory: Factory of the scheduler; ``None``: constant rates.
+        total: The last position of the scheduler; it stays there.
+        every: Positions between two steps of the scheduler; 0: it is stepped by
+            :meth:`step_by_metrics`, and positions are epochs.
 
     Attributes:
-        scheduler: Moves the rates from step to step; ``None``: nobody does.
+        scheduler: The scheduler; ``None``: constant rates.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Schedule:
         self._every = every
         self._position = 0
         self._scale = 1.0
-        self._told: float | None = None
+        self._host_lr: float | None = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | Schedulers | None = None
         self._base: list[float] = []
         if isinstance(rate := optimizer.param_groups[0].get("lr"), torch.Tensor):
-            self._told = float(rate)
+            self._host_lr = float(rate)
         if factory is not None:
             self.attach(factory)
 
     def attach(self, factory: SchedulerFactories) -> None:
-        """Drive the learning rate by ``factory(optimizer)`` from here on."""
+        """Set the learning rates by the scheduler ``factory(optimizer)`` from now on."""
         scheduler = make_scheduler(self._optimizer, factory)
         if not hasattr(scheduler, "step"):
             raise TypeError(
@@ -64,7 +64,7 @@ class Schedule:
             by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if by_metric and self._every:
             raise TypeError(
-                "ReduceLROnPlateau is stepped by a metric of each epoch: name it in the builder's "
+                "ReduceLROnPlateau is stepped by a metric of each epoch: pass it to the builder's "
                 "scheduler(f, metric='eval/loss'); elsewhere use a scheduler that follows steps, "
                 "such as OneCycleLR"
             )
@@ -73,8 +73,8 @@ class Schedule:
                 "scheduler(f, metric=...) is for ReduceLROnPlateau, and "
                 f"{type(scheduler).__name__} follows steps or epochs: leave metric out"
             )
-        # A rank may have to catch up with the others before its own first step, which
-        # torch would take for a mistake.
+        # A rank may have to catch up with the others before its first step; torch would warn of
+        # scheduler steps before optimizer steps.
         for optimizer in members_of(self._optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self.scheduler = scheduler
@@ -87,7 +87,7 @@ class Schedule:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def _write(self, rates: list[float]) -> None:
-        self._told = rates[0]
+        self._host_lr = rates[0]
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
@@ -95,12 +95,13 @@ class Schedule:
                 group["lr"] = rate
 
     @property
-    def known(self) -> float | None:
-        """Learning rate of the first group as far as the host knows it, without a wait: where it
-        lies on a device, what was written there last. ``None``: it has none, or nobody knows."""
+    def host_lr(self) -> float | None:
+        """Learning rate of the first group, without a wait for the device.
+
+        For a tensor on a device, the value last written there; ``None`` if not available."""
         rate = self._optimizer.param_groups[0].get("lr")
         if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
-            return self._told
+            return self._host_lr
         return None if rate is None else float(rate)
 
     @property
@@ -117,16 +118,16 @@ class Schedule:
         self._write([rate * factor for rate in self._read()])
 
     def set_scale(self, scale: float) -> None:
-        """Multiply what the scheduler gives, at every step from here on.
+        """Multiply the scheduler's rates by ``scale`` from now on.
 
-        Without a scheduler it changes nothing until one is attached.
+        No effect until a scheduler is attached.
         """
         self._scale = scale
         if self.scheduler is not None:
             self._write([rate * scale for rate in self._base])
 
     def copy_from(self, other: Schedule) -> None:
-        """Stand where another rank's schedule of the same kind stands."""
+        """Copy the state of another rank's schedule."""
         self._position, self._scale = other._position, other._scale
         self._base = list(other._base)
         if self.scheduler is not None and other.scheduler is not None:
@@ -136,7 +137,8 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Position, scale, unscaled rates and the scheduler's own state.
 
-        Of that, what is no plain value (a function) is left out: the factory makes it anew.
+        Values of the scheduler that a file cannot hold, such as functions, are left out: the
+        factory creates them again.
         """
         scheduler = None
         if self.scheduler is not None:
@@ -151,7 +153,7 @@ class Schedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; the rates stay, they are the optimizer's.
+        """Load the result of :meth:`state_dict`; the rates are part of the optimizer's state.
 
         Raises:
             ValueError: The scheduler was stepped at another interval.
@@ -159,8 +161,8 @@ class Schedule:
         every = state.get("every", 1)
         if self.scheduler is not None and every != self._every:
             raise ValueError(
-                f"the scheduler was stepped {_how(every)}, and is {_how(self._every)} now: pass "
-                "scheduler(f, interval=..., metric=...) as before"
+                f"the scheduler was stepped {_interval_text(every)}, and is now stepped "
+                f"{_interval_text(self._every)}: pass the earlier scheduler(f, interval, metric)"
             )
         self._position = int(state["position"])
         self._scale = float(state["scale"])
@@ -169,7 +171,7 @@ class Schedule:
             self.scheduler.load_state_dict(copy.deepcopy(dict(state["scheduler"])))
 
     def mark(self) -> ScheduleMark | None:
-        """Where it stands, for :meth:`go_back`; ``None``: no step moves it."""
+        """The current state, for :meth:`restore`; ``None`` if no step changes it."""
         if self.scheduler is None or not self._every:
             return None
         rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -181,8 +183,8 @@ class Schedule:
             copy.deepcopy(self.scheduler.state_dict()),
         )
 
-    def go_back(self, mark: ScheduleMark) -> None:
-        """Stand where it stood; what a scheduler moves beside the rates stays."""
+    def restore(self, mark: ScheduleMark) -> None:
+        """Restore the state of :meth:`mark`; other settings that a scheduler changes are kept."""
         assert self.scheduler is not None
         self._position, self._scale, self._base = mark.position, mark.scale, mark.base
         self.scheduler.load_state_dict(mark.scheduler)
@@ -193,12 +195,12 @@ class Schedule:
                 group["lr"] = rate
 
     def rescale(self, factor: float) -> None:
-        """Multiply the rates and, where there is a scheduler, the scale on top of it."""
+        """Multiply the rates and, if there is a scheduler, its scale."""
         self._write([rate * factor for rate in self._read()])
         self._scale = self._scale * factor if self.scheduler is not None else self._scale
 
     def advance(self, position: int) -> None:
-        """Bring the rate to a position: batches trained by all ranks before this step."""
+        """Step the scheduler to a position: the batches of all ranks before this step."""
         if self.scheduler is None or not self._every:
             return
         if self._total is not None:
@@ -207,14 +209,14 @@ class Schedule:
         if steps > 0:
             self._step([()] * steps)
 
-    def tell(self, values: Sequence[float | None]) -> None:
-        """Step by the metrics of epochs, each of them once.
+    def step_by_metrics(self, values: Sequence[float | None]) -> None:
+        """Step the scheduler by the metrics of epochs that it has not seen yet.
 
         Args:
-            values: Of all epochs that have closed.
+            values: The metric of every closed epoch.
 
         Raises:
-            ValueError: An epoch has none.
+            ValueError: An epoch has no value.
         """
         new = [(value,) for value in values[self._position :]]
         if self.scheduler is None or self._every or not new:
@@ -222,8 +224,8 @@ class Schedule:
         if (None,) in new:
             epoch = self._position + new.index((None,))
             raise ValueError(
-                f"epoch {epoch} has no metric of the name in scheduler(f, metric=...): record it "
-                "in train_fn by record_scalar(), or let eval_fn return it, under eval/<name>"
+                f"epoch {epoch} lacks the metric of scheduler(f, metric=...): record it in "
+                "train_fn by record_scalar(), or return it from eval_fn, as eval/<name>"
             )
         self._step(new)
 
@@ -231,17 +233,17 @@ class Schedule:
         assert self.scheduler is not None
         if self._scale != 1.0:
             self._write(self._base)
-        for given in arguments:
-            self.scheduler.step(*given)
+        for metrics in arguments:
+            self.scheduler.step(*metrics)
             self._position += 1
         if self._scale != 1.0:
-            # Chainable schedulers compute from the rate they find: never the scaled one.
+            # Chainable schedulers compute from the current rate, which must not be the scaled one.
             self._base = self._read()
             self._write([rate * self._scale for rate in self._base])
 
 
 class ScheduleMark(NamedTuple):
-    """Where a schedule stood; see its attributes."""
+    """State of a schedule between two steps."""
 
     position: int
     scale: float
@@ -250,5 +252,5 @@ class ScheduleMark(NamedTuple):
     scheduler: dict[str, Any]
 
 
-def _how(every: int) -> str:
+def _interval_text(every: int) -> str:
     return f"every {every} batches" if every else "by a metric"

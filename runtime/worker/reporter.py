@@ -125,5 +125,5 @@ class Reporter:
     def _take(self, *, wait: bool) -> Tally:
         self._last = self._clock.now()
         self._protocol.reported()
-        rate = None if self.schedule is None else self.schedule.known
+        rate = None if self.schedule is None else self.schedule.host_lr
         return self.meter.take(wait=wait, learning_rate=rate)

@@ -271,7 +271,7 @@ class WorkerSteps:
         if before.draws is not None:
             self.replica.generator.set_state(before.draws)
         if before.schedule is not None:
-            self._schedule.go_back(before.schedule)
+            self._schedule.restore(before.schedule)
         self._stepper.clear_gradients()
 
     def conclude(self) -> None:

@@ -348,7 +348,7 @@ class GpuWorker:
             self.protocol.plans.appendleft(plan)
             self.protocol.begin_plan()
         with worker_context(self), draws_from(self._cpu_generator):
-            self._schedule.tell(plan.metrics)
+            self._schedule.step_by_metrics(plan.metrics)
             self._begin_epoch(plan.epoch)
             self.steps.verify_graphs()
             self._submit(plan)

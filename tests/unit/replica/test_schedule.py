@@ -119,7 +119,7 @@ class TestByMetric:
         schedule, expected = Schedule(o, self.halving, every=0), self.halving(alone)
         values = [1.0, 2.0, 0.5, 0.7, 0.9]
         for n in (0, 1, 1, 3, 5):
-            schedule.tell(values[:n])
+            schedule.step_by_metrics(values[:n])
         for value in values:
             expected.step(value)
         assert rates(o) == rates(alone) == [0.1 / 8, 0.2 / 8]
@@ -128,20 +128,20 @@ class TestByMetric:
         o = optimizer()
         schedule = Schedule(o, self.halving, every=0)
         schedule.advance(100)
-        schedule.tell([1.0, 2.0])
+        schedule.step_by_metrics([1.0, 2.0])
         assert rates(o) == [0.05, 0.1]
 
     def test_a_scale_lies_on_top(self):
         o = optimizer()
         schedule = Schedule(o, self.halving, every=0)
         schedule.set_scale(3.0)
-        schedule.tell([1.0, 2.0, 3.0])
+        schedule.step_by_metrics([1.0, 2.0, 3.0])
         assert rates(o) == pytest.approx([0.075, 0.15])
 
     def test_its_state_says_what_was_told(self):
         o, other = optimizer(), optimizer()
         schedule, again = (Schedule(x, self.halving, every=0) for x in (o, other))
-        schedule.tell([1.0, 2.0])
+        schedule.step_by_metrics([1.0, 2.0])
         again.load_state_dict(schedule.state_dict())
         other.load_state_dict(o.state_dict())
         again.tell([1.0, 2.0, 3.0])
@@ -150,7 +150,7 @@ class TestByMetric:
     def test_an_epoch_without_the_metric_is_an_error(self):
         schedule = Schedule(optimizer(), self.halving, every=0)
         with pytest.raises(ValueError, match=r"epoch 1 has no metric.*record_scalar"):
-            schedule.tell([1.0, None])
+            schedule.step_by_metrics([1.0, None])
 
     def test_it_is_for_plateaus_alone_and_they_need_it(self):
         with pytest.raises(TypeError, match=r"is stepped by .* metric='eval/loss'"):
