@@ -1,12 +1,12 @@
-"""Averages of gradients: of those that replicas have computed, and under lockstep.
+"""Gradient reduction of lockstep runs: the weighted mean over the ranks.
 
-Under lockstep the weighted mean over the ranks is formed after or during the backward pass. In
-buckets, gradients travel while the backward pass still computes others: a hook on each
-parameter counts those of a bucket, and the last one sends it off.
+It is computed after or during the backward pass. In buckets, gradients are sent while the backward
+pass computes others: a hook on each parameter counts the gradients of its bucket, and the last one
+sends the bucket.
 
-The host reads the device only for the flags that say which parameters got a gradient, and only
-where this rank alone cannot know. With a collective whose ``host_runs_ahead`` is set, the host does
-not wait for the exchange either: a flag on the device gates the optimizer's kernels.
+The host reads the device only for the flags of parameters with a gradient, and only if this rank
+lacks some gradient. With a collective whose ``host_runs_ahead`` is set, the host does not wait for
+the exchange either: a flag on the device gates the optimizer's kernels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from runtime.replica.flat import FlatLayout, NamedParams
 from runtime.replica.non_finite import StepFiniteCheck
 
 FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is small, so that the first exchange begins early, as in PyTorch's DDP."""
-_NO_ORDER, _TWICE = -1, -2
+"""Size of the first bucket: small, so that the first exchange begins early, as in PyTorch's DDP."""
+_NO_ORDER, _REPEATED = -1, -2
 
 
 class GradientReducer:
@@ -40,31 +40,31 @@ class GradientReducer:
     sample, which lies in one more element, and the reduced gradients are divided by what that
     element became. The ranks agree on it as they meet, and nothing else changes without weights.
 
-    Complex gradients lie there as real and imaginary parts.
+    Complex gradients are stored as real and imaginary parts.
 
-    Behind the gradients of the first dtype lies a flag for each parameter: a parameter
-    that got no gradient on any rank keeps ``.grad is None`` for the optimizer. Where steps
-    are judged, a last element tells every rank whether all losses are finite.
+    After the gradients of the first dtype there is a flag for each parameter: a parameter without
+    a gradient on any rank keeps ``.grad is None`` for the optimizer. If steps are checked, one
+    more element is NaN on all ranks unless all losses are finite.
 
-    With ``bucket_bytes`` gradients lie in the order in which the backward pass computes them. The
-    ranks agree on it in their first step, which overlaps nothing, and anew in each new group: it
-    is that of the lowest rank that has one. Buckets are sent in that order on every rank. What got
-    no gradient is sent at the end of the step, with the flags.
+    With ``bucket_bytes``, gradients are stored in the order in which the backward pass computes
+    them. The ranks agree on the order of the lowest rank that has one, in the first step of each
+    group, which does not overlap. All ranks send the buckets in that order. Parameters without a
+    gradient are sent at the end of the step, with the flags.
 
     Args:
         params: The replica's parameters.
-        collective: Where the ranks meet.
-        judge: Judges what was reduced.
+        collective: The collective of the ranks.
+        finite_check: Checks the reduced gradients.
         comm: The context for collectives, see :meth:`Device.comm`.
-        bucket_bytes: About how much travels at once; ``None``: all, after the backward pass.
-        timer: Times the steps; waits within the backward pass are left out.
+        bucket_bytes: Approximate size of a bucket; ``None``: a single exchange after backward.
+        timer: Timer of the steps; waits within the backward pass are excluded.
 
     Attributes:
-        collective: Where the ranks meet.
-        packed: What :meth:`pack` has found.
-        called_off: Where the collective trails, 1 on the device if there is nothing to step by,
-            else 0; of the last exchange.
-        is_empty: Whether the weights of the last exchange sum to 0: there is nothing to step by.
+        collective: The collective of the ranks.
+        packed: The result of the last :meth:`pack`.
+        skip_flag: On the device, 1 if the optimizer must skip the step, else 0; of the last
+            exchange with ``host_runs_ahead``.
+        is_empty: True if the weights of the last exchange sum to 0, so no step is made.
     """
 
     def __init__(
@@ -80,45 +80,45 @@ class GradientReducer:
         self._params = params.params
         self.collective = collective
         self._finite_check = finite_check
-        self._comm = comm or _here
+        self._comm = comm or _no_context
         self._bucket_bytes = bucket_bytes
         self._timer = timer or HostTimer()
-        self._agreed = bucket_bytes is None
+        self._has_order = bucket_bytes is None
         self._overlaps = False
-        self._noted: list[int] | None = None  # the order of the backward pass in progress
-        self._seen: list[int] = []  # by this rank, while no order is agreed on
+        self._recorded: list[int] | None = None  # order of the backward pass in progress
+        self._own_order: list[int] = []  # order on this rank, until the ranks agree
         self._order: list[int] | None = None
         self._mean: MeanInParts | None = None
         self._armed: tuple[int, WindowWeight | None] | None = None
         self._failure: BaseException | None = None
-        self._broken_off: list[Tensor] = []
+        self._aborted_flats: list[Tensor] = []
         self.packed = NOTHING
         self.is_empty = False
         device = self._params[0].device
-        self.called_off = torch.zeros((), dtype=torch.float32, device=device)
-        self._outcome: LateResult | None = None
+        self.skip_flag = torch.zeros((), dtype=torch.float32, device=device)
+        self._late_result: LateResult | None = None
         self._arrange(None)
         if bucket_bytes is not None:
-            _watch(self, self._params)
+            _register_hooks(self, self._params)
 
     def _arrange(self, order: Sequence[int] | None) -> None:
-        """Make the flat tensors anew, with the gradients in this order."""
+        """Allocate the flat tensors, with the gradients in this order."""
         like = [p.data for p in self._params]
-        arrangement = FlatLayout(like, order)
+        layout = FlatLayout(like, order)
         num = len(like)
-        dtypes = [like[group[0]].dtype for group in arrangement.groups]
+        dtypes = [like[group[0]].dtype for group in layout.groups]
         widths = [2 if dtype.is_complex else 1 for dtype in dtypes]
         dtypes = [dtype.to_real() for dtype in dtypes]
         room = [0] * len(dtypes)
         room[0] = num if self._finite_check is None else num + 1
-        # Where a total has most digits; 16 bits would round it to three of them.
+        # The weight is in the widest dtype; 16 bits would round it to three digits.
         widest = max(range(len(dtypes)), key=lambda i: (dtypes[i].itemsize, -i))
         self._weight_apart = dtypes[widest] in LOW_PRECISION
         if not self._weight_apart:
             room[widest] += 1
         lengths = [
-            arrangement.end(number, len(group) - 1) * width
-            for number, (group, width) in enumerate(zip(arrangement.groups, widths, strict=True))
+            layout.end(number, len(group) - 1) * width
+            for number, (group, width) in enumerate(zip(layout.groups, widths, strict=True))
         ]
         self._flats = [
             torch.zeros(length + more, dtype=dtype, device=like[0].device)
@@ -130,87 +130,87 @@ class GradientReducer:
         self._loss_flag = self._flats[0][
             start + num : start + num + int(self._finite_check is not None)
         ]
-        # 0 wherever no weight was told.
+        # 0 on ranks whose loss has no weight.
         self._weight = self._flats[widest][-1:]
         if self._weight_apart:
             self._weight = self._weight.new_zeros(1, dtype=torch.float32)
-        laid = [
+        flats_in_dtype = [
             flat if width == 1 else torch.view_as_complex(flat.view(-1, 2))
             for flat, width in zip(self._grads, widths, strict=True)
         ]
-        self._views = arrangement.views(laid, like)
-        self._buckets = list(self._cut(arrangement, widths, room, order))
+        self._views = layout.views(flats_in_dtype, like)
+        self._buckets = list(self._cut(layout, widths, room, order))
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.params}
 
     def _cut(
         self,
-        arrangement: FlatLayout,
+        layout: FlatLayout,
         widths: Sequence[int],
         room: Sequence[int],
         order: Sequence[int] | None,
     ) -> Iterator[_Bucket]:
-        """The buckets, in the order in which they are sent; one for each dtype without an order."""
+        """The buckets in sending order; without an order, one for each dtype."""
         place = {i: at for at, i in enumerate(order or range(len(self._params)))}
         closed: list[_Bucket] = []
         last: list[_Bucket] = []
-        for number, (group, flat) in enumerate(zip(arrangement.groups, self._flats, strict=True)):
-            begun = start = 0
+        for number, (group, flat) in enumerate(zip(layout.groups, self._flats, strict=True)):
+            begin = start = 0
             limit = min(FIRST_BUCKET_BYTES, self._bucket_bytes or 0)
             for index in range(len(group)):
-                end = arrangement.end(number, index) * widths[number]
+                end = layout.end(number, index) * widths[number]
                 is_last = index + 1 == len(group)
                 is_full = order is not None and (end - start) * flat.element_size() >= limit
                 if is_last:
                     end = flat.numel()
                 if is_last or is_full:
                     is_open = is_last and room[number] > 0
-                    bucket = _Bucket(group[begun : index + 1], flat[start:end], is_open)
+                    bucket = _Bucket(group[begin : index + 1], flat[start:end], is_open)
                     (last if is_open else closed).append(bucket)
-                    begun, start = index + 1, end
+                    begin, start = index + 1, end
                     limit = self._bucket_bytes or 0
         closed.sort(key=lambda bucket: place[bucket.params[-1]])
         yield from closed
         yield from last
 
     def join(self, collective: Collective) -> None:
-        """Meet the other ranks there from now on."""
+        """Use another collective from now on."""
         self.collective = collective
-        self._agreed = self._bucket_bytes is None
+        self._has_order = self._bucket_bytes is None
         self._overlaps = False
-        self._seen, self._order = [], None
-        self._broken_off = []
-        self.called_off.zero_()  # a graph of the step reads it over any collective
+        self._own_order, self._order = [], None
+        self._aborted_flats = []
+        self.skip_flag.zero_()  # a graph of the step reads it over any collective
 
     def take_late_result(self) -> LateResult | None:
-        """How the last exchange ends; ``None``: it has ended well."""
-        outcome, self._outcome = self._outcome, None
-        return outcome
+        """The pending result of the last exchange; ``None`` if it has completed."""
+        result, self._late_result = self._late_result, None
+        return result
 
     @property
     def _in_parts(self) -> bool:
-        """Whether an exchange is made in parts, on every rank alike."""
+        """True if an exchange has several parts, on every rank alike."""
         return self._bucket_bytes is not None or self.collective.host_runs_ahead
 
-    def forget(self) -> None:
-        """Nothing of the last step is left, made or not."""
+    def reset(self) -> None:
+        """Reset the state of the last step, whether it was completed or not."""
         self.packed = NOTHING
-        self._armed = self._noted = self._failure = None
+        self._armed = self._recorded = self._failure = None
         if self._mean is not None:
-            # Broken off: what was sent may still be written to until the group is another one.
-            self._mean, self._broken_off = None, self._flats
+            # Aborted: until the ranks have a new group, peers may still write to these tensors.
+            self._mean, self._aborted_flats = None, self._flats
             self._arrange(self._order)
 
     def arm(self, num_samples: int, weight: WindowWeight | None) -> None:
-        """The backward pass that follows is the last one of the step.
+        """Send buckets during the backward pass that follows, the last one of the step.
 
         Args:
-            num_samples: Samples behind this rank's gradients.
-            weight: Of the step; ``None``: its samples.
+            num_samples: Samples of this rank's gradients.
+            weight: The weight of the step; ``None``: its samples.
         """
         if self._bucket_bytes is None:
             return
-        if not self._agreed:
-            self._noted = []
+        if not self._has_order:
+            self._recorded = []
             return
         if self._overlaps:
             self._armed = num_samples, weight
@@ -218,44 +218,44 @@ class GradientReducer:
                 bucket.missing, bucket.sent = len(bucket.params), False
 
     def disarm(self) -> None:
-        """The backward pass is over.
+        """End the backward pass.
 
         Raises:
-            CollectiveAborted, CollectiveTimeout: Gradients could not be sent off.
-            ValueError: A parameter got its gradient in several parts.
+            CollectiveAborted, CollectiveTimeout: Gradients could not be sent.
+            ValueError: A parameter received its gradient in several parts.
         """
-        if self._noted is not None:
-            noted, self._noted = self._noted, None
-            self._seen = noted if len(set(noted)) == len(noted) else [_TWICE]
+        if self._recorded is not None:
+            noted, self._recorded = self._recorded, None
+            self._own_order = noted if len(set(noted)) == len(noted) else [_REPEATED]
         self._armed = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def give_up(self) -> None:
-        """The backward pass has failed: nobody waits for gradients of this rank."""
-        self._armed = self._noted = self._failure = None
+    def abort_backward(self) -> None:
+        """Abort the exchange after a failed backward pass: peers must not wait for this rank."""
+        self._armed = self._recorded = self._failure = None
         if self._mean is not None:
             self.collective.abort()
 
-    def arrived(self, index: int) -> None:
-        """A parameter has its gradient. In the thread of the backward pass; raises nothing."""
-        if self._noted is not None:
-            self._noted.append(index)
+    def gradient_ready(self, index: int) -> None:
+        """Count a parameter's gradient. Runs in the backward pass's thread; does not raise."""
+        if self._recorded is not None:
+            self._recorded.append(index)
         if self._armed is None or self._failure is not None:
             return
         try:
-            self._take(self._bucket_of[index])
-        except BaseException as error:  # autograd would hide where it comes from
+            self._count(self._bucket_of[index])
+        except BaseException as error:  # autograd would lose its origin
             self._failure = error
 
-    def _take(self, bucket: _Bucket) -> None:
+    def _count(self, bucket: _Bucket) -> None:
         bucket.missing -= 1
         if bucket.missing < 0:
             self.collective.abort()
             raise ValueError(
-                "a parameter got its gradient in several parts within one backward pass, after "
-                "some had gone to the other ranks: call bucket_cap_mb(None)"
+                "a parameter received its gradient in several parts within one backward pass, "
+                "after part of it was sent to the other ranks: call bucket_cap_mb(None)"
             )
         if bucket.missing:
             return
@@ -283,7 +283,7 @@ class GradientReducer:
             self._timer.resume()
 
     def _write(self, bucket: _Bucket, num_samples: int, weight: WindowWeight | None) -> None:
-        """Copy the gradients of a bucket into its flat tensor."""
+        """Copy the gradients of a bucket to its flat tensor."""
         views = [self._views[i] for i in bucket.params]
         grads = [self._params[i].grad for i in bucket.params]
         _copy(views, grads, complete=not [g for g in grads if g is None])
@@ -293,19 +293,19 @@ class GradientReducer:
     def pack(
         self, num_samples: int, losses: Sequence[Tensor] = (), weight: WindowWeight | None = None
     ) -> None:
-        """Write this rank's gradients, flags and losses into the flat tensors.
+        """Write this rank's gradients, flags and losses to the flat tensors.
 
-        Does not wait for the device, and where every parameter has a gradient it issues
-        nothing but work on the device, so that it may be captured. In buckets, the first step
-        of a group waits for the other ranks.
+        Does not wait for the device. If every parameter has a gradient, it only issues work on
+        the device and can be captured. With buckets, the first step of a group waits for the
+        other ranks.
 
         Args:
-            num_samples: Samples behind this rank's gradients; 0: it only receives.
-            losses: Of the step.
-            weight: Of the step; ``None``: its samples.
+            num_samples: Samples of this rank's gradients; 0: it only receives.
+            losses: The losses of the step.
+            weight: The weight of the step; ``None``: its samples.
         """
-        if not self._agreed:
-            self._agree()
+        if not self._has_order:
+            self._agree_on_order()
         grads = [p.grad for p in self._params]
         complete = num_samples > 0 and not [g for g in grads if g is None]
         if num_samples > 0:
@@ -317,11 +317,11 @@ class GradientReducer:
                 for bucket in self._waiting():
                     self._write(bucket, num_samples, weight)
             if complete:
-                # Each time: a peer that lacks a parameter halves its flag, which would end at 0.
+                # In every step: the mean of a flag shrinks if a peer lacks the gradient.
                 self._flags.fill_(1)
             else:
-                told = torch.tensor([g is not None for g in grads])
-                self._flags.copy_(told, non_blocking=True)
+                flags = torch.tensor([g is not None for g in grads])
+                self._flags.copy_(flags, non_blocking=True)
         if self._finite_check is not None:
             self._finite_check.write_flag(self._loss_flag, losses)
         if weight is not None:
@@ -333,76 +333,76 @@ class GradientReducer:
         self.packed = PackedGradients(grads, complete=complete, weighed=weight is not None)
 
     def _waiting(self) -> Sequence[_Bucket]:
-        """What has not been sent in this step."""
+        """The buckets of this step that have not been sent."""
         if self._mean is None:
             return self._buckets
         return [bucket for bucket in self._buckets if not bucket.sent]
 
-    def _agree(self) -> None:
-        """Put the gradients into the order that the lowest rank has seen, on every rank alike."""
+    def _agree_on_order(self) -> None:
+        """Collective: use the recorded order of the lowest rank that has one, on all ranks."""
         num = len(self._params)
         mine = torch.full((num + 1,), _NO_ORDER, dtype=torch.int64)
-        mine[: len(self._seen)] = torch.tensor(self._seen, dtype=torch.int64)
-        told = mine.new_empty(self.collective.world_size * (num + 1))
+        mine[: len(self._own_order)] = torch.tensor(self._own_order, dtype=torch.int64)
+        gathered = mine.new_empty(self.collective.world_size * (num + 1))
         self._timer.pause()
         self.collective.agree(
             "averages gradients with", bucket_bytes=self._bucket_bytes, num_parameters=num
         )
-        self.collective.all_gather_into(told, mine)
+        self.collective.all_gather_into(gathered, mine)
         self._timer.resume()
-        rows = told.view(self.collective.world_size, -1).tolist()
+        rows = gathered.view(self.collective.world_size, -1).tolist()
         found = [row for row in rows if row[0] != _NO_ORDER]
         if not found:  # no rank had a sample
             return
-        self._agreed = True
-        self._overlaps = all(row[0] != _TWICE for row in found)
+        self._has_order = True
+        self._overlaps = all(row[0] != _REPEATED for row in found)
         if self._overlaps:
             first = [i for i in found[0] if i >= 0]
             self._order = first + sorted(set(range(num)) - set(first))
         self._arrange(self._order)
 
     def can_end_late(self) -> bool:
-        """Whether nothing has to be read before the step that was packed can be made."""
+        """True if the host need not read the device between the exchange and the packed step."""
         judged = self._finite_check is not None and self._finite_check.reads
         return self.collective.host_runs_ahead and self.packed.complete and not judged
 
     def exchange(self, num_samples: int, *, late: bool = False) -> bool:
-        """Replace what was packed by the weighted mean over the ranks.
+        """Replace the packed values by their weighted mean over the ranks. Collective.
 
         Args:
-            num_samples: As :meth:`pack` was told.
-            late: Where :meth:`can_end_late`, do not wait: the step has to be one that
-                :attr:`called_off` calls off, and :meth:`take_late_result` tells the rest.
+            num_samples: As passed to :meth:`pack`.
+            late: If :meth:`can_end_late`, do not wait: the step must be gated by
+                :attr:`skip_flag`, and :meth:`take_late_result` returns the pending result.
 
         Returns:
-            Whether the step may be made; if not, it is taken back. Whether there is anything
-            to step by is in :attr:`is_empty`.
+            False if the step was dropped, because a value was not finite. See also
+            :attr:`is_empty`.
 
         Raises:
             NonFiniteError, CollectiveAborted: See :meth:`StepFiniteCheck.accept_reduced`.
         """
         self.is_empty = False
-        told = {"tally": num_samples} if self.packed.weighed else {}
+        weighed = {"tally": num_samples} if self.packed.weighed else {}
         try:
             with self._comm():
                 if self._in_parts:
-                    mean = self._mean or self.collective.mean_in_parts(num_samples, **told)
+                    mean = self._mean or self.collective.mean_in_parts(num_samples, **weighed)
                     waiting = self._waiting()
                     self._mean = mean
                     mean.add([bucket.flat for bucket in waiting])
                     if self._weight_apart and self.collective.host_runs_ahead:
                         mean.add([self._weight])
                     if late:
-                        total, self._outcome = mean.end_late(self.called_off)
+                        total, self._late_result = mean.end_late(self.skip_flag)
                     else:
                         total = mean.end()
                     self._mean = None
                 else:
-                    total = self.collective.weighted_mean_(self._flats, num_samples, **told)
+                    total = self.collective.weighted_mean_(self._flats, num_samples, **weighed)
         except BaseException:
             self._weight.zero_()
             raise
-        # The same on every rank: they have said it as they met.
+        # The same on every rank: part of the exchange.
         num_weighed = self.collective.tally
         if late:
             if num_weighed:
@@ -419,29 +419,29 @@ class GradientReducer:
                 for flat in self._grads:
                     flat.div_(mean_weight)
         if self.collective.host_runs_ahead:
-            self.called_off.zero_()
+            self.skip_flag.zero_()
         return True
 
     def _divide_late(self, plain: float) -> None:
-        """Divide by the reduced weight for each sample, which only the device knows.
+        """Divide by the reduced weight for each sample, a value on the device.
 
         Args:
-            plain: The part of the samples whose loss has no weight.
+            plain: The fraction of samples whose loss has no weight.
         """
         mean = self._weight + plain
         is_empty = (mean > 0).logical_not_().float().reshape(())
-        torch.maximum(self.called_off, is_empty, out=self.called_off)
+        torch.maximum(self.skip_flag, is_empty, out=self.skip_flag)
         for flat in self._grads:
             flat.div_(mean.to(flat.dtype))
         self._weight.zero_()
 
     def _mean_weight(self, total: float, num_weighed: float, num_samples: int) -> float:
-        """The reduced weight for each sample; reads one number of the device.
+        """The reduced weight for each sample; reads one number from the device.
 
         Args:
             total: Samples of all ranks.
-            num_weighed: Those of the ranks whose loss has a weight.
-            num_samples: Those of this rank.
+            num_weighed: Samples of the ranks whose loss has a weight.
+            num_samples: Samples of this rank.
         """
         if self._weight_apart and not self.collective.host_runs_ahead:
             with self._comm():
@@ -451,20 +451,20 @@ class GradientReducer:
         return mean
 
     def unpack(self) -> None:
-        """Make what was reduced the parameters' ``.grad``."""
+        """Set the parameters' ``.grad`` to the reduced gradients."""
         used = None if self.packed.complete else (self._flags > 0).tolist()
         for i, (p, view) in enumerate(zip(self._params, self._views, strict=True)):
             p.grad = view if used is None or used[i] else None
-        self.packed = PackedGradients([], complete=self.packed.complete)  # the memory of the others
+        self.packed = PackedGradients([], complete=self.packed.complete)  # frees the own gradients
 
 
 class PackedGradients(NamedTuple):
-    """What a rank gives to a reduction.
+    """The gradients of a rank as packed for a reduction.
 
     Attributes:
         grads: Its own gradients, one for each parameter.
-        complete: Whether every parameter has one.
-        weighed: Whether the step's loss has a weight other than its samples.
+        complete: True if every parameter has one.
+        weighed: True if the step's loss has a weight other than its samples.
     """
 
     grads: Sequence[Tensor | None]
@@ -482,20 +482,20 @@ class Comm(Protocol):
         """The context for a collective."""
 
 
-def _here(*, joined: bool = True) -> AbstractContextManager[None]:
+def _no_context(*, joined: bool = True) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that travel together.
+    """Gradients that are sent together.
 
     Attributes:
-        params: Their parameters, none of them in another bucket.
-        flat: Where they lie.
-        is_open: Whether flags lie behind them, which are known at the end of the step.
-        missing: How many the backward pass has not computed yet.
-        sent: Whether they are on their way.
+        params: Indices of their parameters, none of them in another bucket.
+        flat: Their flat tensor.
+        is_open: True if flags follow them, which are complete at the end of the step.
+        missing: Number of gradients that the backward pass has not computed yet.
+        sent: True if the bucket was sent.
     """
 
     params: Sequence[int]
@@ -513,15 +513,14 @@ def _copy(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, complete: 
         view.zero_() if grad is None else view.copy_(grad)
 
 
-def _watch(reducer: GradientReducer, params: Sequence[nn.Parameter]) -> None:
-    """Tell the reducer of each gradient; keeps it alive no longer than others do."""
-    told = weakref.ref(reducer)
+def _register_hooks(reducer: GradientReducer, params: Sequence[nn.Parameter]) -> None:
+    """Call the reducer for each gradient, through a weak reference."""
+    reference = weakref.ref(reducer)
 
     def hook(index: int) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
-            found = told()
-            if found is not None:
-                found.arrived(index)
+            if (reducer := reference()) is not None:
+                reducer.gradient_ready(index)
 
         return arrived
 

@@ -211,7 +211,7 @@ class Stepper:
         self.window, self._units = None, 0.0
         self._last_of = 0
         if self._reducer is not None:
-            self._reducer.forget()
+            self._reducer.reset()
         for p in self._params:
             p.grad = None
 
@@ -416,7 +416,7 @@ class Stepper:
         try:
             self._backward(target, live)
         except BaseException:
-            reducer.give_up()
+            reducer.abort_backward()
             raise
         reducer.disarm()
 
@@ -505,7 +505,7 @@ class Stepper:
                 self._scaler.update()
             elif self._is_gated:
                 assert self._reducer is not None
-                self._step_unless(self._reducer.called_off)
+                self._step_unless(self._reducer.skip_flag)
             elif self._is_called_off_late:
                 assert self.window is not None
                 self._step_unless(1.0 - torch.as_tensor(self.window.units > 0).float())

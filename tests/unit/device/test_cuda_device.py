@@ -157,7 +157,7 @@ def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, 
     for step in range(2):
         for p in (model.late, model.early):
             p.grad = None
-        reducer.forget()
+        reducer.reset()
         fake.run_all()
         fake.done.clear()
         reducer.arm(2, None)

@@ -250,7 +250,7 @@ def test_a_backward_pass_that_fails_half_way_holds_nobody_up(kind):
         def work(rank):
             def train(model, batch):
                 x = model.first(batch[0])
-                if rank == 1 and ranks.reducers[1]._agreed:
+                if rank == 1 and ranks.reducers[1]._has_order:
                     x = Failing.apply(x)
                 return model.last(torch.tanh(model.middle(x))).square().mean()
 
@@ -265,7 +265,7 @@ def test_a_backward_pass_that_fails_half_way_holds_nobody_up(kind):
         reducer = ranks.reducers[0]
         before = reducer._flats[0].data_ptr()
         kept = reducer._flats
-        reducer.forget()
+        reducer.reset()
         assert reducer._mean is None
         assert reducer._flats[0].data_ptr() != before
         del kept
@@ -305,7 +305,7 @@ def test_a_gradient_in_several_parts_after_the_first_step_is_refused():
             def train(model, batch):
                 x = model.first(batch[0])
                 for _ in range(2):
-                    again = ranks.reducers[rank]._agreed
+                    again = ranks.reducers[rank]._has_order
                     x = (
                         checkpoint(model.middle, x, use_reentrant=True)
                         if again
