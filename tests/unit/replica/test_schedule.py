@@ -144,7 +144,7 @@ class TestByMetric:
         schedule.step_by_metrics([1.0, 2.0])
         again.load_state_dict(schedule.state_dict())
         other.load_state_dict(o.state_dict())
-        again.tell([1.0, 2.0, 3.0])
+        again.step_by_metrics([1.0, 2.0, 3.0])
         assert rates(other) == [0.025, 0.05]
 
     def test_an_epoch_without_the_metric_is_an_error(self):
