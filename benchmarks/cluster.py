@@ -49,8 +49,9 @@ from coordinator.cluster.deal import Grant
 from coordinator.cluster.facts import Facts, normalize
 from coordinator.cluster.ledger import ClusterLedger, evaluate_round
 from runtime import Mean, Timeline, Trainer
-from runtime.cluster.engine import COMPRESSIONS, EngineOptions, State
+from runtime.cluster.engine import State
 from runtime.cluster.lighthouse import Lighthouse, load_torchft
+from runtime.cluster.options import COMPRESSIONS, EngineOptions
 from runtime.cluster.torchft_engine import TorchftEngine
 from runtime.timeline.events import Cause
 

@@ -67,7 +67,7 @@ from runtime import (
     Trainer,
     current_worker,
 )
-from runtime.cluster import share
+from runtime.cluster.tensors import contribution, difference, split
 
 RUN_S = 900.0
 """A run that takes longer is killed."""
@@ -358,7 +358,7 @@ class Machine:
     @torch.no_grad()
     def take(self, new: Payload, own: Payload, num_elsewhere: int) -> None:
         """The round that this snapshot was part of is over: keep what was trained since."""
-        change = share.difference(new, own)
+        change = difference(new, own)
         flat = torch.cat([*change.params, *change.buffers])
         for tensor in averaged_state(self.model):
             tensor.add_(flat[: tensor.numel()].view_as(tensor))
@@ -383,13 +383,13 @@ def next_global(
         sum(tensors[1:], start=tensors[0])
         for tensors in zip(
             *(
-                share.contribution(state, part, weight / sum(weights), heaviest=False)
+                contribution(state, part, weight / sum(weights), heaviest=False)
                 for part, weight in zip(parts, weights, strict=True)
             ),
             strict=True,
         )
     ]
-    params, buffers, _ = share.split(sums, state)
+    params, buffers, _ = split(sums, state)
     kept = tuple(b - s for b, s in zip(state.buffers, buffers, strict=True))
     return Payload(params=tuple(outer.step(state.params, params)), buffers=kept)
 

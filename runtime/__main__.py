@@ -14,8 +14,8 @@ import torch.distributed
 
 from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
-from runtime.cluster.engine import VARIABLES
 from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
+from runtime.cluster.options import VARIABLES
 from runtime.collective.nccl_library import loaded_version, version_name
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores

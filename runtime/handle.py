@@ -18,14 +18,14 @@ from coordinator.metrics import EpochMetrics
 from coordinator.state import Statistics
 from runtime.callbacks import Callback
 from runtime.checkpoint.store import save_once
+from runtime.cluster.checkpointer import KeepOptions
 from runtime.cluster.cluster_run import ClusterRun
-from runtime.cluster.keeping import KeepOptions
 from runtime.core.checks import check_float, check_path
 from runtime.core.signals import INTERRUPTS, Period
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.stream import StreamAdapter, is_stream
-from runtime.monitor.feed import End
 from runtime.monitor.monitor import Monitor
+from runtime.monitor.watched_run import End
 from runtime.results import TrainedState
 from runtime.run import Run
 from runtime.settings import RunSettings

@@ -53,7 +53,7 @@ from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
 from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
-from runtime.monitor.feed import End, WatchedRun
+from runtime.monitor.watched_run import End, WatchedRun
 from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import GraphFallbacks
 from runtime.results import TrainedState, assemble

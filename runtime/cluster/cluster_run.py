@@ -49,125 +49,38 @@ from coordinator.metrics import EpochMetrics, EpochTally, metrics_of, metrics_st
 from coordinator.state import Phase, Statistics
 from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint
-from runtime.cluster import share
+from runtime.cluster.checkpointer import (
+    KEY,
+    ClusterCheckpointer,
+    KeepOptions,
+    cluster_state,
+    of_resumed,
+)
 from runtime.cluster.engine import EngineClosed, EngineError, PeerRefused, Quorum, State
-from runtime.cluster.keeping import KEY, ClusterCheckpointer, KeepOptions, cluster_state, of_resumed
+from runtime.cluster.grants import NOTHING, Account, machine_tallies, run_state
 from runtime.cluster.settings import ClusterSettings
+from runtime.cluster.tensors import (
+    contribution,
+    difference,
+    from_tensors,
+    from_the_wire,
+    on_the_wire,
+    split,
+    to_tensors,
+)
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
 
 logger = logging.getLogger(__name__)
 
+
 LEAVE_S = 30.0
 """How long a machine that stops tries to hand over what it has trained, in seconds, once the
 others are due to come to a round."""
+
+
 BUILD_S = 3600.0
 """How long building the model anew may take, in seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterHooks:
-    """What a run of one machine is given by the cluster.
-
-    Attributes:
-        machine: The machine's name.
-        resume: From where the run goes on; ``None``: from the beginning.
-        look: Called on the coordinator's thread after each event.
-        take_share: Called there with each capture that was asked for.
-        result: The state of all machines, once all is trained; else ``None``.
-    """
-
-    machine: str
-    resume: ResumePoint | None
-    look: Callable[[Coordinator, m.Event], None]
-    take_share: Callable[[SaveCheckpoint | SaveFailed], None]
-    result: Callable[[], Payload | None]
-
-
-class InnerRun(Protocol):
-    """The run of one machine; see :class:`~runtime.run.Run`."""
-
-    devices: tuple[torch.device, ...]
-    total_batches: int
-    model_digest: str
-    resumed: ResumePoint | None
-
-    def start(self, listener: Any) -> None:
-        """Start everything."""
-
-    def tell(self, event: m.Event) -> None:
-        """Put an event into the coordinator's inbox."""
-
-    def stop(self) -> None:
-        """End at a step boundary."""
-
-    def abort(self) -> None:
-        """End at once."""
-
-    def wait_threads(self, timeout_s: float | None = None) -> None:
-        """Wait until the coordinator's thread has ended."""
-
-    def owns_current_thread(self) -> bool:
-        """Whether the caller is a callback of this run."""
-
-    def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
-        """The whole state under the names of the model."""
-
-    def statistics(self) -> Statistics:
-        """A snapshot of counters."""
-
-    def watched(self, started: float, end: Any) -> Any:
-        """What a monitor may see."""
-
-    @property
-    def backend(self) -> AverageBackend:
-        """The transport in use."""
-
-    @property
-    def backend_reason(self) -> str:
-        """Why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFacts:
-    """What of the data every machine must have alike, and what counting takes.
-
-    Attributes:
-        settings: Names and values, as JSON.
-        num_epochs: Epochs of the run.
-        num_batches: Batches of an epoch.
-        num_samples: Samples in them.
-        max_batches: Batches of the whole run; ``None``: all of its epochs.
-    """
-
-    settings: Mapping[str, Any]
-    num_epochs: int
-    num_batches: int
-    num_samples: int
-    max_batches: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Began:
-    """The inner run stands idle with its first weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    """The run inside has trained all that it was granted, in so many grants."""
-
-    num_grants: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The inner run is over."""
-
-    state: Any
-    error: BaseException | None
-
-
-_News = _Began | _Idle | _Ended | Stop | SaveCheckpoint | SaveFailed
 
 
 class ClusterRun:
@@ -207,7 +120,7 @@ class ClusterRun:
         self._engine: Any = None
         self._member: Member | None = None
         self._commands: deque[MemberCommand] = deque()
-        self._account = share.Account()
+        self._account = Account()
         self._capturing = False
         self._leaving = False  # with the round in progress
         self._delta_is_new = False  # told to the run inside, and in no capture since
@@ -404,7 +317,7 @@ class ClusterRun:
             try:
                 ledger.load_state_dict(self._resumed["ledger"])
                 tensors = self._resumed["tensors"]
-                self._global, outer = share.from_tensors(tensors, self._share.payload)
+                self._global, outer = from_tensors(tensors, self._share.payload)
                 self._settings.outer.load_state(outer)
             except ValueError as error:
                 raise CheckpointError(f"resume(path): {error}") from error
@@ -497,7 +410,7 @@ class ClusterRun:
         if self._share.final and self._delta_is_new:
             # It ended before all ranks took what the others have changed, which its state would
             # take back.
-            self._feed(share.NOTHING)
+            self._feed(NOTHING)
             return
         self._own, self._delta_is_new = self._share.payload, False
         captured = self._account.capture(self._share, self._member.ledger)
@@ -554,7 +467,7 @@ class ClusterRun:
         assert self._member is not None
         assert self._global is not None
         return State(
-            tensors=share.to_tensors(self._global, self._settings.outer.state()),
+            tensors=to_tensors(self._global, self._settings.outer.state()),
             meta={
                 "ledger": self._member.ledger.state_dict(),
                 "metrics": [metrics_state(metrics) for metrics in self._closed],
@@ -566,7 +479,7 @@ class ClusterRun:
         assert self._quorum is not None
         assert self._quorum.healed is not None
         assert self._global is not None
-        state, outer = share.from_tensors(self._quorum.healed.tensors, self._global)
+        state, outer = from_tensors(self._quorum.healed.tensors, self._global)
         self._settings.outer.load_state(outer)
         self._global = state
         self._closed = [metrics_of(saved) for saved in self._quorum.healed.meta["metrics"]]
@@ -603,7 +516,7 @@ class ClusterRun:
         own = self._own if weights[rank] else None
         heaviest = command.samples.index(max(command.samples)) == rank
         scale = weights[rank] / sum(weights)
-        self._sums = share.contribution(self._global, own, scale, heaviest=heaviest)
+        self._sums = contribution(self._global, own, scale, heaviest=heaviest)
         try:
             self._engine.all_reduce(self._sums)
         except EngineError as error:
@@ -626,16 +539,14 @@ class ClusterRun:
         assert self._global is not None
         old = self._global
         if command.reduced:
-            params, buffers, taken = share.split(self._sums, old)
+            params, buffers, taken = split(self._sums, old)
             self._global = Payload(
                 params=tuple(self._settings.outer.step(old.params, params)),
                 buffers=tuple(
-                    share.from_the_wire(share.on_the_wire(b).sub(s), b)
+                    from_the_wire(on_the_wire(b).sub(s), b)
                     for b, s in zip(old.buffers, buffers, strict=True)
                 ),
-                taken=tuple(
-                    share.from_the_wire(s, t) for t, s in zip(old.taken, taken, strict=True)
-                ),
+                taken=tuple(from_the_wire(s, t) for t, s in zip(old.taken, taken, strict=True)),
             )
         self._sums = []
         ledger = self._member.ledger
@@ -652,7 +563,7 @@ class ClusterRun:
         delta = None
         if self._own is not self._global:
             assert self._own is not None
-            delta = share.difference(self._global, self._own)
+            delta = difference(self._global, self._own)
         elsewhere = self._account.num_elsewhere(ledger)
         if self._leaving or (ledger.stopped and not ledger.complete):
             self._inner.stop()  # with the state of all machines as its result
@@ -694,7 +605,7 @@ class ClusterRun:
             num_samples=data.num_samples,
             devices=(),
             machine=self._machine,
-            others=share.machine_tallies(closed),
+            others=machine_tallies(closed),
         )
         self._closed.append(metrics)
         return self._account.close(
@@ -719,7 +630,7 @@ class ClusterRun:
         self._ended = None
         self._delta_is_new = False
         self._num_grants = 0
-        self._account = share.Account()
+        self._account = Account()
         self._own = self._global
         self._num_elsewhere = self._account.num_elsewhere(self._member.ledger)
         self._inner.start(self)
@@ -735,7 +646,7 @@ class ClusterRun:
         assert self._share is not None
         assert self._global is not None
         ledger, outer = self._member.ledger, self._settings.outer.state()
-        run = share.run_state(self._share.run, ledger, self._closed)
+        run = run_state(self._share.run, ledger, self._closed)
         run[KEY] = cluster_state(ledger, self._global, outer)
         command = replace(
             self._share,
@@ -792,3 +703,108 @@ class ClusterRun:
             elif isinstance(news, Stop):
                 self._later.append(news)
         return self._ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterHooks:
+    """What a run of one machine is given by the cluster.
+
+    Attributes:
+        machine: The machine's name.
+        resume: From where the run goes on; ``None``: from the beginning.
+        look: Called on the coordinator's thread after each event.
+        take_share: Called there with each capture that was asked for.
+        result: The state of all machines, once all is trained; else ``None``.
+    """
+
+    machine: str
+    resume: ResumePoint | None
+    look: Callable[[Coordinator, m.Event], None]
+    take_share: Callable[[SaveCheckpoint | SaveFailed], None]
+    result: Callable[[], Payload | None]
+
+
+class InnerRun(Protocol):
+    """The run of one machine; see :class:`~runtime.run.Run`."""
+
+    devices: tuple[torch.device, ...]
+    total_batches: int
+    model_digest: str
+    resumed: ResumePoint | None
+
+    def start(self, listener: Any) -> None:
+        """Start everything."""
+
+    def tell(self, event: m.Event) -> None:
+        """Put an event into the coordinator's inbox."""
+
+    def stop(self) -> None:
+        """End at a step boundary."""
+
+    def abort(self) -> None:
+        """End at once."""
+
+    def wait_threads(self, timeout_s: float | None = None) -> None:
+        """Wait until the coordinator's thread has ended."""
+
+    def owns_current_thread(self) -> bool:
+        """Whether the caller is a callback of this run."""
+
+    def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
+        """The whole state under the names of the model."""
+
+    def statistics(self) -> Statistics:
+        """A snapshot of counters."""
+
+    def watched(self, started: float, end: Any) -> Any:
+        """What a monitor may see."""
+
+    @property
+    def backend(self) -> AverageBackend:
+        """The transport in use."""
+
+    @property
+    def backend_reason(self) -> str:
+        """Why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """What of the data every machine must have alike, and what counting takes.
+
+    Attributes:
+        settings: Names and values, as JSON.
+        num_epochs: Epochs of the run.
+        num_batches: Batches of an epoch.
+        num_samples: Samples in them.
+        max_batches: Batches of the whole run; ``None``: all of its epochs.
+    """
+
+    settings: Mapping[str, Any]
+    num_epochs: int
+    num_batches: int
+    num_samples: int
+    max_batches: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Began:
+    """The inner run stands idle with its first weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """The run inside has trained all that it was granted, in so many grants."""
+
+    num_grants: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The inner run is over."""
+
+    state: Any
+    error: BaseException | None
+
+
+_News = _Began | _Idle | _Ended | Stop | SaveCheckpoint | SaveFailed

@@ -2,206 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from runtime.core.checks import check_float, check_int
 from runtime.core.errors import GpuWorkerError
 
 MAX_FACTS_BYTES = 16 << 20
 """Limit of what one machine may pass to :meth:`Engine.gather`."""
-MAX_MACHINE_BYTES = 256
-COMPRESSIONS = (None, "bf16", "int8")
-
-
-class EngineError(GpuWorkerError):
-    """A call between machines failed; the round is void, and the next quorum may be tried.
-
-    What the failed call has written to, such as the tensors of an all-reduce, holds garbage.
-    """
-
-
-class PeerRefused(EngineError):
-    """What a machine sent is not signed with this cluster's token, or is malformed.
-
-    Attributes:
-        machines: Who was refused, by the names that they gave themselves.
-    """
-
-    def __init__(self, machines: Sequence[str], why: str) -> None:
-        super().__init__(f"refused {', '.join(machines)}: {why}")
-        self.machines = tuple(machines)
-        self._why = why
-
-    def __reduce__(self) -> tuple[type[PeerRefused], tuple[object, ...]]:
-        return type(self), (self.machines, self._why)
-
-
-class EngineClosed(GpuWorkerError):
-    """The engine is closed, or the time of :meth:`Engine.give_up` has come."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What heals a machine that is behind.
-
-    Attributes:
-        tensors: Dense CPU tensors by name, of any strides.
-        meta: What JSON holds: dicts with texts as keys, lists, texts, numbers, ``None``.
-    """
-
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quorum:
-    """Who takes part in a round.
-
-    Attributes:
-        generation: Number of the group of connections. It changes whenever members do, and
-            after a failure; it does not always grow.
-        rank: This machine's place in ``members``.
-        members: Ids of the machines, sorted, the same on all of them.
-        healed: The state received, if this machine was behind; its step is now the others'.
-        refused: Machines that want to take part and may not, for they have another token or
-            version, or sent what no machine sends.
-    """
-
-    generation: int
-    rank: int
-    members: tuple[str, ...]
-    healed: State | None
-    refused: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How to reach the cluster, and how long to wait for whom.
-
-    Attributes:
-        address: ``host:port`` of the lighthouse.
-        min_machines: Fewest machines that make a round; more than half of all rule out two
-            histories under a partition.
-        token: Secret that all machines share; ``None`` trusts whoever reaches the lighthouse.
-        timeout_s: Longest wait for a machine that neither answers nor breaks its connection,
-            in seconds, in each call but :meth:`Engine.quorum`.
-        host: Name or address of this machine that the others reach it by, and the only one
-            that it listens on; empty: the one from which it reaches the lighthouse.
-        machine: Id of this machine, unique to this start of the process.
-        compression: What travels in :meth:`Engine.all_reduce`: ``None`` as it is, ``"bf16"``,
-            or ``"int8"`` with error feedback.
-        connect_timeout_s: Longest wait for the machines of a quorum to connect, in seconds, if
-            that is less than ``timeout_s``.
-        heal_timeout_s: How long it may take to receive the state, in seconds; the others wait for
-            as long.
-        lighthouse_timeout_s: How long a lighthouse that is away may take to come back.
-        heartbeat_s: How often this machine tells the lighthouse that it lives, in seconds.
-        max_state_bytes: Limit of the state that heals this machine.
-    """
-
-    address: str
-    min_machines: int = 1
-    token: str | None = field(default=None, repr=False)
-    timeout_s: float = 30.0
-    host: str = ""
-    machine: str = field(default_factory=lambda: new_machine_id())
-    compression: str | None = None
-    connect_timeout_s: float = 10.0
-    heal_timeout_s: float = 600.0
-    lighthouse_timeout_s: float = 600.0
-    heartbeat_s: float = 0.1
-    max_state_bytes: int = 1 << 36
-
-    def __post_init__(self) -> None:
-        host_and_port("address", self.address)
-        check_int("min_machines", self.min_machines, 1)
-        for name in ("timeout_s", "connect_timeout_s", "heal_timeout_s", "heartbeat_s"):
-            check_float(name, getattr(self, name), 0.0, above=True)
-        check_float("lighthouse_timeout_s", self.lighthouse_timeout_s, 0.0)
-        check_int("max_state_bytes", self.max_state_bytes, 0)
-        if not self.machine or len(self.machine.encode()) > MAX_MACHINE_BYTES:
-            raise ValueError(
-                f"machine({self.machine!r}): pass an id of 1 to {MAX_MACHINE_BYTES} bytes"
-            )
-        if self.compression not in COMPRESSIONS:
-            raise ValueError(f"compression({self.compression!r}): pass None, 'bf16' or 'int8'")
-        if self.token is not None and not self.token:
-            raise ValueError("token(''): pass a secret that all machines share, or None")
-
-    @classmethod
-    def from_environment(
-        cls, environ: Mapping[str, str] | None = None, **given: Any
-    ) -> EngineOptions:
-        """Options, those that are not given from variables of the environment.
-
-        ``GPUWORKER_CLUSTER`` is the address; ``GPUWORKER_CLUSTER_MIN_MACHINES``, ``_TOKEN``,
-        ``_TIMEOUT``, ``_HOST`` and ``_COMPRESSION`` are the rest.
-
-        Args:
-            environ: Variables to read; those of the process by default.
-            given: Options by name; ``None`` counts as not given.
-
-        Raises:
-            ValueError: There is no address, or a value is out of bounds; names the variable.
-        """
-        found = os.environ if environ is None else environ
-        options = {name: value for name, value in given.items() if value is not None}
-        for name, (variable, kind) in VARIABLES.items():
-            if name not in options and found.get(variable):
-                try:
-                    options[name] = kind(found[variable])
-                except ValueError as error:
-                    raise ValueError(f"{variable}={found[variable]!r}: pass a number") from error
-        if "address" not in options:
-            raise ValueError(
-                "cluster(): pass the lighthouse's address, for instance 'host:29510', or set "
-                f"{VARIABLES['address'][0]}; 'python -m runtime lighthouse' starts one"
-            )
-        return cls(**options)
-
-
-VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "address": ("GPUWORKER_CLUSTER", str),
-    "min_machines": ("GPUWORKER_CLUSTER_MIN_MACHINES", int),
-    "token": ("GPUWORKER_CLUSTER_TOKEN", str),
-    "timeout_s": ("GPUWORKER_CLUSTER_TIMEOUT", float),
-    "host": ("GPUWORKER_CLUSTER_HOST", str),
-    "compression": ("GPUWORKER_CLUSTER_COMPRESSION", str),
-}
-"""For each option its environment variable, and how its text is read."""
-
-
-def new_machine_id() -> str:
-    """An id that no other start of a process has: ``host-pid-random``."""
-    host = socket.gethostname().split(".")[0] or "machine"
-    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """The two parts of ``host:port`` or ``[host]:port``.
-
-    Raises:
-        ValueError: It is neither; names the option.
-    """
-    text = address.removeprefix("http://")
-    host, colon, port = text.rpartition(":")
-    bare = host.strip("[]")
-    if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{name}({address!r}): pass 'host:port', for instance 'host:29510'")
-    return bare, int(port)
-
-
-def joined(host: str, port: int) -> str:
-    """``host:port``, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Engine(ABC):
@@ -309,3 +120,64 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave. Idempotent."""
+
+
+class EngineError(GpuWorkerError):
+    """A call between machines failed; the round is void, and the next quorum may be tried.
+
+    What the failed call has written to, such as the tensors of an all-reduce, holds garbage.
+    """
+
+
+class PeerRefused(EngineError):
+    """What a machine sent is not signed with this cluster's token, or is malformed.
+
+    Attributes:
+        machines: Who was refused, by the names that they gave themselves.
+    """
+
+    def __init__(self, machines: Sequence[str], why: str) -> None:
+        super().__init__(f"refused {', '.join(machines)}: {why}")
+        self.machines = tuple(machines)
+        self._why = why
+
+    def __reduce__(self) -> tuple[type[PeerRefused], tuple[object, ...]]:
+        return type(self), (self.machines, self._why)
+
+
+class EngineClosed(GpuWorkerError):
+    """The engine is closed, or the time of :meth:`Engine.give_up` has come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What heals a machine that is behind.
+
+    Attributes:
+        tensors: Dense CPU tensors by name, of any strides.
+        meta: What JSON holds: dicts with texts as keys, lists, texts, numbers, ``None``.
+    """
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quorum:
+    """Who takes part in a round.
+
+    Attributes:
+        generation: Number of the group of connections. It changes whenever members do, and
+            after a failure; it does not always grow.
+        rank: This machine's place in ``members``.
+        members: Ids of the machines, sorted, the same on all of them.
+        healed: The state received, if this machine was behind; its step is now the others'.
+        refused: Machines that want to take part and may not, for they have another token or
+            version, or sent what no machine sends.
+    """
+
+    generation: int
+    rank: int
+    members: tuple[str, ...]
+    healed: State | None
+    refused: tuple[str, ...] = ()

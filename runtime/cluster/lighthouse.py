@@ -7,36 +7,18 @@ import os
 import socket
 from typing import Any
 
-from runtime.cluster.engine import joined
+from runtime.cluster.options import joined
 from runtime.core.checks import check_float, check_int, need
 
 DEFAULT_PORT = 29510
+
+
 JOIN_TIMEOUT_S = 60.0
 """How long a round waits, by default, for machines that live and do not want one yet."""
+
+
 TICK_MS = 20
 """How often the lighthouse looks whose heartbeat is late."""
-
-
-def load_torchft(what: str) -> Any:
-    """torchft's servers and clients.
-
-    Its servers log to stderr on their own; from ``warn`` upwards, unless ``RUST_LOG`` says
-    something else.
-
-    Args:
-        what: Who needs them, for the error.
-
-    Raises:
-        ImportError: torchft is not installed; says how to install it.
-    """
-    need(what, ("torchft",), "cluster")
-    if "RUST_LOG" in os.environ:
-        return importlib.import_module("torchft.coordination")
-    os.environ["RUST_LOG"] = "warn"  # read once, in the import
-    try:
-        return importlib.import_module("torchft.coordination")
-    finally:
-        del os.environ["RUST_LOG"]
 
 
 class Lighthouse:
@@ -97,3 +79,25 @@ class Lighthouse:
     def close(self) -> None:
         """Take no more connections; those that exist end with the process."""
         self._server.shutdown()
+
+
+def load_torchft(what: str) -> Any:
+    """torchft's servers and clients.
+
+    Its servers log to stderr on their own; from ``warn`` upwards, unless ``RUST_LOG`` says
+    something else.
+
+    Args:
+        what: Who needs them, for the error.
+
+    Raises:
+        ImportError: torchft is not installed; says how to install it.
+    """
+    need(what, ("torchft",), "cluster")
+    if "RUST_LOG" in os.environ:
+        return importlib.import_module("torchft.coordination")
+    os.environ["RUST_LOG"] = "warn"  # read once, in the import
+    try:
+        return importlib.import_module("torchft.coordination")
+    finally:
+        del os.environ["RUST_LOG"]

@@ -8,24 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.cluster.engine import Engine, EngineOptions, State
+from runtime.cluster.engine import Engine, State
 from runtime.cluster.lighthouse import JOIN_TIMEOUT_S
+from runtime.cluster.options import EngineOptions
 from runtime.cluster.outer import Mean, OuterOptimizer
 from runtime.core.checks import check_float
 
 logger = logging.getLogger(__name__)
 
+
 PERIOD = "GPUWORKER_CLUSTER_PERIOD"
 """The environment variable for ``period``."""
-Connect = Callable[[EngineOptions, Callable[[], State]], Engine]
-"""Makes an engine from its options and from what gives the state that heals a peer."""
-
-
-def connect_torchft(options: EngineOptions, offer: Callable[[], State]) -> Engine:
-    """The engine on torchft."""
-    from runtime.cluster.torchft_engine import TorchftEngine
-
-    return TorchftEngine(options, offer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +35,7 @@ class ClusterSettings:
     engine: EngineOptions
     period_s: float = 30.0
     outer: OuterOptimizer = field(default_factory=Mean)
-    connect: Connect = connect_torchft
+    connect: Connect = field(default_factory=lambda: connect_torchft)
 
     def __post_init__(self) -> None:
         check_float("cluster(period=)", self.period_s, 0.0, above=True)
@@ -93,6 +86,17 @@ class ClusterSettings:
             period_s=30.0 if period is None else period,
             outer=Mean() if outer is None else outer,
         )
+
+
+Connect = Callable[[EngineOptions, Callable[[], State]], Engine]
+"""Makes an engine from its options and from what gives the state that heals a peer."""
+
+
+def connect_torchft(options: EngineOptions, offer: Callable[[], State]) -> Engine:
+    """The engine on torchft."""
+    from runtime.cluster.torchft_engine import TorchftEngine
+
+    return TorchftEngine(options, offer)
 
 
 def _joint(environ: Mapping[str, str]) -> bool:

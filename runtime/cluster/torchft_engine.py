@@ -29,21 +29,12 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch import Tensor
 
-from runtime.cluster.engine import (
-    Engine,
-    EngineClosed,
-    EngineError,
-    EngineOptions,
-    PeerRefused,
-    Quorum,
-    State,
-    host_and_port,
-    joined,
-)
-from runtime.cluster.generation import Group
-from runtime.cluster.healing import StateServer, fetch_state
+from runtime.cluster.compression import CODECS, ErrorFeedback
+from runtime.cluster.engine import Engine, EngineClosed, EngineError, PeerRefused, Quorum, State
 from runtime.cluster.lighthouse import load_torchft
-from runtime.cluster.wire import CODECS, ErrorFeedback
+from runtime.cluster.machine_group import Group
+from runtime.cluster.options import EngineOptions, host_and_port, joined
+from runtime.cluster.state_server import StateServer, fetch_state
 
 logger = logging.getLogger(__name__)
 

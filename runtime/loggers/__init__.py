@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.loggers.base import CombinedLogger, CsvLogger
-from runtime.loggers.trackers import MlflowLogger, TensorBoardLogger, WandbLogger
+from runtime.loggers.combined_logger import CombinedLogger
+from runtime.loggers.csv_logger import CsvLogger
+from runtime.loggers.tensorboard_logger import TensorBoardLogger
+from runtime.loggers.trackers import MlflowLogger, WandbLogger
 
 __all__ = ["CombinedLogger", "CsvLogger", "MlflowLogger", "TensorBoardLogger", "WandbLogger"]

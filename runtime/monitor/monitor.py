@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from runtime.core.checks import check_float, check_int, need
 from runtime.core.threads import Closing
 from runtime.monitor import page
-from runtime.monitor.feed import Feed, WatchedRun
+from runtime.monitor.feed import Feed
+from runtime.monitor.watched_run import WatchedRun
 from runtime.timeline.text import write_text
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Monitor(Closing):
     ) -> None:
         need("Monitor", ("aiohttp", "plotly"), "monitor")
         # Only now: it needs the extra.
-        from runtime.monitor.server import Server, allowed_names, is_loopback, listen, url_of
+        from runtime.monitor.hosts import allowed_names, is_loopback, listen, url_of
+        from runtime.monitor.server import Server
 
         number = check_int("Monitor: port", port, 0, 65535)
         if not isinstance(host, str) or not host:

@@ -3,178 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import logging
-import re
 import resource
 import socket
 import threading
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
 
 from runtime.monitor import page
-from runtime.monitor.feed import Feed, Reader, WatchedRun
+from runtime.monitor.feed import Feed
+from runtime.monitor.hosts import ANY, host_name
+from runtime.monitor.run_reader import Reader
+from runtime.monitor.viewer import Viewer
+from runtime.monitor.watched_run import WatchedRun
 
 logger = logging.getLogger(__name__)
-
-
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-ANY = "*"
-BACKLOG = 64
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
-
-
-def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """The host names that a request may use, in lower case; ``*`` stands for all.
-
-    Args:
-        host: The host that the server is bound to.
-        more: Names that the user adds.
-
-    Raises:
-        TypeError: ``more`` is one string, or holds something other than strings.
-        ValueError: A name is empty, or has a scheme or a port.
-    """
-    if isinstance(more, str):
-        raise TypeError(f"allowed_hosts={more!r}: pass a list, for instance [{more!r}]")
-    names = {*LOOPBACK, host.strip("[]").lower()}
-    for name in more:
-        if not isinstance(name, str):
-            raise TypeError(f"allowed_hosts: {name!r} is not a host name; pass texts")
-        found = name.strip("[]").lower()
-        if found != ANY and not _is_address(found) and not _NAME.fullmatch(found):
-            raise ValueError(
-                f"allowed_hosts: {name!r} is no host name; leave out scheme, path and port"
-            )
-        names.add(found)
-    return frozenset(names)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def host_name(header: str) -> str | None:
-    """The name in a ``Host`` header, in lower case and without its port.
-
-    Returns:
-        ``None`` for a header that is not well-formed.
-    """
-    if header.startswith("["):
-        name, closed, port = header[1:].partition("]")
-        if not closed or (port and not port.startswith(":")):
-            return None
-        port = port[1:]
-    else:
-        name, _, port = header.partition(":")
-    if not name or (port and not (port.isascii() and port.isdigit())) or "/" in name:
-        return None
-    return name.lower()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to this host."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens on this host and port.
-
-    Args:
-        host: A name or address of this machine.
-        port: The port; 0 picks a free one.
-
-    Raises:
-        OSError: The port is in use or may not be used, or the host is not this machine's;
-            the message says what to do.
-    """
-    address = host.strip("[]")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        remedy = f"pass a host of this machine, such as {LOOPBACK[1]!r}"
-        if error.errno == errno.EADDRINUSE:
-            remedy = "it is in use: pass another port, or port=0 for one that is free"
-        elif error.errno == errno.EACCES:
-            remedy = "it may not be used by this user: pass one from 1024 up, or port=0"
-        raise OSError(
-            error.errno, f"Monitor cannot listen on port {port} of {host}: {remedy}"
-        ) from error
-
-
-def url_of(host: str, port: int) -> str:
-    """The address to open in a browser of this machine."""
-    address = host.strip("[]")
-    if address in ("0.0.0.0", "::"):
-        address = LOOPBACK[1] if address == "0.0.0.0" else LOOPBACK[2]
-    return f"http://[{address}]:{port}/" if ":" in address else f"http://{address}:{port}/"
-
-
-MAX_WAITING = 8
-"""Messages that wait for a slow page; beyond, it gets the history instead."""
-
-
-class Viewer:
-    """One open page. Used only in the event loop's thread.
-
-    Args:
-        history: Gives the whole state, as a message.
-    """
-
-    def __init__(self, history: Callable[[], bytes]) -> None:
-        self._history = history
-        self._waiting: deque[bytes] = deque()
-        self._behind = True  # a new page has nothing yet
-        self._closed = False
-        self._changed = asyncio.Event()
-        self._changed.set()
-
-    def put(self, message: bytes) -> None:
-        """Send what is new; never waits."""
-        if not self._behind:
-            if len(self._waiting) < MAX_WAITING:
-                self._waiting.append(message)
-            else:
-                self.restart()
-        self._changed.set()
-
-    def restart(self) -> None:
-        """Send the history next, whatever is waiting."""
-        self._waiting.clear()
-        self._behind = True
-        self._changed.set()
-
-    def close(self) -> None:
-        """Send what is waiting, then nothing more."""
-        self._closed = True
-        self._changed.set()
-
-    async def next(self) -> bytes | None:
-        """Wait for the next message; ``None`` after the last."""
-        while True:
-            if self._behind:
-                # What is made now holds all that was put before.
-                self._behind = False
-                return self._history()
-            if self._waiting:
-                return self._waiting.popleft()
-            if self._closed:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
 
 
 THREAD_NAME = "monitor"

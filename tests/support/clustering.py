@@ -11,7 +11,7 @@ from torch import nn
 from coordinator.cluster.facts import MAX_OPEN_EPOCHS
 from coordinator.splitting import permutation
 from runtime import Mean, Trainer
-from runtime.cluster.engine import EngineOptions
+from runtime.cluster.options import EngineOptions
 from runtime.cluster.settings import ClusterSettings
 from tests.support.running import CADENCE, OVER_CPU, WAIT_S
 

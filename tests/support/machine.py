@@ -16,9 +16,10 @@ import time
 
 import torch
 
-from runtime.cluster import generation as groups
-from runtime.cluster.engine import EngineOptions, State
+from runtime.cluster import machine_group as groups
+from runtime.cluster.engine import State
 from runtime.cluster.lighthouse import load_torchft
+from runtime.cluster.options import EngineOptions
 from runtime.cluster.torchft_engine import TorchftEngine
 
 if importlib.util.find_spec("torchft"):

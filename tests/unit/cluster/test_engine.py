@@ -14,26 +14,14 @@ import pytest
 import torch
 
 from coordinator.cluster.facts import PROTOCOL_VERSION
-from runtime.cluster import generation
-from runtime.cluster.engine import (
-    EngineClosed,
-    EngineError,
-    EngineOptions,
-    PeerRefused,
-    State,
-    host_and_port,
-)
+from runtime.cluster import machine_group
+from runtime.cluster.compression import CODECS, ErrorFeedback, is_compressed
+from runtime.cluster.engine import EngineClosed, EngineError, PeerRefused, State
 from runtime.cluster.lighthouse import JOIN_TIMEOUT_S, Lighthouse
+from runtime.cluster.options import EngineOptions, host_and_port
 from runtime.cluster.settings import ClusterSettings
+from runtime.cluster.signing import opened, sealed, signature
 from runtime.cluster.torchft_engine import TorchftEngine, own_store
-from runtime.cluster.wire import (
-    CODECS,
-    ErrorFeedback,
-    is_compressed,
-    opened,
-    sealed,
-    signature,
-)
 from tests.support import programs
 from tests.support.machines import LighthouseProcess, needs_torchft
 from tests.support.memory_engine import Died, MemoryCluster
@@ -143,7 +131,7 @@ def test_what_a_stranger_writes_into_the_store_does_not_end_its_owner():
     timeout = timedelta(seconds=10)
     store, _ = own_store("127.0.0.1", timeout)
     store.set("join/7/1", b"\xff" * 100)
-    assert generation._session(store, True, 7, 0, 2, timeout).startswith("session/")
+    assert machine_group._session(store, True, 7, 0, 2, timeout).startswith("session/")
 
 
 def test_a_machine_that_has_refused_many_still_belongs():
@@ -151,7 +139,7 @@ def test_a_machine_that_has_refused_many_still_belongs():
     store, _ = own_store("127.0.0.1", timeout)
     store.set("s/1", sealed("token", "s", 1, "b", json.dumps([PROTOCOL_VERSION, ["a"]]).encode()))
     gone = {f"gone-{i}" for i in range(10_000)}
-    told = generation._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
+    told = machine_group._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
     assert told == {"a": ["b"], "b": ["a"]}
 
 

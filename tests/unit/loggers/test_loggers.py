@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.metrics import EpochMetrics, RankMetrics
 from runtime import CombinedLogger, CsvLogger, TensorBoardLogger, record_scalar
-from runtime.loggers.base import FIRST_COLUMNS
+from runtime.loggers.csv_logger import FIRST_COLUMNS
 from tests.support.running import WAIT_S, Gate, builder, count_up
 
 HOSTILE = [

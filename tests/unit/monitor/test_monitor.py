@@ -17,8 +17,9 @@ import pytest
 
 from runtime import Cause, Monitor, Timeline, WorkerFailed, current_worker
 from runtime.monitor import page as page_module
-from runtime.monitor.feed import Feed, Reader, past_ticks
-from runtime.monitor.server import MAX_WAITING, Viewer
+from runtime.monitor.feed import Feed
+from runtime.monitor.run_reader import Reader, past_ticks
+from runtime.monitor.viewer import MAX_WAITING, Viewer
 from tests.support.running import SYNC, THREAD, WAIT_S, Counter, Gate, builder, count_up
 from tests.support.watching import history_of, open_page, over, request
 from tests.unit.timeline.test_outputs import HOSTILE, run_hostile

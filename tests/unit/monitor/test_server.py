@@ -18,7 +18,8 @@ import pytest
 
 from runtime import Monitor
 from runtime.monitor import server as server_module
-from runtime.monitor.server import THREAD_NAME, host_name, is_loopback, url_of
+from runtime.monitor.hosts import host_name, is_loopback, url_of
+from runtime.monitor.server import THREAD_NAME
 from tests.support.running import WAIT_S
 from tests.support.watching import history_of, open_page, request
 

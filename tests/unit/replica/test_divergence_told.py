@@ -12,7 +12,7 @@ import torch
 
 from coordinator.metrics import metrics_of, metrics_state
 from runtime import CsvLogger, TensorBoardLogger, Timeline, current_worker
-from runtime.monitor.feed import _epoch
+from runtime.monitor.run_reader import _epoch
 from tests.support.running import (
     ASYNC,
     CADENCE,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from runtime.cluster import healing
+from runtime.cluster import state_server
 from runtime.cluster.engine import EngineError, PeerRefused, State
-from runtime.cluster.healing import StateServer, fetch_state
-from runtime.cluster.wire import MAC_BYTES, signature
+from runtime.cluster.signing import MAC_BYTES, signature
+from runtime.cluster.state_server import StateServer, fetch_state
 
 STATE = State(
     tensors={
@@ -84,7 +84,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("request_bytes", REQUESTS.values(), ids=REQUESTS)
 def test_a_server_outlives_what_is_no_request(server, request_bytes, monkeypatch):
-    monkeypatch.setattr(healing, "REQUEST_S", 0.3)
+    monkeypatch.setattr(state_server, "REQUEST_S", 0.3)
     server.offer(3, STATE)
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), 5.0) as connection:
@@ -100,10 +100,12 @@ def test_a_server_outlives_what_is_no_request(server, request_bytes, monkeypatch
 
 
 def test_slow_requests_do_not_keep_others_out(server, monkeypatch):
-    monkeypatch.setattr(healing, "REQUEST_S", 0.3)
+    monkeypatch.setattr(state_server, "REQUEST_S", 0.3)
     server.offer(3, STATE)
     host, port = server.address.split(":")
-    slow = [socket.create_connection((host, int(port))) for _ in range(2 * healing.MAX_CONNECTIONS)]
+    slow = [
+        socket.create_connection((host, int(port))) for _ in range(2 * state_server.MAX_CONNECTIONS)
+    ]
     start = time.monotonic()
     assert fetch(server.address, timeout_s=10.0).meta == STATE.meta
     assert time.monotonic() - start < 5.0
@@ -123,7 +125,7 @@ def peer(answer):
             except OSError:
                 return
             with connection:
-                _, headers, _ = healing._read_head(connection, 5.0)
+                _, headers, _ = state_server._read_head(connection, 5.0)
                 with suppress(ConnectionError):  # the other side may have heard enough
                     connection.sendall(answer(b"/state/3", headers[b"x-number"]))
 
@@ -222,7 +224,7 @@ def test_a_state_that_drips_in_is_an_error(begin, limits):
     def drip(listener):
         connection, _ = listener.accept()
         with connection, suppress(OSError):
-            healing._read_head(connection, 5.0)
+            state_server._read_head(connection, 5.0)
             connection.sendall(begin)
             while not over.wait(0.02):
                 connection.sendall(b"x")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coordinator.messages import Payload
-from runtime.cluster.share import (
+from runtime.cluster.tensors import (
     contribution,
     from_tensors,
     from_the_wire,

@@ -15,14 +15,9 @@ import torch.distributed
 from torch import Tensor
 
 from coordinator.cluster.facts import PROTOCOL_VERSION
+from runtime.cluster.compression import ErrorFeedback, is_compressed
 from runtime.cluster.engine import MAX_FACTS_BYTES, EngineError, PeerRefused
-from runtime.cluster.wire import (
-    MAX_OVERHEAD_BYTES,
-    ErrorFeedback,
-    is_compressed,
-    opened,
-    sealed,
-)
+from runtime.cluster.signing import MAX_OVERHEAD_BYTES, opened, sealed
 
 # Any: the type stubs leave out most of the names below.
 _c10d: Any = torch.distributed

@@ -20,8 +20,9 @@ from http import HTTPStatus
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from runtime.cluster.engine import EngineError, PeerRefused, State, host_and_port, joined
-from runtime.cluster.wire import MAC_BYTES, is_signed, signature
+from runtime.cluster.engine import EngineError, PeerRefused, State
+from runtime.cluster.options import host_and_port, joined
+from runtime.cluster.signing import MAC_BYTES, is_signed, signature
 
 logger = logging.getLogger(__name__)
 

@@ -18,34 +18,18 @@ from coordinator.messages import Payload
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint.store import CheckpointWriter
-from runtime.cluster import share
+from runtime.cluster.tensors import to_tensors
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+
 KEY = "cluster"
 """Under which name the coordinator's part of a checkpoint holds the state of the cluster."""
+
+
 CLOSE_S = 600.0
 """How long the end of a run waits for a slow disk, in seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOptions:
-    """When a checkpoint is written, and where; see ``TrainerBuilder.checkpoint_dir``.
-
-    Attributes:
-        directory: Where; ``None``: nowhere.
-        keep: How many stay there.
-        every: Epochs between two.
-        every_s: Seconds between two; ``None``: none by time.
-        every_steps: Batches of all machines between two; ``None``: none by count.
-    """
-
-    directory: Path | None = None
-    keep: int = 3
-    every: int | None = None
-    every_s: float | None = None
-    every_steps: int | None = None
 
 
 class ClusterCheckpointer:
@@ -157,9 +141,28 @@ class ClusterCheckpointer:
             self._writer.close(CLOSE_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOptions:
+    """When a checkpoint is written, and where; see ``TrainerBuilder.checkpoint_dir``.
+
+    Attributes:
+        directory: Where; ``None``: nowhere.
+        keep: How many stay there.
+        every: Epochs between two.
+        every_s: Seconds between two; ``None``: none by time.
+        every_steps: Batches of all machines between two; ``None``: none by count.
+    """
+
+    directory: Path | None = None
+    keep: int = 3
+    every: int | None = None
+    every_s: float | None = None
+    every_steps: int | None = None
+
+
 def cluster_state(ledger: ClusterLedger, state: Payload, outer: Sequence[Tensor]) -> dict[str, Any]:
     """What of a checkpoint belongs to the cluster; a single machine goes on without it."""
-    return {"ledger": ledger.state_dict(), "tensors": share.to_tensors(state, outer)}
+    return {"ledger": ledger.state_dict(), "tensors": to_tensors(state, outer)}
 
 
 def of_resumed(point: ResumePoint) -> Mapping[str, Any]:

@@ -1,0 +1,65 @@
+"""CombinedLogger: passes metrics to several loggers or functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.metrics import EpochMetrics, StepMetrics
+from runtime.loggers.base import RunLogger, logger
+
+
+class CombinedLogger(RunLogger):
+    """Passes metrics to several loggers or functions, for ``metrics_fn``.
+
+    If one raises, the error is logged and the others are still called. The end of the run, or
+    :meth:`close`, closes the loggers of this package and of classes derived from them; other
+    functions and objects are left as they are.
+
+    Args:
+        functions: Functions as for ``metrics_fn``, called in this order.
+
+    Raises:
+        TypeError: One of them is not callable.
+    """
+
+    def __init__(self, *functions: Callable[[Any], object]) -> None:
+        for function in functions:
+            if not callable(function):
+                raise TypeError(
+                    f"CombinedLogger({function!r:.80}): pass loggers or functions f(EpochMetrics)"
+                )
+        self._functions = functions
+
+    def __call__(self, metrics: EpochMetrics | StepMetrics) -> bool:
+        """Call all of them; return ``False``, which ends the run, if one returned ``False``."""
+        goes_on = True
+        for function in self._functions:
+            try:
+                goes_on = function(metrics) is not False and goes_on
+            except Exception:
+                logger.exception("%r failed for epoch %d", function, metrics.epoch)
+        return goes_on
+
+    def begin_run(self) -> None:
+        """Register a run with each logger; called by the run."""
+        for log in self._loggers():
+            log.begin_run()
+
+    def end_run(self) -> None:
+        """A run has called it for the last time; called by the run, once."""
+        self._each(lambda log: log.end_run())
+
+    def close(self) -> None:
+        """Close each logger; an error is logged. Idempotent."""
+        self._each(lambda log: log.close())
+
+    def _loggers(self) -> list[RunLogger]:
+        return [function for function in self._functions if isinstance(function, RunLogger)]
+
+    def _each(self, close: Callable[[RunLogger], None]) -> None:
+        for log in self._loggers():
+            try:
+                close(log)
+            except Exception:
+                logger.exception("%r could not be closed", log)

@@ -1,0 +1,160 @@
+"""CsvLogger: metrics as rows of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
+from runtime.core.checks import check_path
+from runtime.loggers.base import (
+    EPOCH_FIELDS,
+    STEP_FIELDS,
+    Names,
+    Number,
+    RunLogger,
+    epoch_values,
+    rank_values,
+    step_values,
+)
+from runtime.timeline.text import table_cell, write_text
+
+
+class CsvLogger(RunLogger):
+    """Writes one row per epoch into a CSV file, for ``metrics_fn``.
+
+    With ``metrics_every`` or ``eval_every`` a second file, ``run.steps.csv`` beside ``run.csv``,
+    gets a row for each :class:`~runtime.StepMetrics`: ``FIRST_STEP_COLUMNS`` and a column for
+    each scalar.
+
+    Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
+    each rank (``rank0/num_samples``, ``rank0/throughput``, ``rank0/batch_share``),
+    ``divergence``, ``param_norm`` and ``learning_rate`` if known, and one for each scalar under
+    its own name. A value that first appears later gets a new column at the end; the whole file
+    is rewritten for it, and earlier rows have an empty cell. Names are escaped if a spreadsheet
+    would read them as a formula or if they have line breaks, and very long ones are cut.
+
+    An existing file is continued: rows are added, none is ever removed. Epochs that a resumed
+    run trains again therefore have two rows, and the later one counts. An epoch cut short by
+    ``max_steps`` has a row like any other, with fewer samples. The file is opened and closed for
+    each row, so nothing is lost without ``close()``. A row cut off by a crash stays, and the next
+    one starts a new line. Any thread may call it; two loggers must not share a file.
+
+    Args:
+        path: The file; its directory is made if needed.
+
+    Raises:
+        TypeError: ``path`` is not a path.
+        ValueError: The file exists and was not written by this class.
+        OSError: The file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = check_path("CsvLogger", path)
+        self._lock = threading.Lock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8"):
+            pass
+        self.steps_path = self.path.with_name(f"{self.path.stem}.steps.csv")
+        self._epochs = _Table(self.path, FIRST_COLUMNS, MEASURED)
+        self._steps = _Table(self.steps_path, FIRST_STEP_COLUMNS)
+
+    def __call__(self, metrics: EpochMetrics | StepMetrics) -> None:
+        """Write a row; on return it has been passed to the operating system.
+
+        Raises:
+            OSError: It could not be written; the next call tries again.
+        """
+        scalars = metrics.scalars.copy()  # which others may write to meanwhile
+        with self._lock:
+            if isinstance(metrics, StepMetrics):
+                where = {"step": metrics.step, "epoch": metrics.epoch}
+                self._steps.add(where | dict(step_values(metrics)), scalars)
+            else:
+                row = dict((*epoch_values(metrics), *rank_values(metrics)))
+                self._epochs.add({"epoch": metrics.epoch, **row}, scalars)
+
+
+FIRST_COLUMNS = ("epoch", "time", *EPOCH_FIELDS)
+
+
+FIRST_STEP_COLUMNS = ("step", "epoch", "time", *STEP_FIELDS)
+
+
+_OF_RANK = re.compile(r"rank\d+/")
+
+
+class _Table:
+    """A CSV file that gets rows, and columns at its end. Not thread-safe.
+
+    Args:
+        path: The file; made with the first row.
+        first: The columns that each such file begins with.
+        reserved: Others that no scalar may have.
+
+    Raises:
+        ValueError: The file is there and begins otherwise.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, path: Path, first: tuple[str, ...], reserved: Iterable[str] = ()) -> None:
+        self._path = path
+        self._first = first
+        taken = {*first, *reserved}
+        self._names = Names(
+            table_cell, lambda column: column in taken or _OF_RANK.match(column) is not None
+        )
+        self._columns = self._read_columns() if path.exists() else []
+
+    def add(self, values: Mapping[str, object], scalars: Mapping[str, Number]) -> None:
+        """Write a row; the time is added."""
+        row = dict.fromkeys(self._first, "") | dict(values)
+        row["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row.update((self._names.of(name), value) for name, value in scalars.items())
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._widen([*self._columns, *new])
+        self._append([row.get(name, "") for name in self._columns])
+
+    def _read_columns(self) -> list[str]:
+        with self._path.open(encoding="utf-8", newline="") as file:
+            header = next(csv.reader(file), [])
+        if header and tuple(header[: len(self._first)]) != self._first:
+            raise ValueError(
+                f"CsvLogger({str(self._path)!r}): this file was written by something else and is "
+                "left as it is; pass another path"
+            )
+        return header
+
+    def _widen(self, columns: list[str]) -> None:
+        """Write the file anew with more columns; the old one is there until then."""
+        rows: list[list[str]] = []
+        if self._path.exists():
+            with self._path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.reader(file))[1:]
+        width = len(columns)
+        # Empty lines, and rows that a crash cut off, are kept too.
+        whole = [[*row, *[""] * (width - len(row))] if row else row for row in rows]
+        write_text(self._path, _lines([columns, *whole]))
+        self._columns = columns
+
+    def _append(self, row: Sequence[object]) -> None:
+        with self._path.open("ab+") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) not in b"\r\n":
+                    file.write(b"\n")
+            file.write(_lines([row]).encode("utf-8"))
+
+
+def _lines(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

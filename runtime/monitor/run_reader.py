@@ -1,0 +1,328 @@
+"""RunReader: reads a run's counters, epochs and events at intervals."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from coordinator.metrics import MEASURED, EpochMetrics
+from coordinator.state import Statistics
+from runtime.device.memory import MEMORY
+from runtime.monitor.event_buffer import EventBuffer
+from runtime.monitor.feed import Json
+from runtime.monitor.watched_run import End, WatchedRun
+from runtime.timeline.buffers import Row
+from runtime.timeline.events import Cause
+from runtime.timeline.resources import ResourcePoller
+from runtime.timeline.summary import TimelineSummary
+from runtime.timeline.text import one_line
+from runtime.timeline.timeline import Timeline
+
+NUM_POINTS = 120
+
+
+MAX_SCALARS = 64
+"""Scalars that are shown of an epoch."""
+
+
+class Reader:
+    """Follows one run. Used by one thread; nothing in the run waits for it.
+
+    A look reads counters: those of the coordinator, under its lock for some microseconds,
+    and those of the timeline without any, if the run has one. The first look tells the
+    past as well.
+
+    Args:
+        run: The run.
+        poll_s: Seconds between two looks.
+    """
+
+    def __init__(self, run: WatchedRun, poll_s: float) -> None:
+        self._run = run
+        self._load = MachineLoad(run, poll_s)
+        self._happenings = EventBuffer(run)
+        self._num_epochs = 0
+        self._first: tuple[float, int] | None = None
+        self._num_looks = 0
+
+    def facts(self) -> Json:
+        """What does not change."""
+        return {
+            **asdict(self._run.facts),
+            "total_batches": self._run.total_batches,
+            "causes": [cause.label for cause in Cause],
+            "recorded": self._run.timeline is not None,
+            "begun": time.time() - (time.monotonic() - self._run.started),
+        }
+
+    def look(self) -> MonitorSnapshot:
+        """Read everything once."""
+        run = self._run
+        end = run.end()  # before the counters: those of a run that has ended are final
+        statistics = run.statistics()
+        summary = None if run.timeline is None else run.timeline.summary()
+        elapsed_s = (time.monotonic() if end is None else end.at) - run.started
+        if summary is not None and summary.facts is not None:
+            elapsed_s = summary.wall_s
+        ticks = [] if self._num_looks or run.timeline is None else past_ticks(run.timeline)
+        ticks.append(self._tick(statistics, summary, elapsed_s))
+        self._num_looks += 1
+        epochs = list(run.epochs(self._num_epochs))
+        self._num_epochs += len(epochs)
+        return MonitorSnapshot(
+            now=self._now(statistics, summary, end, elapsed_s),
+            ticks=ticks,
+            epochs=[_epoch(metrics) for metrics in epochs],
+            events=self._happenings.since_last(statistics, epochs, end, elapsed_s),
+            over=end is not None,
+        )
+
+    def close(self) -> None:
+        """No more looks; ends what was started for them."""
+        self._load.close()
+
+    def _now(
+        self,
+        statistics: Statistics,
+        summary: TimelineSummary | None,
+        end: End | None,
+        elapsed_s: float,
+    ) -> Json:
+        error = None if end is None else end.error
+        total, step = self._run.total_batches, statistics.global_step
+        if self._first is None or step == self._first[1]:
+            self._first = (elapsed_s, step)
+        return {
+            "state": "running" if end is None else end.state,
+            "error": None if error is None else _told(error),
+            "model": "" if summary is None else summary.model,
+            "elapsed_s": round(elapsed_s, 3),
+            "left_s": None if end is not None else self._left_s(elapsed_s, step),
+            "step": step,
+            "progress": min(1.0, step / total) if total else 0.0,
+            "epoch": statistics.epoch,
+            "num_epochs": self._num_epochs,
+            "anchor": statistics.anchor,
+            "num_averagings": statistics.num_averagings,
+            "num_failed_rounds": statistics.num_failed_rounds,
+            "backend": statistics.backend.name,
+            "backend_reason": statistics.backend_reason,
+            "divergence": None if statistics.divergence is None else _finite(statistics.divergence),
+            "param_norm": None if statistics.param_norm is None else _finite(statistics.param_norm),
+            "ranks": [_rank(rank, summary) for rank in statistics.ranks],
+            "machines": _machines(statistics),
+        }
+
+    def _left_s(self, elapsed_s: float, step: int) -> float | None:
+        """At the speed since training began to be seen; ``None`` before."""
+        assert self._first is not None
+        start_s, first_step = self._first
+        trained, lasted = step - first_step, elapsed_s - start_s
+        if trained <= 0 or lasted <= 0:
+            return None
+        return max(0.0, (self._run.total_batches - step) * lasted / trained)
+
+    def _tick(
+        self, statistics: Statistics, summary: TimelineSummary | None, elapsed_s: float
+    ) -> Json:
+        tick: Json = {
+            "t": round(elapsed_s, 3),
+            "anchor": statistics.anchor,
+            "samples": [rank.num_samples for rank in statistics.ranks],
+            "memory": [_device_memory(device) for device in self._run.devices],
+            **self._load.read(),
+        }
+        if any(rank.piece for rank in statistics.ranks):
+            tick["pieces"] = [rank.piece for rank in statistics.ranks]
+        if summary is not None and summary.ranks:
+            tick["samples"] = [rank.num_samples for rank in summary.ranks]
+            tick["causes"] = [
+                [round(rank.causes[cause.label], 3) for cause in Cause] for rank in summary.ranks
+            ]
+        return tick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSnapshot:
+    """What was seen.
+
+    Attributes:
+        now: How the run stands.
+        ticks: Readings of the counters that are new, in order.
+        epochs: Epochs that have closed since the last look.
+        events: What has happened since.
+        over: Whether the run has ended, and this was the last look.
+    """
+
+    now: Json
+    ticks: list[Json]
+    epochs: list[Json]
+    events: list[Json]
+    over: bool
+
+
+class MachineLoad:
+    """The last reading: the timeline's, or that of a poller of its own.
+
+    Args:
+        run: The run.
+        poll_s: Seconds between two readings of its own.
+    """
+
+    def __init__(self, run: WatchedRun, poll_s: float) -> None:
+        self._timeline = run.timeline
+        self._poller: ResourcePoller | None = None
+        if run.timeline is None and run.end() is None:
+            self._poller = ResourcePoller(poll_s, run.devices)
+            self._poller.start()
+
+    def read(self) -> dict[str, float]:
+        """By short name: ``cpu`` (percent of one core) and ``rss`` (bytes) of the process,
+        ``all`` (percent of all cores), and the load of each GPU; empty before the first
+        reading."""
+        if self._timeline is not None:
+            columns, rows = self._timeline.resources()
+        elif self._poller is not None:
+            columns, rows = self._poller.columns, self._poller.rows()
+        else:
+            return {}
+        return named(columns, rows[-1][1:]) if rows else {}
+
+    def close(self) -> None:
+        """End the poller. Idempotent."""
+        poller, self._poller = self._poller, None
+        if poller is not None:
+            poller.stop()
+
+
+_NAMES = {"process_cpu_percent": "cpu", "process_rss_bytes": "rss", "machine_cpu_percent": "all"}
+
+
+def named(columns: tuple[str, ...], values: tuple[float, ...]) -> dict[str, float]:
+    """A reading by short names, without what is not a number."""
+    found = {}
+    for column, value in zip(columns, values, strict=True):
+        name = _NAMES.get(column) or (column if column.startswith("gpu") else None)
+        if name is not None and value == value:
+            found[name] = round(value, 1)
+    return found
+
+
+def past_ticks(timeline: Timeline) -> list[Json]:
+    """Readings as they would have been, at equal distances up to now; without the last.
+
+    Args:
+        timeline: The timeline, of a run that goes on or is over.
+    """
+    width_s, rates = timeline.throughput(NUM_POINTS)
+    if len(rates) < 2:
+        return []
+    profiles = [timeline.profile(rank) for rank in range(len(rates[0]))]
+    totals = [_running(rows) for _, rows in profiles]
+    anchors = timeline.anchor_curve()
+    columns, readings = timeline.resources()
+    samples = [0.0] * len(rates[0])
+    ticks: list[Json] = []
+    for index, row in enumerate(rates[:-1]):
+        at = (index + 1) * width_s
+        samples = [total + rate * width_s for total, rate in zip(samples, row, strict=True)]
+        tick: Json = {
+            "t": round(at, 3),
+            "samples": [round(total) for total in samples],
+            "causes": [
+                _at(rows, at / bin_s) for (bin_s, _), rows in zip(profiles, totals, strict=True)
+            ],
+        }
+        if (anchor := _last(anchors, at)) is not None:
+            tick["anchor"] = int(anchor[1])
+        if (reading := _last(readings, at)) is not None:
+            tick.update(named(columns, reading[1:]))
+        ticks.append(tick)
+    return ticks
+
+
+def _running(rows: Sequence[Row]) -> list[Row]:
+    """Sums of the rows up to each."""
+    sums: list[Row] = []
+    for row in rows:
+        sums.append(tuple(a + b for a, b in zip(sums[-1], row, strict=True)) if sums else row)
+    return sums
+
+
+def _at(sums: Sequence[Row], bins: float) -> list[float]:
+    """The sums after so many bins, of which the last may be a part."""
+    index = min(len(sums), max(1, round(bins))) - 1
+    return [round(value, 3) for value in sums[index]]
+
+
+def _last(rows: Sequence[Row], at: float) -> Row | None:
+    """The last row up to a time."""
+    index = bisect_right(rows, at, key=lambda row: row[0])
+    return rows[index - 1] if index else None
+
+
+def _machines(statistics: Statistics) -> list[Json]:
+    """Who took part in the last round between machines, and how much each brought and was dealt."""
+    last = statistics.machine_round
+    if last is None:
+        return []
+    parts = zip(last.machines, last.num_samples, last.num_granted, strict=True)
+    return [
+        {"machine": one_line(name), "num_samples": samples, "num_granted": granted}
+        for name, samples, granted in parts
+    ]
+
+
+def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
+    found = {
+        "rank": rank.rank,
+        "device": rank.device,
+        "alive": rank.alive,
+        "share": rank.share,
+        "piece": rank.piece,
+        "throughput": _finite(rank.throughput),
+        "num_batches": rank.num_batches,
+        "num_samples": rank.num_samples,
+        "num_throttles": rank.num_throttles,
+        "sync_s": round(rank.sync_s, 3),
+    }
+    if summary is not None and summary.ranks:
+        found["idle_share"] = summary.ranks[rank.rank].idle_share
+    return found
+
+
+def _epoch(metrics: EpochMetrics) -> Json:
+    scalars = list(metrics.scalars.copy().items())[:MAX_SCALARS]
+    norms = ((name, getattr(metrics, name)) for name in MEASURED)
+    scalars += [(name, value) for name, value in norms if math.isfinite(value)]
+    return {
+        "epoch": metrics.epoch,
+        "loss": _finite(metrics.avg_loss),
+        "epoch_s": round(metrics.epoch_s, 3),
+        "num_samples": metrics.num_samples,
+        # Pairs: a name could be one that objects have already.
+        "scalars": [[one_line(name), _finite(value)] for name, value in scalars],
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for what is not finite."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _told(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {one_line(error)}")
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """Bytes that PyTorch holds on a GPU, for all ranks on it together; ``None`` on the CPU."""
+    if device.type != "cuda":
+        return None
+    return MEMORY.reserved_bytes(device)
