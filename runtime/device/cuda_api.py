@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -77,6 +79,11 @@ def event_query() -> Callable[[int], int] | None:
     return query
 
 
+_NUM_STREAMS = 32
+_streams: WeakSet[Stream] = WeakSet()
+_streams_lock = threading.Lock()
+
+
 class CudaApi:
     """Every call to CUDA; stateless and thread-safe. Only :meth:`wait_host` waits.
 
@@ -102,11 +109,20 @@ class CudaApi:
         return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> Stream:
-        """A stream that is not ordered with the default stream.
+        """A stream that is not ordered with the default stream, nor with another one from here.
 
-        PyTorch has 32 for each device and gives them in turn: whoever takes more shares them.
+        PyTorch has 32 for each device and hands them out in turn, in use or not (pytorch#173729).
+        On one stream, the kernels of two ranks that share a GPU would wait for each other for ever.
+        Streams that are in use are passed over; if all are, one is shared.
         """
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with _streams_lock:
+            in_use = {stream.cuda_stream for stream in _streams if stream.device == device}
+            for _ in range(_NUM_STREAMS):
+                stream: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                if stream.cuda_stream not in in_use:
+                    break
+            _streams.add(stream)
+        return stream
 
     def stream(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes a stream current in this thread; orders nothing by itself."""

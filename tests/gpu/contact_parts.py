@@ -28,7 +28,7 @@ from runtime import ApplyPolicy, Trainer, create_collectives
 from runtime.collective.nccl_library import loaded_version, shared_gpu_fault, version_name
 from runtime.core.errors import CollectiveAborted
 from tests.gpu import probes, runs
-from tests.gpu.contact_record import NotHere, Record
+from tests.gpu.contact_record import BAD, NotHere, Record
 from tests.gpu.ddp_process import workload_of
 from tests.gpu.delays import LONG, delay
 from tests.gpu.placing import Placement, default_placement, on_ranks, run_ends
@@ -57,7 +57,8 @@ class Setting:
 
 def setting_of(record: Record, times: int, limit_s: float) -> Setting:
     """The setting on this machine, by the results so far."""
-    placement = default_placement(nccl_works="failed" not in record.results("plain", "threads"))
+    nccl_works = not set(BAD).intersection(record.results("plain", "threads"))
+    placement = default_placement(nccl_works=nccl_works)
     return Setting(placement=placement, times=times, limit_s=limit_s)
 
 
@@ -237,7 +238,9 @@ def _equals_one_device(placement: Placement) -> Figures:
 
     begin = time.monotonic()
     over = builder(num_ranks).backend(placement.backend).bucket_cap_mb(BUCKET_MB)
-    many = over.collective_timeout(20).run().join(120)
+    handle = over.collective_timeout(20).run()
+    many = handle.join(120)
+    assert handle.backend is placement.backend
     seconds = time.monotonic() - begin
     one = builder(1).run().join(120)
     num_bytes = sum(p.numel() * p.element_size() for p in one.params.values())

@@ -91,7 +91,10 @@ class Run:
         command += ["--out", str(options.out.resolve()), "--times", str(options.times)]
         command += ["--limit", f"{end - time.monotonic():.0f}"]
         command += ["--parts-from", options.parts_from]
-        process = processes.start(command, self._log, self._environment)
+        environment = self._environment
+        if part == "plain":  # NCCL then says what it found, and why it refuses
+            environment = {"NCCL_DEBUG": "INFO", **environment}
+        process = processes.start(command, self._log, {"NCCL_DEBUG": "WARN", **environment})
         begun = len(self._record.begun(part))
         try:
             status, hung = self._watch(process, part, end)
@@ -162,7 +165,7 @@ class Run:
 
 def environment(log: IO[bytes]) -> dict[str, str]:
     """Of every process; what the user has set stands."""
-    found = {"NCCL_DEBUG": "WARN", "OMP_WAIT_POLICY": "PASSIVE"}
+    found = {"OMP_WAIT_POLICY": "PASSIVE"}
     if processes.count_gpus(START_S, log) == 1:
         found.update(processes.SHARED_GPU)
     return {**found, **os.environ}

@@ -11,6 +11,8 @@ import torch.distributed
 
 from runtime import AverageBackend, create_collectives
 from runtime.collective.nccl_library import shared_gpu_fault
+from runtime.core.errors import CollectiveAborted
+from runtime.device.cuda_api import API
 
 WAIT_S = 120.0
 
@@ -68,7 +70,7 @@ def on_ranks(kind: str, devices, work, timeout_s: float = 60.0):
     """Run ``work(end, device)`` for every rank of a new group, each in a thread of its own.
 
     On a GPU in a stream of its own, with its backward passes in its thread. A rank that raises
-    aborts the group.
+    aborts the group, and its error is raised here.
     """
     placed = [torch.device(device) for device in devices]
     ends = create_collectives(len(placed), kind, placed, timeout_s)
@@ -88,7 +90,7 @@ def run_ends(ends, devices, work):
             with ExitStack() as stack:
                 if device.type == "cuda":
                     stack.enter_context(torch.cuda.device(device))
-                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+                    stack.enter_context(torch.cuda.stream(API.new_stream(device)))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 result = work(end, device)
                 if device.type == "cuda":
@@ -100,4 +102,7 @@ def run_ends(ends, devices, work):
 
     with ThreadPoolExecutor(len(ends), thread_name_prefix="rank") as pool:
         futures = [pool.submit(run, end) for end in ends]
-        return [future.result(WAIT_S) for future in futures]
+        errors = [error for f in futures if (error := f.exception(WAIT_S)) is not None]
+    if errors:  # a rank that was aborted by another one's error is no cause
+        raise min(errors, key=lambda error: isinstance(error, CollectiveAborted))
+    return [future.result() for future in futures]

@@ -12,7 +12,8 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from unittest import mock
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import FSDP, ApplyPolicy, Ddp, ShardingStrategy, Trainer
+from runtime.device.cuda_api import API
 from tests.gpu.contact_record import NotHere
 from tests.gpu.delays import LONG, delay
 from tests.gpu.placing import Placement, on_ranks, run_ends
@@ -57,7 +59,7 @@ class Driver:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise NotHere("there is no CUDA driver") from error
-        torch.zeros(1, device=device)  # makes the context current in this thread
+        API.make_context_current(device)
         self._blocks: list[ctypes.c_uint64] = []
 
     def call(self, name: str, *arguments: object) -> None:
@@ -107,10 +109,10 @@ class Driver:
 
 @contextmanager
 def cuda_call(kind: str, device: torch.device) -> Iterator[Callable[[], object]]:
-    """A call of the kind, for this thread."""
+    """A call of the kind, for this thread and its current stream."""
     driver = Driver(device)
     if kind == "free":
-        for _ in range(64):
+        for _ in range(8):
             driver.allocate()
     calls = {
         "allocate": driver.allocate,
@@ -128,9 +130,8 @@ def cuda_call(kind: str, device: torch.device) -> Iterator[Callable[[], object]]
         if kind == "cudnn"
         else nullcontext()
     )
-    stream = torch.cuda.Stream(device)
     try:
-        with torch.cuda.device(device), torch.cuda.stream(stream), searches:
+        with torch.cuda.device(device), searches:
             yield calls[kind]
     finally:
         driver.close()
@@ -206,11 +207,13 @@ class Probe:
     """Fires a call beside exchanges; a context manager.
 
     Args:
-        make_call: Gives the call, in the thread that makes it.
+        make_call: Gives the call for a device, in the thread that makes it.
+        device: That of the calls of the probe's own thread.
     """
 
-    def __init__(self, make_call) -> None:
+    def __init__(self, make_call, device: torch.device) -> None:
         self._make_call = make_call
+        self._device = device
         self._passes = itertools.count()
         self._signal = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._fire, name="probe", daemon=True)
@@ -219,7 +222,7 @@ class Probe:
         self.num_fired = 0
 
     def __enter__(self) -> Probe:
-        with self._make_call():  # raises here what cannot be made on this machine
+        with self._make_call(self._device):  # raises here what cannot be made on this machine
             pass
         self._thread.start()
         return self
@@ -236,7 +239,11 @@ class Probe:
 
     def _fire(self) -> None:
         try:
-            with self._make_call() as call:
+            with ExitStack() as stack:
+                if self._device.type == "cuda":
+                    stream = API.new_stream(self._device)
+                    stack.enter_context(torch.cuda.stream(stream))
+                call = stack.enter_context(self._make_call(self._device))
                 while self._signal.acquire() and not self._ended:
                     call()
                     self.num_fired += 1
@@ -251,7 +258,7 @@ class Probe:
         if number % 2 == 0:
             self._signal.release()
         if number % 8 == 5:
-            with self._make_call() as call:
+            with self._make_call(tensor.device) as call:
                 call()
 
 
@@ -428,9 +435,9 @@ def probe(placement: Placement, mode: str, kind: str, times: int) -> dict[str, o
     """
     device = placement.devices[0]
     if placement.is_cuda:
-        fired = Probe(lambda: cuda_call(kind, device))
+        fired = Probe(partial(cuda_call, kind), device)
     else:
-        fired = Probe(lambda: cpu_call(kind))
+        fired = Probe(lambda _: cpu_call(kind), device)
     with active(fired):
         EXCHANGES[mode](placement, times)
     return {"fired": fired.num_fired}
@@ -441,7 +448,7 @@ def probe_stand_in(kind: str, times: int) -> dict[str, object]:
     fake = FakeCuda(patience=1, allow_default=True, prompt=True)
     devices = (torch.device("cpu"),) * 2
     with posing_group(2, "nccl", LIMIT_S, fake=fake) as ends:
-        fired = Probe(lambda: stand_in_call(kind, fake))
+        fired = Probe(lambda _: stand_in_call(kind, fake), devices[0])
         with active(fired):
             run_ends(ends, devices, _exchanging(2, times))
     return {"fired": fired.num_fired}
