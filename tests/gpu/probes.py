@@ -25,7 +25,7 @@ from runtime.device.cuda_api import API
 from tests.gpu.contact_record import NotHere
 from tests.gpu.delays import LONG, delay
 from tests.gpu.placing import Placement, on_ranks, run_ends
-from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_cuda import GPU, FakeCuda
 from tests.support.posing import posing_group
 
 MIB = 2**20
@@ -191,6 +191,7 @@ def cpu_call(kind: str) -> Iterator[Callable[[], object]]:
 @contextmanager
 def stand_in_call(kind: str, fake: FakeCuda) -> Iterator[Callable[[], object]]:
     """A call of the runtime's seam to CUDA, on the stand-in for it."""
+    fake.make_context_current(GPU)
     calls = {
         "pinned": lambda: fake.empty_pinned((16,), torch.float32),
         "module": fake.host_reader,
