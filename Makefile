@@ -1,7 +1,8 @@
 # make demo   train on scikit-learn's digits, then with every policy and backend
 # make test   run the tests
 # make test-long  many more schedules: SEED=0 COUNT=200000 CLUSTERS=10000 says which, SCALE=5 how
-#             many in the tests; and FAULTS=100 of machines in real processes
+#             many in the tests; LAUNCHES=20000 of NCCL on modelled GPUs; and FAULTS=100 of machines
+#             in real processes
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make first-contact  for a machine with GPUs that is new: what works on it, within 8 minutes, as a
 #             record in first-contact/; CONTACT="--parts facts plain" chooses parts and limits
@@ -36,6 +37,7 @@ test: $(VENV)/.stamp-test browser
 SEED  ?= 0
 COUNT ?= 200000
 CLUSTERS ?= 10000
+LAUNCHES ?= 20000
 FAULTS ?= 100
 SCALE ?= 5
 
@@ -43,6 +45,7 @@ test-long: $(VENV)/.stamp-test
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS)
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS) --late
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(CLUSTERS) --jobs $(JOBS) --cluster
+	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(LAUNCHES) --jobs $(JOBS) --nccl
 	$(PY) -m tests.storm --seed $(SEED) --count $(FAULTS)
 	TEST_SCALE=$(SCALE) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/simulation \
 		tests/unit/cluster/test_cluster_processes.py

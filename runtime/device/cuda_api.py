@@ -186,7 +186,10 @@ class CudaApi:
         Allocating may wait for the device, and never runs beside the launch of an exchange.
         """
         with capture_gate.GATE.driver_call():
-            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+            return self._new_pinned(shape, dtype)
+
+    def _new_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy in the current stream. The host does not wait if its side is pinned.
@@ -212,9 +215,12 @@ class CudaApi:
         """
         if torch.version.hip is not None:
             return None
-        load: Any = torch.cuda._utils._cuda_load_module
         with capture_gate.GATE.driver_call():
-            kernel = load(_READ_HOST, ["read_host"])["read_host"]
+            return self._load_reader()
+
+    def _load_reader(self) -> Callable[[Tensor, Tensor], None]:
+        load: Any = torch.cuda._utils._cuda_load_module
+        kernel = load(_READ_HOST, ["read_host"])["read_host"]
 
         def read(target: Tensor, source: Tensor) -> None:
             kernel(args=[target, source])

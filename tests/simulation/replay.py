@@ -11,16 +11,17 @@ from multiprocessing import get_context
 
 from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
 from tests.simulation.harness import Simulation, SimulationFailed, simulate
+from tests.simulation.nccl_harness import NcclRun, ScheduleFailed, simulate_nccl
 from tests.simulation.schedule import draw_late_schedule
 
-Run = Callable[[int], Simulation | ClusterSimulation]
+Run = Callable[[int], Simulation | ClusterSimulation | NcclRun]
 
 
 def try_seed(run: Run, seed: int) -> tuple[int, int, str]:
     """Run a schedule; gives its seed, its number of events and what failed."""
     try:
         return seed, run(seed).num_events, ""
-    except SimulationFailed as error:
+    except (SimulationFailed, ScheduleFailed) as error:
         return seed, 0, str(error)
 
 
@@ -38,8 +39,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in")
     parser.add_argument("--late", action="store_true", help="longer ones with a late coordinator")
     parser.add_argument("--cluster", action="store_true", help="clusters of machines")
+    parser.add_argument("--nccl", action="store_true", help="the NCCL transport on modelled GPUs")
     args = parser.parse_args()
     run: Run = simulate_cluster if args.cluster else simulate
+    if args.nccl:
+        run = simulate_nccl
     if args.late:
         run = partial(simulate, draw=draw_late_schedule)
     start, num_events, failed = time.perf_counter(), 0, []

@@ -1,0 +1,84 @@
+"""The NCCL transport on the model of GPUs: no schedule hangs, and planted faults are found."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+from runtime.collective import nccl
+from runtime.device import capture_gate
+from tests.simulation.nccl_harness import ScheduleFailed, simulate_nccl
+
+NUM_SCHEDULES = 300
+FOUND_WITHIN = 2000
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, 100))
+def test_no_schedule_hangs_or_trusts_a_wrong_result(first):
+    for seed in range(first, first + 100):
+        simulate_nccl(seed)
+
+
+def test_a_schedule_is_repeated_by_its_seed():
+    one, other = simulate_nccl(7), simulate_nccl(7)
+    assert one.scheduler.num_steps == other.scheduler.num_steps
+    assert one.scheduler.now == other.scheduler.now
+
+
+def found(pattern, change=None):
+    """The first seed whose schedule fails in this way."""
+    for seed in range(FOUND_WITHIN):
+        try:
+            simulate_nccl(seed, change)
+        except ScheduleFailed as error:
+            if pattern in str(error):
+                return seed
+    return None
+
+
+def test_a_launch_before_the_meeting_is_found(monkeypatch):
+    staged = nccl.NcclCollective._staged
+
+    def launched_early(end, request):
+        part = staged(end, request)
+        if part is not None and not part.staged.scaled:
+            with part.current():
+                for issue in part.staged.issues:
+                    issue()
+            part.staged.issues.clear()
+        return part
+
+    monkeypatch.setattr(nccl.NcclCollective, "_staged", launched_early)
+    assert found("hang") is not None
+
+
+def test_pinned_memory_without_the_gate_is_found(monkeypatch):
+    monkeypatch.setattr(capture_gate.CaptureGate, "driver_call", lambda self: nullcontext())
+    assert found("did not join") is not None or found("hang") is not None
+
+
+def test_a_rank_with_another_order_of_buckets_is_found():
+    def change(plan):
+        plan.reversed_rank = 1
+        plan.failing, plan.aborter = None, False
+
+    assert found("mean_in_parts: rank 1 passed shape", change) is not None
+
+
+def test_an_abort_between_two_launches_is_found(monkeypatch):
+    monkeypatch.setattr(nccl, "_LAUNCH_GRACE_S", 0.0)
+    assert found("on a communicator that is being aborted") is not None
+
+
+def test_ranks_that_disagree_on_late_results_are_found(monkeypatch):
+    def change(plan):
+        plan.failing_readers = frozenset({1})
+        plan.failing, plan.aborter = None, False
+
+    for seed in range(20):
+        simulate_nccl(seed, change)
+    monkeypatch.setattr(
+        nccl.NcclCollective, "agree", lambda self, subject, *, capable=True, **_: capable
+    )
+    assert found("called weighted_mean_, rank 0 called mean_in_parts", change) is not None
