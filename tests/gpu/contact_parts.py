@@ -281,7 +281,7 @@ def failures(setting: Setting) -> dict[str, Case]:
         bodies = {
             "a rank raises": lambda way: runs.raising(devices, way),
             "a rank stalls": lambda way: runs.stalling(devices, way),
-            "a death, and one rank less": lambda way: runs.death(devices, way, 1),
+            "survivors of a dead rank": lambda way: runs.survivors_continue(devices, way, 1),
             "out of memory": lambda way: _exhaust(devices, way),
         }
         for name, body in bodies.items():

@@ -1,4 +1,4 @@
-"""Kernels that hold a stream up. On a device without streams nothing can come too early."""
+"""Delay kernels, which expose missing stream synchronisation; no-ops on the CPU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from runtime.replica.flat import FlatState
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 SHORT = 100_000
-"""Cycles of a short delay, some 50 microseconds."""
+"""Clock cycles of a short delay, about 50 microseconds."""
 LONG = 10_000_000
-"""Cycles of a long one, some 5 milliseconds."""
+"""Clock cycles of a long delay, about 5 milliseconds."""
 
 
 def delay(device, cycles=SHORT):
-    """Hold the current stream of this thread up."""
+    """Launch a delay kernel on this thread's current stream."""
     if device.type == "cuda":
         torch.cuda._sleep(cycles)
 
 
 class Delays:
-    """Delays of lengths that a seed chooses: now one stream is the late one, now another."""
+    """Delays of random length from a seed, so that the slow stream varies."""
 
     def __init__(self, device, seed):
         self._device = device
@@ -39,7 +39,7 @@ class Delays:
 
 
 class DelayedApi(CudaApi):
-    """Holds the current stream up before every copy."""
+    """Delays the current stream before every copy."""
 
     def __init__(self, delays):
         self._delays = delays
@@ -50,7 +50,7 @@ class DelayedApi(CudaApi):
 
 
 class DelayedState(FlatState):
-    """Holds the current stream up before it reads or writes parameters."""
+    """Delays the current stream before it reads or writes parameters."""
 
     def __init__(self, module, delays):
         super().__init__(module)
@@ -87,7 +87,7 @@ class DelayedState(FlatState):
 
 
 def context_of(device, delays=None):
-    """The device object of a worker."""
+    """Device object for a worker."""
     if device.type == "cuda":
         return CudaDevice(device, api=DelayedApi(delays) if delays else None)
     return Device(torch.get_num_threads())

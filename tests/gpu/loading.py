@@ -1,4 +1,4 @@
-"""A prefetching loader on a device, and what must hold of its batches."""
+"""Checks of PrefetchLoader on a device: every batch holds the right samples."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.gpu.delays import delay
 
 N, SIZE, WIDTH = 1000, 8, 4096
 CALIBRATION = 3
-BATCH_DELAY = 2_000_000  # cycles, about a millisecond
+BATCH_DELAY = 2_000_000  # clock cycles, about a millisecond
 PLANS = [EpochPlan(epoch=epoch, batches=(range(N // SIZE),)) for epoch in range(3)]
 WAIT_S = 60.0
 
 
 class Rows(Dataset):
-    """Row i holds i everywhere; runs code, so that it is streamed. Counts its reads."""
+    """Row i is filled with i. Has its own code, so it is never resident. Counts its reads."""
 
     def __init__(self):
         self._changed = threading.Condition()
@@ -43,13 +43,13 @@ class Rows(Dataset):
             self._changed.notify_all()
         return indices, indices[:, None].expand(-1, WIDTH).float()
 
-    def comes_to(self, num_reads, timeout_s=WAIT_S):
+    def wait_for_reads(self, num_reads, timeout_s=WAIT_S):
         with self._changed:
             return self._changed.wait_for(lambda: self.num_reads >= num_reads, timeout_s)
 
 
-class MadeThere(Rows):
-    """Makes its batches on the device, late, in the thread that reads them."""
+class DeviceRows(Rows):
+    """Creates its batches on the device behind a delay, in the thread that reads them."""
 
     def __init__(self, device):
         super().__init__()
@@ -57,9 +57,9 @@ class MadeThere(Rows):
 
     def get_batch(self, indices):
         super().get_batch(indices)
-        there = indices.to(self._device)
+        rows = indices.to(self._device)
         delay(self._device, BATCH_DELAY)
-        return there, there[:, None].expand(-1, WIDTH).float()
+        return rows, rows[:, None].expand(-1, WIDTH).float()
 
 
 def tensors():
@@ -67,15 +67,15 @@ def tensors():
 
 
 class DelayedDevice(CudaDevice):
-    """Holds the copy stream up before every batch."""
+    """Delays the copy stream before every batch."""
 
     def wait_event(self, event):
         super().wait_event(event)
         delay(self.device, BATCH_DELAY)
 
 
-class Rig:
-    """A loader, and sums of its batches as the compute stream saw them."""
+class LoaderRig:
+    """A loader, and the sums of its batches as read by the compute stream."""
 
     def __init__(self, device, dataset, copies, *, resident=False, depth=None):
         self.device = device
@@ -96,7 +96,7 @@ class Rig:
             copies=copies,
             on_ready=self.ready.release,
         )
-        self._sums, self._wanted = [], []
+        self._sums, self._expected = [], []
 
     def next(self):
         while (loaded := self.loader.try_next()) is None:
@@ -104,14 +104,14 @@ class Rig:
         return loaded
 
     def use(self, *, late=True):
-        """Take a batch and read it behind a delay: by then a slot used early holds another."""
+        """Read a batch behind a delay, by which time a slot reused too early holds another one."""
         loaded = self.next()
         if late:
             delay(self.device, BATCH_DELAY)
         numbers, rows = loaded.data
         self._sums.append(numbers.sum() + rows.double().sum())
         indices = self.index.indices(loaded.epoch, loaded.batch)
-        self._wanted.append(float(indices.sum()) * (WIDTH + 1))
+        self._expected.append(float(indices.sum()) * (WIDTH + 1))
         return loaded
 
     def use_plan(self, plan, *, late=True):
@@ -120,15 +120,15 @@ class Rig:
             self.use(late=late)
 
     def check(self):
-        assert torch.stack(self._sums).tolist() == self._wanted
+        assert torch.stack(self._sums).tolist() == self._expected
 
 
 @contextmanager
 def rig_on(device, dataset, *, kind=CudaDevice, **settings):
-    """A rig under the compute stream of a device object of its own."""
+    """A rig with its own device object, whose compute stream is current."""
     own = Device(torch.get_num_threads()) if device.type == "cpu" else kind(device)
     with own.activate():
-        rig = Rig(device, dataset, own, **settings)
+        rig = LoaderRig(device, dataset, own, **settings)
         try:
             yield rig
         finally:
@@ -144,41 +144,41 @@ def exact(device, dataset, *, slow, **settings):
         return rig.stage.depth
 
 
-def slower_than_the_model(device):
-    """The worker is kept waiting, not blocked: it can answer messages."""
-    let = threading.Semaphore(0)
+def slow_data_set(device):
+    """``try_next`` returns ``None`` instead of blocking while the data set reads."""
+    reads = threading.Semaphore(0)
 
     class Slow(Rows):
         def get_batch(self, indices):
-            assert let.acquire(timeout=WAIT_S)
+            assert reads.acquire(timeout=WAIT_S)
             return super().get_batch(indices)
 
     with rig_on(device, Slow()) as rig:
         rig.loader.submit(PLANS[0])
         for _ in range(PLANS[0].num_batches):
             assert rig.loader.try_next() is None
-            let.release()
+            reads.release()
             rig.use(late=False)
         rig.check()
 
 
-def faster_than_the_model(device):
-    """As many batches are ahead as the depth says, and no more."""
+def fast_data_set(device):
+    """The loader reads exactly ``depth`` batches ahead."""
     dataset = Rows()
     with rig_on(device, dataset, depth=4) as rig:
         rig.loader.submit(PLANS[0])
         for _ in range(20):
             rig.use()
         assert rig.stage.depth == 4
-        assert dataset.comes_to(20 + 4)
-        assert not dataset.comes_to(20 + 5, timeout_s=0.1)
+        assert dataset.wait_for_reads(20 + 4)
+        assert not dataset.wait_for_reads(20 + 5, timeout_s=0.1)
         for _ in range(PLANS[0].num_batches - 20):
             rig.use()
         rig.check()
 
 
-def failing_in_the_middle(device):
-    """The error comes in the place of its batch; the batches around it are right."""
+def failing_data_set(device):
+    """An error is raised in place of its batch; all other batches are correct."""
     broken = 40
 
     class Fails(Rows):
@@ -200,8 +200,8 @@ def failing_in_the_middle(device):
         rig.check()
 
 
-def abandoned_half_way(device):
-    """The next plan starts clean, and no slot is lost (D31)."""
+def cancelled_plans(device):
+    """After ``cancel`` the next plan is loaded in full, and every slot is returned."""
     with rig_on(device, Rows(), kind=DelayedDevice, depth=3) as rig:
         for plan in PLANS:
             rig.loader.submit(plan)
@@ -213,15 +213,15 @@ def abandoned_half_way(device):
         rig.loader.cancel()
         rig.stage.advance()
         pool = rig.stage._pool
-        # The loader's thread may just be giving its last slot back.
+        # The loader's thread may still be returning its last slot.
         rig.check()
         assert rig.loader.close(20)
         assert len(pool._free) == pool.num_device_slots == 4
 
 
-TROUBLES = (
-    slower_than_the_model,
-    faster_than_the_model,
-    failing_in_the_middle,
-    abandoned_half_way,
+SCENARIOS = (
+    slow_data_set,
+    fast_data_set,
+    failing_data_set,
+    cancelled_plans,
 )

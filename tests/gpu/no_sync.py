@@ -1,4 +1,4 @@
-"""Waits for the device as errors."""
+"""Turns host-device synchronisation into errors (``torch.cuda.set_sync_debug_mode``)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from contextlib import contextmanager
 import torch
 
 
-def forbid_waits():
-    """From here on a wait that PyTorch knows of is an error, in the whole process."""
+def forbid_sync():
+    """Make every synchronisation that PyTorch detects an error, in the whole process."""
     _set_mode("error")
 
 
-def allow_waits():
-    """Undo :func:`forbid_waits`."""
+def allow_sync():
+    """Undo :func:`forbid_sync`."""
     _set_mode("default")
 
 
 def _set_mode(mode):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first call, whatever the mode, warns of a prototype
+        warnings.simplefilter("ignore")  # the first call warns that the feature is a prototype
         torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager
 def no_sync():
-    """Forbid waits in this block."""
-    forbid_waits()
+    """Forbid synchronisation in this block."""
+    forbid_sync()
     try:
         yield
     finally:
-        allow_waits()
+        allow_sync()

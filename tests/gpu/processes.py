@@ -1,4 +1,4 @@
-"""Processes that may hang in C++: started with a log, ended with the stacks of their threads."""
+"""Child processes that may hang in C++; a hanging one is killed after its stacks are logged."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import IO
 
 ROOT = Path(__file__).parents[2]
 DEATH_S = 4.0
-"""How long a process may take to write its Python stacks, and again to be gone."""
+"""Seconds for a process to write its Python stacks, and again for it to exit."""
 STACKS_S = 25.0
-"""Limit of a debugger that reads the native stacks of a process."""
+"""Time limit of a debugger that reads native stacks, in seconds."""
 SHARED_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    # Two ranks' kernels must fit on the GPU together, beside what computes.
+    # Two ranks' NCCL kernels must fit on the GPU together, beside compute kernels.
     "NCCL_MAX_CTAS": "2",
-    # With fewer hardware queues than streams, one rank's waiting kernel holds up another's work.
+    # With fewer hardware queues than streams, one rank's waiting kernel blocks another's work.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
-"""Environment in which ranks share a GPU over NCCL; read when CUDA and NCCL start."""
+"""Environment variables for ranks sharing a GPU over NCCL; read when CUDA and NCCL start."""
 TRACERS = {
     "py-spy": ("dump", "--native", "--pid", "{pid}"),
     "gdb": (
@@ -50,12 +50,12 @@ def start(
         stdout=log,
         stderr=subprocess.STDOUT,
         env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
-        process_group=0,  # what it starts ends with it
+        process_group=0,  # its children are killed with it
     )
 
 
 def run(command: Sequence[str], limit_s: float, log: IO[bytes]) -> int | None:
-    """Run a command that writes to the log; its exit status, or ``None`` if it was ended."""
+    """Run a command with its output in the log; return its exit status, ``None`` if killed."""
     process = start(command, log)
     try:
         return process.wait(max(limit_s, 0.0))
@@ -67,7 +67,7 @@ def run(command: Sequence[str], limit_s: float, log: IO[bytes]) -> int | None:
 
 
 def count_gpus(limit_s: float, log: IO[bytes]) -> int:
-    """Number of CUDA devices, counted by a process of its own: a broken driver may hang."""
+    """Number of CUDA devices, counted in a subprocess since a broken driver may hang."""
     if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):
         return 0
     code = "import sys, torch; sys.exit(100 + torch.cuda.device_count())"
@@ -76,7 +76,7 @@ def count_gpus(limit_s: float, log: IO[bytes]) -> int:
 
 
 def end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    """End a process that hangs: native stacks, Python stacks by faulthandler, then SIGKILL."""
+    """Log the native and Python stacks of a hanging process, then kill it."""
     write_native_stacks(process.pid, log)
     process.send_signal(signal.SIGABRT)
     with suppress(subprocess.TimeoutExpired):
@@ -85,18 +85,17 @@ def end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started."""
+    """Kill a process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # the driver may hold it
+    with suppress(subprocess.TimeoutExpired):  # it may be blocked in the driver
         process.wait(DEATH_S)
 
 
 def write_native_stacks(pid: int, log: IO[bytes]) -> str | None:
-    """Write the native stacks of all threads; the name of the program that printed them.
+    """Log the native stacks of all threads; return the name of the program that printed them.
 
-    The first of :data:`TRACERS` that succeeds is used. The state of each thread in the kernel is
-    written in any case.
+    Uses the first of :data:`TRACERS` that succeeds. Each thread's kernel state is always logged.
     """
     for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
         words = [_first_line(task / name) for name in ("comm", "wchan", "syscall")]
@@ -132,7 +131,7 @@ def _first_line(path: Path) -> str:
 
 
 def outcome_of(status: int) -> str:
-    """Words for an exit status."""
+    """Describe an exit status."""
     if status < 0:
         return f"died of {signal.Signals(-status).name}"
     return "passed" if status == 0 else f"failed (exit status {status})"

@@ -1,4 +1,4 @@
-"""Two replicas on one device, and the number that each of them must hold."""
+"""Averages two replicas on one device, whose expected values are known exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 60.0
 
 
 class Numbers(nn.Module):
-    """Numbers and a buffer that every step adds to, late."""
+    """A parameter and a buffer to which each step adds, behind a delay."""
 
     def __init__(self, delays):
         super().__init__()
@@ -35,11 +35,11 @@ class Numbers(nn.Module):
 
 
 class Rank:
-    """A replica in a thread of its own."""
+    """A replica with its own thread."""
 
     def __init__(self, rank, device):
         self.rank, self.expected, self.base = rank, 0.0, 0.0
-        self._where = device
+        self._torch_device = device
         self._delays = Delays(device, rank)
         self.device = context_of(device, self._delays)
         self.pool = ThreadPoolExecutor(1)
@@ -51,7 +51,7 @@ class Rank:
 
     def _build(self):
         self._active.__enter__()
-        self.model = Numbers(self._delays).to(self._where)
+        self.model = Numbers(self._delays).to(self._torch_device)
         self.state = DelayedState(self.model, self._delays)
         self.averager = ReplicaAverager(self.state, self.device, None)
 
@@ -65,19 +65,19 @@ class Rank:
             self.expected += self.rank + 1
 
     def snapshot(self):
-        payload, arrival, _ = self.averager.start_snapshot()
+        payload, copied, _ = self.averager.start_snapshot()
         self.base = self.expected
-        self.train(1)  # while the copy is on its way
-        if arrival is not None:
-            arrival.wait()
+        self.train(1)  # overlaps the copy
+        if copied is not None:
+            copied.wait()
         return payload
 
     def take(self, average, value):
         self.train(1)
-        arrival = self.averager.apply(average)
+        copied = self.averager.apply(average)
         self.expected += value - self.base
         self.train(1)
-        return arrival
+        return copied
 
     def all_reduce(self, weight):
         self.train(1)
@@ -99,7 +99,7 @@ def two_ranks(device):
 
 
 def average_over_the_cpu(device, num_rounds):
-    """S4 to S6: the numbers are small enough to be exact, and any one too early shows."""
+    """Average through pinned memory; values are exact, so a missing stream wait changes them."""
     averager = Averager()
     with two_ranks(device) as ranks:
         for round_id in range(num_rounds):
@@ -111,17 +111,17 @@ def average_over_the_cpu(device, num_rounds):
                 assert bool((payload.buffers[0] == rank.base).all())
             result = averager.average(payloads, (1, 1))
             value = (ranks[0].base + ranks[1].base) / 2
-            arrivals = [rank.run(rank.take, result.average, value) for rank in ranks]
+            copies = [rank.run(rank.take, result.average, value) for rank in ranks]
             if round_id % 50 == 49 or round_id == num_rounds - 1:
                 for rank in ranks:
                     rank.run(rank.check)
-            for rank, arrival in zip(ranks, arrivals, strict=True):
-                if arrival is not None:
-                    rank.run(arrival.wait)
+            for rank, copied in zip(ranks, copies, strict=True):
+                if copied is not None:
+                    rank.run(copied.wait)
 
 
 def average_in_shared_memory(device, num_rounds):
-    """The same through a collective, which stages what lies on a GPU."""
+    """Average with the thread collective, which stages GPU tensors in host memory."""
     ends = create_collectives(2, "thread", [device] * 2, WAIT_S)
     with two_ranks(device) as ranks:
         for rank, end in zip(ranks, ends, strict=True):

@@ -1,4 +1,4 @@
-"""Whole runs on a device of either kind, and what must come out of them."""
+"""Checks of whole runs, for CUDA devices and the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_of(way):
 
 
 def problem(dtype=torch.float64):
-    """A line without noise: whatever the order of batches, training ends at one place."""
+    """Linear regression without noise, which converges to one point in any batch order."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, WIDTH, generator=generator, dtype=torch.float64)
     return x.to(dtype), (x @ TRUE_W).to(dtype)
@@ -47,7 +47,7 @@ def squares(model, batch):
 
 
 def learn(devices, way, *, model=Line, train=squares, data=None, epochs=15, lr=0.05, **settings):
-    """A run that is under way."""
+    """Start a run."""
     builder = (
         Trainer.builder(
             lambda device: model().to(device), lambda params: torch.optim.SGD(params, lr), train
@@ -67,7 +67,7 @@ def learn(devices, way, *, model=Line, train=squares, data=None, epochs=15, lr=0
 
 
 def assert_learned(state, *, epochs=15):
-    """Every sample counted once an epoch, and the line found."""
+    """Check that each sample was trained once per epoch and that training converged."""
     assert [m.num_samples for m in state.metrics] == [N] * epochs
     assert [m.num_skipped for m in state.metrics] == [0] * epochs
     torch.testing.assert_close(state.params["w"], TRUE_W, rtol=0, atol=1e-3)
@@ -77,7 +77,7 @@ def assert_learned(state, *, epochs=15):
 
 
 class Norm(nn.Module):
-    """A net with a parameter in each form, and buffers of both kinds."""
+    """A network with matrices, vectors, and buffers of floats and integers."""
 
     def __init__(self):
         super().__init__()
@@ -91,13 +91,13 @@ class Norm(nn.Module):
 
 
 def adam_like(model, batch):
-    """As :func:`squares`, on targets of the size that the net gives."""
+    """:func:`squares` for a model with a wider output."""
     x, y = batch
     return (model(x) - y / 20).square().mean()
 
 
-def lockstep_state(devices):
-    """What two workers under ``SYNC`` come to; the same bits on a CPU each time."""
+def sync_state(devices):
+    """Final state of two workers under ``SYNC``; bitwise reproducible on the CPU."""
     handle = learn(
         devices, (SYNC, THREAD), model=Norm, train=adam_like, epochs=2, max_grad_norm=1.0
     )
@@ -114,8 +114,8 @@ def assert_states_agree(actual, expected):
         assert a.num_samples == e.num_samples
 
 
-def meets_the_cpu(device, policy):
-    """Two workers on one device, which meet through memory, come to where CPU workers come."""
+def converges_as_on_cpu(device, policy):
+    """Two workers on one device, averaging through host memory, converge as CPU workers do."""
     way = (policy, THREAD)
     states = [learn([d, d], way).join(WAIT_S) for d in (device, torch.device("cpu"))]
     for state in states:
@@ -124,7 +124,7 @@ def meets_the_cpu(device, policy):
 
 
 def unequal_speeds(device, policy):
-    """Rank 1 is held up in every step; nothing is trained twice, and the same line is found."""
+    """Rank 1 is delayed in every step; each sample is trained once, and training converges."""
 
     def train(model, batch):
         if current_worker().rank == 1:
@@ -142,8 +142,8 @@ def unequal_speeds(device, policy):
     assert fast > slow
 
 
-class Dies:
-    """A ``train_fn`` that raises at one step of one rank."""
+class FailingStep:
+    """A ``train_fn`` that calls ``error`` at one step of one rank."""
 
     def __init__(self, rank, step, error, inner=squares):
         self._rank, self._step, self._error, self._inner = rank, step, error, inner
@@ -162,13 +162,13 @@ def raise_planted():
 
 
 def equal_shares(devices):
-    """Settings with which a rank that is late has its steps, too."""
+    """Settings under which a slow rank still trains its share of the steps."""
     return {"partition_ratios": [1 / len(devices)] * len(devices)}
 
 
 def raising(devices, way):
-    """A rank that raises ends the run, soon and with its reason."""
-    fault = Dies(1, 7, raise_planted)
+    """An exception in one rank ends the run promptly, with the cause."""
+    fault = FailingStep(1, 7, raise_planted)
     begin = time.monotonic()
     handle = learn(devices, way, train=fault, **equal_shares(devices))
     with pytest.raises(WorkerFailed, match="planted") as caught:
@@ -180,9 +180,9 @@ def raising(devices, way):
 
 
 def stalling(devices, way):
-    """A rank that does not return from its step ends the run, soon after the limits."""
+    """A rank that never returns from its step ends the run soon after the timeouts."""
     released = threading.Event()
-    fault = Dies(1, 7, lambda: released.wait(WAIT_S))
+    fault = FailingStep(1, 7, lambda: released.wait(WAIT_S))
     begin = time.monotonic()
     limits = {"collective_timeout": 1.0, "stall_timeout": 2.0}
     handle = learn(devices, way, train=fault, **limits, **equal_shares(devices))
@@ -195,9 +195,9 @@ def stalling(devices, way):
         released.set()
 
 
-def death(devices, way, rank):
-    """The others go on, and every sample is in the result."""
-    fault = Dies(rank, 7, raise_planted)
+def survivors_continue(devices, way, rank):
+    """The other workers continue after a failure, and every sample is trained."""
+    fault = FailingStep(rank, 7, raise_planted)
     handle = learn(devices, way, train=fault, on_worker_failure="continue", **equal_shares(devices))
     state = handle.join(WAIT_S)
     assert fault.num_shots == 1
@@ -206,8 +206,8 @@ def death(devices, way, rank):
 
 
 def exhaust(devices, way, grab, message):
-    """A rank without memory ends the run, soon and with its reason."""
-    fault = Dies(1, 5, grab)
+    """A rank that runs out of memory ends the run promptly, with the cause."""
+    fault = FailingStep(1, 5, grab)
     begin = time.monotonic()
     fraction = small_fraction(devices[0])
     handle = learn(devices, way, train=fault, vram_fraction=fraction, **equal_shares(devices))
@@ -229,7 +229,7 @@ def small_fraction(device):
 
 
 def low_precision(device):
-    """Autocast around ``train_fn``, parameters and results as they were."""
+    """Autocast applies in ``train_fn``; parameters and results keep their dtype."""
     seen = set()
 
     def train(model, batch):
@@ -251,16 +251,16 @@ def low_precision(device):
         state = handle.join(WAIT_S)
         assert state.params["w"].dtype is torch.float32
         assert [m.num_samples for m in state.metrics] == [N] * 15
-        # bf16 has 8 bits: the line is found but for their rounding.
+        # bf16 has 8 bits of precision.
         torch.testing.assert_close(state.params["w"].double(), TRUE_W, rtol=0, atol=0.1)
     assert seen == {torch.bfloat16}
 
 
-# -- steps in which nobody may wait -------------------------------------------------------------
+# -- steps without synchronisation ---------------------------------------------------------------
 
 
 class Read(Dataset):
-    """As :func:`problem`, by code of its own: streamed through slots."""
+    """:func:`problem` as a data set with its own code, which is streamed through slots."""
 
     def __init__(self, num_samples):
         times = num_samples // N
@@ -274,62 +274,62 @@ class Read(Dataset):
         return x[indices], y[indices]
 
 
-class Quiet:
-    """A ``train_fn`` between two steps of which, on all ranks, something is forbidden.
+class GuardedSteps:
+    """A ``train_fn`` that forbids an operation between two steps of all ranks.
 
     Args:
-        ranks: How many ranks there are.
-        forbid: Called when all of them have come to step ``FIRST``.
-        allow: Called when all have come to step ``LAST``.
+        ranks: Number of ranks.
+        forbid: Called once all ranks have reached step ``FIRST``.
+        allow: Called once all ranks have reached step ``LAST``.
     """
 
     FIRST, LAST = 20, 60
 
     def __init__(self, ranks, forbid, allow):
         self._calls = {self.FIRST: forbid, self.LAST: allow}
-        self._meeting = threading.Barrier(ranks)
+        self._barrier = threading.Barrier(ranks)
         self._lock = threading.Lock()
-        self.is_on = False
+        self.is_guarded = False
         self.num_steps = 0
 
     def __call__(self, model, batch):
         step = current_worker().local_step
-        if step in self._calls and self._meeting.wait(WAIT_S) == 0:
+        if step in self._calls and self._barrier.wait(WAIT_S) == 0:
             self._calls[step]()
-            self.is_on = step == self.FIRST
+            self.is_guarded = step == self.FIRST
         if step in self._calls:
-            self._meeting.wait(WAIT_S)
+            self._barrier.wait(WAIT_S)
         with self._lock:
-            self.num_steps += self.is_on
+            self.num_steps += self.is_guarded
         current_worker().record_scalar("first", batch[0][0, 0])
         return squares(model, batch)
 
 
-QUIET_WAYS = [
+GUARDED_WAYS = [
     ((SYNC, THREAD), 1),
     ((CADENCE, OVER_CPU), 1),
     ((CADENCE, OVER_CPU), 2),
     ((ASYNC, OVER_CPU), 2),
     ((SYNC, THREAD), 2),
 ]
-QUIET_SAMPLES = 8 * N
+GUARDED_SAMPLES = 8 * N
 
 
-def quiet_data(kind, device):
-    """Read by code, ahead or in the step, gathered into slots, resident, or there already."""
+def guarded_data(kind, device):
+    """Data and settings for one data path: read, inline, gathered, resident, or on the device."""
     if kind in ("read", "inline"):
-        return Read(QUIET_SAMPLES), {"prefetch": 0} if kind == "inline" else {}
-    data = Read(QUIET_SAMPLES).columns
-    if kind == "there":
+        return Read(GUARDED_SAMPLES), {"prefetch": 0} if kind == "inline" else {}
+    data = Read(GUARDED_SAMPLES).columns
+    if kind == "on_device":
         return tuple(t.to(device) for t in data), {}
     return data, {"resident": kind == "resident"}
 
 
-def quiet(device, way, ranks, kind, forbid, allow):
-    """Steps between two rounds, while batches are loaded ahead and reports go out."""
-    train = Quiet(ranks, forbid, allow)
-    data, settings = quiet_data(kind, device)
-    if ranks > 1:  # or a rank that is late with its first steps has none left for the last meeting
+def guarded_steps(device, way, ranks, kind, forbid, allow):
+    """Train steps between two rounds while batches are loaded ahead and reports are sent."""
+    train = GuardedSteps(ranks, forbid, allow)
+    data, settings = guarded_data(kind, device)
+    if ranks > 1:  # else a rank that is slow at first may have no steps left at the last barrier
         settings = {**settings, "partition_ratios": [1 / ranks] * ranks}
     handle = learn(
         [device] * ranks,
@@ -338,23 +338,23 @@ def quiet(device, way, ranks, kind, forbid, allow):
         data=data,
         epochs=1,
         lr=1e-3,
-        anchor=5000,  # time counts: a rank that is held up must not come to a round
+        anchor=5000,  # rounds are due by time: a delayed rank must not reach one
         max_anchor=5000,
         max_grad_norm=10.0,
         **settings,
     )
     state = handle.join(WAIT_S)
-    assert train.num_steps == ranks * (Quiet.LAST - Quiet.FIRST)
-    assert not train.is_on
-    assert state.metrics[0].num_samples == QUIET_SAMPLES
+    assert train.num_steps == ranks * (GuardedSteps.LAST - GuardedSteps.FIRST)
+    assert not train.is_guarded
+    assert state.metrics[0].num_samples == GUARDED_SAMPLES
     assert "first" in state.metrics[0].scalars
 
 
-# -- what the caller has put there ------------------------------------------------------------
+# -- data from the caller's streams -----------------------------------------------------------
 
 
 def late_data(device, *, side_stream):
-    """Data that is still being written when the run starts is read when it is there."""
+    """Data still being written when the run starts is read only once it is complete."""
     x = torch.zeros(N, WIDTH, dtype=torch.float64, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Replicas on real GPUs in the user's own loop: equal to the CPU, ordered with its streams."""
+"""Ddp and DataParallelCoordinator on GPUs: equal to the CPU, ordered with the caller's streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime import AverageBackend, DataParallelCoordinator, Ddp, NonFiniteError
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 NUM_STEPS = 20
-DELAY_CYCLES = 5_000_000  # some milliseconds
+DELAY_CYCLES = 5_000_000  # a few milliseconds
 SHARED, MIXED = ["cuda:0", "cuda:0"], ["cuda:0", "cpu"]
 over_nccl = [
     pytest.mark.two_gpus,
@@ -68,7 +68,7 @@ def assert_close(actual, expected, tolerance=1e-8):
 
 
 def train_wrapped(devices, counts, backend=AverageBackend.AUTO, *, delay=False):
-    """A loop over replicas; with ``delay`` every backward is late on its device."""
+    """Train replicas in a loop; ``delay`` adds a delay kernel to every backward pass."""
     models = [model_on(device) for device in devices]
     with torch.no_grad():
         models[1][0].weight.add_(1)
@@ -102,7 +102,7 @@ def test_wrapped_replicas_equal_those_on_the_cpu(devices, delay):
 
 
 @pytest.mark.parametrize("devices", [pytest.param(["cuda:0", "cuda:1"], marks=over_nccl)])
-def test_nccl_is_chosen_for_distinct_gpus_and_equals_the_staged_way(devices):
+def test_auto_selects_nccl_on_distinct_gpus_and_nccl_equals_host_staging(devices):
     models = [model_on(device) for device in devices]
     with Ddp.wrap(models, devices) as ddp:
         assert ddp.backend is AverageBackend.NCCL
@@ -111,7 +111,7 @@ def test_nccl_is_chosen_for_distinct_gpus_and_equals_the_staged_way(devices):
     assert_close(over_nccl_, staged)
 
 
-def test_gradients_computed_late_in_another_stream_are_waited_for():
+def test_reduction_waits_for_gradients_from_another_stream():
     models = [nn.Linear(1 << 16, 1, bias=False).to("cuda") for _ in range(2)]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), Ddp.wrap(models, SHARED) as ddp:
@@ -136,7 +136,7 @@ def test_channels_last_gradients_keep_their_strides():
     assert [model[0].weight.grad.stride() for model in models] == [wanted] * 2
 
 
-def test_a_model_on_another_device_than_named_is_refused():
+def test_a_model_on_a_device_that_was_not_named_is_refused():
     with pytest.raises(ValueError, match="of model 1 is on cpu, not on cuda:0"):
         Ddp.wrap([model_on("cuda"), model_on("cpu")], SHARED)
 
@@ -179,7 +179,7 @@ def test_buffers_are_the_same_on_every_device(devices):
     assert all(torch.equal(states[0][name].cpu(), states[1][name].cpu()) for name in states[0])
 
 
-def test_samples_and_weights_that_come_late_in_the_callers_stream_are_waited_for():
+def test_train_batch_waits_for_samples_and_weights_from_the_callers_stream():
     x, y = samples_of(64, 0, "cuda")
     with DataParallelCoordinator(without_norm, optimizer_of, loss_fn, SHARED) as coordinator:
         twin = copy.deepcopy(coordinator.primary)
@@ -198,7 +198,7 @@ def test_samples_and_weights_that_come_late_in_the_callers_stream_are_waited_for
             coordinator.sync_params()
 
 
-def test_a_batch_that_goes_wrong_changes_nothing():
+def test_a_failed_batch_leaves_replicas_unchanged():
     plan = {}
 
     def planned(model, samples):
@@ -231,7 +231,7 @@ def test_a_batch_that_goes_wrong_changes_nothing():
 
 
 @each_placement
-def test_threads_end_and_memory_comes_back(devices):
+def test_close_ends_threads_and_frees_memory(devices):
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(0)

@@ -1,4 +1,4 @@
-"""FSDP on GPUs: over NCCL, and over threads with several ranks on one GPU."""
+"""FSDP on GPUs: NCCL on distinct GPUs, thread collectives with several ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.placing import nccl_devices, on_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-LONG_CYCLES = 400_000_000  # some 0.2 seconds
+LONG_CYCLES = 400_000_000  # about 0.2 seconds
 NUM_STEPS = 5
 
 FULL, GRAD_OP, NONE, HYBRID = ShardingStrategy
@@ -122,7 +122,7 @@ def test_training_with_prefetches_equals_the_cpu(kind, devices, strategy):
 
 
 @each_group
-def test_a_prefetch_runs_behind_a_step_that_is_still_in_the_queue(kind, devices):
+def test_a_prefetch_waits_for_a_step_that_is_still_queued(kind, devices):
     def work(end, device):
         module = nn.Linear(300, 400, bias=False).to(device)
         fsdp = FSDP(module, end)
@@ -132,7 +132,7 @@ def test_a_prefetch_runs_behind_a_step_that_is_still_in_the_queue(kind, devices)
             if device.type == "cuda":
                 torch.cuda._sleep(LONG_CYCLES)
             with torch.no_grad():
-                shard.data.fill_(value)  # leaves no trace in the version, as fused optimizers do
+                shard.data.fill_(value)  # does not bump the version counter, as fused optimizers
                 fsdp.prefetch_forward_params()
                 output = fsdp(x)
             assert output.unique().tolist() == [300 * value]
@@ -142,7 +142,7 @@ def test_a_prefetch_runs_behind_a_step_that_is_still_in_the_queue(kind, devices)
 
 
 @each_group
-def test_gradients_are_reduced_behind_a_backward_that_is_still_in_the_queue(kind, devices):
+def test_gradient_reduction_waits_for_a_backward_that_is_still_queued(kind, devices):
     class Slow(nn.Module):
         def __init__(self):
             super().__init__()
@@ -167,10 +167,10 @@ def test_gradients_are_reduced_behind_a_backward_that_is_still_in_the_queue(kind
 
 
 @pytest.mark.parametrize("kind", [pytest.param("nccl", marks=needs_nccl), "thread"])
-def test_full_parameters_leave_the_device_after_a_step_and_an_evaluation(kind):
+def test_full_parameters_are_freed_after_a_step_and_an_evaluation(kind):
     def work(end, device):
         x = torch.ones(1, 8192, device=device)
-        nn.Linear(8192, 2, device=device)(x).sum().backward()  # workspaces of the libraries
+        nn.Linear(8192, 2, device=device)(x).sum().backward()  # allocates the libraries' workspaces
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(device)
         fsdp = FSDP(nn.Linear(8192, 8192, bias=False).to(device), end)
@@ -228,7 +228,7 @@ def test_bfloat16_and_autocast_train(kind):
 @needs_nccl
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("strategy", [FULL, HYBRID], ids=lambda s: s.name)
-def test_a_death_ends_the_prefetch_of_the_survivor(strategy):
+def test_a_ranks_death_aborts_the_survivors_prefetch(strategy):
     models = [make_model() for _ in range(2)]
 
     def work(end, device):

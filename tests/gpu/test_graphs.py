@@ -1,4 +1,4 @@
-"""Whole steps as CUDA graphs, on the device itself."""
+"""Training steps captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker, record_scalar
 from runtime.replica.graphs import GraphedSteps
-from tests.gpu.no_sync import allow_waits, forbid_waits
+from tests.gpu.no_sync import allow_sync, forbid_sync
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -61,7 +61,7 @@ def assert_close(actual, expected, **tolerance):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("resident", [True, False])
-def test_a_graph_trains_what_eager_steps_train(precision, resident, caplog):
+def test_graph_replays_equal_eager_steps(precision, resident, caplog):
     def run(flag):
         b = a_run().precision(precision).resident(resident).max_grad_norm(1.0)
         b.scheduler(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 140))
@@ -72,7 +72,7 @@ def test_a_graph_trains_what_eager_steps_train(precision, resident, caplog):
 
 
 @pytest.mark.parametrize("way", SHARED, ids=lambda w: f"{w[0].name}-{w[1].name}")
-def test_workers_that_share_a_gpu_make_eager_steps_with_one_warning(way, caplog):
+def test_workers_sharing_a_gpu_run_eager_steps_with_one_warning(way, caplog):
     b = a_run(way=way, devices=("cuda:0", "cuda:0")).resident(False)
     state = b.cuda_graphs(True).run().join(WAIT_S)
     assert [e.num_samples for e in state.metrics] == [1030] * 4
@@ -81,8 +81,8 @@ def test_workers_that_share_a_gpu_make_eager_steps_with_one_warning(way, caplog)
     assert "several workers are on cuda:0" in warning
 
 
-class Drawing(torch.utils.data.Dataset):
-    """Noise of the GPU that trains, from its default generator, and waits for it."""
+class DeviceNoise(torch.utils.data.Dataset):
+    """Noise from the default generator of the training GPU, with a synchronisation."""
 
     def __len__(self):
         return 1030
@@ -93,9 +93,9 @@ class Drawing(torch.utils.data.Dataset):
         return x.cpu(), index % 10
 
 
-def test_a_data_set_may_draw_on_the_gpu_that_captures(caplog):
-    """In the loader's thread, which waits while the step is captured."""
-    b = Trainer.builder(net, adamw, loss_of).dataset(Drawing()).batch_size(32).num_epochs(4)
+def test_a_data_set_may_draw_on_the_capturing_gpu(caplog):
+    """The loader's thread waits during the capture."""
+    b = Trainer.builder(net, adamw, loss_of).dataset(DeviceNoise()).batch_size(32).num_epochs(4)
     b.devices(["cuda:0"]).policy(CADENCE).backend(CPU).seed(5).stall_timeout(60)
     state = b.cuda_graphs(True).run().join(WAIT_S)
     assert [e.num_samples for e in state.metrics] == [1030] * 4
@@ -103,7 +103,7 @@ def test_a_data_set_may_draw_on_the_gpu_that_captures(caplog):
 
 
 @pytest.mark.two_gpus
-def test_lockstep_with_graphs_is_lockstep_without(caplog):
+def test_sync_with_graphs_equals_sync_without(caplog):
     def run(flag):
         b = a_run(way=(SYNC, THREAD), devices=("cuda:0", "cuda:1"))
         return b.cuda_graphs(flag).run().join(WAIT_S)
@@ -112,7 +112,7 @@ def test_lockstep_with_graphs_is_lockstep_without(caplog):
     assert warnings_of(caplog) == []
 
 
-def test_dropout_and_the_workers_generator_draw_anew_in_each_replay():
+def test_each_replay_draws_new_random_numbers_for_dropout_and_the_workers_generator():
     draws = []
 
     def noisy(model, batch):
@@ -125,14 +125,14 @@ def test_dropout_and_the_workers_generator_draw_anew_in_each_replay():
 
     state = a_run(model=lambda d: net(d, 0.3), loss=noisy).cuda_graphs(True).run().join(WAIT_S)
     for name in ("square", "other"):
-        # The mean of 33 draws is far from that of one draw that comes again and again.
+        # The mean of 33 draws is far from 33 repetitions of one draw.
         draws = [e.scalars[name] for e in state.metrics]
         assert all(0.03 < draw < 0.15 for draw in draws)
         assert len(set(draws)) == len(draws)
 
 
-def test_a_step_that_reads_the_device_goes_on_eagerly_with_one_warning(caplog):
-    """Dropout, too, draws again behind the broken capture."""
+def test_a_step_that_synchronises_falls_back_to_eager_with_one_warning(caplog):
+    """Dropout still draws new numbers after the failed capture."""
 
     def reading(model, batch):
         loss = loss_of(model, batch)
@@ -147,16 +147,16 @@ def test_a_step_that_reads_the_device_goes_on_eagerly_with_one_warning(caplog):
 
 
 def test_no_host_sync_in_captured_steps(monkeypatch):
-    """Replays, copies of batches and the log: nothing waits for the device but its events."""
+    """Replays, batch copies and the step log synchronise by events alone."""
     make, watched = GraphedSteps.step, []
 
     def watch(self, window, train_fn):
         watches = bool(self._graphs)
-        (forbid_waits if watches else allow_waits)()
+        (forbid_sync if watches else allow_sync)()
         try:
             return make(self, window, train_fn)
         finally:
-            allow_waits()
+            allow_sync()
             watched.append(watches)
 
     monkeypatch.setattr(GraphedSteps, "step", watch)

@@ -1,4 +1,4 @@
-"""The memory of a real GPU: within the budget, named where it is not, and given back."""
+"""GPU memory of a run: within the budget, named in out-of-memory errors, freed at the end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def reserved(what):
 
 
 @pytest.fixture(autouse=True)
-def _memory_of_its_own():
-    """What earlier tests have left in caches counts for none of these."""
+def _empty_cache():
+    """Free what earlier tests left in the caching allocator."""
     gc.collect()
     torch.cuda.synchronize(GPU)
     torch._C._cuda_clearCublasWorkspaces()
@@ -65,7 +65,7 @@ def train(dataset, *, budget_gib, ranks=1, batch_size=8, hidden=1024):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("budget_gib", [2, 8, 32])
 def test_memory_stays_within_the_budget(budget_gib, ranks):
-    # Over the small budget, so that it must be streamed; within the others, resident.
+    # Larger than the small budget, so streamed there; resident with the others.
     rows = 2 * GIB // (WIDTH * 4) + 10_000
     data = (torch.arange(rows), torch.zeros(1, WIDTH).expand(rows, -1))
     before = MEMORY.fraction(GPU)
@@ -77,7 +77,7 @@ def test_memory_stays_within_the_budget(budget_gib, ranks):
     assert not CAPS._wanted[GPU]
 
 
-def test_a_model_too_large_for_the_budget_is_an_error_that_names_it():
+def test_a_model_larger_than_the_budget_raises_an_error_that_names_the_budget():
     with pytest.raises(RuntimeError, match=r"budget of 1\.00 GiB.*smaller batch_size"):
         train(Rows(), budget_gib=1, hidden=100_000)
 
@@ -87,9 +87,9 @@ def grab():
 
 
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
-def test_an_out_of_memory_in_one_of_two_workers_names_the_budget_and_hangs_nobody(way):
+def test_out_of_memory_in_one_of_two_workers_ends_the_run_and_names_the_budget(way):
     runs.exhaust([GPU] * 2, way, grab, rf"budget of {BUDGET_GIB}\.00 GiB.*larger vram_fraction")
-    # The device serves the next run.
+    # The device is usable by the next run.
     state = learn([GPU, GPU], way, epochs=1).join(WAIT_S)
     assert state.metrics[0].num_samples == runs.N
 
@@ -99,8 +99,8 @@ def test_every_sample_is_trained_once_through_slots():
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=name_of)
-def test_run_after_run_takes_no_more_memory(way):
-    """Caches and workspaces belong to streams, which the next run uses again.
+def test_repeated_runs_use_no_more_memory(way):
+    """Caches and workspaces belong to streams, which later runs reuse.
 
     With new ones each time 20 of cuBLAS's workspaces, of 32 MiB, would come in ten runs. What
     may come is a workspace for a thread that meets another stream than before.

@@ -1,4 +1,4 @@
-"""NCCL itself: born, used, aborted, ended, and born again."""
+"""NCCL communicators on GPUs: creation, collectives, abort and re-creation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = [
 ]
 
 WAIT_S = 120.0
-LONG_CYCLES = 16_000_000_000  # some 8 seconds
+LONG_CYCLES = 16_000_000_000  # about 8 seconds
 
 
 class Ranks:
-    """A group, each rank of which works in a thread and a stream of its own."""
+    """A process group with one thread and one stream for each rank."""
 
     def __init__(self, world_size, timeout_s=60.0):
         self.devices = nccl_devices(world_size)
@@ -77,7 +77,7 @@ each_size = pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pyte
 
 
 @each_size
-def test_a_group_is_born_used_and_ended(make, world_size):
+def test_a_group_is_created_used_and_closed(make, world_size):
     ranks = make(world_size)
     total = float(sum(range(1, world_size + 1)))
     assert ranks.run(sum_of_ranks) == [[total, total]] * world_size
@@ -88,7 +88,7 @@ def test_a_group_is_born_used_and_ended(make, world_size):
 
 @each_size
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_weighted_mean_is_that_of_the_cpu(make, world_size, dtype):
+def test_a_weighted_mean_equals_that_of_the_cpu(make, world_size, dtype):
     ranks = make(world_size)
     values = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(2)]
 
@@ -134,7 +134,7 @@ def test_every_operation_works(make, world_size):
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_reduce_scatter_gives_each_rank_its_part(make, world_size, op, dtype, in_place):
+def test_reduce_scatter_gives_each_rank_its_shard(make, world_size, op, dtype, in_place):
     ranks = make(world_size)
     whole = torch.arange(8.0 * world_size).to(dtype)
 
@@ -150,7 +150,7 @@ def test_a_reduce_scatter_gives_each_rank_its_part(make, world_size, op, dtype, 
 
 
 @each_size
-def test_a_second_incarnation_works_after_an_abort(make, world_size):
+def test_a_new_group_works_after_an_abort(make, world_size):
     first = make(world_size)
     first.run(sum_of_ranks)
     first.ends[0].abort()
@@ -163,8 +163,8 @@ def test_a_second_incarnation_works_after_an_abort(make, world_size):
     assert second.run(sum_of_ranks) == [[total, total]] * world_size
 
 
-def test_an_exchange_behind_a_long_kernel_is_aborted_at_the_deadline(make):
-    """The process lives, and the rank is told."""
+def test_a_collective_behind_a_long_kernel_is_aborted_at_the_deadline(make):
+    """The process survives, and the rank gets an exception."""
     ranks = make(1, 1.0)
 
     def late(end, device):
@@ -180,8 +180,8 @@ def test_an_exchange_behind_a_long_kernel_is_aborted_at_the_deadline(make):
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-def test_the_device_reads_behind_an_exchange_whether_it_was_aborted(make, aborts):
-    """Not when the copy of that number is launched, which is while a long kernel runs."""
+def test_the_abort_flag_is_read_by_the_device_after_the_collective(make, aborts):
+    """Not when the copy of the flag is launched, while a long kernel still runs."""
     ranks = make(1)
 
     def work(end, device):
@@ -206,8 +206,8 @@ def test_the_device_reads_behind_an_exchange_whether_it_was_aborted(make, aborts
 
 
 @pytest.mark.two_ranks
-def test_a_peer_whose_kernel_never_comes_is_no_hang(make):
-    """The survivor's kernel waits on the device; both communicators are aborted."""
+def test_a_peer_that_never_launches_its_kernel_does_not_hang_the_group(make):
+    """The other rank's kernel waits on the device until both communicators are aborted."""
     ranks = make(2, 1.0)
 
     def work(end, device):

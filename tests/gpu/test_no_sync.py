@@ -1,4 +1,4 @@
-"""The step loop of whole runs waits for no GPU, on any data path."""
+"""The step loop never synchronises with the GPU, on any data path."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import pytest
 
 from tests.gpu import runs
 from tests.gpu.delays import GPU
-from tests.gpu.no_sync import allow_waits, forbid_waits
-from tests.gpu.runs import CADENCE, OVER_CPU, QUIET_WAYS, name_of
+from tests.gpu.no_sync import allow_sync, forbid_sync
+from tests.gpu.runs import CADENCE, GUARDED_WAYS, OVER_CPU, name_of
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def _waits_are_allowed_again():
+def _sync_allowed_afterwards():
     yield
-    allow_waits()
+    allow_sync()
 
 
-@pytest.mark.parametrize("kind", ["read", "inline", "streamed", "resident", "there"])
+@pytest.mark.parametrize("kind", ["read", "inline", "streamed", "resident", "on_device"])
 @pytest.mark.parametrize(
-    ("way", "ranks"), QUIET_WAYS, ids=[f"{name_of(way)}-{ranks}" for way, ranks in QUIET_WAYS]
+    ("way", "ranks"), GUARDED_WAYS, ids=[f"{name_of(way)}-{ranks}" for way, ranks in GUARDED_WAYS]
 )
-def test_no_step_between_two_rounds_waits_for_the_device(way, ranks, kind):
-    """S22, with batches loaded ahead, and reports on the way."""
-    runs.quiet(GPU, way, ranks, kind, forbid_waits, allow_waits)
+def test_steps_between_two_rounds_never_synchronise(way, ranks, kind):
+    """With batches loaded ahead and reports being sent."""
+    runs.guarded_steps(GPU, way, ranks, kind, forbid_sync, allow_sync)
 
 
 @pytest.mark.parametrize("wait", [lambda t: t.item(), lambda t: t.cpu(), lambda t: bool(t > 0)])
-def test_a_wait_in_such_a_step_is_noticed(wait, monkeypatch):
-    """The fault itself, so that the test above means something."""
+def test_a_planted_synchronisation_is_detected(wait, monkeypatch):
+    """Shows that the test above can fail."""
     squares = runs.squares
 
     def waits(model, batch):
@@ -38,4 +38,4 @@ def test_a_wait_in_such_a_step_is_noticed(wait, monkeypatch):
 
     monkeypatch.setattr(runs, "squares", waits)
     with pytest.raises(RuntimeError, match="synchroniz"):
-        runs.quiet(GPU, (CADENCE, OVER_CPU), 1, "read", forbid_waits, allow_waits)
+        runs.guarded_steps(GPU, (CADENCE, OVER_CPU), 1, "read", forbid_sync, allow_sync)

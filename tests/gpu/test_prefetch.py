@@ -1,4 +1,4 @@
-"""Batches on their way to a real GPU: exact under delays, and without a wait."""
+"""Prefetching to a GPU: correct batches under delay kernels, without synchronisation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu import loading
 from tests.gpu.delays import GPU
-from tests.gpu.loading import PLANS, TROUBLES, MadeThere, Rows, rig_on, tensors
+from tests.gpu.loading import PLANS, SCENARIOS, DeviceRows, Rows, rig_on, tensors
 from tests.gpu.no_sync import no_sync
 
 pytestmark = pytest.mark.gpu
@@ -20,17 +20,17 @@ def test_streamed_batches_are_exact_under_delay_kernels(dataset, slow):
 
 
 @pytest.mark.parametrize("slow", ["compute", "both"])
-def test_batches_that_the_data_set_makes_on_the_device_are_exact(slow):
-    loading.exact(GPU, MadeThere(GPU), slow=slow)
+def test_batches_created_on_the_device_by_the_data_set_are_exact(slow):
+    loading.exact(GPU, DeviceRows(GPU), slow=slow)
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_troubled_data_set_does_no_harm(trouble):
-    trouble(GPU)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_batches_are_exact_in_every_scenario(scenario):
+    scenario(GPU)
 
 
 @pytest.mark.parametrize("resident", [True, False])
-def test_the_loop_waits_for_no_stream_once_it_is_calibrated(resident):
+def test_the_loop_never_synchronises_after_calibration(resident):
     with rig_on(GPU, tensors(), resident=resident) as rig:
         rig.use_plan(PLANS[0], late=False)
         assert (rig.stage.resident is not None) is resident
@@ -39,7 +39,7 @@ def test_the_loop_waits_for_no_stream_once_it_is_calibrated(resident):
         rig.check()
 
 
-def test_resident_batches_are_those_that_are_streamed():
+def test_resident_batches_equal_streamed_batches():
     taken = []
     for resident in (True, False):
         with rig_on(GPU, tensors(), resident=resident) as rig:

@@ -1,4 +1,4 @@
-"""``Trainer.setup`` on GPUs: the same numbers as one device, in order with the caller."""
+"""``Trainer.setup`` on GPUs: equal to one device, ordered with the caller's streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gpu.no_sync import no_sync
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 GPU = torch.device("cuda", 0)
-DELAY_CYCLES = 20_000_000  # some 10 milliseconds
+DELAY_CYCLES = 20_000_000  # about 10 milliseconds
 NUM_FEATURES, NUM_CLASSES = 16, 5
 
 SHARED = ["cuda:0", "cuda:0"]
@@ -30,7 +30,7 @@ every_kind = pytest.mark.parametrize(
 
 
 class Slow(nn.Module):
-    """Holds its stream up before it computes, and before its gradients are there."""
+    """Delays its stream before the forward pass and before its gradients are complete."""
 
     def __init__(self):
         super().__init__()
@@ -39,14 +39,14 @@ class Slow(nn.Module):
         ).double()
 
     def forward(self, x):
-        hold_up(x)
+        delayed(x)
         out = self.net(x)
         if out.requires_grad:
-            out.register_hook(hold_up)
+            out.register_hook(delayed)
         return out
 
 
-def hold_up(tensor):
+def delayed(tensor):
     if tensor.is_cuda:
         torch.cuda._sleep(DELAY_CYCLES)
 
@@ -81,7 +81,7 @@ def assert_close(model, expected):
 
 
 def assert_alike(model, tolerance):
-    """Bit for bit between devices of a kind."""
+    """Bitwise on devices of one type."""
     first, *others = model.replicas
     for other in others:
         for a, b in zip(first.parameters(), other.parameters(), strict=True):
@@ -99,11 +99,11 @@ def test_steps_equal_one_device_with_delays_in_every_stream(devices, own_stream)
     made = Trainer.setup_with(net, adamw, devices, config=config)
     with made as model, torch.cuda.stream(stream):
         for _ in range(8):
-            hold_up(torch.empty(0, device=GPU))
+            delayed(torch.empty(0, device=GPU))
             x, y = make_batch(13)
             kept = x.clone()
             F.cross_entropy(model(x), y).backward()
-            x.zero_()  # in order behind the replicas' last read
+            x.zero_()  # ordered after the replicas' last read
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             model.step()
             F.cross_entropy(alone(kept), y).backward()
@@ -159,7 +159,7 @@ def test_batch_norm_statistics_are_those_of_the_first_device(devices):
                     assert torch.equal(replica.get_buffer(name).cpu(), buffer.cpu())
 
 
-def test_a_step_on_one_gpu_waits_for_nothing():
+def test_a_step_on_one_gpu_never_synchronises():
     x, y = make_batch(32)
     model = Trainer.setup(Slow(), adamw, ["cuda:0"])
     F.cross_entropy(model(x), y).backward()
@@ -173,7 +173,7 @@ def test_a_step_on_one_gpu_waits_for_nothing():
 @pytest.mark.skipif(
     not torch.distributed.is_nccl_available(), reason="this build of PyTorch has no NCCL"
 )
-def test_a_step_over_nccl_waits_for_nothing():
+def test_a_step_over_nccl_never_synchronises():
     x, y = make_batch(32)
     with Trainer.setup(Slow(), adamw, ["cuda:0", "cuda:1"]) as model:
         for _ in range(3):
@@ -184,7 +184,7 @@ def test_a_step_over_nccl_waits_for_nothing():
             model.step()
 
 
-def test_autocast_holds_in_the_replicas():
+def test_autocast_applies_in_the_replicas():
     with Trainer.setup(Slow().float(), adamw, SHARED) as model:
         with torch.autocast("cuda", torch.bfloat16):
             out = model(make_batch(6)[0].float())
@@ -213,7 +213,7 @@ def test_a_failure_leaves_the_module_usable():
         assert_alike(model, 0.0)
 
 
-def test_memory_is_given_back():
+def test_close_frees_memory():
     size = 8192
     before = torch.cuda.memory_allocated()
     with Trainer.setup(nn.Linear(size, size), adamw, SHARED) as model:
@@ -225,14 +225,14 @@ def test_memory_is_given_back():
     gc.collect()
     left = torch.cuda.memory_allocated() - before
     assert used > 6 * 4 * size**2  # two replicas: weights and two moments
-    assert left < 4 * size**2  # workspaces of the libraries stay
+    assert left < 4 * size**2  # the libraries' workspaces remain
 
 
 @every_kind
 def test_the_first_model_may_be_trained_on_the_callers_stream(devices):
-    """PyTorch warns where an accumulator is of another stream; warnings are errors here."""
+    """PyTorch warns about gradient accumulators of another stream; warnings are errors here."""
     before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)  # else once in a process
+    torch.set_warn_always(True)  # else only once per process
     try:
         with Trainer.setup(Slow(), adamw, devices) as model:
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""The order of a real GPU's streams: delay kernels before every write, and exact sums after."""
+"""Stream order on a GPU: delay kernels before every write, exact values afterwards."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def test_a_thousand_averagings_through_pinned_memory_are_exact():
         replicas.average_in_shared_memory(GPU, NUM_ROUNDS)
 
 
-class Unordered(CudaDevice):
-    """A device that forgets one of the two waits around its comm stream."""
+class UnorderedDevice(CudaDevice):
+    """A device without one of the two stream waits around its communication stream."""
 
-    def __init__(self, device, forgotten):
+    def __init__(self, device, missing):
         super().__init__(device)
-        self._forgotten = forgotten
+        self._missing = missing
 
     def _order(self, stream, *, behind):
-        if (behind is self.compute) is not (self._forgotten == "before"):
+        if (behind is self.compute) is not (self._missing == "before"):
             super()._order(stream, behind=behind)
 
 
-@pytest.mark.parametrize("forgotten", ["before", "after"])
-def test_a_wait_that_is_forgotten_shows(forgotten, monkeypatch):
-    """The fault itself, so that the tests above mean something."""
-    monkeypatch.setattr(replicas, "context_of", lambda *_: Unordered(GPU, forgotten))
+@pytest.mark.parametrize("missing", ["before", "after"])
+def test_a_missing_stream_wait_is_detected(missing, monkeypatch):
+    """Shows that the tests above can fail."""
+    monkeypatch.setattr(replicas, "context_of", lambda *_: UnorderedDevice(GPU, missing))
     with pytest.raises(AssertionError):
         replicas.average_over_the_cpu(GPU, 50)
 
@@ -70,7 +70,7 @@ def loss_of(model, batch):
 
 
 @contextmanager
-def lone_worker(train_fn=loss_of, **settings):
+def single_worker(train_fn=loss_of, **settings):
     device = CudaDevice(GPU)
     endpoints, channels = GpuWorker.channels()
     with device.activate():
@@ -94,15 +94,15 @@ def batch():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("mode", ["raise", "ignore"])
-def test_the_step_waits_for_nothing(precision, mode):
-    """S22: forward, backward, clip, optimizer, losses, scalars, times and reports."""
+def test_the_step_never_synchronises(precision, mode):
+    """Forward, backward, clipping, optimizer, losses, scalars, times and reports."""
 
     def train(model, data):
         worker.record_scalar("one", data[0].mean())
         return loss_of(model, data)
 
     settings = {"precision": precision, "on_non_finite": mode, "max_grad_norm": 1.0}
-    with lone_worker(train, **settings, report_interval_s=0.0) as (worker, channels):
+    with single_worker(train, **settings, report_interval_s=0.0) as (worker, channels):
         data = batch()
         for _ in range(5):
             worker.train_step(data)
@@ -121,9 +121,9 @@ def test_the_step_waits_for_nothing(precision, mode):
     assert sum(t.compute_s for t in tallies) > 0
 
 
-def test_a_sync_in_the_step_is_noticed():
-    """The fault itself, so that the test above means something."""
-    with lone_worker(lambda model, data: loss_of(model, data) * data[0].sum().item()) as (
+def test_a_planted_synchronisation_is_detected():
+    """Shows that the test above can fail."""
+    with single_worker(lambda model, data: loss_of(model, data) * data[0].sum().item()) as (
         worker,
         _,
     ):
@@ -133,12 +133,12 @@ def test_a_sync_in_the_step_is_noticed():
             worker.train_step(data)
 
 
-def test_the_host_runs_ahead_by_a_few_steps_and_no_further():
+def test_the_host_runs_only_a_few_steps_ahead_of_the_device():
     def late(model, data):
         torch.cuda._sleep(STEP_CYCLES)
         return loss_of(model, data)
 
-    with lone_worker(late) as (worker, _):
+    with single_worker(late) as (worker, _):
         data = batch()
         for _ in range(3):
             worker.train_step(data)
@@ -151,12 +151,12 @@ def test_the_host_runs_ahead_by_a_few_steps_and_no_further():
     assert launched_s < total_s
 
 
-def test_step_times_are_those_of_the_device():
+def test_step_times_are_measured_on_the_device():
     def late(model, data):
         torch.cuda._sleep(STEP_CYCLES)
         return loss_of(model, data)
 
-    with lone_worker(late) as (worker, _):
+    with single_worker(late) as (worker, _):
         data = batch()
         worker.train_step(data)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -171,7 +171,7 @@ def test_step_times_are_those_of_the_device():
 
 @pytest.fixture
 def _every_warning():
-    """PyTorch gives some warnings once in a process, which an earlier test may have had."""
+    """Repeat warnings that PyTorch gives once per process."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     yield
@@ -179,21 +179,21 @@ def _every_warning():
 
 
 @pytest.mark.usefixtures("_every_warning")
-def test_accumulators_live_under_the_compute_stream():
-    """D30: a mismatch is a warning of PyTorch, and warnings are errors here."""
-    with lone_worker() as (worker, _):
+def test_gradient_accumulators_belong_to_the_compute_stream():
+    """PyTorch warns about a mismatch, and warnings are errors here."""
+    with single_worker() as (worker, _):
         data = batch()
         for _ in range(3):
             worker.train_step(data)
         with worker._context.comm():
-            kept = loss_of(worker.model, data)  # would make new nodes, had they been let go
+            kept = loss_of(worker.model, data)  # would create new nodes if the old ones were freed
         worker.train_step(data)
         assert kept.requires_grad
 
 
 @pytest.mark.usefixtures("_every_warning")
-def test_an_accumulator_of_another_stream_is_noticed():
-    """The fault itself, so that the test above means something."""
+def test_an_accumulator_of_another_stream_is_detected():
+    """Shows that the test above can fail."""
     weight = nn.Parameter(torch.ones(8, device=GPU))
     torch.cuda.synchronize(GPU)
     with torch.cuda.stream(torch.cuda.Stream(GPU)):
@@ -220,7 +220,7 @@ WAYS = [
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0"] * 2, ["cuda:0", "cpu"]], ids="+".join)
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 @slow_enough
-def test_runs_on_one_gpu_learn_and_train_every_sample_once(way, devices):
+def test_runs_on_one_gpu_converge_and_train_every_sample_once(way, devices):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, 64, generator=generator)
     y = x[:, :10].argmax(1)

@@ -1,4 +1,4 @@
-"""``make test-gpu`` where files hang, die and fail: the others run, and the log is whole."""
+"""``make test-gpu`` with files that hang, crash or fail: the other files run and are logged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HANGS = """
 import os, pathlib, subprocess, sys, threading
 helper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 pathlib.Path(__file__).with_name("helper").write_text(str(helper.pid))
-print("it hangs", file=sys.stderr, flush=True)
-threading.Event().wait()  # no test has begun, so pytest has no limit for it
+print("hanging", file=sys.stderr, flush=True)
+threading.Event().wait()  # at import, where pytest's timeout does not apply
 """
-DIES = """
+CRASHES = """
 import os, signal
 def test_before():
     pass
-def test_dies():
+def test_crashes():
     os.kill(os.getpid(), signal.SIGKILL)
 """
 FAILS = """
@@ -47,18 +47,18 @@ def run(directory: Path, log: Path, *options: str) -> subprocess.CompletedProces
     )
 
 
-def is_gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    # Nobody may have taken its status yet, where the first process of a machine does not.
+    # A zombie, where the container's init does not reap.
     return ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
 @pytest.mark.timeout(300)
-def test_after_a_file_that_hangs_dies_or_fails_the_others_run(tmp_path):
-    files = {"prefetch": DIES, "streams": HANGS, "runs": FAILS, "aside": PASSES, "fsdp": PASSES}
+def test_other_files_run_after_one_hangs_crashes_or_fails(tmp_path):
+    files = {"prefetch": CRASHES, "streams": HANGS, "runs": FAILS, "other": PASSES, "fsdp": PASSES}
     for name, text in files.items():
         (tmp_path / f"test_{name}.py").write_text(text)
     log = tmp_path / "run.log"
@@ -67,30 +67,30 @@ def test_after_a_file_that_hangs_dies_or_fails_the_others_run(tmp_path):
     written = log.read_text()
     summary = written.partition("== Summary\n")[2].splitlines()
     assert summary[:5] == [
-        "test_streams.py: ended after 30 s",
+        "test_streams.py: killed after 30 s",
         "test_prefetch.py: died of SIGKILL",
         "test_runs.py: failed (exit status 1)",
         "test_fsdp.py: passed",
-        "test_aside.py: passed",
+        "test_other.py: passed",
     ]
-    for of_a_file in (
-        "it hangs",
-        "test_streams.py",  # in the stack of the one that hangs
+    for line in (
+        "hanging",
+        "test_streams.py",  # in the stack of the hanging file
         "::test_before PASSED",
         "'one thing' == 'another'",
         "::test_passes PASSED",
     ):
-        assert of_a_file in written
+        assert line in written
     assert "Current thread" in written
-    assert "'one thing' == 'another'" in done.stdout  # what failed is shown at once
+    assert "'one thing' == 'another'" in done.stdout  # failures are printed at once
     helper = int((tmp_path / "helper").read_text())
     deadline = time.monotonic() + 10
-    while not is_gone(helper):
-        assert time.monotonic() < deadline, "a process that a file has started is left"
+    while not has_exited(helper):
+        assert time.monotonic() < deadline, "the hanging file's child process still runs"
         time.sleep(0.05)
 
 
-def test_when_time_is_up_what_did_not_run_is_named(tmp_path):
+def test_files_that_did_not_run_in_time_are_listed(tmp_path):
     (tmp_path / "test_nccl.py").write_text(PASSES)
     done = run(tmp_path, tmp_path / "run.log", "--anywhere", "--minutes", "0")
     assert done.returncode == 1
@@ -99,7 +99,7 @@ def test_when_time_is_up_what_did_not_run_is_named(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_does_not_pass(tmp_path):
+def test_without_a_gpu_the_exit_status_is_5(tmp_path):
     (tmp_path / "test_nccl.py").write_text(FAILS)
     done = run(tmp_path, tmp_path / "run.log")
     assert done.returncode == 5

@@ -1,4 +1,4 @@
-"""What ``tests/gpu`` asks of a GPU, asked of the CPU: so its logic is known to be right."""
+"""The checks of ``tests/gpu``, run on the CPU to test their logic."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tests.gpu.runs import ASYNC, CADENCE, OVER_CPU, SYNC, WAYS, name_of
 
 
 @pytest.mark.parametrize("body", [replicas.average_over_the_cpu, replicas.average_in_shared_memory])
-def test_replicas_hold_the_numbers_that_they_must(body):
+def test_averaged_replicas_hold_the_expected_values(body):
     body(CPU, 30)
 
 
 @pytest.mark.parametrize("dataset", [loading.Rows, loading.tensors], ids=["read", "gathered"])
-def test_streamed_batches_have_their_sums(dataset):
+def test_streamed_batches_have_the_expected_sums(dataset):
     assert loading.exact(CPU, dataset(), slow="both", depth=2) == 2
 
 
-def test_batches_made_by_the_data_set_have_their_sums():
-    loading.exact(CPU, loading.MadeThere(CPU), slow="both")
+def test_batches_created_by_the_data_set_have_the_expected_sums():
+    loading.exact(CPU, loading.DeviceRows(CPU), slow="both")
 
 
-@pytest.mark.parametrize("trouble", loading.TROUBLES)
-def test_a_troubled_data_set_does_no_harm(trouble):
-    trouble(CPU)
+@pytest.mark.parametrize("scenario", loading.SCENARIOS)
+def test_batches_are_exact_in_every_scenario(scenario):
+    scenario(CPU)
 
 
-def test_lockstep_states_are_compared_closely():
-    first, second = (runs.lockstep_state([CPU, CPU]) for _ in range(2))
+def test_states_of_sync_runs_are_compared_closely():
+    first, second = (runs.sync_state([CPU, CPU]) for _ in range(2))
     runs.assert_states_agree(first, second)
     second.params["inner.weight"].mul_(1 + 1e-6)
     with pytest.raises(AssertionError, match=r"inner\.weight"):
@@ -41,19 +41,19 @@ def test_lockstep_states_are_compared_closely():
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
-def test_two_workers_find_the_line(policy):
-    runs.meets_the_cpu(CPU, policy)
+def test_two_workers_converge(policy):
+    runs.converges_as_on_cpu(CPU, policy)
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
-def test_workers_of_unequal_speed_find_the_line(policy):
+def test_workers_of_unequal_speed_converge(policy):
     runs.unequal_speeds(CPU, policy)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
-def test_survivors_find_the_line(way, rank):
-    runs.death([CPU] * 3, way, rank)
+def test_survivors_converge(way, rank):
+    runs.survivors_continue([CPU] * 3, way, rank)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
@@ -75,55 +75,55 @@ def test_a_rank_without_memory_ends_the_run(way):
     runs.exhaust([CPU] * 2, way, no_memory, "planted")
 
 
-def test_low_precision_finds_the_line():
+def test_low_precision_converges():
     runs.low_precision(CPU)
 
 
-class Ban:
-    """Forbids a look at values, as PyTorch forbids the waits that one takes on a GPU."""
+class ReadGuard:
+    """Fails on reads of tensor values, which would synchronise on a GPU."""
 
     def __init__(self, monkeypatch):
-        self.is_on = False
+        self.is_guarded = False
         for module, name in ((finite, "all_finite"), (flat, "copy_with_norm")):
             monkeypatch.setattr(module, name, self._guarded(getattr(module, name)))
 
-    def _guarded(self, look):
+    def _guarded(self, read):
         def guarded(*args):
-            assert not self.is_on, "a look at values"
-            return look(*args)
+            assert not self.is_guarded, "tensor values were read"
+            return read(*args)
 
         return guarded
 
     def forbid(self):
-        self.is_on = True
+        self.is_guarded = True
 
     def allow(self):
-        self.is_on = False
+        self.is_guarded = False
 
 
-@pytest.mark.parametrize("kind", ["read", "inline", "streamed", "resident", "there"])
+@pytest.mark.parametrize("kind", ["read", "inline", "streamed", "resident", "on_device"])
 @pytest.mark.parametrize(
     ("way", "ranks"),
-    # On a CPU lockstep looks at each step's gradients: there it waits for nobody.
-    [(way, ranks) for way, ranks in runs.QUIET_WAYS if (way[0], ranks) != (SYNC, 2)],
+    # On the CPU, SYNC checks each step's gradients, which synchronises with no device.
+    [(way, ranks) for way, ranks in runs.GUARDED_WAYS if (way[0], ranks) != (SYNC, 2)],
 )
-def test_steps_between_two_rounds_look_at_nothing(way, ranks, kind, monkeypatch):
-    ban = Ban(monkeypatch)
-    runs.quiet(CPU, way, ranks, kind, ban.forbid, ban.allow)
+def test_steps_between_two_rounds_read_no_values(way, ranks, kind, monkeypatch):
+    guard = ReadGuard(monkeypatch)
+    runs.guarded_steps(CPU, way, ranks, kind, guard.forbid, guard.allow)
 
 
-def test_a_look_in_a_quiet_step_is_noticed(monkeypatch):
-    ban = Ban(monkeypatch)
+def test_a_read_in_a_guarded_step_is_detected(monkeypatch):
+    guard = ReadGuard(monkeypatch)
     squares = runs.squares
 
-    def looks(model, batch):
+    def reading(model, batch):
         finite.all_finite([batch[0]])
         return squares(model, batch)
 
-    monkeypatch.setattr(runs, "squares", looks)
-    with pytest.raises(RuntimeError, match="a look at values"):
-        runs.quiet(CPU, (CADENCE, OVER_CPU), 1, "read", ban.forbid, ban.allow)
+    monkeypatch.setattr(runs, "squares", reading)
+    with pytest.raises(RuntimeError, match="tensor values were read"):
+        runs.guarded_steps(CPU, (CADENCE, OVER_CPU), 1, "read", guard.forbid, guard.allow)
 
 
-def test_data_of_the_caller_is_there():
+def test_the_callers_data_is_complete():
     runs.late_data(CPU, side_stream=False)
