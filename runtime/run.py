@@ -293,7 +293,7 @@ class Run:
             ranks = range(len(self.devices))
             try:
                 for rank in ranks:
-                    self._collectives[rank] = self._peers.groups.end(0, ranks, rank, backend)
+                    self._collectives[rank] = self._peers.groups.connect(0, ranks, rank, backend)
                 return
             except (CollectiveAborted, CollectiveTimeout) as error:
                 if len(core.choice.usable) == 1:

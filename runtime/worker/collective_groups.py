@@ -1,4 +1,4 @@
-"""The collectives of a run: one group of ranks after the other, as ranks die."""
+"""Collectives of a run: a new group of ranks after each death of a rank."""
 
 from __future__ import annotations
 
@@ -13,85 +13,85 @@ MakeGroup = Callable[[Sequence[int], AverageBackend], Sequence[Collective]]
 
 
 class CollectiveGroups:
-    """Makes each group of ranks once, in one place, and hands every rank its end.
+    """Creates each group of ranks once, and returns each rank its collective.
 
-    Thread-safe. The first group is made when the run starts, every later one by the first
-    of its ranks that asks, while the others wait.
+    Thread-safe. The first group is created when the run starts, every later one by the first of
+    its ranks that calls :meth:`connect`, while the others wait.
 
     Args:
-        make: Gives one connected end for each of the ranks it is given, over a backend.
+        make: Returns connected collectives, one for each of the given ranks, over a backend.
     """
 
     def __init__(self, make: MakeGroup) -> None:
         self._make = make
-        self._making = threading.Lock()
-        # Guards what follows, and is never held while a group is made.
+        self._creating = threading.Lock()
+        # Guards the following attributes; never held while a group is created.
         self._lock = threading.Lock()
-        self._ends: dict[int, dict[int, Collective]] = {}
+        self._groups: dict[int, dict[int, Collective]] = {}
         self._unconnected: dict[tuple[int, AverageBackend], GpuWorkerError] = {}
-        self._broken: set[int] = set()
-        self._all_broken = False
+        self._aborted: set[int] = set()
+        self._all_aborted = False
         self._closed = False
 
-    def end(
+    def connect(
         self, generation: int, ranks: Sequence[int], rank: int, backend: AverageBackend
     ) -> Collective:
-        """A rank's end of a group. Blocks until the group is connected.
+        """Return a rank's collective of a group. Blocks until the group is connected.
 
         Raises:
-            CollectiveAborted: The run is over, or a rank could not connect.
+            CollectiveAborted: The run has ended, or a rank could not connect.
             CollectiveTimeout: A rank did not connect in time.
-            GpuWorkerError: An earlier group does not end, so that no other one can be made.
+            GpuWorkerError: An earlier group has not ended, so no other can be created.
         """
-        with self._making:
+        with self._creating:
             with self._lock:
                 if self._closed:
-                    raise CollectiveAborted("the run is over")
-                ends = self._ends.get(generation)
+                    raise CollectiveAborted("the run has ended")
+                collectives = self._groups.get(generation)
             earlier = self._unconnected.get((generation, backend))
-            if earlier is not None:  # the others need not try it again
+            if earlier is not None:  # the other ranks need not retry
                 raise type(earlier)(str(earlier))
-            if ends is None:
+            if collectives is None:
                 try:
-                    ends = dict(zip(ranks, self._make(ranks, backend), strict=True))
+                    collectives = dict(zip(ranks, self._make(ranks, backend), strict=True))
                 except Exception as error:
-                    # An earlier group that does not end is no fault of the backend.
+                    # An earlier group that has not ended is no fault of the backend.
                     kind = GpuWorkerError if type(error) is GpuWorkerError else CollectiveAborted
                     self._unconnected[generation, backend] = kind(str(error))
                     raise
-                self._keep(generation, ends)
-        return ends[rank]
+                self._add(generation, collectives)
+        return collectives[rank]
 
-    def _keep(self, generation: int, ends: dict[int, Collective]) -> None:
+    def _add(self, generation: int, collectives: dict[int, Collective]) -> None:
         with self._lock:
             closed = self._closed
-            broken = self._all_broken or generation in self._broken
+            aborted = self._all_aborted or generation in self._aborted
             if not closed:
-                self._ends[generation] = ends
-        for end in ends.values():
+                self._groups[generation] = collectives
+        for collective in collectives.values():
             if closed:
-                end.close()
-            elif broken:
-                end.abort()
+                collective.close()
+            elif aborted:
+                collective.abort()
 
     def abort(self, generation: int | None = None) -> None:
-        """Break a group, made or to be made; ``None``: all of them, for good. Never waits."""
+        """Abort a group, created or not; ``None``: all, permanently. Does not block."""
         with self._lock:
             if generation is None:
-                self._all_broken = True
-                chosen = list(self._ends.values())
+                self._all_aborted = True
+                chosen = list(self._groups.values())
             else:
-                self._broken.add(generation)
-                chosen = [e for g, e in self._ends.items() if g == generation]
-            ends = [end for group in chosen for end in group.values()]
-        for end in ends:
-            end.abort()
+                self._aborted.add(generation)
+                chosen = [e for g, e in self._groups.items() if g == generation]
+            collectives = [collective for group in chosen for collective in group.values()]
+        for collective in collectives:
+            collective.abort()
 
     def close(self) -> None:
-        """Close every end; the ranks use them no more."""
+        """Close all collectives, after their last use."""
         with self._lock:
             self._closed = True
-            groups, self._ends = list(self._ends.values()), {}
+            groups, self._groups = list(self._groups.values()), {}
         for group in groups:
-            for end in group.values():
-                end.close()
+            for collective in group.values():
+                collective.close()

@@ -1,4 +1,4 @@
-"""Progress of ranks in lockstep, and the steps at which all of them stop or save."""
+"""Progress of ranks in lockstep, and the agreed steps at which all of them stop or save."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from coordinator.messages import Shift
 
 
 class LockstepProgress:
-    """Counts what every rank of a ``SYNC`` run does alike.
+    """Counters of a ``SYNC`` run that have equal values on all ranks.
 
     Attributes:
-        step: Optimizer steps made since the start of the run. The last ones may still turn out to
-            have failed, until the worker has looked; see :class:`~runtime.worker.step.WorkerSteps`.
-        num_syncs: Times the buffers were averaged.
-        buffer_samples: Samples that this rank's buffers have seen since then.
-        num_captured: The last capture that this rank has made.
-        num_shifts: The last shift that this rank has taken.
+        step: Optimizer steps since the start of the run. The last ones may still fail, until they
+            are confirmed; see :class:`~runtime.worker.step.WorkerSteps`.
+        num_syncs: Number of times the buffers were averaged.
+        buffer_samples: Samples of this rank since the last averaging of buffers.
+        num_captured: Number of the last checkpoint capture of this rank.
+        num_shifts: Number of the last shift applied by this rank.
     """
 
     def __init__(self, agreement: LockstepAgreement | None = None) -> None:
@@ -29,71 +29,72 @@ class LockstepProgress:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Compares how far ranks have come."""
+        """Comparable progress of a rank."""
         return self.step, self.num_syncs
 
     def stepped(self, num_samples: int) -> None:
-        """A step was made with the peers."""
+        """Count a step made with the peers."""
         self.step += 1
         self.buffer_samples += num_samples
 
     def step_undone(self, num_samples: int) -> None:
-        """The last step has failed."""
+        """Uncount the last step, which has failed."""
         self.step -= 1
         self.buffer_samples -= num_samples
 
     def synced(self) -> None:
-        """The buffers were averaged with the peers."""
+        """Count an averaging of the buffers."""
         self.num_syncs += 1
         self.buffer_samples = 0
 
     def propose_stop(self) -> None:
-        """Have all ranks stop after the next step."""
+        """Propose that all ranks stop after the next step."""
         self._agreement.propose(self.step + 1)
 
     @property
     def stop_reached(self) -> bool:
-        """Whether the ranks have agreed to stop before the next step."""
+        """True if the ranks have agreed to stop before the next step."""
         return self._agreement.reached(self.step)
 
     def propose_capture(self, capture: int) -> None:
-        """Have all ranks take their states after the next step."""
+        """Propose that all ranks capture their states after the next step."""
         self._agreement.propose_capture(capture, self.step + 1)
 
     def propose_shift(self, shift: Shift) -> None:
-        """Have all ranks take a shift after the next step."""
+        """Propose that all ranks apply a shift after the next step."""
         self._agreement.propose_shift(shift, self.step + 1)
 
     @property
     def shift_reached(self) -> Shift | None:
-        """The next shift, if the ranks have agreed to take it before the next step."""
-        named = self._agreement.shift_at(self.num_shifts + 1)
-        return named[0] if named is not None and self.step >= named[1] else None
+        """The next shift, if the ranks have agreed to apply it before the next step."""
+        proposed = self._agreement.shift_at(self.num_shifts + 1)
+        return proposed[0] if proposed is not None and self.step >= proposed[1] else None
 
     def shifted(self, shift: Shift) -> None:
-        """A shift was taken: a peer that has not is behind, as after a change of buffers."""
+        """Count an applied shift, as a change of buffers: a peer without it is behind."""
         self.num_shifts = shift.id
         self.num_syncs += 1
 
     @property
     def capture_reached(self) -> int | None:
-        """The capture that the ranks have agreed to make before the next step, if any."""
+        """Number of the capture that the ranks have agreed to make before the next step, if any."""
         capture, step = self._agreement.capture_at
         return capture if capture > self.num_captured and self.step >= step else None
 
     def copy_from(self, other: LockstepProgress) -> None:
-        """Stand where a peer stands."""
+        """Copy the progress of a peer."""
         self.step, self.num_syncs = other.step, other.num_syncs
         self.buffer_samples = other.buffer_samples
         self.num_shifts = other.num_shifts
 
 
 class LockstepAgreement:
-    """The global steps before which every rank of a lockstep run stops, or takes its state.
+    """The steps before which all ranks in lockstep stop, capture their state or apply a shift.
 
-    A rank that is asked to stop at the edge of step ``s`` has not joined the reduction of
-    ``s``, so no peer can have passed it: naming ``s + 1`` before joining is seen by all
-    of them, because the reduction orders it before their next look. The first name counts.
+    A rank that receives a stop before step ``s`` has not joined the reduction of ``s``, so no peer
+    has passed it. If it proposes ``s + 1`` before it joins, all peers see the proposal before
+    step ``s + 1``, because the reduction orders it before their next check. The first proposal
+    counts.
     """
 
     def __init__(self) -> None:
@@ -103,20 +104,20 @@ class LockstepAgreement:
         self._shifts: dict[int, tuple[Shift, int]] = {}
 
     def propose(self, step: int) -> None:
-        """Name the step before which to stop, unless one is named already."""
+        """Set the step before which to stop, unless one is set."""
         with self._lock:
             if self._stop_at is None:
                 self._stop_at = step
 
     def reached(self, step: int) -> bool:
-        """Whether ``step`` must not begin."""
+        """True if ``step`` must not begin."""
         return self._stop_at is not None and step >= self._stop_at
 
     def propose_capture(self, capture: int, step: int) -> None:
-        """Name the step before which a capture is made, unless that or a later one is named.
+        """Set the step before which a capture is made, unless it or a later capture has one.
 
         Args:
-            capture: Counts the captures of a run, from 1.
+            capture: Number of the capture in the run, from 1.
             step: The step.
         """
         with self._lock:
@@ -124,10 +125,10 @@ class LockstepAgreement:
                 self._capture_at = (capture, step)
 
     def propose_shift(self, shift: Shift, step: int) -> None:
-        """Name the step before which a shift is taken, unless one is named already.
+        """Set the step before which a shift is applied, unless it has one.
 
-        Those that were named for a step before the last are taken: every rank has joined the
-        reduction of the step after them.
+        Shifts of steps before the last are removed: all ranks have applied them, since they have
+        joined the reduction of a later step.
         """
         with self._lock:
             for number in [n for n, (_, at) in self._shifts.items() if at < step - 1]:
@@ -135,10 +136,10 @@ class LockstepAgreement:
             self._shifts.setdefault(shift.id, (shift, step))
 
     def shift_at(self, number: int) -> tuple[Shift, int] | None:
-        """A shift and its step, if one was named."""
+        """A shift and its step; ``None`` if it has none."""
         return self._shifts.get(number)
 
     @property
     def capture_at(self) -> tuple[int, int]:
-        """The last capture that was named, and its step; 0: none yet."""
+        """Number of the last proposed capture (0: none), and its step."""
         return self._capture_at

@@ -10,12 +10,12 @@ from runtime.worker.worker_config import WorkerConfig
 
 
 class PlanSteps:
-    """A plan cut into optimizer steps of up to ``accumulate`` micro-batches.
+    """The optimizer steps of a plan, of up to ``accumulate`` micro-batches each.
 
     Attributes:
-        steps: Samples in each micro-batch of each step; under ``SYNC`` as many steps as the rank
-            with most batches makes, the last ones empty where this rank has run out.
-        num_empty: Batches of a step, by its index, that have no samples for this rank.
+        steps: For each step the samples of each micro-batch. Under ``SYNC`` all ranks have as many
+            steps as the rank with most batches; steps without batches for this rank are empty.
+        num_empty: By step index, the number of its batches without samples for this rank.
     """
 
     def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
@@ -24,11 +24,11 @@ class PlanSteps:
         self._accumulate = accumulate = config.accumulate * plan.num_slices
         num_batches = plan.num_batches
         self.num_empty: dict[int, int] = {}
-        # A plan may have millions of steps: the whole ones share one list.
-        whole = [config.batch_size] * accumulate
-        self.steps: list[Sequence[int]] = [whole] * (num_batches // accumulate)
+        # A plan may have millions of steps: full ones share one list.
+        full = [config.batch_size] * accumulate
+        self.steps: list[Sequence[int]] = [full] * (num_batches // accumulate)
         if rest := num_batches % accumulate:
-            self.steps.append(whole[:rest])
+            self.steps.append(full[:rest])
         longest = max(plan.shares, default=num_batches)
         self.steps += [()] * (-(-longest // accumulate) - len(self.steps))
         if plan.pieces:
@@ -38,8 +38,8 @@ class PlanSteps:
                 if len(sizes) < len(pieces):
                     self.num_empty[step] = len(pieces) - len(sizes)
             return
-        # Only the last batch of an epoch can be short, and spans rise within a plan
-        # except where a batch came back from a dead rank: look at each span's end.
+        # Only the last batch of an epoch can be short, at the end of some span: spans ascend within
+        # a plan, except for batches that a dead rank gave back.
         end = 0
         for span in plan.batches:
             if not span:
@@ -53,7 +53,7 @@ class PlanSteps:
                 self.steps[step] = shorter
 
     def position(self, index: int) -> int:
-        """Batches that all ranks together have trained before a lockstep step."""
+        """Batches of all ranks before the lockstep step ``index``."""
         if self._plan.pieces:
             return self._plan.first_step + index * self._num_global * self._plan.per_global
         done = index * self._accumulate

@@ -1,7 +1,7 @@
-"""The worker's half of the control protocol, without tensors, queues or a clock.
+"""The worker's side of the control protocol, without tensors, queues or a clock.
 
-:class:`WorkerProtocol` takes messages and says which of them need work on tensors;
-:class:`~runtime.worker.worker.GpuWorker` does that work. The simulation runs the same object.
+:class:`WorkerProtocol` receives messages and returns those that require work on tensors, which
+:class:`~runtime.worker.worker.GpuWorker` does. The simulation runs the same object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coordinator import messages as m
 
 
 class WorkerState(Enum):
-    """What a worker is doing."""
+    """State of a worker in the control protocol."""
 
     BUILDING = "building"
     IDLE = "idle"
@@ -41,12 +41,12 @@ _NEXT = {
 
 
 class IllegalTransition(AssertionError):
-    """The protocol was driven into a state that it cannot reach; a bug."""
+    """A transition that the protocol does not allow: a bug."""
 
 
 @dataclass(slots=True)
-class _Mark:
-    """What a snapshot holds, so that an update subtracts just that."""
+class _Counts:
+    """Counts at a snapshot, which an update subtracts."""
 
     round: int
     batches: int
@@ -60,17 +60,17 @@ class WorkerProtocol:
 
     Attributes:
         rank: The worker's rank.
-        state: What it is doing.
-        plans: Plans received and not yet begun, in order.
+        state: Its state.
+        plans: Plans received and not begun, in order.
         plan: The plan in progress.
         batches: Batches trained since the last round.
-        samples: Samples in them whose effect was kept.
-        weight: The sum of their weights, which are samples unless ``train_fn`` gave others: the
-            worker's weight in the next round.
+        samples: Samples in them, without those of dropped steps.
+        weight: The sum of their weights, by default the samples: the worker's weight in the next
+            round.
         unreported: Batches trained since the last report.
         global_step: Batches of all ranks up to the last round.
-        generation: The group of ranks that this one meets in collectives.
-        shutdown: The message that ends the worker, once it came.
+        generation: Generation of the group of ranks in collectives.
+        shutdown: The ``Shutdown`` message, once received.
     """
 
     rank: int
@@ -86,15 +86,15 @@ class WorkerProtocol:
     shutdown: m.Shutdown | None = None
     _allowance: m.Allowance = field(default_factory=m.Allowance)
     _reported_at: int = 0
-    _mark: _Mark | None = None
-    _weight_since: float = 0  # since the mark: what is left of floats by subtraction is no 0
-    _last_sync: _Mark | None = None
+    _mark: _Counts | None = None
+    _weight_since: float = 0  # since the mark: a difference of float sums would not be 0
+    _last_sync: _Counts | None = None
 
     def transition(self, state: WorkerState) -> None:
-        """Go to ``state``.
+        """Change to ``state``.
 
         Raises:
-            IllegalTransition: The present state does not lead there.
+            IllegalTransition: The current state does not allow it.
         """
         if state is self.state:
             return
@@ -102,8 +102,8 @@ class WorkerProtocol:
             raise IllegalTransition(f"worker {self.rank}: {self.state} -> {state}")
         self.state = state
 
-    def _settle(self) -> None:
-        """The state that follows from limit and plan, unless it is leaving or in a round."""
+    def _update_state(self) -> None:
+        """Derive the state from limit and plan, unless the worker is leaving or in a round."""
         if self.state in (_S.LEAVING, _S.GONE, _S.SYNCING, _S.HALTED, _S.BUILDING):
             return
         limit = self._allowance.limit
@@ -114,45 +114,45 @@ class WorkerProtocol:
 
     @property
     def may_train(self) -> bool:
-        """Whether the next step of the plan in progress may begin."""
+        """True if the next step of the plan in progress may begin."""
         return self.state is _S.TRAINING
 
     @property
     def parked(self) -> bool:
-        """Whether the worker waits to be released."""
+        """True if the worker has reached its limit and waits for a higher one."""
         return self.state is _S.PARKED
 
     @property
     def leaving(self) -> bool:
-        """Whether nothing but ``Shutdown`` matters any more."""
+        """True if the worker ignores all messages but ``Shutdown``."""
         return self.state in (_S.LEAVING, _S.GONE)
 
     @property
     def accepts_plans(self) -> bool:
-        """Whether a plan that comes now is to be trained; one sent before a halt is void."""
+        """True if a plan received now is trained; plans sent before a halt are void."""
         return not self.leaving and self.state is not _S.HALTED
 
     def built(self) -> None:
-        """The replica exists."""
+        """The replica was built."""
         self.transition(_S.IDLE)
-        self._settle()
+        self._update_state()
 
     def leave(self) -> None:
-        """Stop taking part: from here on every request is skipped."""
+        """Leave the run: from now on requests are ignored."""
         if not self.leaving:
             self.transition(_S.LEAVING)
 
     def gone(self) -> None:
-        """Everything is said."""
+        """The worker has sent its last message."""
         self.leave()
         self.transition(_S.GONE)
 
     def receive(self, message: m.ToWorker) -> m.ToWorker | None:
-        """Take a message.
+        """Receive a message.
 
         Returns:
-            The message if tensors are to be moved for it now, else ``None``. A worker
-            that is leaving joins no round: its peers may be gone.
+            The message if it requires work on tensors now, else ``None``. A worker that is leaving
+            joins no round, since its peers may be gone.
         """
         if isinstance(message, m.Shutdown):
             self.shutdown = message
@@ -176,9 +176,9 @@ class WorkerProtocol:
                 self.transition(_S.SYNCING)
                 return message
             case m.Halt():
-                # One that has halted for this group, or is in a later one, has answered.
-                known = self.state is _S.HALTED or message.generation != self.generation
-                return None if known else message
+                # A worker that has halted in this group, or joined a later one, has replied.
+                has_replied = self.state is _S.HALTED or message.generation != self.generation
+                return None if has_replied else message
             case m.Regroup():
                 return message
             case m.Rollback():
@@ -189,60 +189,60 @@ class WorkerProtocol:
                 return message
             case _:
                 assert_never(message)
-        self._settle()
+        self._update_state()
         return None
 
     def begin_plan(self, *, leaving_too: bool = False) -> m.EpochPlan | None:
-        """Take the next plan, if there is one.
+        """Begin the next plan, if there is one, and return the plan in progress.
 
         Args:
-            leaving_too: Also take it while leaving, as lockstep ranks must where their
-                peers may have begun it.
+            leaving_too: Begin a plan even while leaving, as lockstep ranks must if their peers may
+                have begun it.
         """
         if self.state is _S.HALTED:
             return None
         if self.plan is None and self.plans and (leaving_too or not self.leaving):
             self.plan = self.plans.popleft()
-            self._settle()
+            self._update_state()
         return self.plan
 
     def end_plan(self) -> None:
-        """The plan in progress is done or abandoned."""
+        """End the plan in progress, completed or not."""
         self.plan = None
-        self._settle()
+        self._update_state()
 
     def drop_plans(self) -> None:
-        """No rank of a lockstep run begins the plans that wait: all have agreed to stop."""
+        """Drop the plans not begun, after all ranks in lockstep have agreed to stop."""
         self.plans.clear()
 
     def trained(self, batches: int, samples: int, weight: float | None = None) -> None:
-        """A step is done; ``batches`` micro-batches went into it.
+        """Count a step.
 
         Args:
-            batches: Micro-batches that went into it.
+            batches: Its micro-batches.
             samples: Samples in them.
-            weight: Of their losses; ``None``: the samples.
+            weight: The weight of their losses; ``None``: the samples.
         """
         self.batches += batches
         self.samples += samples
-        self.weigh(samples if weight is None else weight)
+        self.add_weight(samples if weight is None else weight)
         self.unreported += batches
         limit = self._allowance.limit
-        if limit is not None and self.batches >= limit:  # else the state is as it was
-            self._settle()
+        if limit is not None and self.batches >= limit:  # otherwise the state does not change
+            self._update_state()
 
-    def weigh(self, weight: float) -> None:
-        """What was trained has this weight beside that which was told with it."""
+    def add_weight(self, weight: float) -> None:
+        """Add to the weight of the steps that were counted."""
         self.weight += weight
         self._weight_since += weight
 
     def step_reduced(self, batches: int) -> None:
-        """A step whose gradients were averaged is done: nothing waits for a round."""
+        """Count a step with reduced gradients, which no averaging round follows."""
         self.unreported += batches
 
     @property
     def report_due(self) -> bool:
-        """Whether the coordinator must hear of the batches trained, apart from time."""
+        """True if a report is due because of the batches trained, regardless of time."""
         if not self.unreported:
             return False
         if self.state is _S.PARKED:
@@ -251,21 +251,21 @@ class WorkerProtocol:
         return after is not None and self._reported_at < after <= self.batches
 
     def reported(self) -> None:
-        """All batches trained have been told."""
+        """All batches trained were reported."""
         self.unreported = 0
         self._reported_at = self.batches
 
     def snapshot_taken(self, round_id: int) -> None:
-        """A snapshot for this round holds everything trained so far."""
-        self._mark = _Mark(round_id, self.batches, self.samples, self.weight)
+        """Mark the counts of a snapshot for a round."""
+        self._mark = _Counts(round_id, self.batches, self.samples, self.weight)
         self._weight_since = 0
 
     def updated(self, update: m.Update) -> bool:
-        """An average was taken: subtract what its snapshot held, keep what came after.
+        """Subtract the counts of the snapshot from which an average was made.
 
         Returns:
-            Whether the update answers this worker's latest snapshot. If not, it belongs
-            to a round that was given up and must change nothing.
+            True if the update belongs to this worker's latest snapshot. If False, its round was
+            given up, and it must not be applied.
         """
         if self._mark is None or self._mark.round != update.round:
             return False
@@ -277,38 +277,38 @@ class WorkerProtocol:
         return True
 
     def discard_samples(self) -> int:
-        """What was trained since the last round has no effect, and so no weight in the next.
+        """Remove the samples since the last round from the weight of the next one.
 
         Returns:
-            The samples.
+            Their number.
         """
         samples, self.samples = self.samples, 0
         self.weight = self._weight_since = 0
         return samples
 
     def synced(self, message: m.SyncNow, *, ok: bool) -> None:
-        """The collective of a round has ended; if it failed, the counters stay."""
+        """End the collective of a round; if it failed, the counts stay."""
         self._last_sync = None
         if ok:
-            self._last_sync = _Mark(message.round, self.batches, self.samples, self.weight)
+            self._last_sync = _Counts(message.round, self.batches, self.samples, self.weight)
             self.batches = self.samples = 0
             self.weight = self._weight_since = 0
-            self._mark = None  # what an earlier snapshot held is in this average
+            self._mark = None  # this average contains the earlier snapshot
             self._new_round(message.allowance)
         if self.state is _S.SYNCING:
             self.state = _S.IDLE
-        self._settle()
+        self._update_state()
 
     def _new_round(self, allowance: m.Allowance) -> None:
         self._allowance = allowance
         self._reported_at = self.batches - self.unreported
-        self._settle()
+        self._update_state()
 
     def rolled_back(self, round_id: int) -> bool:
-        """A round over a collective is undone: what went into it waits for the next.
+        """Undo a round over a collective: its counts become part of the next round.
 
         Returns:
-            Whether this worker had taken the round's average.
+            True if this worker had applied the round's average.
         """
         mark, self._last_sync = self._last_sync, None
         if mark is None or mark.round != round_id:
@@ -317,18 +317,18 @@ class WorkerProtocol:
         self.samples += mark.samples
         self.weight += mark.weight
         self._reported_at += mark.batches
-        self._settle()
+        self._update_state()
         return True
 
     def halt(self) -> None:
-        """The group of ranks is broken: forget all plans until there is a new one."""
+        """Drop all plans and wait for a new group, as this one is broken."""
         self.plan = None
         self.plans.clear()
         self.transition(_S.HALTED)
 
     def regrouped(self, generation: int) -> None:
-        """The worker has joined a new group of ranks."""
+        """Enter a new group of ranks."""
         self.generation = generation
         if self.state is _S.HALTED:
             self.transition(_S.IDLE)
-        self._settle()
+        self._update_state()

@@ -498,7 +498,7 @@ class WorkerSteps:
         """Tell the protocol the weights that were summed on the device; waits for it."""
         late, self._late_weight = self._late_weight, None
         if late is not None:
-            self._protocol.weigh(float(late))
+            self._protocol.add_weight(float(late))
 
     def _advance_schedule(self, position: int | None = None) -> None:
         if position is None:

@@ -531,7 +531,7 @@ class GpuWorker:
         """
         assert self._peers is not None, "a worker on its own has no group"
         try:
-            collective = self._peers.groups.end(
+            collective = self._peers.groups.connect(
                 message.generation, message.ranks, self.rank, message.backend
             )
         except (CollectiveAborted, CollectiveTimeout) as error:

@@ -223,7 +223,7 @@ def gather_in_threads(pieces, upstream, *, live=None, loss_of=None):
         batch.weight = 2.0 + i
         batch.live = True if live is None else live[i]
         if loss_of is not None:
-            batch.tie(loss_of(out), True)[0].backward()
+            batch.connect(loss_of(out), True)[0].backward()
         elif piece.requires_grad:
             out.backward(upstream[i])
         batch.end_batch()

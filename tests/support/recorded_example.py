@@ -25,7 +25,7 @@ def recorded(lines, train_window, steps, sizes, first, train_fn):
     """A step, and its line; the list is only appended to, so that ranks need no lock."""
     replica = steps.replica
     params, states = replica.state.params.params, replica.optimizer.state
-    step, before = replica.together.step, checksums(params)
+    step, before = replica.lockstep.step, checksums(params)
     train_window(steps, sizes, first, train_fn)
     made = {
         "rank": current_worker().rank,

@@ -232,7 +232,7 @@ def test_a_run_that_is_over_does_not_wait_for_the_models_of_another():
     with build.BuildOrder().turn(0):
         waiting = threading.Thread(target=order.fail)
         waiting.start()
-        with pytest.raises(CollectiveAborted, match="the run was over"), order.turn(0):
+        with pytest.raises(CollectiveAborted, match="the run ended"), order.turn(0):
             pass
         waiting.join(WAIT_S)
     with pytest.raises(CollectiveAborted, match="rank 0 could not"), order.turn(1):

@@ -197,7 +197,7 @@ def test_extra_state_that_no_file_can_hold_is_told_with_its_module(tmp_path, cap
     assert len(rest.metrics) == 2
     text = caplog.text
     assert "the extra state of module '0' is of type BytesIO" in text
-    assert "the extra state of module '0' was not saved: it is new" in text
+    assert "the extra state of module '0' is not in the checkpoint" in text
 
 
 def test_what_hooks_do_to_a_state_dict_loses_no_weight():

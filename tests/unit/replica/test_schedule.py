@@ -149,7 +149,7 @@ class TestByMetric:
 
     def test_an_epoch_without_the_metric_is_an_error(self):
         schedule = Schedule(optimizer(), self.halving, every=0)
-        with pytest.raises(ValueError, match=r"epoch 1 has no metric.*record_scalar"):
+        with pytest.raises(ValueError, match=r"epoch 1 lacks the metric.*record_scalar"):
             schedule.step_by_metrics([1.0, None])
 
     def test_it_is_for_plateaus_alone_and_they_need_it(self):
@@ -160,7 +160,7 @@ class TestByMetric:
 
     def test_a_state_of_another_kind_is_refused(self):
         state = Schedule(optimizer(), FACTORIES["LambdaLR"]).state_dict()
-        with pytest.raises(ValueError, match="every 1 batches, and is by a metric now"):
+        with pytest.raises(ValueError, match="every 1 batches, and is now stepped by a metric"):
             Schedule(optimizer(), self.halving, every=0).load_state_dict(state)
 
 

@@ -48,7 +48,7 @@ def in_threads(*functions):
 def test_a_group_is_made_once_and_each_rank_gets_its_own_end():
     make = Maker()
     groups = CollectiveGroups(make)
-    ends = in_threads(*(lambda r=r: groups.end(1, (0, 2, 5), r, THREAD) for r in (0, 2, 5)))
+    ends = in_threads(*(lambda r=r: groups.connect(1, (0, 2, 5), r, THREAD) for r in (0, 2, 5)))
     assert make.made == [(0, 2, 5)]
     assert [end.rank for end in ends] == [0, 1, 2]
     assert in_threads(*(end.barrier for end in ends)) == [None] * 3
@@ -59,8 +59,8 @@ def test_a_group_that_broke_before_it_was_made_comes_broken():
     groups = CollectiveGroups(Maker())
     groups.abort(1)
     with pytest.raises(CollectiveAborted):
-        groups.end(1, (0, 1), 0, THREAD).barrier()
-    groups.end(2, (0,), 0, THREAD).barrier()
+        groups.connect(1, (0, 1), 0, THREAD).barrier()
+    groups.connect(2, (0,), 0, THREAD).barrier()
     groups.close()
 
 
@@ -69,7 +69,7 @@ def test_a_group_can_be_broken_while_it_is_made():
     make = Maker(hold)
     groups = CollectiveGroups(make)
     found = []
-    thread = threading.Thread(target=lambda: found.append(groups.end(1, (0, 1), 0, THREAD)))
+    thread = threading.Thread(target=lambda: found.append(groups.connect(1, (0, 1), 0, THREAD)))
     thread.start()
     assert make.entered.wait(WAIT_S)
     groups.abort(1)  # does not wait for it
@@ -82,8 +82,8 @@ def test_a_group_can_be_broken_while_it_is_made():
 
 def test_breaking_one_group_leaves_the_others():
     groups = CollectiveGroups(Maker())
-    old = groups.end(0, (0,), 0, THREAD)
-    new = groups.end(1, (0,), 0, THREAD)
+    old = groups.connect(0, (0,), 0, THREAD)
+    new = groups.connect(1, (0,), 0, THREAD)
     groups.abort(0)
     with pytest.raises(CollectiveAborted):
         old.barrier()
@@ -99,7 +99,7 @@ def test_when_the_run_is_over_no_group_is_made_any_more():
     groups = CollectiveGroups(make)
     groups.close()
     with pytest.raises(CollectiveAborted, match="over"):
-        groups.end(0, (0, 1), 0, THREAD)
+        groups.connect(0, (0, 1), 0, THREAD)
     assert make.made == []
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_ends_while_a_group_is_made_closes_it():
     make = Maker(hold)
     groups = CollectiveGroups(make)
     found = []
-    thread = threading.Thread(target=lambda: found.append(groups.end(1, (0, 1), 0, THREAD)))
+    thread = threading.Thread(target=lambda: found.append(groups.connect(1, (0, 1), 0, THREAD)))
     thread.start()
     assert make.entered.wait(WAIT_S)
     groups.close()
@@ -125,7 +125,7 @@ def test_a_run_that_fails_while_a_group_is_made_breaks_that_group_too(made_first
     make = Maker(hold)
     groups = CollectiveGroups(make)
     found = []
-    thread = threading.Thread(target=lambda: found.append(groups.end(1, (0,), 0, THREAD)))
+    thread = threading.Thread(target=lambda: found.append(groups.connect(1, (0,), 0, THREAD)))
     if not made_first:
         groups.abort()
     thread.start()
@@ -148,5 +148,5 @@ def test_a_group_that_cannot_be_made_beside_an_earlier_one_fails_every_rank():
     groups = CollectiveGroups(make)
     for rank in range(2):
         with pytest.raises(GpuWorkerError, match="planted") as caught:
-            groups.end(1, range(2), rank, THREAD)
+            groups.connect(1, range(2), rank, THREAD)
         assert not isinstance(caught.value, CollectiveAborted)

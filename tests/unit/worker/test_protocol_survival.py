@@ -102,7 +102,7 @@ def test_weights_follow_what_was_trained_through_rounds():
     assert protocol.updated(m.Update(round=2, average=None))
     assert protocol.weight == 0
     protocol.trained(1, 10, 0.5)
-    protocol.weigh(1.5)
+    protocol.add_weight(1.5)
     message = m.SyncNow(round=3)
     protocol.receive(message)
     protocol.synced(message, ok=True)
