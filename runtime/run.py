@@ -51,6 +51,7 @@ from runtime.device import memory as allocator
 from runtime.device.affinity import near
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
+from runtime.device.launch_load import LaunchLoad
 from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.watched_run import End, WatchedRun
@@ -134,6 +135,7 @@ class Run:
         self._order = BuildOrder(config.seed)
         self._agreement = LockstepAgreement()
         self._fallbacks = GraphFallbacks()
+        self._launch_load = LaunchLoad.of(self.devices)
         self._resume = self.resumed = self._read_resume()
         if self._resume is not None:
             index.restore(self._resume.orders)
@@ -377,6 +379,7 @@ class Run:
             peers=self._peers if self._needs_collectives() else None,
             device=self._contexts[rank],
             fallbacks=self._fallbacks,
+            launch_load=self._launch_load,
             resume=self._resume,
             recorder=self._recording.recorder(rank),
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 from coordinator.messages import Payload
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
+from runtime.device.launch_load import LaunchLoad
 from runtime.device.memory import MemoryReading, StepMemory
 from runtime.device.metering import ValueLog
 from runtime.device.timing import HostTimer, StepTimer
@@ -136,8 +137,12 @@ class Device:
         """A log for losses and scalars that live on this device."""
         return ValueLog()
 
-    def new_timer(self) -> StepTimer:
-        """A timer for steps on this device."""
+    def new_timer(self, load: LaunchLoad | None = None) -> StepTimer:
+        """A timer for steps on this device.
+
+        Args:
+            load: Receives samples of the launch times on a GPU.
+        """
         return HostTimer()
 
     def pin_accumulators(self, params: Sequence[torch.nn.Parameter]) -> None:

@@ -25,6 +25,7 @@ from runtime.device import memory as cuda_memory
 from runtime.device.base import Device, PendingCopy
 from runtime.device.capture_gate import GATE, CaptureGate
 from runtime.device.cuda_api import CudaApi, Event, Stream
+from runtime.device.launch_load import LaunchLoad
 from runtime.device.memory import CudaMemory, MemoryReading, StepMemory
 from runtime.device.metering import CudaLog, ValueLog
 from runtime.device.timing import CudaTimer, EventPool, StepTimer
@@ -240,9 +241,9 @@ class CudaDevice(Device):
         """A log that reads late."""
         return CudaLog(self._events)
 
-    def new_timer(self) -> StepTimer:
+    def new_timer(self, load: LaunchLoad | None = None) -> StepTimer:
         """A timer that bounds the run-ahead."""
-        return CudaTimer(self.api, self.compute, self._max_run_ahead)
+        return CudaTimer(self.api, self.compute, self._max_run_ahead, load)
 
     def pin_accumulators(self, params: Sequence[nn.Parameter]) -> None:
         """Create the nodes that accumulate gradients, and keep them while active.

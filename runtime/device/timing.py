@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 
 from runtime.device.cuda_api import CudaApi, Event, Stream
+from runtime.device.launch_load import LaunchLoad, LaunchMeter
 
 
 class StepTime(ABC):
@@ -130,15 +131,24 @@ class CudaTimer(StepTimer):
         api: Where events come from.
         stream: The compute stream.
         max_run_ahead: Steps that may be outstanding, at least 1.
+        load: Receives samples of launch times; ``None``: none are taken.
     """
 
-    def __init__(self, api: CudaApi, stream: Stream, max_run_ahead: int) -> None:
+    def __init__(
+        self,
+        api: CudaApi,
+        stream: Stream,
+        max_run_ahead: int,
+        load: LaunchLoad | None = None,
+    ) -> None:
         self._api = api
         self._events = EventPool(api, timing=True)
         self._stream = stream
         self._max_run_ahead = max_run_ahead
         self._marks: list[Event] = []  # of the open step: begin, end, begin, end, ...
         self._running: deque[CudaStepTime] = deque()
+        self._meter = None if load is None else LaunchMeter(load)
+        self._is_sampled = False
         self._total_s = 0.0
         self._num_batches = 0
 
@@ -149,19 +159,29 @@ class CudaTimer(StepTimer):
         self._events.give_back(*self._marks)  # of a step that was never stopped
         self._marks = []
         self._mark()
+        if self._meter is not None:
+            self._is_sampled = self._meter.start()
 
     def pause(self) -> None:
         """What follows is no work of the step."""
         self._mark()
+        if self._is_sampled and self._meter is not None:
+            self._meter.pause()
 
     def resume(self) -> None:
-        """The step goes on."""
+        """The step continues."""
+        if self._is_sampled and self._meter is not None:
+            self._meter.resume()
         self._mark()
 
     def stop(self, num_batches: int) -> StepTime:
         """The step has been given to the device."""
+        launched = None
+        if self._is_sampled and self._meter is not None:
+            launched = self._meter.stop()
+            self._is_sampled = False
         self._mark()
-        step = CudaStepTime(self, self._marks, num_batches)
+        step = CudaStepTime(self, self._marks, num_batches, launched)
         self._marks = []
         self._running.append(step)
         return step
@@ -192,6 +212,8 @@ class CudaTimer(StepTimer):
         step.measured = sum(self._api.elapsed_s(begin, end) for begin, end in pairs)
         self._events.give_back(*step.marks)
         step.marks = []
+        if self._meter is not None and step.launched is not None:
+            self._meter.add(step.launched, step.measured)
         self._total_s += step.measured
         self._num_batches += step.num_batches
 
@@ -203,9 +225,17 @@ class CudaStepTime(StepTime):
         marks: Its events, until it was measured.
         num_batches: Batches in it.
         measured: Its seconds, once it was measured.
+        launched: Wall and CPU seconds of the host, of a step that was sampled.
     """
 
-    def __init__(self, timer: CudaTimer, marks: list[Event], num_batches: int) -> None:
+    def __init__(
+        self,
+        timer: CudaTimer,
+        marks: list[Event],
+        num_batches: int,
+        launched: tuple[float, float] | None = None,
+    ) -> None:
+        self.launched = launched
         self._timer = timer
         self.marks = marks
         self.num_batches = num_batches

@@ -28,6 +28,7 @@ from runtime.core.threads import prepare_threads
 from runtime.data.loader import Loader
 from runtime.device.base import Device
 from runtime.device.cuda import open_device
+from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
 from runtime.replica.build import BuildOrder
 from runtime.replica.flat import FlatState, norm
@@ -75,6 +76,7 @@ class GpuWorker:
             worker cannot join a new group after a death.
         device: Where it trains; ``None``: made from the settings.
         fallbacks: Shared by all workers of a run; tells what is not captured.
+        launch_load: Shared by all workers of a run; receives samples of their launch times.
         resume: Where an earlier run stood, of which this one goes on.
         recorder: Is told what the worker's time goes to; ``None``: nobody is.
 
@@ -110,6 +112,7 @@ class GpuWorker:
         peers: RunPeers | None = None,
         device: Device | None = None,
         fallbacks: GraphFallbacks | None = None,
+        launch_load: LaunchLoad | None = None,
         resume: ResumePoint | None = None,
         recorder: WorkerRecorder | None = None,
     ) -> None:
@@ -129,7 +132,7 @@ class GpuWorker:
         self._context = device or open_device(config.device, config.num_cpu_workers)
         self._lockstep = LockstepProgress(agreement)
         self._peers = peers
-        timer = self._context.new_timer()
+        timer = self._context.new_timer(launch_load)
         meter = StepMeter(self._context.new_log(), timer)
         meter.log.each = [] if config.metrics_every else None
         # A model may record scalars in a forward that its factory makes.
