@@ -17,15 +17,16 @@ BatchT = TypeVar("BatchT")
 
 
 class AccumulationSchedule:
-    """Batch counts by ElChe, or one batch for each device.
+    """Number of batches of each device between two reductions: ElChe's, or one.
 
     Args:
         world_size: Number of devices.
-        el_che: ``None``: one batch for each.
+        el_che: Chooses the counts; ``None``: one batch per device.
+        spans_steps: See the attribute.
 
     Attributes:
-        spans_steps: Whether several calls of ``step()`` share a reduction, because the caller
-            has set a ``max_anchor`` above 1.
+        spans_steps: True if several calls of ``step()`` share a reduction, because the user set a
+            ``max_anchor`` above 1.
     """
 
     def __init__(
@@ -37,21 +38,21 @@ class AccumulationSchedule:
 
     @classmethod
     def of(cls, world_size: int, config: DdpConfig, *, use_el_che: bool) -> AccumulationSchedule:
-        """The cadence of a configuration.
+        """The schedule of a configuration.
 
         Args:
-            world_size: Number of devices; one alone has nothing to reduce.
-            config: Where ``max_anchor`` is 0 ElChe is off.
-            use_el_che: Whether ElChe is on otherwise.
+            world_size: Number of devices; with one device nothing is reduced.
+            config: The settings; ``max_anchor`` 0 disables ElChe.
+            use_el_che: Whether ElChe is enabled otherwise.
         """
         if world_size == 1 or not use_el_che or config.max_anchor == 0:
             return cls(world_size)
-        most = DEFAULT_MAX_ANCHOR if config.max_anchor is None else config.max_anchor
+        max_anchor = DEFAULT_MAX_ANCHOR if config.max_anchor is None else config.max_anchor
         target = 0.10 if config.overhead_target is None else config.overhead_target
         el_che = ElChe(
             world_size,
-            min(DEFAULT_ANCHOR, most),
-            max_anchor=most,
+            min(DEFAULT_ANCHOR, max_anchor),
+            max_anchor=max_anchor,
             overhead_target=target,
             speed_hint=config.speed_hint,
         )
@@ -63,14 +64,14 @@ class AccumulationSchedule:
         return (1,) * self._world_size if self._el_che is None else self._el_che.batch_counts
 
     def report(self, times: Sequence[tuple[float, int]], sync_s: float) -> tuple[float, ...] | None:
-        """Take in a round.
+        """Record the measurements of one reduction.
 
         Args:
-            times: For each device seconds of computing, and the batches in them.
-            sync_s: Seconds that the reduction took; not finite if that is not known yet.
+            times: Each device's compute seconds and number of batches.
+            sync_s: Seconds of the reduction; not finite if not measured yet.
 
         Returns:
-            Each device's part of the throughput once all were measured; ``None`` before.
+            Each device's share of the throughput; ``None`` until all were measured.
         """
         if self._el_che is None:
             return None
@@ -82,18 +83,18 @@ class AccumulationSchedule:
 def rounds(
     batches: Iterable[BatchT], batch_counts: Callable[[], Sequence[int]]
 ) -> Iterator[list[BatchT]]:
-    """Lists of as many batches as the devices run until their next reduction.
+    """Yield lists of as many batches as all devices run until their next reduction.
 
     Args:
-        batches: Of one epoch, say. The last list may be short.
-        batch_counts: Called again for each list.
+        batches: The batches, of one epoch for example; the last list may be short.
+        batch_counts: Returns each device's current count; called for each list.
     """
     source = iter(batches)
-    while given := list(islice(source, sum(batch_counts()))):
-        yield given
+    while round_ := list(islice(source, sum(batch_counts()))):
+        yield round_
 
 
 def reduction_seconds(measured: Sequence[tuple[float, int]]) -> float:
-    """What a reduction cost: that of the rank which waited least; NaN if not known yet."""
-    known = [seconds for seconds, number in measured if number]
+    """The cost of a reduction: the time of the rank that waited least; NaN if not measured."""
+    known = [seconds for seconds, count in measured if count]
     return min(known) if known else math.nan

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed
 
 from coordinator.splitting import split_by_ratio
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed
 
 _DEVICE_TYPES = ("cpu", "cuda")
 

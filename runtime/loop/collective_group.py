@@ -1,4 +1,4 @@
-"""The process group of a loop's replicas: the choice of its backend, and its lazily made ends."""
+"""The process group of a loop's replicas: choice of backend, and creation on demand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fa
 
 
 class CollectiveGroup:
-    """The ranks' ends of one group, made when they are first needed.
+    """All ranks' collectives of one process group, created on first use and after an abort.
 
     Args:
-        make: Makes one end for each rank.
+        make: Creates one collective per rank.
     """
 
     def __init__(self, make: Callable[[], Sequence[Collective]]) -> None:
@@ -26,7 +26,7 @@ class CollectiveGroup:
         self._aborted = False
 
     def get(self) -> Sequence[Collective]:
-        """The collectives, new ones after an abort. Blocks until the group is connected."""
+        """The collectives in order of rank. Blocks until the group is connected."""
         if self._aborted:
             self.close()
         if not self._collectives:
@@ -34,13 +34,13 @@ class CollectiveGroup:
         return self._collectives
 
     def abort(self) -> None:
-        """Wake whoever waits in a collective. From any thread."""
+        """Abort all collectives, so that waiting ranks raise. Thread-safe."""
         self._aborted = True
         for collective in self._collectives:
             collective.abort()
 
     def close(self) -> None:
-        """Close the group; nobody is in it any more."""
+        """Close the group. No rank may be inside a collective."""
         collectives, self._collectives, self._aborted = self._collectives, (), False
         for collective in collectives:
             collective.close()

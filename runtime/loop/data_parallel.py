@@ -12,21 +12,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
-from runtime.core.checks import (
-    check_callable,
-    check_devices,
-    check_float,
-)
-from runtime.core.errors import (
-    NonFiniteError,
-    ReplicaFailed,
-    ReplicaMismatch,
-)
+from runtime.core.checks import check_callable, check_devices, check_float
+from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
 from runtime.core.threads import Closing
 from runtime.data.batches import move_batch, parts_of
 from runtime.loop.balance import unequal_devices

@@ -6,19 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
-from runtime.core.checks import (
-    check_devices,
-)
-from runtime.core.loss_weights import (
-    Weight,
-    check_weight,
-    fractions_of,
-    scale_,
-)
+from runtime.core.checks import check_devices
+from runtime.core.loss_weights import Weight, check_weight, fractions_of, scale_
 from runtime.core.threads import Closing
 from runtime.loop.collective_group import resolve_backend
 from runtime.loop.reduction import Reduction, make_reduction

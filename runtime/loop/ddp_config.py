@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.core.checks import (
-    check_callable,
-    check_flag,
-    check_float,
-    check_int,
-)
-from runtime.core.loss_weights import (
-    LossWeightFn,
-)
+from runtime.core.checks import check_callable, check_flag, check_float, check_int
+from runtime.core.loss_weights import LossWeightFn
 from runtime.timeline.timeline import Timeline
 
 

@@ -11,13 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed
 from torch import Tensor
 
-from runtime.core.loss_weights import (
-    Weight,
-    fractions_of,
-)
+from runtime.core.loss_weights import Weight, fractions_of
 from runtime.core.nested import Spec
 from runtime.loop.scatter import Scatter, ShardInput, to_device
 

@@ -1,19 +1,18 @@
-"""The learning rates of one optimizer."""
+"""Learning rates of one optimizer, by a scheduler and a scale."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from runtime.replica.schedule import Schedule, SchedulerFactory
 
 
 class LearningRate:
-    """Drives the rates of one optimizer; where there are several, they follow it.
+    """Sets the learning rates of rank 0's optimizer; the other ranks copy its settings.
 
     Args:
-        optimizer: Rank 0's.
+        optimizer: Rank 0's optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -26,23 +25,23 @@ class LearningRate:
         self._num_steps = 0
 
     def set_scheduler(self, factory: SchedulerFactory) -> None:
-        """From here on ``factory(optimizer)`` gives the rates, from its own beginning."""
+        """Use the scheduler ``factory(optimizer)``, from its first step, from here on."""
         self._attach(factory)
         self._scheduled = True
 
     def set_scale(self, scale: float) -> None:
-        """Multiply what the scheduler gives, or the rates as they are without one."""
+        """Multiply the scheduler's rates, or the current rates without a scheduler."""
         self.check()
         self._scale = scale
         if not self._attached:
-            self._attach(_unchanged)
+            self._attach(_constant)
         self._schedule.set_scale(scale)
 
     def check(self) -> None:
-        """Before a step: take in parameter groups that were added. The scale holds for them.
+        """Apply the scale to parameter groups added since; called before each step.
 
         Raises:
-            RuntimeError: A scheduler was made for other groups than there are now.
+            RuntimeError: The scheduler was made for a different number of groups.
         """
         groups = self._optimizer.param_groups
         if not self._attached or len(groups) == self._num_groups:
@@ -53,7 +52,7 @@ class LearningRate:
                 f"up for {self._num_groups}: call model.set_scheduler(...) again, which makes a "
                 "scheduler for all of them"
             )
-        self._attach(_unchanged)
+        self._attach(_constant)
 
     def _attach(self, factory: SchedulerFactory) -> None:
         self._unscale()
@@ -66,12 +65,12 @@ class LearningRate:
         self._num_steps = 0
 
     def _unscale(self) -> None:
-        """The scale is on top of a scheduler, which must not take it for its own rates."""
+        """Remove the scale, so that a new scheduler does not start from scaled rates."""
         groups = self._optimizer.param_groups
         if not self._attached:
             return
         if len(groups) < self._num_groups:
-            self._schedule = Schedule(self._optimizer)  # from the rates as they are
+            self._schedule = Schedule(self._optimizer)  # from the current rates
             return
         added = groups[self._num_groups :]
         del groups[self._num_groups :]
@@ -84,10 +83,10 @@ class LearningRate:
         return self._schedule.current
 
     def advance(self) -> None:
-        """An optimizer step was made."""
+        """Advance the schedule after an optimizer step."""
         self._num_steps += 1
         self._schedule.advance(self._num_steps)
 
 
-def _unchanged(optimizer: torch.optim.Optimizer) -> LRScheduler:
+def _constant(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return ConstantLR(optimizer, factor=1.0, total_iters=1)

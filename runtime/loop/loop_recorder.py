@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from runtime.core.nested import flatten
@@ -22,18 +21,17 @@ _TRAINING = {"forward", "backward", "accumulate", "step"}
 
 
 class LoopRecorder:
-    """Writes a loop's work on its timeline; without one, every call does nothing.
+    """Records a loop's work on a timeline; without one, every call has no effect.
 
-    For the caller that has its turn: replicas are timed in their own threads, and noted here
-    once all of them are done. So what a rank waits for its peers is known at once: from its
-    own end, or from when it joined a reduction, until the last one got there. Between two
-    calls of the module a replica is idle: it waits for the loop.
+    Not thread-safe. Replicas are timed in their own threads, and recorded here once all are done.
+    So a rank's wait for its peers is known: from its own end, or from its arrival at a reduction,
+    until the arrival of the last rank. Between two calls of the module a replica is idle.
 
     Args:
-        timeline: ``None``: nothing is recorded.
+        timeline: The timeline; ``None``: nothing is recorded.
 
     Attributes:
-        step: Optimizer steps made so far.
+        step: Number of optimizer steps so far.
     """
 
     def __init__(self, timeline: Timeline | None) -> None:
@@ -44,11 +42,11 @@ class LoopRecorder:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is recorded."""
+        """True if anything is recorded."""
         return self._timeline is not None
 
     def begin(self, devices: Sequence[torch.device], backend: str, reason: str) -> None:
-        """The replicas are about to be built.
+        """Start the recording, before the replicas are built.
 
         Raises:
             ValueError: The timeline has recorded another run.
@@ -66,14 +64,14 @@ class LoopRecorder:
         self._sizes = [[] for _ in devices]
 
     def built(self, model: nn.Module) -> None:
-        """All replicas are there."""
+        """Record that all replicas are built."""
         if self._timeline is not None:
             self._timeline.built(model)
             for lane in self._lanes:
                 lane.enter(IDLE)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The loop is over. Idempotent."""
+        """End the recording. Idempotent."""
         if self._timeline is not None:
             for lane in self._lanes:
                 lane.close()
@@ -81,10 +79,10 @@ class LoopRecorder:
             self._timeline = None
 
     def record_tasks(
-        self, what: str, outcomes: Sequence[TaskOutcome], replicas: Sequence[LoopReplica] = ()
+        self, operation: str, outcomes: Sequence[TaskOutcome], replicas: Sequence[LoopReplica] = ()
     ) -> None:
-        """Each rank has done its task; with a reduction in it where it took one."""
-        if self._timeline is None or what not in _TRAINING:
+        """Record one task per rank, and the reduction inside it of ``replicas`` that made one."""
+        if self._timeline is None or operation not in _TRAINING:
             return
         spans = {r: o for r, o in enumerate(outcomes) if o.end_s and o.error is None}
         if not spans:
@@ -95,25 +93,27 @@ class LoopRecorder:
             for replica in replicas
             if replica.rank in spans and replica.exchange_span_s[0] >= spans[replica.rank].start_s
         }
-        met_s = max((start_s for start_s, _ in reduced.values()), default=0.0)
+        last_arrival_s = max((start_s for start_s, _ in reduced.values()), default=0.0)
         for rank, outcome in spans.items():
             self._enter(rank, COMPUTE, outcome.start_s)
             if rank in reduced:
                 start_s, end_s = reduced[rank]
                 self._enter(rank, SYNC, start_s)
-                self._enter(rank, AVERAGING, min(met_s, end_s))
+                self._enter(rank, AVERAGING, min(last_arrival_s, end_s))
                 self._enter(rank, COMPUTE, end_s)
                 self._lanes[rank].note(Kind.AVERAGING, start_s, self.step, "gradients", end=end_s)
             self._enter(rank, SYNC, outcome.end_s)
             self._enter(rank, IDLE, last_s)
-            self._lanes[rank].note(Kind.PHASE, outcome.start_s, self.step, what, end=outcome.end_s)
+            self._lanes[rank].note(
+                Kind.PHASE, outcome.start_s, self.step, operation, end=outcome.end_s
+            )
         if reduced:
             self._timeline.count_averaging()
-        if what == "step":
+        if operation == "step":
             self._end_step(spans)
 
     def record_reductions(self, replicas: Sequence[LoopReplica]) -> None:
-        """The caller's thread has brought the gradients together, while the replicas rested."""
+        """Record a reduction made by the caller's thread while the replicas were idle."""
         if self._timeline is None:
             return
         for replica in replicas:
@@ -126,17 +126,17 @@ class LoopRecorder:
         self._timeline.count_averaging()
 
     def record_batches(self, rank: int, batches: Sequence[Any]) -> None:
-        """A rank trains these batches, or pieces of one; they count with the next step."""
+        """Add batches, or shard sizes, to a rank's next step."""
         if self._timeline is not None:
             self._sizes[rank] += [_num_samples(batch) for batch in batches]
 
-    def record(self, what: str, start_s: float) -> None:
-        """The one device has done something, in the caller's thread."""
+    def record(self, operation: str, start_s: float) -> None:
+        """Record work of the only device, in the caller's thread."""
         if self._timeline is not None:
-            self.record_tasks(what, [TaskOutcome(start_s=start_s, end_s=time.monotonic())])
+            self.record_tasks(operation, [TaskOutcome(start_s=start_s, end_s=time.monotonic())])
 
     def watch_backward(self, output: Any) -> None:
-        """Record the backward pass through what the one device has computed."""
+        """Record the backward pass of the only device's ``output``."""
         tensors: list[Tensor] = []
         if self._timeline is None:
             return
@@ -170,7 +170,7 @@ class LoopRecorder:
 
 
 def _num_samples(batch: Any) -> int:
-    """Size of a batch; one that is a number of samples is its own."""
+    """The size of a batch; an int is a size already."""
     if isinstance(batch, int):
         return batch
     tensors: list[Tensor] = []

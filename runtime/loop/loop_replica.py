@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from runtime.collective import Collective
@@ -31,10 +30,7 @@ from runtime.device.base import Device
 from runtime.loop.caller_modes import outside_autocast
 from runtime.loop.gather import ShardOutput
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device, to_replica
-from runtime.replica.build import (
-    OptimFactory,
-    build_optimizer,
-)
+from runtime.replica.build import OptimFactory, build_optimizer
 from runtime.replica.flat import FlatBuffers, FlatParams, FlatState, reals
 from runtime.replica.gradients import refuse_sparse, scale_for_mean_
 

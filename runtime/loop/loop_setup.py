@@ -9,23 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
 from runtime.collective import create_collectives
-from runtime.core.checks import (
-    check_callable,
-    check_devices,
-    default_devices,
-)
+from runtime.core.checks import check_callable, check_devices, default_devices
 from runtime.core.context import announce
-from runtime.core.errors import (
-    ReplicaMismatch,
-)
-from runtime.core.loss_weights import (
-    LossWeightFn,
-)
+from runtime.core.errors import ReplicaMismatch
+from runtime.core.loss_weights import LossWeightFn
 from runtime.device.base import Device, device_summary
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.accumulation import AccumulationSchedule
@@ -39,13 +30,7 @@ from runtime.loop.one_device import SingleDeviceEngine
 from runtime.loop.rank_threads import Task
 from runtime.loop.runner import Runner
 from runtime.loop.threaded import ThreadedEngine
-from runtime.replica.build import (
-    OptimFactory,
-    Template,
-    build_model,
-    check_model,
-    copy_template,
-)
+from runtime.replica.build import OptimFactory, Template, build_model, check_model, copy_template
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from operator import is_not
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from runtime.loop.loop_replica import LoopReplica, Options
@@ -19,22 +18,22 @@ from runtime.loop.runner import Runner
 
 
 class ReplicaMirror:
-    """Brings to the other replicas what happens to rank 0's model and optimizer.
+    """Copies the caller's changes of rank 0's model and optimizer to the other replicas.
 
-    Looked at before the replicas compute, while nobody else uses them: train and eval mode of
-    each module, frozen and unfrozen parameters, weights that were changed in place, buffers
-    that were changed or replaced, and the optimizer's groups and state. The version counter of
-    a tensor tells of changes in place; it does not see those through ``.data``.
+    Compared before the replicas compute: train and eval mode of each module, frozen and unfrozen
+    parameters, weights changed in place, buffers changed or replaced, and the optimizer's groups
+    and state. Changes in place are detected by tensors' version counters, which do not count
+    changes through ``.data``.
 
-    For the thread that has its turn, while no task runs.
+    Not thread-safe; used while no task runs.
 
     Args:
-        replicas: Alike, in order of rank; rank 0's model and optimizer are the user's.
-        runner: Runs what they do.
+        replicas: Identical, in order of rank; rank 0's model and optimizer are the user's.
+        runner: Runs tasks in the replicas' threads.
 
     Attributes:
-        is_inconsistent: Whether a step ended half-way: what rank 0 has counts.
-        buffers_may_differ: Whether replicas may have changed their buffers, each in its own way.
+        is_inconsistent: True if a step failed midway, so that rank 0's state must be copied.
+        buffers_may_differ: True if replicas may have updated their buffers independently.
         groups: The optimizers' parameter groups.
         optimizer_loaded: True if a state was loaded into rank 0's optimizer only.
     """
@@ -66,11 +65,11 @@ class ReplicaMirror:
         self.mark_synced()
 
     def prepare(self) -> None:
-        """Before the replicas compute: what the caller did to rank 0 holds for all.
+        """Copy all changes of rank 0 to the others, before the replicas compute.
 
         Raises:
-            RuntimeError, ValueError: It cannot hold for the others.
-            ReplicaFailed: A replica could not take it over.
+            RuntimeError, ValueError: A change cannot be copied.
+            ReplicaFailed: A replica failed to copy it.
         """
         self.check()
         self.groups.propagate()
@@ -95,13 +94,13 @@ class ReplicaMirror:
 
     @contextmanager
     def watching_buffers(self, *, prepared: bool) -> Iterator[None]:
-        """Around tasks of forward or backward, in train mode or not.
+        """Attribute buffer changes during forward and backward tasks to the replicas.
 
-        What rank 0's forward makes of its buffers is not to be taken for the caller's doing.
+        Without this, rank 0's own updates would count as changes of the caller.
 
         Args:
-            prepared: Whether this comes right behind :meth:`prepare`; else there may be
-                changes of the caller's, which stay to be passed on.
+            prepared: Whether :meth:`prepare` ran just before; otherwise changes of the caller may
+                be pending, which stay pending.
         """
         if self._first.state.buffers and any(m.training for m in self._first.modules):
             self.buffers_may_differ = True
@@ -115,9 +114,9 @@ class ReplicaMirror:
                 self._record_buffers()
 
     def sync(self) -> None:
-        """Give rank 0's parameters and buffers to all."""
+        """Copy rank 0's parameters and buffers to all replicas."""
         self.check()
-        self._buffers_changed()  # or they do not fit
+        self._buffers_changed()  # raises if shapes differ
         self.copy("copy_weights")
         self.mark_synced()
 
@@ -130,19 +129,19 @@ class ReplicaMirror:
         self.copy("copy_optimizer")
         self.optimizer_loaded = False
 
-    def copy(self, method: str, what: str | None = None, *, changes: bool = False) -> None:
-        """Let every other replica take something from rank 0's.
+    def copy(self, method: str, operation: str | None = None, *, changes: bool = False) -> None:
+        """Call a copying method of every other replica with rank 0's replica.
 
         Args:
-            method: What of :class:`LoopReplica` does it.
-            what: What an error says they did; ``None``: ``method``.
+            method: Name of a method of :class:`LoopReplica`.
+            operation: Name of the tasks in errors; ``None``: ``method``.
             changes: See :meth:`Runner.run`.
         """
         tasks = [partial(getattr(replica, method), self._first) for replica in self._others]
-        self._runner.run([None, *tasks], what or method, changes=changes)
+        self._runner.run([None, *tasks], operation or method, changes=changes)
 
     def check(self) -> None:
-        """Make sure that rank 0's model consists of what the optimizers and replicas hold.
+        """Check that no parameter or module of rank 0's model was replaced.
 
         Raises:
             RuntimeError: A parameter or a module was replaced.
@@ -152,19 +151,19 @@ class ReplicaMirror:
             changed = [new is not old for new, old in zip(parts, self._parts, strict=True)]
             raise RuntimeError(
                 f"{self._slots[changed.index(True)][0]!r} of the primary was replaced, and the "
-                "optimizers and the other replicas hold what was there before: put it back and "
+                "optimizers and the other replicas hold the original: put it back and "
                 "change weights in place (load_state_dict without assign, p.copy_()), or build "
                 "the whole model before"
             )
 
     def sync_flags(self, *, always: bool = False) -> bool:
-        """Pass modes and frozen parameters on; tells whether a mode has changed.
+        """Copy train modes and ``requires_grad`` to the others; returns whether a mode changed.
 
         Args:
-            always: Whether the others may have changed theirs.
+            always: Copy even without a change, since the others may have changed.
 
         Raises:
-            RuntimeError: A parameter requires a gradient that did not when it was set up.
+            RuntimeError: A parameter requires a gradient that was frozen at set-up.
         """
         modes = self._read_modes()
         changed = modes != self._modes
@@ -194,17 +193,17 @@ class ReplicaMirror:
                     f"parameter {name!r} was frozen when the replicas were built, so no optimizer "
                     "holds it and no gradient of it is exchanged: leave it trainable in "
                     "Trainer.setup or in model_factory, freeze it afterwards, and unfreeze it "
-                    "when it is due"
+                    "later"
                 )
 
     def _weights_changed(self) -> bool:
         return _versions(self._first.tensors) != self._versions
 
     def _buffers_changed(self) -> bool:
-        """Whether rank 0's buffers were changed or replaced since :meth:`_record_buffers`.
+        """True if rank 0's buffers were changed or replaced since :meth:`_record_buffers`.
 
         Raises:
-            RuntimeError: Replaced by one of another shape or dtype, which others cannot take.
+            RuntimeError: A buffer was replaced by one of another shape or dtype.
         """
         now = self._first.state.buffers.tensors()
         if not any(map(is_not, now, self._buffers)):
@@ -221,26 +220,25 @@ class ReplicaMirror:
         return True
 
     def has_changed(self) -> bool:
-        """Whether weights or buffers were changed or replaced since :meth:`mark_synced`."""
+        """True if weights or buffers were changed or replaced since :meth:`mark_synced`."""
         now = self._first.state.buffers.tensors()
         if self._weights_changed() or any(map(is_not, now, self._buffers)):
             return True
         return _versions(now) != self._buffer_versions
 
     def mark_synced(self) -> None:
-        """All replicas have rank 0's weights and buffers now."""
+        """Record that all replicas have rank 0's weights and buffers."""
         self._versions = _versions(self._first.tensors)
         self._record_buffers()
         self.buffers_may_differ = False
 
     def _buffers_written(self) -> bool:
-        """Whether any of rank 0's buffers was written to since; one that was replaced is not."""
+        """True if any of rank 0's recorded buffers was written to in place."""
         now = self._first.state.buffers.tensors()
         pairs = zip(now, self._buffers, _versions(now), self._buffer_versions, strict=True)
         return any(new is old and v != before for new, old, v, before in pairs)
 
     def _record_buffers(self) -> None:
-        """Rank 0's buffers, as they are now, hold nothing that others must be told of."""
         self._buffers = self._first.state.buffers.tensors()
         self._buffer_versions = _versions(self._buffers)
 
@@ -255,52 +253,51 @@ class ReplicaMirror:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed; tensors of inference mode do not tell."""
+    """Version counters; inference tensors have none."""
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
 class ParamGroupMirror:
-    """Compares rank 0's groups with what they were, and passes changes on.
+    """Copies changes of rank 0's parameter groups to the other optimizers.
 
-    Looked at before the replicas compute, while nobody else uses them. A parameter is found
-    on another replica by its place in the model.
+    Parameters of different replicas are matched by their index in the model.
 
     Args:
-        replicas: Alike, in order of rank.
+        replicas: Identical, in order of rank.
     """
 
     def __init__(self, replicas: Sequence[LoopReplica]) -> None:
         self._first, *self._others = replicas
-        self._places = {id(p): i for i, p in enumerate(self._first.state.params.params)}
+        self._indices = {id(p): i for i, p in enumerate(self._first.state.params.params)}
         self._members = self._read()
 
     def propagate(self) -> None:
-        """Regroup the others as rank 0's optimizer is grouped now.
+        """Regroup the other optimizers like rank 0's.
 
         Raises:
-            ValueError: A parameter that is not trained here; it is taken out again.
+            ValueError: Rank 0's optimizer received an untrained parameter, which is removed.
         """
         members = self._read()
         if members == self._members:
             return
-        if any(p not in self._places for group in members for p in group):
+        if any(p not in self._indices for group in members for p in group):
             self._remove_untrained()
             raise ValueError(
-                "the optimizer was given a parameter that is not a trained one of the model, and "
-                "has been taken from it again: only what required a gradient in Trainer.setup is "
-                "exchanged between the replicas; freeze parameters after it, and add them to the "
-                "optimizer when they are due"
+                "the optimizer was given a parameter that the model does not train; it was removed "
+                "again: only parameters that required a gradient in Trainer.setup are exchanged "
+                "between the replicas; freeze parameters after it, and add them to the optimizer "
+                "later"
             )
-        places = [[self._places[p] for p in group] for group in members]
+        indices = [[self._indices[p] for p in group] for group in members]
         for replica in self._others:
-            replica.set_groups(places, self.options())
+            replica.set_groups(indices, self.options())
         self._members = members
 
     def check(self) -> None:
-        """Refuse other groups than there were.
+        """Check that rank 0's groups are unchanged.
 
         Raises:
-            RuntimeError: There are.
+            RuntimeError: They changed.
         """
         if self._read() != self._members:
             raise RuntimeError(
@@ -309,7 +306,7 @@ class ParamGroupMirror:
             )
 
     def options(self) -> Options:
-        """Settings of rank 0's groups, as they are now; the caller's own."""
+        """A copy of the current settings of rank 0's groups."""
         return [
             {
                 key: value.clone() if isinstance(value, Tensor) else value
@@ -322,12 +319,12 @@ class ParamGroupMirror:
     def _remove_untrained(self) -> None:
         kept = []
         for group in self._first.optimizer.param_groups:
-            known = [p for p in group["params"] if id(p) in self._places]
+            known = [p for p in group["params"] if id(p) in self._indices]
             if known or not group["params"]:
                 group["params"] = known
                 kept.append(group)
         self._first.optimizer.param_groups[:] = kept
 
     def _read(self) -> list[list[int]]:
-        # A parameter of the model lives as long as this, so nothing else gets its number.
+        # The model outlives this object, so no id is reused.
         return [list(map(id, group["params"])) for group in self._first.optimizer.param_groups]

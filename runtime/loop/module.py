@@ -6,17 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from runtime.checkpoint.format import plain_key
-from runtime.core.checks import (
-    check_callable,
-    check_float,
-)
-from runtime.core.loss_weights import (
-    check_weight,
-)
+from runtime.core.checks import check_callable, check_float
+from runtime.core.loss_weights import check_weight
 from runtime.core.threads import Closing
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine

@@ -1,4 +1,4 @@
-"""One model on one device, in the caller's thread."""
+"""Engine of one device, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from runtime.core.loss_weights import (
-    Weight,
-)
+from runtime.core.loss_weights import Weight
 from runtime.loop.learning_rate import LearningRate
 from runtime.loop.loop_engine import LOCAL_GRADIENTS, MIXED_GRADIENTS, WEIGHTED_TWICE, total_weight
 from runtime.loop.loop_recorder import LoopRecorder
@@ -28,10 +25,7 @@ from runtime.loop.loop_replica import (
     weighted_backward,
 )
 from runtime.loop.scatter import nested_to_device, to_replica
-from runtime.replica.build import (
-    OptimFactory,
-    build_optimizer,
-)
+from runtime.replica.build import OptimFactory, build_optimizer
 
 
 class SingleDeviceEngine:
@@ -39,13 +33,13 @@ class SingleDeviceEngine:
 
     Args:
         model: On the device.
-        device: Where it is.
+        device: The model's device.
         optim_factory: Makes the optimizer.
-        max_grad_norm: Clips gradients; ``None``: they stay as they are.
-        journal: Takes down what happens.
+        max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
+        recorder: Records the work on a timeline.
 
     Attributes:
-        devices, models, optimizers, rate: See :class:`ThreadedEngine`.
+        devices, models, optimizers, rate: See :class:`LoopEngine`.
     """
 
     def __init__(
@@ -68,7 +62,9 @@ class SingleDeviceEngine:
         self._num_accumulated = 0
         self._weights: list[Weight | None] = []
         self._guards: list[RemovableHandle] = []
-        self._nodes: dict[int, Any] = {}  # of the parameters, by place; the guards are in them
+        self._nodes: dict[
+            int, Any
+        ] = {}  # autograd nodes of parameters, by index; the hooks are on them
         self.devices = (device,)
         self.models = (model,)
         self.optimizers = (self._optimizer,)
@@ -76,22 +72,22 @@ class SingleDeviceEngine:
 
     @property
     def plain_forward(self) -> Callable[..., Any]:
-        """What runs a batch with the least in between."""
+        """The callable that runs a batch with the least overhead."""
         plain = self._device.type == "cpu" and not self._recorder.enabled
         return self._model if plain else self.forward
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
-        """All of it."""
+        """The whole batch."""
         return (1.0,)
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """One: there is nobody to reduce with."""
+        """One batch: nothing is reduced."""
         return (1,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, with the inputs on its device as with many devices."""
+        """Move the inputs to the device, as with several devices, and run the model."""
         start_s = time.monotonic()
         if self._device.type != "cpu":
             args, kwargs = nested_to_device((args, kwargs), self._device)
@@ -103,7 +99,7 @@ class SingleDeviceEngine:
         return output
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
-        """Forward, loss and backward of each batch in turn."""
+        """Run forward, loss and backward of each batch sequentially."""
         self._detect_zero_grad()
         if not self._num_accumulated and any(p.grad is not None for p in self._params):
             raise RuntimeError(MIXED_GRADIENTS)
@@ -120,7 +116,7 @@ class SingleDeviceEngine:
                 self._weights.append(weight)
             total_weight(self._weights)
         except BaseException:
-            self.zero_grad()  # half of the gradients are no use
+            self.zero_grad()  # partial gradients are invalid
             raise
         if self._num_accumulated:
             self._guard_gradients()
@@ -129,7 +125,7 @@ class SingleDeviceEngine:
         return torch.stack(losses) if losses else torch.empty(0, device=self._device)
 
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
-        """Clip, step and forget the gradients; there is nobody to reduce with."""
+        """Clip, step and clear the gradients; nothing is reduced."""
         start_s = time.monotonic()
         self.rate.check()
         self._detect_zero_grad()
@@ -163,14 +159,14 @@ class SingleDeviceEngine:
         return nn.utils.clip_grad_norm_(self._params, max_norm)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self._num_accumulated = 0
         self._weights = []
         self._remove_guards()
         self._model.zero_grad(set_to_none=True)
 
     def sync_params(self) -> None:
-        """Nobody else has weights."""
+        """No effect: there is one replica."""
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load the optimizer's state."""
@@ -186,22 +182,22 @@ class SingleDeviceEngine:
         self._model.register_buffer(name, own, persistent)
 
     def close(self) -> None:
-        """Nothing was started; the optimizer may be stepped by hand."""
+        """End the recording; the optimizer may be stepped directly from then on."""
         self._step_guard.close()
         self._recorder.finish()
 
     def _detect_zero_grad(self) -> None:
-        """The caller may have dropped what was accumulated, by ``optimizer.zero_grad()``."""
+        """Account for accumulated gradients that ``optimizer.zero_grad()`` cleared."""
         if self._num_accumulated and all(p.grad is None for p in self._params):
             self._num_accumulated = 0
             self._weights = []
 
     def _guard_gradients(self) -> None:
-        """Until the step, refuse gradients from elsewhere before any of them is added."""
-        for place, p in enumerate(self._params):
-            if p.requires_grad and place not in self._nodes:
-                self._nodes[place] = torch.autograd.graph.get_gradient_edge(p).node
-        refuse = partial(_check_mixed, weakref.ref(self))  # the nodes may live longer
+        """Raise before a ``loss.backward()`` adds gradients, until the step."""
+        for index, p in enumerate(self._params):
+            if p.requires_grad and index not in self._nodes:
+                self._nodes[index] = torch.autograd.graph.get_gradient_edge(p).node
+        refuse = partial(_check_mixed, weakref.ref(self))  # autograd nodes may outlive the engine
         self._guards = [node.register_prehook(refuse) for node in self._nodes.values()]
 
     def _remove_guards(self) -> None:
@@ -209,7 +205,7 @@ class SingleDeviceEngine:
             guard.remove()
         self._guards = []
         if self._device.type != "cpu":
-            self._nodes.clear()  # one belongs to the stream under which it was made
+            self._nodes.clear()  # a node belongs to the stream on which it was created
 
 
 def _check_mixed(engine: weakref.ref[SingleDeviceEngine], grads: Any) -> None:

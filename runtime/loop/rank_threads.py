@@ -16,38 +16,34 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from coordinator.errors import GpuWorkerError
-from runtime.core.errors import (
-    CollectiveAborted,
-    CollectiveTimeout,
-)
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.threads import IntraOpThreads, LiveRegistry, prepare_threads
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long threads may take to end; only user code that does not return takes that long."""
+"""Seconds that close() waits; only user code that does not return takes that long."""
 EXIT_TIMEOUT_S = 5.0
 SIGNAL_POLL_S = 0.2
-"""A signal that comes in the instant before a wait is seen by Python only when it ends, so
-no wait is longer than this."""
+"""Longest single wait: Python handles a signal that arrives just before a wait only after it."""
 Task = Callable[[], Any]
 Inbox: TypeAlias = "queue.SimpleQueue[RankWork | None]"
 
 
 class RankThreads:
-    """Threads that carry out calls, one after another, until they are closed.
+    """Daemon threads, one per rank, that run jobs sequentially until they are closed.
 
-    They are daemons named ``<name>-<rank>``. They end with :meth:`close`, when this object
-    is garbage, and when the interpreter exits. They keep alive what ``contexts`` and
-    ``on_end`` refer to, so those must not refer to this object's owner.
+    They are named ``<name>-<rank>``. They end with :meth:`close`, when this object is
+    garbage-collected, or when the interpreter exits. They keep ``contexts`` and ``on_end`` alive,
+    so those must not refer to this object's owner.
 
     Args:
-        name: What the threads are called.
-        contexts: For each rank, what makes the context that its thread lives in. If one
-            fails, its error is the outcome of every call.
-        on_end: Called once by the last thread to end, in that thread.
-        lend: How many of the threads are CPU ones. If there are any, the calling thread has
-            as many intra-op threads as each of them until the end.
+        name: Prefix of the threads' names.
+        contexts: Factory of each thread's context manager. If one raises, every job of its rank
+            fails with that exception.
+        on_end: Called once, in the last thread to end.
+        num_cpu_ranks: Number of threads that compute on the CPU. If not 0, the calling thread
+            gets as many intra-op threads as each of them until the end.
     """
 
     def __init__(
@@ -63,12 +59,12 @@ class RankThreads:
         self._lock = threading.Lock()
         self._closed = False
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
-        ending = _LastExit(len(contexts), on_end)
+        last_exit = _LastExit(len(contexts), on_end)
         prepare_threads()
         self._threads = [
             threading.Thread(
                 target=_thread_main,
-                args=(rank, context, inbox, ending),
+                args=(rank, context, inbox, last_exit),
                 name=f"{name}-{rank}",
                 daemon=True,
             )
@@ -82,9 +78,9 @@ class RankThreads:
         except BaseException:
             _send_stop(self._inboxes)
             for _ in self._threads[num_started:]:
-                ending.leave()
+                last_exit.leave()
             raise
-        # These take no lock, for they may run wherever garbage is collected.
+        # Finalizers take no lock: the garbage collector may run them at any point.
         weakref.finalize(self, _send_stop, self._inboxes).atexit = False
         share = max(1, IntraOpThreads.budget() // num_cpu_ranks) if num_cpu_ranks else 0
         lender = IntraOpThreads.lend(share) if num_cpu_ranks else 0
@@ -94,45 +90,45 @@ class RankThreads:
 
     @property
     def closed(self) -> bool:
-        """Whether no call is accepted any more."""
+        """True once no more jobs are accepted."""
         return self._closed
 
     def start(self, work: Callable[[int], Any]) -> Job:
-        """Let every rank's thread call ``work(rank)``, behind earlier jobs. Does not block.
+        """Make every rank's thread call ``work(rank)``, after earlier jobs. Does not block.
 
-        For whoever must know, if Ctrl-C comes meanwhile, that all ranks do it or none does:
-        make a :class:`Job`, and :meth:`submit` it.
+        To learn whether a ``KeyboardInterrupt`` left all ranks or none with the job, make a
+        :class:`Job` and :meth:`submit` it.
 
         Raises:
-            RuntimeError: They are closed, or were left behind in a fork.
+            RuntimeError: The threads are closed, or belong to the parent of this fork.
         """
         job = Job([partial(work, rank) for rank in range(len(self._inboxes))])
         self.submit(job)
         return job
 
     def submit(self, job: Job) -> None:
-        """Give a job to the threads of its ranks. Does not block.
+        """Post a job to the threads of its ranks. Does not block.
 
-        Where an exception left this in the middle, the next try completes it: each rank does
-        its part once, however often it gets the job.
+        Idempotent: after an interrupt, a second call completes the first, and each rank runs its
+        task once.
 
         Raises:
-            RuntimeError: As :meth:`start`; no rank has the job.
+            RuntimeError: As :meth:`start`; no rank received the job.
         """
         self.post(job, job.ranks)
 
     def post(self, work: RankWork, ranks: Iterable[int]) -> None:
-        """Let the threads of these ranks carry out work, behind earlier work. Does not block.
+        """Post work to the threads of these ranks, after earlier work. Does not block.
 
         Raises:
-            RuntimeError: They are closed, or were left behind in a fork.
+            RuntimeError: The threads are closed, or belong to the parent of this fork.
         """
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the threads of {self.name} are in the process that made them, not in this fork "
                 "of it: build the object in the process that uses it"
             )
-        with self._lock:  # a close comes before a call or behind it on every rank
+        with self._lock:  # so that close() is before or after this work on every rank
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name} are closed")
             if isinstance(work, Job):
@@ -141,9 +137,9 @@ class RankThreads:
                 self._inboxes[rank].put(work)
 
     def is_current_thread(self) -> bool:
-        """Whether one of the threads calls this."""
-        # Not current_thread(), which keeps an object for each thread of autograd; the number
-        # of a thread that has ended may be another's by now.
+        """True if the caller is one of the threads."""
+        # Not current_thread(), which keeps an object per autograd thread; is_alive, because the
+        # ident of a thread that has ended may be reused.
         return any(t.ident == threading.get_ident() and t.is_alive() for t in self._threads)
 
     def exited(self) -> dict[int, str]:
@@ -151,10 +147,10 @@ class RankThreads:
         return {rank: t.name for rank, t in enumerate(self._threads) if not t.is_alive()}
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the threads behind the calls they have, and wait for them. Idempotent.
+        """End the threads after their jobs, and wait for them. Idempotent.
 
         Raises:
-            RuntimeError: A thread is still alive after ``timeout_s`` seconds; named.
+            RuntimeError: A thread is still alive after ``timeout_s`` seconds.
         """
         stuck = self.stop(timeout_s)
         if stuck:
@@ -163,7 +159,7 @@ class RankThreads:
             )
 
     def stop(self, timeout_s: float) -> list[str]:
-        """As :meth:`close`; gives the names of the threads that are still alive."""
+        """As :meth:`close`, but return the names of threads that are still alive."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -177,26 +173,26 @@ class RankThreads:
 
 
 class _LastExit:
-    """Lets the last thread to leave end what all of them used."""
+    """Calls a function in the last thread to leave."""
 
-    def __init__(self, num_threads: int, then: Callable[[], object]) -> None:
+    def __init__(self, num_threads: int, on_last: Callable[[], object]) -> None:
         self._lock = threading.Lock()
         self._num_left = num_threads
-        self._then = then
+        self._on_last = on_last
 
     def leave(self) -> None:
         with self._lock:
             self._num_left -= 1
             last = self._num_left == 0
         if last:
-            self._then()
+            self._on_last()
 
 
 def _thread_main(
     rank: int,
     context: Callable[[], AbstractContextManager[object]],
     inbox: Inbox,
-    ending: _LastExit,
+    last_exit: _LastExit,
 ) -> None:
     context_error: BaseException | None = None
     try:
@@ -207,11 +203,11 @@ def _thread_main(
                 context_error = error
             while (call := inbox.get()) is not None:
                 call.run_rank(rank, context_error)
-                call = None  # keeps nothing alive while it waits
+                call = None  # so that a waiting thread keeps nothing alive
     except BaseException:
-        logger.warning("rank %d: the thread's context did not end well", rank, exc_info=True)
+        logger.warning("rank %d: the thread's context failed to exit", rank, exc_info=True)
     finally:
-        ending.leave()
+        last_exit.leave()
 
 
 def _send_stop(inboxes: Sequence[Inbox]) -> None:
@@ -234,21 +230,21 @@ atexit.register(_close_at_exit)
 
 
 class RankWork(Protocol):
-    """What the threads of some ranks do, each its part."""
+    """Work of several ranks, run by their threads."""
 
     def run_rank(self, rank: int, context_error: BaseException | None) -> None:
-        """Do a rank's part in its thread, or fail with ``context_error``. Never raises."""
+        """Run a rank's part in its thread, or fail with ``context_error``. Never raises."""
 
 
 @dataclass(slots=True)
 class TaskOutcome:
-    """What came of one rank's task.
+    """The result of one rank's task.
 
     Attributes:
-        value: What it returned.
-        error: What it raised.
-        start_s: When it began, by ``time.monotonic()``.
-        end_s: When it ended.
+        value: The returned value.
+        error: The raised exception.
+        start_s: Start, by ``time.monotonic()``.
+        end_s: End, by the same clock.
     """
 
     value: Any = None
@@ -258,31 +254,30 @@ class TaskOutcome:
 
 
 class Job:
-    """Tasks of several ranks, and whoever waits for all of them. Thread-safe.
+    """One task per rank, to be waited for together. Thread-safe.
 
     Args:
-        tasks: One for each rank; ``None``: nothing to do.
+        tasks: One per rank; ``None``: no task.
 
     Attributes:
-        outcomes: One for each rank, in order; complete once :meth:`wait` says so.
-        ranks: Those that have a task.
-        is_posted: Whether a rank may have it.
+        outcomes: One per rank; complete once :meth:`wait` returns ``True``.
+        ranks: The ranks that have a task.
+        is_posted: True if a rank may have received the job.
     """
 
     def __init__(self, tasks: Sequence[Task | None]) -> None:
-        self._tasks = list(tasks)  # each is its own rank's thread's
+        self._tasks = list(tasks)  # each entry is written by its rank's thread only
         self.outcomes = [TaskOutcome() for _ in tasks]
         self.ranks = [rank for rank, task in enumerate(tasks) if task is not None]
         self.is_posted = False
         self._lock = threading.Lock()
         self._num_left = len(self.ranks)
-        # Not an Event: its methods are Python code, which Ctrl-C may leave in the middle with
-        # the lock inside it held for good.
+        # Not an Event: a KeyboardInterrupt may leave its Python code with the inner lock held.
         self._done = threading.Lock()
         self._done.acquire()
 
     def run_rank(self, rank: int, context_error: BaseException | None) -> None:
-        """Do a rank's task, in its thread, once; ``context_error`` is why it cannot be done."""
+        """Run a rank's task once, in its thread, or fail with ``context_error``."""
         outcome, task = self.outcomes[rank], self._tasks[rank]
         if task is None:
             return
@@ -293,7 +288,7 @@ class Job:
             outcome.value = task()
         except BaseException as error:
             outcome.error = error
-        self._tasks[rank] = task = None  # what it holds is the caller's alone from here on
+        self._tasks[rank] = task = None  # only the caller keeps its references from here on
         outcome.end_s = time.monotonic()
         with self._lock:
             self._num_left -= 1
@@ -302,27 +297,25 @@ class Job:
             self._done.release()
 
     def wait(self, timeout_s: float | None = None, threads: RankThreads | None = None) -> bool:
-        """Block until every rank is through; ``False`` if time is up before.
+        """Block until every rank is done; returns ``False`` on timeout.
 
-        Can be interrupted by a signal. The ranks' work goes on then.
+        A signal may interrupt it; the ranks' tasks continue then.
 
         Args:
-            timeout_s: In seconds; ``None``: no end.
-            threads: Those that do it, if the caller wants to know when they have ended.
+            timeout_s: In seconds; ``None``: no timeout.
+            threads: The threads that run the tasks; ``None``: do not check that they are alive.
 
         Raises:
-            GpuWorkerError: A thread has ended with its part undone.
+            GpuWorkerError: A thread ended without running its task.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._num_left:
-            left = (
-                SIGNAL_POLL_S
-                if deadline is None
-                else min(SIGNAL_POLL_S, deadline - time.monotonic())
-            )
+            left = SIGNAL_POLL_S
+            if deadline is not None:
+                left = min(left, deadline - time.monotonic())
             if left <= 0:
                 return False
-            # Taken by whoever waits first, who leaves it to the others.
+            # Released again for other waiters.
             if self._done.acquire(timeout=left):
                 self._done.release()
             elif threads is not None:
@@ -333,14 +326,14 @@ class Job:
 
 
 def root_failures(outcomes: Sequence[TaskOutcome]) -> list[tuple[int, BaseException]]:
-    """Rank and error of those that failed on their own account; else of the first woken one."""
+    """Rank and error of ranks that caused a failure; else of the first aborted one."""
     failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
-    # Peers of a rank that failed are only woken by it.
+    # Peers of a failed rank are only aborted by it.
     own = [f for f in failed if not isinstance(f[1], (CollectiveAborted, CollectiveTimeout))]
     return own or failed[:1]
 
 
 def first_failure(outcomes: Sequence[TaskOutcome]) -> tuple[int, BaseException] | None:
-    """Rank and error of the first that failed on its own account, if one did."""
+    """Rank and error of the first rank that caused a failure; ``None``: none failed."""
     failed = root_failures(outcomes)
     return failed[0] if failed else None

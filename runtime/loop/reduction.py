@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from coordinator.config import AverageBackend

@@ -6,16 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
-from runtime.core.errors import (
-    ReplicaMismatch,
-)
+from runtime.core.errors import ReplicaMismatch
 from runtime.device import cuda_api
-from runtime.replica.build import (
-    Template,
-)
+from runtime.replica.build import Template
 from runtime.replica.flat import FlatBuffers
 
 

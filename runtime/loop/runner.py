@@ -1,4 +1,4 @@
-"""Runs a function on each rank in the ranks' threads and returns the outcomes."""
+"""Runs a function on each rank, in the ranks' threads, and returns the outcomes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
-from runtime.core.errors import (
-    ReplicaFailed,
-)
+from runtime.core.errors import ReplicaFailed
 from runtime.core.threads import IntraOpThreads
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import StreamSync
@@ -36,35 +33,34 @@ from runtime.loop.rank_threads import (
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
-"""How long the end waits for all threads together."""
+"""Seconds that close() waits for all threads together."""
 INTERRUPT_TIMEOUT_S = 30.0
-"""How long Ctrl-C waits for replicas that must come to the end of what they are doing."""
-_numbers = count()
+"""Seconds that a KeyboardInterrupt waits for running tasks that must complete."""
+_loop_numbers = count()
 
 
 class Runner:
-    """Gives tasks to the ranks and brings back what came of them. For one thread at a time.
+    """Runs one task per rank in the ranks' threads. Used by one thread at a time.
 
-    A caller that leaves before its tasks are done, by Ctrl-C say, which may come between any
-    two lines, leaves them running: the group is aborted, and the next call has to :meth:`drain`.
-    With ``waits_on_interrupt`` it leaves once they are done: each piece of work is done by all
-    replicas or by none.
+    A ``KeyboardInterrupt`` may occur between any two lines. Then the caller returns at once and
+    the tasks keep running: the group is aborted, and the next call has to :meth:`drain`. With
+    ``waits_on_interrupt`` the caller waits for the tasks, so that all ranks run them or none.
 
-    The threads, daemons, end with :meth:`close`, when this object is collected, or when the
-    interpreter exits; the last one out closes the journal and the group.
+    The daemon threads end with :meth:`close`, when this object is garbage-collected, or when the
+    interpreter exits; the last thread to end closes the recorder and the group.
 
     Args:
-        devices: One for each rank; a device may stand more than once.
-        group: Where the ranks meet.
-        journal: Takes down what happens.
-        sync: Orders their streams and the caller's; ``None``: by events.
-        name: What the threads are called; ``None``: ``replica-<number of the loop>``.
-        patient: Whether tasks that were begun are always waited for.
+        devices: One per rank; a device may be listed more than once.
+        group: The ranks' process group.
+        recorder: Records tasks on a timeline.
+        sync: Orders the ranks' streams and the caller's; ``None``: by events.
+        name: Prefix of the threads' names; ``None``: ``replica-<number of the loop>``.
+        waits_on_interrupt: Whether an interrupted call waits for tasks that were posted.
 
     Attributes:
-        contexts: The device of each rank as its thread sees it.
-        interrupted: Whether a caller left before its tasks were done.
-        fault: Why the replicas may differ for good, where it was ``waits_on_interrupt``.
+        contexts: Each rank's device context.
+        interrupted: True if an interrupted call left tasks running.
+        fault: With ``waits_on_interrupt``: why the replicas may differ permanently; else ``None``.
 
     Raises:
         Exception: A device cannot be used.
@@ -84,7 +80,7 @@ class Runner:
         self._group = group
         self._recorder = recorder
         self._sync = sync or StreamSync(devices)
-        self._patient = waits_on_interrupt
+        self._waits_on_interrupt = waits_on_interrupt
         self._changing: Job | None = None
         self.interrupted = False
         self.fault: str | None = None
@@ -94,7 +90,7 @@ class Runner:
 
         def clean_up() -> None:
             try:
-                recorder.finish()  # of a model that was dropped, not closed
+                recorder.finish()  # for a model that was not closed
                 group.close()
             except Exception:
                 logger.warning("the replicas' group did not close", exc_info=True)
@@ -106,59 +102,59 @@ class Runner:
         except BaseException:
             clean_up()
             raise
-        # From here on the threads clear up, even if not all of them could be started.
+        # From here on the threads clean up, even if not all of them started.
         contexts = [context.activate for context in self.contexts]
-        name = name or f"replica-{next(_numbers)}"
+        name = name or f"replica-{next(_loop_numbers)}"
         self._threads = RankThreads(name, contexts, clean_up, num_cpu_ranks=num_cpus)
 
     @property
     def closed(self) -> bool:
-        """Whether the threads were told to end."""
+        """True once the threads have been stopped."""
         return self._threads.closed
 
     def check_caller(self) -> None:
-        """Refuse what could only block.
+        """Refuse a call that could not complete.
 
         Raises:
-            RuntimeError: The threads have ended, or one of them calls.
+            RuntimeError: The threads have ended, or the caller is one of them.
         """
         if self.closed:
             raise RuntimeError(
-                "the replicas' threads have ended: the model was closed; go on with model.module, "
-                "or set up again"
+                "the replicas' threads have ended: the model was closed; use model.module, or set "
+                "up again"
             )
         self.check_not_replica_thread()
 
     def check_not_replica_thread(self) -> None:
-        """Refuse a call by one of the threads, which others wait for.
+        """Refuse a call from a replica's thread, which would wait for itself.
 
         Raises:
-            RuntimeError: One of them calls.
+            RuntimeError: The caller is one of the threads.
         """
         if self._threads.is_current_thread():
             raise RuntimeError("a replica cannot call the model that it is a part of")
 
     def collectives(self) -> Sequence[Collective]:
-        """Each rank's end of the group."""
+        """Each rank's collective."""
         return self._group.get()
 
     def run(
         self,
         tasks: Sequence[Task | None],
-        what: str,
+        operation: str,
         tensors: Sequence[Tensor] = (),
         reducing: Sequence[LoopReplica] = (),
         *,
         changes: bool = False,
     ) -> list[TaskOutcome]:
-        """Do each rank's task in its thread; blocks until all are done.
+        """Run each rank's task in its thread; blocks until all are done.
 
         Args:
-            tasks: One for each rank; ``None``: nothing to do.
-            what: What they do.
-            tensors: What the tasks read of the caller's.
-            reducing: Replicas that may exchange gradients in it, for the timeline.
-            changes: Whether the replicas differ for good if one of them fails in it.
+            tasks: One per rank; ``None``: no task.
+            operation: Name of the tasks in errors and on the timeline.
+            tensors: The caller's tensors that the tasks read; their streams are waited for.
+            reducing: Replicas that may exchange gradients in their tasks, for the timeline.
+            changes: Whether a failed task leaves the replicas permanently different.
 
         Raises:
             ReplicaFailed: A task raised.
@@ -173,22 +169,22 @@ class Runner:
         outcomes = self.execute(tasks, changes=changes)
         if events:
             self._join_streams(outcomes, tensors)
-        self._recorder.record_tasks(what, outcomes, reducing)
-        raise_replica_failure(outcomes, self._devices, what)
+        self._recorder.record_tasks(operation, outcomes, reducing)
+        raise_replica_failure(outcomes, self._devices, operation)
         return outcomes
 
     def execute(self, tasks: Sequence[Task | None], *, changes: bool = False) -> list[TaskOutcome]:
-        """As :meth:`run`, but no task's exception is raised, and no stream waits."""
+        """As :meth:`run`, but raise no task's exception and order no streams."""
         self.check_caller()
         job = Job(tasks)
         self._changing = job if changes else None
-        before = self.fault
+        previous_fault = self.fault
         try:
             self._threads.submit(job)
             job.wait(None, self._threads)
         except BaseException:
-            if self._patient:
-                self._wait_for_started(job, before)
+            if self._waits_on_interrupt:
+                self._wait_for_started(job, previous_fault)
             else:
                 self.interrupted = not self.closed
                 self._group.abort()
@@ -197,17 +193,17 @@ class Runner:
             self.record_fault()
         return job.outcomes
 
-    def _wait_for_started(self, job: Job, before: str | None) -> None:
-        """Leave no thread at work on the replicas."""
-        self.fault = "it was interrupted, and a replica did not come to an end"
+    def _wait_for_started(self, job: Job, previous_fault: str | None) -> None:
+        """Wait until no thread works on the replicas."""
+        self.fault = "it was interrupted, and a replica did not finish in time"
         if job.is_posted:
-            self._threads.submit(job)  # to those that it has not reached
+            self._threads.submit(job)  # the ranks that did not receive it
             if not job.wait(INTERRUPT_TIMEOUT_S, self._threads):
                 return
-        self.fault = before
+        self.fault = previous_fault
 
     def record_fault(self) -> None:
-        """Take note if the last change failed; Ctrl-C may have come before that was seen."""
+        """Set :attr:`fault` if the last change failed; an interrupt may have skipped it before."""
         if self._changing is not None:
             failure = first_failure(self._changing.outcomes)
             if failure is not None:
@@ -215,15 +211,15 @@ class Runner:
             self._changing = None
 
     def drain(self) -> None:
-        """After an interruption: wait for what the ranks still do."""
-        self.run([_no_op] * len(self._devices), "settle")
+        """Wait for tasks that an interrupted call left running."""
+        self.run([_no_op] * len(self._devices), "drain")
         self.interrupted = False
 
     def close(self) -> None:
-        """End the threads once they have done what they were given. Idempotent.
+        """End the threads after their tasks. Idempotent.
 
         Raises:
-            GpuWorkerError: One is still alive after a while, in the user's own code.
+            GpuWorkerError: A thread is still alive after a timeout, inside user code.
         """
         alive = self._threads.stop(STOP_TIMEOUT_S)
         if alive:
@@ -234,7 +230,7 @@ class Runner:
 
     @contextmanager
     def aborting_on_error(self) -> Iterator[None]:
-        """Around a task with a collective: who fails before it wakes those who wait there."""
+        """Abort the group if the context raises, so that waiting peers raise too."""
         try:
             yield
         except BaseException:
@@ -263,23 +259,23 @@ def _no_op() -> None:
 
 
 def raise_replica_failure(
-    outcomes: Sequence[TaskOutcome], devices: Sequence[torch.device], what: str
+    outcomes: Sequence[TaskOutcome], devices: Sequence[torch.device], operation: str
 ) -> None:
-    """Raise for the first rank that failed on its own account.
+    """Raise for the first rank that caused a failure, if any did.
 
     Args:
-        outcomes: Of all ranks.
-        devices: Theirs.
-        what: What they did.
+        outcomes: One per rank.
+        devices: One per rank.
+        operation: Name of the tasks.
 
     Raises:
-        ReplicaFailed: With the rank named, and the original as its cause.
+        ReplicaFailed: With the rank and the original exception as its cause.
     """
     failures = root_failures(outcomes)
     if not failures:
         return
     rank, error = failures[0]
-    raised = ReplicaFailed(rank, str(devices[rank]), what, error)
+    raised = ReplicaFailed(rank, str(devices[rank]), operation, error)
     for other, peer in failures[1:]:
         raised.add_note(f"rank {other} failed too: {type(peer).__name__}: {peer}")
     raise raised from error

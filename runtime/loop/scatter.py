@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from runtime.core.nested import flatten

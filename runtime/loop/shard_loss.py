@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from runtime.core.loss_weights import (
-    Weighted,
-    check_weight,
-    checked_loss,
-)
+from runtime.core.loss_weights import Weighted, check_weight, checked_loss
 
 ShardLossFn = Callable[[nn.Module, Any], Any]
 

@@ -52,7 +52,7 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
 def count_samples(samples: Any) -> int:
     """How many samples there are; raises as :func:`shard_samples`."""
     lengths: dict[str, int] = {}
-    _measure(samples, "samples", lengths)
+    _update_shares(samples, "samples", lengths)
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise ValueError(f"columns must hold the same number of samples: {found}")
@@ -78,7 +78,7 @@ def _parts(samples: Any) -> list[tuple[Any, Any]]:
     return list(samples.items() if isinstance(samples, Mapping) else enumerate(samples))
 
 
-def _measure(samples: Any, name: str, lengths: dict[str, int]) -> None:
+def _update_shares(samples: Any, name: str, lengths: dict[str, int]) -> None:
     if isinstance(samples, Tensor):
         if samples.ndim == 0:
             raise ValueError(
@@ -87,7 +87,7 @@ def _measure(samples: Any, name: str, lengths: dict[str, int]) -> None:
         lengths[name] = len(samples)
     elif holds_columns(samples):
         for key, part in _parts(samples):
-            _measure(part, f"{name}[{key!r}]", lengths)
+            _update_shares(part, f"{name}[{key!r}]", lengths)
     elif isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)):
         lengths[name] = len(samples)
     else:

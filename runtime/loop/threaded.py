@@ -1,4 +1,4 @@
-"""One thread per device: replicas run in their threads and are kept identical."""
+"""Engine of several devices: one thread per replica."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from coordinator.splitting import split_by_ratio
 from runtime.collective import Collective
-from runtime.core.errors import (
-    ReplicaFailed,
-)
-from runtime.core.loss_weights import (
-    Weight,
-)
+from runtime.core.errors import ReplicaFailed
+from runtime.core.loss_weights import Weight
 from runtime.core.nested import flatten
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
@@ -39,38 +34,37 @@ from runtime.loop.scatter import Scatter
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_ELEMENTS = 1 << 20
-"""Elements of all ranks together up to which one thread brings gradients across faster than
-the ranks can meet."""
+"""Up to this many elements over all ranks, one thread exchanges gradients faster than the ranks'
+threads do, which have to meet at a barrier."""
 UNREDUCED_AT_CLOSE = (
-    "the gradients of the last %d steps were never reduced, so that their batches have trained "
-    "nothing: with max_anchor, call step(reduce=True) for the last batch"
+    "the gradients of the last %d steps were never reduced, so their batches had no effect: "
+    "with max_anchor, call step(reduce=True) for the last batch"
 )
 LOSS_WEIGHT_GUESSED = (
-    "the model returned a loss without a dimension from each device, and nothing tells what it is "
-    "a mean over: it is weighted by samples, which is wrong where tokens are ignored or classes "
-    "have weights; pass DdpConfig(loss_weight=f(inputs, output)), or return a field loss_weight"
+    "the model returned a loss without a dimension from each device, and the count that it is a "
+    "mean over is unknown: it is weighted by samples, which is wrong where tokens are ignored or "
+    "classes have weights; pass DdpConfig(loss_weight=f(inputs, output)), or return a field "
+    "loss_weight"
 )
 
 
 class ThreadedEngine:
-    """Runs replicas in their threads and keeps them alike.
+    """Trains one replica per device, each in its own thread, and keeps the replicas identical.
 
-    Calls are serialised; backward comes through autograd, in whatever thread that uses.
+    Calls are serialized. Autograd calls ``backward`` in a thread of its choice.
 
     Args:
         replicas: In order of rank; rank 0's model is the user's.
-        runner: Runs what they do.
-        balancer: Shares batches out.
-        cadence: Says how many batches each rank runs between two reductions.
-        journal: Takes down what happens.
-        max_grad_norm: Clips gradients; ``None``: they stay as they are.
-        drifting: Whether devices compute different bits from the same gradients.
+        runner: Runs tasks in the replicas' threads.
+        balancer: Divides batches among devices.
+        accumulation: Number of batches of each rank between two reductions.
+        recorder: Records the work on a timeline.
+        max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
+        devices_differ: Whether devices compute different bits from the same gradients; then
+            rank 0's parameters are copied after each step.
 
     Attributes:
-        devices: Theirs, in order of rank.
-        models: The replicas' models.
-        optimizers: One for each.
-        rate: The learning rate.
+        devices, models, optimizers, rate: See :class:`LoopEngine`.
     """
 
     def __init__(
@@ -97,9 +91,7 @@ class ThreadedEngine:
         self._source = GradientSource.EMPTY
         self._counts = [0] * len(replicas)
         self._weights: list[list[Weight | None]] = [[] for _ in replicas]
-        self._stashed_weights: list[
-            Weight | None
-        ] = []  # weights of the steps that wait for a reduction
+        self._stashed_weights: list[Weight | None] = []  # of steps not yet reduced
         self._stashed_s = [0.0] * len(replicas)
         self._has_warned = False
         self._coupling = SampleCoupling.UNKNOWN
@@ -111,21 +103,21 @@ class ThreadedEngine:
         self._spans_steps = accumulation.spans_steps
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
         self._inline = (
-            InlineExchange(replicas, max_grad_norm) if InlineExchange.serves(replicas) else None
+            InlineExchange(replicas, max_grad_norm) if InlineExchange.supports(replicas) else None
         )
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
-        """By measured throughput."""
+        """Each device's share of a batch, by measured throughput."""
         return self._balancer.chunk_ratios
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """By ElChe, where it is on."""
+        """Number of batches of each device between two reductions."""
         return self._accumulation.batch_counts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Share a batch out, run the replicas, and put their outputs together."""
+        """Scatter a batch, run the replicas and gather their outputs."""
         self._runner.check_caller()
         scatter = Scatter(args, kwargs)
         modes = CallerModes.capture()
@@ -135,7 +127,7 @@ class ThreadedEngine:
             tasks: list[Task | None] = []
             start = 0
             for replica, size in zip(self._replicas, sizes, strict=True):
-                # A batch without samples goes to rank 0 as it is.
+                # An empty batch goes to rank 0.
                 if size or not (start or tasks):
                     stop = start + size
                     tasks.append(partial(_forward, replica, modes, scatter, start, stop))
@@ -158,7 +150,7 @@ class ThreadedEngine:
         return gather.output()
 
     def _sizes(self, num_samples: int) -> Sequence[int]:
-        """Pieces by measured speed; unequal ones where that tells what an output's dimension is."""
+        """Shard sizes by throughput; unequal ones if outputs may couple samples, to find out."""
         sizes = self._balancer.sizes(num_samples)
         if self._coupling is not SampleCoupling.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
             return sizes
@@ -172,20 +164,22 @@ class ThreadedEngine:
         param_grads: bool,
         retain_graph: bool,
     ) -> list[list[Tensor | None]]:
-        """Run the shards' backward and, where parameters get gradients, add these up."""
+        """Run the shards' backward, and add up parameters' gradients if there are any."""
         with self._exclusive():
             self._recover()
             if param_grads:
                 self._detect_caller_gradients()
                 self._set_source(GradientSource.BACKWARD)
-            given = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
-            collects = param_grads and not self._spans_steps
-            inline = self._inline if collects else None
-            meet = collects and inline is None
-            collectives = self._runner.collectives() if meet else [None] * len(self._replicas)
+            work = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
+            reduces = param_grads and not self._spans_steps
+            inline = self._inline if reduces else None
+            is_collective = reduces and inline is None
+            collectives = (
+                self._runner.collectives() if is_collective else [None] * len(self._replicas)
+            )
             tasks = [
                 partial(
-                    self._backward, replica, given.get(rank), collective, param_grads, retain_graph
+                    self._backward, replica, work.get(rank), collective, param_grads, retain_graph
                 )
                 for rank, (replica, collective) in enumerate(
                     zip(self._replicas, collectives, strict=True)
@@ -193,7 +187,9 @@ class ThreadedEngine:
             ]
             tensors = [g for row in grads for g in row if g is not None]
             with self._clearing_on_error(), self._mirror.watching_buffers(prepared=False):
-                outcomes = self._runner.run(tasks, "backward", tensors, self._exchanging(collects))
+                outcomes = self._runner.run(
+                    tasks, "backward", tensors, self._recorded_replicas(reduces)
+                )
                 if inline is not None:
                     inline.reduce_to_first()
             if inline is not None:
@@ -203,22 +199,22 @@ class ThreadedEngine:
     def _backward(
         self,
         replica: LoopReplica,
-        given: tuple[ShardOutput, Sequence[Tensor | None]] | None,
+        work: tuple[ShardOutput, Sequence[Tensor | None]] | None,
         collective: Collective | None,
         param_grads: bool,
         retain_graph: bool,
     ) -> list[Tensor | None]:
-        """In a replica's thread; one without a shard takes part with nothing."""
+        """Run in a replica's thread; one without a shard only joins the reduction."""
         with self._runner.aborting_on_error():
             found: list[Tensor | None] = []
-            if given is not None:
-                found = replica.backward(*given, param_grads=param_grads, retain_graph=retain_graph)
+            if work is not None:
+                found = replica.backward(*work, param_grads=param_grads, retain_graph=retain_graph)
             if collective is not None:
                 replica.reduce_to_first(collective)
             return found
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
-        """Deal batches out; each replica trains its own, one after the other."""
+        """Distribute batches; each replica trains its own sequentially."""
         self._runner.check_caller()
         modes = CallerModes.capture()
         tensors: list[Tensor] = []
@@ -246,27 +242,27 @@ class ThreadedEngine:
         return torch.cat(losses) if losses else torch.empty(0, device=self.devices[0])
 
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
-        """Bring the gradients to all ranks, step every optimizer, forget the gradients."""
+        """Reduce the gradients, step every optimizer and clear the gradients."""
         with self._exclusive():
             self._prepare()
             self.rate.check()
             self._detect_caller_gradients()
-            held, reduces = 0, True
+            num_stashed, reduces = 0, True
             if self._spans_steps and self._source is not GradientSource.ACCUMULATED:
                 self._stash_step(weight)
-                held = len(self._stashed_weights)
-                reduces = held >= min(self.batch_counts) if reduce is None else reduce
+                num_stashed = len(self._stashed_weights)
+                reduces = num_stashed >= min(self.batch_counts) if reduce is None else reduce
                 if reduces:
                     self._update(self._reduce_stashed())
             else:
                 self._update(weight)
-            self._measure(held, reduces=reduces)
+            self._update_shares(num_stashed, reduces=reduces)
             self._reset_source()
             self.rate.advance()
             self._recorder.step += 1
 
     def _update(self, weight: Weight | None) -> None:
-        """Step every optimizer with the gradients of all ranks."""
+        """Step every optimizer with the reduced gradients."""
         weights = self._apply_weight(weight)
         options = self._mirror.groups.options()
         tasks = [
@@ -275,9 +271,9 @@ class ThreadedEngine:
         ]
         try:
             if self._inline and self._source is GradientSource.BACKWARD:
-                with self._timing_sync(self._first, 1):
+                with self._timing_reduction(self._first, 1):
                     self._inline.broadcast_from_first()
-            self._runner.run(tasks, "step", (), self._exchanging(True))
+            self._runner.run(tasks, "step", (), self._recorded_replicas(True))
             if self._devices_differ:
                 self._mirror.copy("copy_params")
             self._mirror.mark_synced()
@@ -288,61 +284,62 @@ class ThreadedEngine:
             raise
 
     def _stash_step(self, weight: Weight | None) -> None:
-        """Put the gradients of a step aside, for a reduction of several steps."""
+        """Stash the gradients of a step until the reduction of several steps."""
         total_weight([*self._stashed_weights, weight])
         with self._clearing_on_error():
-            self._on_each("step", [replica.stash for replica in self._replicas])
+            self._run_on_each("step", [replica.stash for replica in self._replicas])
         self._stashed_weights.append(weight)
 
     def _reduce_stashed(self) -> Weight:
-        """Bring the sum of what is held to rank 0; gives what it is to be divided by."""
+        """Sum all stashed gradients on rank 0; returns the divisor of their mean."""
         weight = total_weight(self._stashed_weights)
         divisor = float(len(self._stashed_weights)) if weight is None else weight
         self._stashed_weights = []
         self._source = GradientSource.BACKWARD
         with self._clearing_on_error():
-            self._on_each("step", [replica.unstash for replica in self._replicas])
+            self._run_on_each("step", [replica.unstash for replica in self._replicas])
             if self._inline:
-                with self._timing_sync(self._first, 0):
+                with self._timing_reduction(self._first, 0):
                     self._inline.reduce_to_first()
                 self._recorder.record_reductions(self._replicas)
             else:
                 pairs = zip(self._replicas, self._runner.collectives(), strict=True)
                 tasks = [
-                    partial(self._collect, replica, collective) for replica, collective in pairs
+                    partial(self._reduce_stash, replica, collective)
+                    for replica, collective in pairs
                 ]
-                self._runner.run(tasks, "step", (), self._exchanging(True))
+                self._runner.run(tasks, "step", (), self._recorded_replicas(True))
         return divisor
 
-    def _collect(self, replica: LoopReplica, collective: Collective) -> None:
-        """In a replica's thread."""
+    def _reduce_stash(self, replica: LoopReplica, collective: Collective) -> None:
+        """Run in a replica's thread."""
         with self._runner.aborting_on_error():
-            collective.barrier()  # that the slowest is waited for is no cost of the exchange
-            with self._timing_sync(replica, 0):
+            collective.barrier()  # keeps the wait for the slowest rank out of the timing
+            with self._timing_reduction(replica, 0):
                 replica.reduce_to_first(collective)
 
     @contextmanager
-    def _timing_sync(self, replica: LoopReplica, number: int) -> Iterator[None]:
-        """Around a part of an exchange whose time fits the cadence."""
+    def _timing_reduction(self, replica: LoopReplica, count: int) -> Iterator[None]:
+        """Time a part of a reduction for the accumulation schedule."""
         if self._spans_steps:
             replica.sync_timer.start()
         yield
         if self._spans_steps:
-            replica.sync_timer.stop(number)
+            replica.sync_timer.stop(count)
 
-    def _on_each(self, what: str, tasks: Sequence[Callable[[], None]]) -> None:
-        """Do a little on every replica: on the CPU in the caller's thread."""
+    def _run_on_each(self, operation: str, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run a short task on every replica; on CPUs in the caller's thread."""
         if not self._on_cpu:
-            self._runner.run(list(tasks), what)
+            self._runner.run(list(tasks), operation)
             return
         for replica, task in zip(self._replicas, tasks, strict=True):
-            with _as_replica_failure(replica, what):
+            with _as_replica_failure(replica, operation):
                 task()
 
     def _apply_weight(self, weight: Weight | None) -> list[Weight] | None:
-        """Divide what came by backward; give the ranks' weights of what was accumulated.
+        """Divide gradients of backward by ``weight``; return the ranks' accumulated weights.
 
-        Gradients of no weight at all are forgotten, so that no optimizer changes anything.
+        With a total weight of 0 the gradients are cleared, so that optimizers change nothing.
         """
         if self._source is GradientSource.ACCUMULATED:
             if weight is not None:
@@ -358,7 +355,7 @@ class ThreadedEngine:
         if self._source is GradientSource.ACCUMULATED:
             totals = [total_weight(own) for own in self._weights]
             return [0.0 if total is None else total for total in totals]
-        self._runner.run([partial(self._first.divide, weight), *self._idle], "weigh")
+        self._runner.run([partial(self._first.divide, weight), *self._idle], "divide")
         return None
 
     def _step(
@@ -368,7 +365,7 @@ class ThreadedEngine:
         options: Options | None,
         weights: list[Weight] | None,
     ) -> None:
-        """In a replica's thread."""
+        """Run in a replica's thread."""
         replica = self._replicas[rank]
         with self._runner.aborting_on_error():
             if self._source is GradientSource.ACCUMULATED:
@@ -376,12 +373,12 @@ class ThreadedEngine:
             elif self._source is GradientSource.BACKWARD and not self._inline:
                 if rank == 0 and self._max_grad_norm is not None:
                     replica.clip(self._max_grad_norm)
-                with self._timing_sync(replica, 1):
+                with self._timing_reduction(replica, 1):
                     replica.broadcast_from_first(collective)
             if self._mirror.buffers_may_differ:
                 if not self._on_cpu:
                     replica.broadcast_buffers(collective)
-                elif rank:  # nobody writes to rank 0's until all have stepped
+                elif rank:  # rank 0's are not written until all ranks have stepped
                     replica.copy_buffers(self._first)
             replica.step(options)
 
@@ -396,22 +393,23 @@ class ThreadedEngine:
             return norm
 
     def zero_grad(self) -> None:
-        """Forget all gradients since the last step."""
+        """Clear all gradients since the last step."""
         with self._exclusive():
             self._recover()
             self._clear_gradients(stashed=False)
 
-    def _measure(self, num_held: int, *, reduces: bool) -> None:
-        """Take in how fast each rank was; share out anew where it is time.
+    def _update_shares(self, num_stashed: int, *, reduces: bool) -> None:
+        """Record each rank's speed, and update batch shares and counts when due.
 
         Args:
-            num_held: Steps of the reduction that this one belongs to; 0: it has its own.
-            reduces: Whether that was made.
+            num_stashed: Number of steps stashed for the next reduction, this one included; 0:
+                each step reduces.
+            reduces: Whether this step reduced.
         """
         for replica in self._replicas:
             seconds, num_samples = replica.sample_timer.take(wait=False)
             self._balancer.observe(replica.rank, num_samples, seconds)
-            if num_held:
+            if num_stashed:
                 self._stashed_s[replica.rank] += seconds
         if self._source is GradientSource.ACCUMULATED:
             times = [r.batch_timer.take(wait=False) for r in self._replicas]
@@ -420,15 +418,17 @@ class ThreadedEngine:
                 self._balancer.adopt(shares)
             return
         self._balancer.step()
-        if num_held and reduces:
-            self._accumulation.report([(s, num_held) for s in self._stashed_s], self._reduction_s())
+        if num_stashed and reduces:
+            self._accumulation.report(
+                [(s, num_stashed) for s in self._stashed_s], self._reduction_s()
+            )
             self._stashed_s = [0.0] * len(self._replicas)
 
     def _reduction_s(self) -> float:
         return reduction_seconds([r.sync_timer.take(wait=False) for r in self._replicas])
 
     def sync_params(self) -> None:
-        """Give rank 0's parameters and buffers to all."""
+        """Copy rank 0's parameters and buffers to all replicas."""
         with self._exclusive():
             self._recover()
             self._mirror.sync()
@@ -454,8 +454,8 @@ class ThreadedEngine:
                 replica.register_buffer(name, tensor, persistent)
 
     def close(self) -> None:
-        """End the replicas' threads, after what they are doing if that ends in time."""
-        free = self._exclusive.lock.acquire(timeout=STOP_TIMEOUT_S)
+        """End the replicas' threads, once running tasks end or a timeout has passed."""
+        acquired = self._exclusive.lock.acquire(timeout=STOP_TIMEOUT_S)
         try:
             if self._stashed_weights:
                 logger.warning(UNREDUCED_AT_CLOSE, len(self._stashed_weights))
@@ -465,15 +465,15 @@ class ThreadedEngine:
                 replica.guard.close()
             self._recorder.finish()
         finally:
-            if free:
+            if acquired:
                 self._exclusive.lock.release()
 
-    def _exchanging(self, exchanged: bool) -> Sequence[LoopReplica]:
-        """The replicas that exchange gradients in their own threads."""
-        return self._replicas if exchanged and self._recorder.enabled else ()
+    def _recorded_replicas(self, reduces: bool) -> Sequence[LoopReplica]:
+        """The replicas whose exchange in a task is recorded; none without a timeline."""
+        return self._replicas if reduces and self._recorder.enabled else ()
 
     def _prepare(self) -> None:
-        """Before the replicas compute: what the caller did to rank 0 holds for all."""
+        """Copy the caller's changes of rank 0 to the others, before they compute."""
         self._recover()
         self._mirror.prepare()
 
@@ -484,14 +484,12 @@ class ThreadedEngine:
             self._mirror.is_inconsistent = True
 
     def _detect_caller_gradients(self) -> None:
-        """What the caller did to rank 0's gradients by itself: trained its module, or zeroed."""
+        """Account for gradients that the caller added to or cleared on rank 0 directly."""
         if any(p.grad is not None for p in self._first.tensors):
             if self._source is GradientSource.EMPTY:
                 self._source = GradientSource.BACKWARD
-        elif self._source is GradientSource.BACKWARD or any(
-            map(_leaves_gradients, self._weights[0])
-        ):
-            self._clear_gradients(stashed=False)  # by optimizer.zero_grad()
+        elif self._source is GradientSource.BACKWARD or any(map(_has_backward, self._weights[0])):
+            self._clear_gradients(stashed=False)  # cleared by optimizer.zero_grad()
 
     def _set_source(self, source: GradientSource) -> None:
         is_mixed = self._stashed_weights and source is GradientSource.ACCUMULATED
@@ -500,7 +498,7 @@ class ThreadedEngine:
         self._source = source
 
     def _clear_gradients(self, *, stashed: bool = True) -> None:
-        """Forget the gradients, and those held for a reduction of several steps."""
+        """Clear all gradients; stashed ones too unless ``stashed`` is false."""
         for replica in self._replicas:
             replica.zero_grad()
             if stashed:
@@ -516,7 +514,7 @@ class ThreadedEngine:
 
     @contextmanager
     def _clearing_on_error(self) -> Iterator[None]:
-        """Around what adds to gradients: half of them are no use."""
+        """Clear partial gradients if the context raises."""
         try:
             yield
         except BaseException:
@@ -525,8 +523,8 @@ class ThreadedEngine:
             raise
 
 
-def _leaves_gradients(weight: Weight | None) -> bool:
-    """Whether a batch of this weight was run backward."""
+def _has_backward(weight: Weight | None) -> bool:
+    """True if a batch of this weight ran backward."""
     return weight is None or isinstance(weight, Tensor) or weight > 0
 
 
@@ -545,32 +543,32 @@ def _accumulate(
 
 
 class ReentrancyGuard:
-    """Lets threads have their turns.
+    """A mutex that raises on reentry instead of deadlocking.
 
     Args:
-        check_not_replica_thread: Raises in a thread that others wait for.
+        check_thread: Raises in a replica's thread.
 
     Attributes:
-        lock: Held by whoever has its turn.
+        lock: Held while a thread is inside.
     """
 
-    def __init__(self, check_not_replica_thread: Callable[[], None]) -> None:
-        self._check_thread = check_not_replica_thread
+    def __init__(self, check_thread: Callable[[], None]) -> None:
+        self._check_thread = check_thread
         self.lock = threading.Lock()
         self._owner: int | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Wait for this thread's turn, and have it.
+        """Hold the mutex for the duration of the context.
 
         Raises:
-            RuntimeError: Called from inside another call, which waits for this one.
+            RuntimeError: The thread holds the mutex already.
         """
         self._check_thread()
         if self._owner == threading.get_ident():
             raise RuntimeError(
-                "the model was called from inside one of its own calls: do that once the call has "
-                "returned"
+                "the model was called from inside one of its own calls: call it after that "
+                "call has returned"
             )
         with self.lock:
             self._owner = threading.get_ident()
@@ -581,30 +579,30 @@ class ReentrancyGuard:
 
 
 class GradientSource(Enum):
-    """Where the gradients since the last step came from."""
+    """Origin of the gradients since the last step."""
 
     EMPTY = auto()
     BACKWARD = auto()
-    """From ``loss.backward()``: those of the whole batch, on rank 0."""
+    """``loss.backward()``: rank 0 holds the gradients of the whole batch."""
     ACCUMULATED = auto()
-    """From ``accumulate``: each rank's own."""
+    """``accumulate``: each rank holds its own gradients."""
 
 
 class SampleCoupling(Enum):
-    """Whether an output relates the samples of a piece to each other."""
+    """Evidence that an output relates the samples of a shard to each other."""
 
     UNKNOWN = auto()
     MAYBE = auto()
-    """Its shape says so, but the pieces were equal, so that it may be chance."""
+    """A dimension is as long as the shard, but all shards were equal: it may be a coincidence."""
     NO = auto()
 
 
 class InlineExchange:
-    """Brings gradients to rank 0 and from there to all, while the replicas' threads rest.
+    """Exchanges gradients of CPU replicas in the caller's thread, while their threads are idle.
 
     Args:
         replicas: On the CPU, in order of rank.
-        max_grad_norm: Rank 0's gradients are clipped to it before all get them.
+        max_grad_norm: Clip rank 0's gradients to this L2 norm before they are copied.
     """
 
     def __init__(self, replicas: Sequence[LoopReplica], max_grad_norm: float | None) -> None:
@@ -612,21 +610,21 @@ class InlineExchange:
         self._max_grad_norm = max_grad_norm
 
     @staticmethod
-    def serves(replicas: Sequence[LoopReplica]) -> bool:
-        """Whether all replicas are on the CPU, and small."""
+    def supports(replicas: Sequence[LoopReplica]) -> bool:
+        """True if all replicas are small and on the CPU."""
         return (
             all(replica.device.type == "cpu" for replica in replicas)
             and sum(replica.exchange.num_elements for replica in replicas) <= MAX_INLINE_ELEMENTS
         )
 
     def reduce_to_first(self) -> None:
-        """Add all ranks' gradients up on rank 0; the others have none afterwards."""
+        """Sum all ranks' gradients on rank 0; the others have none afterwards."""
         for replica in self._others:
             with _as_replica_failure(replica, "backward"):
                 replica.add_grads_to(self._first)
 
     def broadcast_from_first(self) -> None:
-        """Give rank 0's gradients, clipped, to all."""
+        """Clip rank 0's gradients and copy them to all."""
         with _as_replica_failure(self._first, "step"):
             self._first.state.params.check()
             if self._max_grad_norm is not None:
@@ -637,9 +635,9 @@ class InlineExchange:
 
 
 @contextmanager
-def _as_replica_failure(replica: LoopReplica, what: str) -> Iterator[None]:
-    """Errors come out as those of tasks in the replicas' threads do."""
+def _as_replica_failure(replica: LoopReplica, operation: str) -> Iterator[None]:
+    """Raise errors as :class:`ReplicaFailed`, like tasks in the replicas' threads."""
     try:
         yield
     except Exception as error:
-        raise ReplicaFailed(replica.rank, str(replica.device), what, error) from error
+        raise ReplicaFailed(replica.rank, str(replica.device), operation, error) from error
