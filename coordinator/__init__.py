@@ -1,7 +1,11 @@
-"""The control plane: decides when, how much and how. Owns no model, touches no device."""
+"""Control plane: schedules epochs, averaging rounds and checkpoints, without model or device."""
+
+from __future__ import annotations
+
+import warnings
 
 from coordinator.backend_choice import choose_backend
-from coordinator.cadence import ConvergenceGuard, ElChe, Verdict
+from coordinator.cadence import CadenceAction, ConvergenceGuard, ElChe
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics, RankMetrics, StepMetrics
@@ -11,6 +15,7 @@ from coordinator.state import RankStatistics, Statistics
 __all__ = [
     "ApplyPolicy",
     "AverageBackend",
+    "CadenceAction",
     "ConvergenceGuard",
     "Coordinator",
     "CoordinatorConfig",
@@ -21,6 +26,13 @@ __all__ = [
     "Service",
     "Statistics",
     "StepMetrics",
-    "Verdict",
     "choose_backend",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """``Verdict``: the deprecated name of :class:`CadenceAction`."""
+    if name != "Verdict":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Verdict is called CadenceAction now", DeprecationWarning, stacklevel=2)
+    return CadenceAction

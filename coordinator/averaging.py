@@ -393,7 +393,7 @@ class Averager:
         total = sum(weights)
         chosen = payloads[max(range(len(payloads)), key=lambda i: (weights[i], -i))]
         with torch.no_grad():
-            _copy(result.taken, chosen.taken)
+            _copy(result.other_buffers, chosen.other_buffers)
             if total == 0:
                 _copy(result.params, payloads[0].params)
                 _copy(result.buffers, payloads[0].buffers)
@@ -461,7 +461,7 @@ def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 
 def _layout(payload: Payload) -> list[list[tuple[torch.Size, torch.dtype]]]:
-    groups = (payload.params, payload.buffers, payload.taken)
+    groups = (payload.params, payload.buffers, payload.other_buffers)
     return [[(t.shape, t.dtype) for t in group] for group in groups]
 
 

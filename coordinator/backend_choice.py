@@ -23,7 +23,7 @@ SMOOTHING = 0.25
 """Weight of a round in the cost of the transport in use."""
 
 
-class TransportChoice:
+class BackendChoice:
     """Tries each transport, keeps the cheaper one, and leaves one that fails.
 
     It changes only when it is told of a round, a failure or a death, and what it says holds

@@ -16,7 +16,7 @@ from typing import Any
 _ROUNDS_IN_A_ROW = 3
 
 
-class Verdict(Enum):
+class CadenceAction(Enum):
     """What a round's divergence asks of the cadence."""
 
     STABLE = "stable"
@@ -30,9 +30,9 @@ class Verdict(Enum):
 class ConvergenceGuard:
     """Judges each averaging round by how far the replicas were apart.
 
-    Above the threshold in one round: :attr:`Verdict.SUPPRESS_GROWTH`. Above it in three
+    Above the threshold in one round: :attr:`CadenceAction.SUPPRESS_GROWTH`. Above it in three
     rounds in a row with the last no smaller than the first:
-    :attr:`Verdict.NUDGE_DOWN`, after which the guard forgets these rounds, so that each
+    :attr:`CadenceAction.NUDGE_DOWN`, after which the guard forgets these rounds, so that each
     step down needs three rounds of its own.
 
     Args:
@@ -53,7 +53,7 @@ class ConvergenceGuard:
         self._enabled = enabled
         self._row: list[float] = []
 
-    def report(self, divergences: Sequence[float]) -> Verdict:
+    def report(self, divergences: Sequence[float]) -> CadenceAction:
         """Judge a round; call it once for each.
 
         Args:
@@ -65,16 +65,16 @@ class ConvergenceGuard:
             What the round asks of the cadence.
         """
         if not self._enabled or not divergences:
-            return Verdict.STABLE
+            return CadenceAction.STABLE
         worst = max(d if math.isfinite(d) else math.inf for d in divergences)
         if worst <= self._threshold:
             self._row.clear()
-            return Verdict.STABLE
+            return CadenceAction.STABLE
         self._row = [*self._row, worst][-_ROUNDS_IN_A_ROW:]
         if len(self._row) == _ROUNDS_IN_A_ROW and self._row[-1] >= self._row[0]:
             self._row.clear()
-            return Verdict.NUDGE_DOWN
-        return Verdict.SUPPRESS_GROWTH
+            return CadenceAction.NUDGE_DOWN
+        return CadenceAction.SUPPRESS_GROWTH
 
     def state_dict(self) -> dict[str, Any]:
         """The rounds in the current row, as plain floats."""

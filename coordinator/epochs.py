@@ -90,17 +90,17 @@ class Epochs:
         self._asked = lead, self._core.num_trained
         return oldest.epoch, self._core.num_trained
 
-    def drop_evaluation(self, at: int | None) -> None:
+    def drop_evaluation(self, eval_at: int | None) -> None:
         """The weights that were to be evaluated there are none: it is due again."""
-        if self._asked is not None and self._asked[1] == at:
+        if self._asked is not None and self._asked[1] == eval_at:
             self._asked = None
 
     def evaluate_if_due(self) -> None:
         """Have the first live rank evaluate the weights that it has."""
         if self.evaluation_due:
             lead = self._core.live[0].rank
-            epoch, at = self.begin_evaluation(lead)
-            self._core.send(lead, m.Evaluate(epoch=epoch, at=at))
+            epoch, eval_at = self.begin_evaluation(lead)
+            self._core.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
 
     def _pass_evaluation(self) -> None:
         """What is due now is evaluated, or was before."""
@@ -122,13 +122,13 @@ class Epochs:
         in_step = core.config.accumulate * (core.per_global if core.lockstep else 1)
         return max(0, -(-left // in_step) * in_step)
 
-    def _on_evaluated_within(self, event: m.EvalReport, at: int) -> None:
-        if self._asked != (event.rank, at):
+    def _on_evaluated_within(self, event: m.EvalReport, eval_at: int) -> None:
+        if self._asked != (event.rank, eval_at):
             return  # of an average that was undone
         self._asked = None
         self._pass_evaluation()
         told = StepMetrics(
-            step=at,
+            step=eval_at,
             epoch=event.epoch,
             num_batches=0,
             avg_loss=math.nan,
@@ -140,8 +140,8 @@ class Epochs:
 
     def on_evaluated(self, event: m.EvalReport) -> None:
         """The lead has evaluated an epoch, or within it."""
-        if event.at is not None:
-            self._on_evaluated_within(event, event.at)
+        if event.eval_at is not None:
+            self._on_evaluated_within(event, event.eval_at)
             return
         epoch = self._find(event.epoch)
         if epoch is not None:
@@ -439,9 +439,9 @@ class Epochs:
 
     def publish_cut(self) -> None:
         """Publish what was trained of the epochs within which ``max_steps`` ends the run."""
-        cut = [e for e in self._core.pool.epochs if e.tally.num_samples]
+        cut = [e for e in self._core.pool.epochs if e.stats.num_samples]
         for epoch in cut:
-            num_samples = epoch.tally.num_samples - epoch.num_retrained
+            num_samples = epoch.stats.num_samples - epoch.num_retrained
             self._publish(epoch, self.elapsed_s / len(cut), num_samples, partial=True)
 
     def _publish(
@@ -449,7 +449,7 @@ class Epochs:
     ) -> None:
         if self._core.steps is not None:
             self._core.publish_steps(self._core.steps.flush())
-        metrics = epoch.tally.close(
+        metrics = epoch.stats.close(
             epoch=epoch.epoch,
             epoch_s=epoch_s,
             num_samples=num_samples,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from coordinator.metrics import EpochTally, MachineTally
+from coordinator.metrics import EpochAccumulator, MachineStats
 from coordinator.splitting import BatchSet, batch_bounds, count_batches, cut, split_by_ratio
 
 CHUNK_S = 0.2
@@ -84,7 +84,7 @@ class ChunkPool:
         epoch = Epoch(
             epoch=self._next_epoch,
             num_batches=total,
-            tally=EpochTally(len(self.ledgers)),
+            stats=EpochAccumulator(len(self.ledgers)),
             open=BatchSet(() if self._granted else [range(total)]),
             granted=BatchSet() if self._granted else None,
             complete=not self._granted,
@@ -597,7 +597,7 @@ class Epoch:
 
     epoch: int
     num_batches: int
-    tally: EpochTally
+    stats: EpochAccumulator
     open: BatchSet
     quotas: list[int] | None = None
     num_settled: int = 0
@@ -615,7 +615,7 @@ class Epoch:
     granted: BatchSet | None = None
     num_elsewhere: int = 0
     complete: bool = True
-    others: tuple[MachineTally, ...] = ()
+    others: tuple[MachineStats, ...] = ()
 
     @property
     def settled(self) -> bool:

@@ -142,7 +142,7 @@ class Coordinator:
                 if event.report is not None:
                     self._on_report(event.report)
                 self._take_reply(event, now)
-            case m.Captured():
+            case m.CapturedState():
                 if event.report is not None:
                     self._on_report(event.report)
                 self._saving.on_captured(event)
@@ -158,7 +158,7 @@ class Coordinator:
                 self._on_halted(event, now)
             case m.Regrouped():
                 self._survival.on_regrouped(event)
-            case m.Unconnected():
+            case m.ConnectFailed():
                 self._on_unconnected(event, now)
             case m.Exiting():
                 self._on_exiting(event.rank, now)
@@ -170,9 +170,9 @@ class Coordinator:
                 self._on_stop()
             case m.SaveRequested():
                 self._saving.request(event.ticket)
-            case m.ShareRequested():
+            case m.ClusterCheckpointRequested():
                 self._saving.request_share(event.reserve_s)
-            case m.Granted():
+            case m.ClusterRoundDone():
                 self._on_granted(event)
             case m.AbortRequested():
                 self._ending.fail(Failure(error=RunAborted("the run was aborted")), now)
@@ -213,30 +213,30 @@ class Coordinator:
             self._limits.begin()
 
     def _on_report(self, event: m.BatchReport | m.EpochReport) -> None:
-        rank, tally = self._core.ranks[event.rank], event.tally
+        rank, stats = self._core.ranks[event.rank], event.stats
         if rank.state is RankState.DEAD:
             return
-        timed = tally.num_batches if tally.num_timed is None else tally.num_timed
+        timed = stats.num_batches if stats.num_timed is None else stats.num_timed
         if timed and self._core.phase is Phase.RUNNING:
-            self._core.elche.observe(event.rank, tally.compute_s, timed)
-        rank.note(tally)
+            self._core.elche.observe(event.rank, stats.compute_s, timed)
+        rank.note(stats)
         epoch = self._core.pool.find(event.epoch)
         if epoch is not None:
-            epoch.tally.add(event.rank, tally)
+            epoch.stats.add(event.rank, stats)
         if self._core.steps is not None:
             plan = self._core.plan
             part = self._core.config.batch_parts[event.rank]
             if plan is not None:
                 part = plan.part(self._core.per_global)
-            told = self._core.steps.add(event.rank, event.epoch, tally, self._core.now, part)
+            told = self._core.steps.add(event.rank, event.epoch, stats, self._core.now, part)
             self._core.publish_steps(told)
-        plan, num_batches = self._core.plan, tally.num_batches
+        plan, num_batches = self._core.plan, stats.num_batches
         if plan is not None:
             before = plan.num_told(event.rank)
-            plan.note(event.rank, num_batches, timed, tally.compute_s)
+            plan.note(event.rank, num_batches, timed, stats.compute_s)
             num_batches = plan.num_told(event.rank) - before
         if self._core.shares is not None:
-            self._core.shares.bound(event.rank, tally.most_samples)
+            self._core.shares.bound(event.rank, stats.most_samples)
         self._core.pool.trained(event.rank, num_batches)
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
@@ -349,7 +349,7 @@ class Coordinator:
             # What is to end anyway ends with the state that each rank has.
             survival.agree(regroup=core.phase is not Phase.STOPPING)
 
-    def _on_unconnected(self, event: m.Unconnected, now: float) -> None:
+    def _on_unconnected(self, event: m.ConnectFailed, now: float) -> None:
         """A group could not be connected: another transport serves, or the run ends."""
         ends = self._core.phase in (Phase.LEAVING, Phase.AVERAGING, Phase.FAILING)
         known = event.backend not in self._core.choice.usable
@@ -375,7 +375,7 @@ class Coordinator:
         if self._core.phase is Phase.RUNNING:
             self._core.phase = Phase.STOPPING
 
-    def _on_granted(self, event: m.Granted) -> None:
+    def _on_granted(self, event: m.ClusterRoundDone) -> None:
         """A round between machines is over."""
         core = self._core
         if core.phase not in (Phase.STARTING, Phase.RUNNING):
@@ -395,7 +395,7 @@ class Coordinator:
         if event.over:
             core.pool.end()
         if event.delta is not None:
-            core.shifts.append(event.delta)
+            core.pending_deltas.append(event.delta)
         core.global_step += event.num_batches
         if event.num_batches and not core.lockstep:
             for rank in core.live:
@@ -405,7 +405,7 @@ class Coordinator:
     def idle(self) -> bool:
         """Whether all that was granted is trained, and nothing is on its way."""
         core = self._core
-        if core.phase is not Phase.RUNNING or self._rounds.round.in_flight or core.shifts:
+        if core.phase is not Phase.RUNNING or self._rounds.round.in_flight or core.pending_deltas:
             return False
         return core.idle and not any(rank.num_queued for rank in core.live)
 
@@ -419,7 +419,7 @@ class Coordinator:
         rnd, broken = self._rounds.round, self._rounds.transport.waits
         if counts and rnd.fault is not None:
             self._rounds.note_fault(now)
-        self._epochs.drop_evaluation(rnd.at)
+        self._epochs.drop_evaluation(rnd.eval_at)
         for rank in self._rounds.give_up():
             self._core.send(rank, m.Rollback(round=rnd.id))
         if not counts:
@@ -495,7 +495,7 @@ class Coordinator:
                 self._epochs.ask_lead(orphan)
         self._epochs.publish()
         if not self._rounds.round.in_flight:
-            self._core.send_shift()
+            self._core.send_deltas()
         if self._core.phase is Phase.RUNNING:
             if (self._core.lockstep or self._core.alone) and self._may_save():
                 self._saving.ask()
@@ -547,11 +547,11 @@ class Coordinator:
         evaluates = oldest is None and self._epochs.evaluation_due
         if oldest is not None or evaluates or self._may_save() or self._core.gate.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
-            at = None
+            eval_at = None
             if evaluates:
-                epoch, at = self._epochs.begin_evaluation(live[0].rank)
+                epoch, eval_at = self._epochs.begin_evaluation(live[0].rank)
                 work = epoch, None
-            self._rounds.start(now, oldest, work, at)
+            self._rounds.start(now, oldest, work, eval_at)
 
 
 def _no_memory(event: m.Halted) -> BaseException:

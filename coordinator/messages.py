@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.config import AverageBackend
 from coordinator.errors import RunStalled
-from coordinator.metrics import EpochMetrics, MachineTally, StepMetrics, Tally
+from coordinator.metrics import EpochMetrics, MachineStats, ReportStats, StepMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,18 +78,18 @@ class Payload:
     Attributes:
         params: One flat tensor for each dtype of the trainable parameters.
         buffers: One flat tensor for each dtype of the floating-point buffers.
-        taken: One flat tensor for each dtype of the other buffers, which are not
+        other_buffers: One flat tensor for each dtype of the other buffers, which are not
             averaged but taken from the rank with the most samples.
     """
 
     params: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...] = ()
-    taken: tuple[Tensor, ...] = ()
+    other_buffers: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return (*self.params, *self.buffers, *self.taken)
+        return (*self.params, *self.buffers, *self.other_buffers)
 
     @property
     def num_bytes(self) -> int:
@@ -101,12 +101,12 @@ class Payload:
         return Payload(
             params=tuple(map(make, self.params)),
             buffers=tuple(map(make, self.buffers)),
-            taken=tuple(map(make, self.taken)),
+            other_buffers=tuple(map(make, self.other_buffers)),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
+class BatchBudget:
     """How far a worker may go after an averaging round, counted in batches since it.
 
     Attributes:
@@ -137,15 +137,15 @@ class SyncNow:
         round: Id of the round.
         allowance: How far to go after it.
         evaluate: Epoch to evaluate on the averaged weights, if any.
-        at: See :class:`Evaluate`.
+        eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
         capture: Whether the acknowledgement shall carry the rank's own state.
     """
 
     round: int
-    allowance: Allowance = field(default_factory=Allowance)
+    budget: BatchBudget = field(default_factory=BatchBudget)
     evaluate: int | None = None
-    at: int | None = None
+    eval_at: int | None = None
     checkpoint: int | None = None
     capture: bool = False
 
@@ -165,7 +165,7 @@ class RequestParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeCheckpoint:
-    """Send a :class:`Captured`: between two steps, under ``SYNC`` the same on every rank.
+    """Send a :class:`CapturedState`: between two steps, under ``SYNC`` the same on every rank.
 
     Attributes:
         id: Counts the captures of a run. A worker that has answered this one, because a
@@ -185,21 +185,21 @@ class Update:
         num_samples: Sum of the weights; 0: the round changes nothing.
         allowance: How far to go after it.
         evaluate: Epoch to evaluate on the average, if any.
-        at: See :class:`Evaluate`.
+        eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
     """
 
     round: int
     average: Payload
     num_samples: float = 1
-    allowance: Allowance = field(default_factory=Allowance)
+    budget: BatchBudget = field(default_factory=BatchBudget)
     evaluate: int | None = None
-    at: int | None = None
+    eval_at: int | None = None
     checkpoint: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shift:
+class ApplyDelta:
     """Add what the other machines' training has changed to the live state, between two steps;
     under ``SYNC`` the same step on every rank.
 
@@ -234,7 +234,7 @@ class Throttle:
 class Resume:
     """Go on, as far as the allowance says (by default: no limit)."""
 
-    allowance: Allowance = field(default_factory=Allowance)
+    budget: BatchBudget = field(default_factory=BatchBudget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,12 +243,12 @@ class Evaluate:
 
     Attributes:
         epoch: The epoch.
-        at: Batches of all ranks after which it is evaluated; ``None``: at its end.
+        eval_at: Batches of all ranks after which it is evaluated; ``None``: at its end.
         state: In a cluster, what to evaluate in place of the live weights; read-only.
     """
 
     epoch: int
-    at: int | None = None
+    eval_at: int | None = None
     state: Payload | None = None
 
 
@@ -327,7 +327,7 @@ ToWorker = (
     | RequestParams
     | Update
     | SetGlobalStep
-    | Shift
+    | ApplyDelta
     | Throttle
     | Resume
     | Evaluate
@@ -398,8 +398,8 @@ class PublishSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransportChosen:
-    """What carries the averagings from the next round on, to be told; see ``TransportChoice``.
+class BackendChosen:
+    """What carries the averagings from the next round on, to be told; see ``BackendChoice``.
 
     Attributes:
         backend: The transport.
@@ -441,7 +441,8 @@ class SaveCheckpoint:
         within: Whether it was made in the middle of an epoch.
         tickets: The calls of ``save()`` that it answers.
         final: Whether the run ends with it.
-        returned: Where it answers :class:`ShareRequested`, what is not dealt any more, by epoch.
+        returned: In answer to :class:`ClusterCheckpointRequested`, the batches given back, by
+            epoch.
     """
 
     payload: Payload
@@ -475,7 +476,7 @@ Command = (
     | AbortCollective
     | PublishEpoch
     | PublishSteps
-    | TransportChosen
+    | BackendChosen
     | ReportStall
     | SaveCheckpoint
     | SaveFailed
@@ -488,7 +489,7 @@ SAVE_ROUND = -2
 
 Extra = dict[str, Any] | Exception
 """A rank's own part of a checkpoint: tensors of the CPU and plain values; or why there is none."""
-LONGEST_REPORT_S = 0.5
+MAX_REPORT_INTERVAL_S = 0.5
 """A run's ranks tell at the latest after this long what they have trained, however many there
 are: what is shown of a run comes from the reports."""
 
@@ -506,19 +507,19 @@ class BatchReport:
 
     rank: int
     epoch: int
-    tally: Tally
+    stats: ReportStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """A plan is done (or was left at a stop); ``tally`` is what no report has told yet.
+    """A plan is done (or was left at a stop); ``stats`` is what no report has told yet.
 
     Where no round measures it, the lowest rank tells the norm of its parameters.
     """
 
     rank: int
     epoch: int
-    tally: Tally
+    stats: ReportStats
     norm: float | None = None
 
 
@@ -539,7 +540,7 @@ class SyncAck:
         report: What was trained before the round and not yet told.
         extra: The rank's own state after the round, if it was asked for.
         average: With it, from the lead, what the round has averaged; owned by the message.
-        at: When the rank had done its part, by ``time.monotonic()``; it may be told later.
+        done_at: ``time.monotonic()`` when the rank had done its part.
     """
 
     rank: int
@@ -553,7 +554,7 @@ class SyncAck:
     report: BatchReport | None = None
     extra: Extra | None = None
     average: Payload | None = None
-    at: float | None = None
+    done_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -621,7 +622,7 @@ class FinalSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class CapturedState:
     """The rank's whole state between two steps, all of which is in the result.
 
     Attributes:
@@ -650,7 +651,7 @@ class EvalReport:
 
     rank: int
     epoch: int
-    at: int | None = None
+    eval_at: int | None = None
     values: tuple[tuple[str, float], ...]
 
 
@@ -722,7 +723,7 @@ class Regrouped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unconnected:
+class ConnectFailed:
     """A group of ranks could not be connected, and another transport may serve them.
 
     Attributes:
@@ -745,14 +746,14 @@ FromWorker = (
     | SyncAck
     | ParamSnapshot
     | FinalSnapshot
-    | Captured
+    | CapturedState
     | EvalReport
     | CheckpointDone
     | Exiting
     | Failed
     | Halted
     | Regrouped
-    | Unconnected
+    | ConnectFailed
 )
 
 
@@ -787,11 +788,11 @@ class StopRequested:
 
 
 CLUSTER_TICKET = 0
-"""The ticket of a checkpoint that answers :class:`ShareRequested`; users' tickets begin at 1."""
+"""Ticket of checkpoints for :class:`ClusterCheckpointRequested`; users' tickets begin at 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareRequested:
+class ClusterCheckpointRequested:
     """Make a checkpoint as this machine's part of a round between machines; from outside.
 
     From that checkpoint on only what the ranks have, and a reserve, is trained: the rest of
@@ -823,7 +824,7 @@ class EpochGrant:
     num_elsewhere: int | None = None
     complete: bool = False
     num_samples: int = 0
-    others: tuple[MachineTally, ...] = ()
+    others: tuple[MachineStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -846,12 +847,12 @@ class MachineRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class ClusterRoundDone:
     """A round between machines is over; from outside.
 
     Attributes:
         epochs: What is granted; nothing of other epochs.
-        delta: What it has changed; see :class:`Shift`. ``None``: nothing.
+        delta: What it has changed; see :class:`ApplyDelta`. ``None``: nothing.
         num_batches: Batches that other machines have trained since the last round, which move
             the schedule.
         over: Whether the run ends once its open epochs are closed.
@@ -900,8 +901,8 @@ FromService = (
     Averaged
     | StopRequested
     | SaveRequested
-    | ShareRequested
-    | Granted
+    | ClusterCheckpointRequested
+    | ClusterRoundDone
     | AbortRequested
     | ThreadEnded
     | Tick

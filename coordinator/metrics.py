@@ -148,7 +148,7 @@ def metrics_state(metrics: EpochMetrics) -> dict[str, Any]:
     return dataclasses.asdict(metrics)
 
 
-def metrics_of(state: Mapping[str, Any]) -> EpochMetrics:
+def metrics_from_state(state: Mapping[str, Any]) -> EpochMetrics:
     """Metrics from what :func:`metrics_state` gave."""
     values = dict(state)
     values["per_rank"] = tuple(RankMetrics(**rank) for rank in state["per_rank"])
@@ -159,7 +159,7 @@ def metrics_of(state: Mapping[str, Any]) -> EpochMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class ReportStats:
     """What a rank trained since its last report.
 
     Attributes:
@@ -195,12 +195,12 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineTally:
+class MachineStats:
     """Another machine's report of an epoch.
 
     Attributes:
         machine: Its name.
-        ranks: The partial sums of each of its ranks, as :meth:`EpochTally.rank_state` gives them.
+        ranks: Partial sums of each of its ranks; see :meth:`EpochAccumulator.rank_state`.
         num_retrained: Samples that it trained again after a rank had died.
     """
 
@@ -213,7 +213,7 @@ SILENT_S = 1.0
 """Metrics of steps wait no longer than this for a rank, which tells of its batches far sooner."""
 
 
-class EpochTally:
+class EpochAccumulator:
     """Sums up what the ranks report of one epoch.
 
     Sums are exact until they are rounded at the end, so no bit depends on the order of the
@@ -226,9 +226,9 @@ class EpochTally:
     def __init__(self, world_size: int) -> None:
         self._ranks = [_RankSums() for _ in range(world_size)]
 
-    def add(self, rank: int, tally: Tally) -> None:
+    def add(self, rank: int, stats: ReportStats) -> None:
         """Add a report."""
-        self._ranks[rank].add(tally)
+        self._ranks[rank].add(stats)
 
     def close(
         self,
@@ -243,7 +243,7 @@ class EpochTally:
         divergence: float | None = None,
         param_norm: float | None = None,
         machine: str = "",
-        others: Sequence[MachineTally] = (),
+        others: Sequence[MachineStats] = (),
         partial: bool = False,
     ) -> EpochMetrics:
         """Make the metrics of the epoch; changes nothing, so it can be called again.
@@ -265,11 +265,11 @@ class EpochTally:
         Returns:
             The metrics, losses that are not finite included.
         """
-        own = MachineTally(machine=machine, ranks=tuple(r.state_dict() for r in self._ranks))
+        own = MachineStats(machine=machine, ranks=tuple(r.state_dict() for r in self._ranks))
         every = (own, *others)
         whole = _RankSums()
-        for tally in every:
-            for state in tally.ranks:
+        for stats in every:
+            for state in stats.ranks:
                 whole.add_state(state)
         means = whole.means() | dict(extra_scalars or {})
         per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
@@ -281,7 +281,7 @@ class EpochTally:
             per_rank=per_rank,
             epoch_s=epoch_s,
             num_samples=num_samples,
-            num_retrained=num_retrained + sum(tally.num_retrained for tally in others),
+            num_retrained=num_retrained + sum(stats.num_retrained for stats in others),
             num_skipped=whole.num_skipped,
             num_averagings=num_averagings,
             per_rank_throughput=tuple(r.throughput for r in per_rank),
@@ -320,7 +320,7 @@ class EpochTally:
             self._ranks[rank % len(self._ranks)].add_state(saved)
 
 
-class StepTally:
+class StepAccumulator:
     """Makes metrics of every ``every`` batches from what the ranks report.
 
     A report covers several steps of one rank. Reports wait until there are enough batches of
@@ -355,7 +355,7 @@ class StepTally:
         self._last = [now] * len(self._last)
 
     def add(
-        self, rank: int, epoch: int, tally: Tally, now: float, part: Fraction | int = 1
+        self, rank: int, epoch: int, stats: ReportStats, now: float, part: Fraction | int = 1
     ) -> list[StepMetrics]:
         """Add a report; return the metrics that it completes.
 
@@ -368,10 +368,10 @@ class StepTally:
         """
         self._now, self._epoch = now, max(epoch, self._epoch)
         self._last[rank] = now
-        self._sums.add(tally)
-        self._waiting[rank].extend((loss, weight, part) for loss, weight in tally.losses)
-        self._told[rank] += part * len(tally.losses)
-        self._held[rank] += part * len(tally.losses)
+        self._sums.add(stats)
+        self._waiting[rank].extend((loss, weight, part) for loss, weight in stats.losses)
+        self._told[rank] += part * len(stats.losses)
+        self._held[rank] += part * len(stats.losses)
         return self._complete(SILENT_S)
 
     def drop(self, rank: int) -> None:
@@ -597,17 +597,17 @@ class _RankSums:
     scalars: dict[str, tuple[ExactSum, WeightSum]] = field(default_factory=dict)
     learning_rate: float | None = None
 
-    def add(self, tally: Tally) -> None:
-        self.num_batches += tally.num_batches
-        self.num_samples += tally.num_samples
-        self.num_skipped += tally.num_skipped
-        self.compute_s += tally.compute_s
-        self.loss_sum.add(tally.loss_sum)
-        self.loss_weight.add(tally.loss_samples)
-        for name, total, weight in tally.scalars:
+    def add(self, stats: ReportStats) -> None:
+        self.num_batches += stats.num_batches
+        self.num_samples += stats.num_samples
+        self.num_skipped += stats.num_skipped
+        self.compute_s += stats.compute_s
+        self.loss_sum.add(stats.loss_sum)
+        self.loss_weight.add(stats.loss_samples)
+        for name, total, weight in stats.scalars:
             self._add_scalar(name, (total,), (weight,))
-        if tally.num_batches and tally.learning_rate is not None:
-            self.learning_rate = tally.learning_rate
+        if stats.num_batches and stats.learning_rate is not None:
+            self.learning_rate = stats.learning_rate
 
     def _add_scalar(self, name: str, parts: Iterable[float], weights: Sequence[float]) -> None:
         total, weight = self.scalars.setdefault(name, (ExactSum(), WeightSum()))
@@ -659,11 +659,11 @@ class _RankSums:
         )
 
 
-def _machines(tallies: Iterable[MachineTally]) -> tuple[MachineMetrics, ...]:
+def _machines(tallies: Iterable[MachineStats]) -> tuple[MachineMetrics, ...]:
     """The metrics of each machine, by name."""
     ranks: dict[str, list[Mapping[str, Any]]] = {}
-    for tally in sorted(tallies, key=lambda tally: tally.machine):
-        ranks.setdefault(tally.machine, []).extend(tally.ranks)
+    for stats in sorted(tallies, key=lambda stats: stats.machine):
+        ranks.setdefault(stats.machine, []).extend(stats.ranks)
     found = []
     for machine, states in ranks.items():
         whole, throughput = _RankSums(), 0.0

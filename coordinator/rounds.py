@@ -6,7 +6,7 @@ import math
 
 from coordinator import messages as m
 from coordinator.backend_choice import RoundCost
-from coordinator.cadence import Verdict
+from coordinator.cadence import CadenceAction
 from coordinator.ledger import Epoch
 from coordinator.state import Core, Phase, RankState
 from coordinator.transports import (
@@ -58,7 +58,7 @@ class RoundKeeper:
         now: float,
         epoch: Epoch | None = None,
         work: tuple[int | None, int | None] = _NONE,
-        at: int | None = None,
+        eval_at: int | None = None,
     ) -> None:
         """Ask every live rank for its part; if a checkpoint is due it is made of the round.
 
@@ -66,7 +66,7 @@ class RoundKeeper:
             now: The time.
             epoch: The epoch that the average closes, or one whose lead died.
             work: Epoch to evaluate and version to hand over on the average.
-            at: See :class:`~coordinator.messages.Evaluate`.
+            eval_at: See :class:`~coordinator.messages.Evaluate`.
         """
         evaluate, checkpoint = work
         ranks = tuple(r.rank for r in self._core.live)
@@ -81,7 +81,7 @@ class RoundKeeper:
             generation=self._core.generation,
             evaluate=evaluate,
             checkpoint=checkpoint,
-            at=at,
+            eval_at=eval_at,
             capture=capture,
             backend=self._core.choice.next,
             now=now,
@@ -150,9 +150,9 @@ class RoundKeeper:
             if self._core.is_live(rank):
                 times[rank] = (info.round_compute_s, info.round_batches)
         verdict = self._core.guard.report(list(rnd.divergences.values()))
-        self._core.elche.hold_growth(verdict is not Verdict.STABLE)
+        self._core.elche.hold_growth(verdict is not CadenceAction.STABLE)
         self._core.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
-        if verdict is Verdict.NUDGE_DOWN:
+        if verdict is CadenceAction.NUDGE_DOWN:
             self._core.elche.nudge_down()
         trained_s = sum(seconds for seconds, _ in times)
         anchor = self._core.elche.anchor
@@ -229,9 +229,9 @@ class Limits:
         if self._core.alone or self._core.lockstep:
             return
         for rank in self._core.live:
-            allowance = self._core.gate.allowance(rank.rank)
-            rank.set_limit(allowance.limit)
-            self._core.send(rank.rank, m.Resume(allowance=allowance))
+            budget = self._core.gate.budget(rank.rank)
+            rank.set_limit(budget.limit)
+            self._core.send(rank.rank, m.Resume(budget=budget))
 
     def readjust(self) -> None:
         """Tell every rank anew how far it may go, and whose count makes a round due."""
@@ -244,9 +244,7 @@ class Limits:
         for rank in live:
             limit = self._core.gate.limit(rank, live)
             rank.set_limit(limit)
-            self._core.send(
-                rank.rank, m.Resume(allowance=self._core.gate.allowance_for(rank, limit))
-            )
+            self._core.send(rank.rank, m.Resume(budget=self._core.gate.allowance_for(rank, limit)))
 
     def adjust(self) -> None:
         """Tell those ranks whose limit has changed."""
@@ -261,7 +259,7 @@ class Limits:
             rank.set_limit(limit)
             if raised:
                 self._core.send(
-                    rank.rank, m.Resume(allowance=self._core.gate.allowance_for(rank, limit))
+                    rank.rank, m.Resume(budget=self._core.gate.allowance_for(rank, limit))
                 )
             elif limit is not None:
                 self._core.send(rank.rank, m.Throttle(limit=limit))

@@ -10,11 +10,11 @@ from typing import Any
 from coordinator.config import AverageBackend
 from coordinator.ledger import Epoch
 from coordinator.metrics import (
+    EpochAccumulator,
     EpochMetrics,
-    EpochTally,
     MachineMetrics,
     RankMetrics,
-    metrics_of,
+    metrics_from_state,
     metrics_state,
 )
 from coordinator.schema import (
@@ -54,7 +54,7 @@ class Note:
         """The note of a rank, as everything stands now."""
         info = core.ranks[rank]
         return cls(
-            {epoch.epoch: epoch.tally.rank_state(rank) for epoch in epochs},
+            {epoch.epoch: epoch.stats.rank_state(rank) for epoch in epochs},
             {name: getattr(info, name) for name in _TOTALS},
             0 if core.plan is None else core.plan.told.get(rank, 0),
         )
@@ -155,11 +155,11 @@ def _epoch_state(
     ]
     rest = {b for spans in (epoch.open.spans, *unsettled) for span in spans for b in span}
     known = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
-    nothing = EpochTally(1).rank_state(0)
+    nothing = EpochAccumulator(1).rank_state(0)
     sums = [
         notes[rank].sums.get(epoch.epoch, nothing)
         if rank in notes
-        else epoch.tally.rank_state(rank)
+        else epoch.stats.rank_state(rank)
         for rank in range(len(core.ranks))
     ]
     quotas = epoch.quotas
@@ -187,7 +187,7 @@ def _lost_since(
     """Samples that ranks trained after their part of the cut, and that died with them since."""
     died = [rank for rank in notes if core.ranks[rank].state is RankState.DEAD]
     return sum(
-        int(epoch.tally.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
+        int(epoch.stats.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
         for rank in died
     )
 
@@ -400,7 +400,7 @@ def restore_run(core: Core, state: Mapping[str, Any]) -> None:
         info = core.ranks[rank % len(core.ranks)]
         for name in _TOTALS:
             setattr(info, name, getattr(info, name) + totals[name])
-    core.outcome.metrics = [metrics_of(saved) for saved in state["metrics"]]
+    core.outcome.metrics = [metrics_from_state(saved) for saved in state["metrics"]]
     # Some may have been opened ahead of which nothing is trained, and that are too many now.
     last = core.config.num_epochs
     core.pool.resume(
@@ -416,8 +416,8 @@ def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
     left = BatchSet(compress(b for b in range(total) if b not in consumed))
     world = len(core.ranks)
     same = len(saved["tally"]["ranks"]) == world
-    tally = EpochTally(world)
-    tally.load_state_dict(saved["tally"])
+    stats = EpochAccumulator(world)
+    stats.load_state_dict(saved["tally"])
     if core.config.granted:
         left = BatchSet()  # what this machine may train of it, it is granted
     quotas = core.pool.quotas(len(left), core.elche.shares)
@@ -426,7 +426,7 @@ def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
     epoch = Epoch(
         epoch=int(saved["epoch"]),
         num_batches=total,
-        tally=tally,
+        stats=stats,
         open=left,
         quotas=quotas,
         num_settled=0 if core.config.granted else len(consumed),

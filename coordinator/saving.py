@@ -159,7 +159,7 @@ class CheckpointRounds:
         for rank in ranks:
             self._core.send(rank, m.TakeCheckpoint(id=cut.id))
 
-    def on_captured(self, event: m.Captured) -> None:
+    def on_captured(self, event: m.CapturedState) -> None:
         """A rank has sent its state; its report was taken in before."""
         cut = self._cut
         if cut is None or event.id != cut.id or event.rank not in cut.ranks:
@@ -174,13 +174,15 @@ class CheckpointRounds:
         parts = [cut.parts[rank] for rank in cut.ranks]
         weights = tuple(part.num_samples for part in parts)
         lead = parts[0].payload
-        if len(parts) == 1 or not any(weights) or not (lead.buffers or lead.taken):
+        if len(parts) == 1 or not any(weights) or not (lead.buffers or lead.other_buffers):
             self._emit(cut, lead)
             self._cut = None
             return
         # The replicas' parameters are the same; their buffers are not.
         buffers = [
-            Payload(params=(), buffers=part.payload.buffers, taken=part.payload.taken)
+            Payload(
+                params=(), buffers=part.payload.buffers, other_buffers=part.payload.other_buffers
+            )
             for part in parts
         ]
         self._core.out.append(
@@ -200,7 +202,9 @@ class CheckpointRounds:
             kept, lead = event.kept, cut.parts[cut.ranks[0]].payload
             whole = None
             if kept is not None:
-                whole = Payload(params=lead.params, buffers=kept.buffers, taken=kept.taken)
+                whole = Payload(
+                    params=lead.params, buffers=kept.buffers, other_buffers=kept.other_buffers
+                )
             self._emit(cut, whole)
         self._cut = None
 
@@ -286,7 +290,7 @@ class ConsistentCut:
     tickets: tuple[int, ...]
     notes: dict[int, Note] = field(default_factory=dict)
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
-    parts: dict[int, m.Captured] = field(default_factory=dict)
+    parts: dict[int, m.CapturedState] = field(default_factory=dict)
     lead_payload: Payload | None = None
     step: int | None = None
     run: dict[str, Any] | None = None

@@ -21,6 +21,7 @@ from coordinator.machine import Coordinator
 from coordinator.messages import (
     AbortCollective,
     Average,
+    BackendChosen,
     Command,
     PublishEpoch,
     PublishSteps,
@@ -28,7 +29,6 @@ from coordinator.messages import (
     SaveCheckpoint,
     SaveFailed,
     Send,
-    TransportChosen,
 )
 from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.stall import MessageLog, stall_report
@@ -191,7 +191,7 @@ class Service:
                 self._abort_collective(command.generation)
             case PublishEpoch() | PublishSteps():
                 self._on_metrics(command.metrics)
-            case TransportChosen():
+            case BackendChosen():
                 told = (command.backend.name, command.reason)
                 if command.failed:
                     logger.warning("the run goes on over %s: %s", *told)

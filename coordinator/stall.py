@@ -56,7 +56,7 @@ class ProgressWatch:
 
     def look(self, event: m.Event, now: float) -> None:
         """An event was handled: see whether it brought the run on."""
-        if isinstance(event, m.Granted):
+        if isinstance(event, m.ClusterRoundDone):
             self._last = now
         rnd = self._round
         completed = self._seen[0] if rnd.in_flight or rnd.num_failed else rnd.id
@@ -83,9 +83,9 @@ class ProgressWatch:
 def _is_progress(event: m.Event) -> bool:
     match event:
         case m.BatchReport() | m.EpochReport():
-            return event.tally.num_batches > 0
-        case m.ParamSnapshot() | m.SyncAck() | m.Captured() | m.Halted():
-            return event.report is not None and event.report.tally.num_batches > 0
+            return event.stats.num_batches > 0
+        case m.ParamSnapshot() | m.SyncAck() | m.CapturedState() | m.Halted():
+            return event.report is not None and event.report.stats.num_batches > 0
         case m.Ready() | m.EvalReport() | m.CheckpointDone():
             return True
         case m.Exiting() | m.Failed() | m.ThreadEnded():
@@ -164,7 +164,7 @@ _LIGHT = frozenset(
         m.ThreadEnded,
         m.StopRequested,
         m.AbortRequested,
-        m.ShareRequested,
+        m.ClusterCheckpointRequested,
     )
 )
 _NUMBERS = ("round", "generation", "epoch", "step")

@@ -7,23 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from coordinator.backend_choice import TransportChoice
+from coordinator.backend_choice import BackendChoice
 from coordinator.cadence import ConvergenceGuard, ElChe
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.ledger import ChunkPool, LockstepPlan
 from coordinator.messages import (
-    Allowance,
+    ApplyDelta,
+    BackendChosen,
+    BatchBudget,
     Command,
     FinalSnapshot,
     MachineRound,
     Payload,
     PublishSteps,
     Send,
-    Shift,
     ToWorker,
-    TransportChosen,
 )
-from coordinator.metrics import EpochMetrics, StepMetrics, StepTally, Tally
+from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
 from coordinator.shares import Shares
 
 
@@ -81,13 +81,13 @@ class Rank:
         """Whether a message to this rank can still be answered."""
         return self.state in (RankState.BUILDING, RankState.LIVE, RankState.LEAVING)
 
-    def note(self, tally: Tally) -> None:
+    def note(self, stats: ReportStats) -> None:
         """Add what a report says."""
-        self.since_round += tally.num_batches
-        self.compute_since_round += tally.compute_s
-        self.num_batches += tally.num_batches
-        self.num_samples += tally.num_samples
-        self.compute_s += tally.compute_s
+        self.since_round += stats.num_batches
+        self.compute_since_round += stats.compute_s
+        self.num_batches += stats.num_batches
+        self.num_samples += stats.num_samples
+        self.compute_s += stats.compute_s
         parked = self.limit is not None and self.since_round >= self.limit
         if parked and not self.parked:
             self.num_throttles += 1
@@ -206,13 +206,13 @@ class BatchLimits:
         self._pool = pool
         self._pacer: int | None = None
 
-    def allowance(self, rank: int) -> Allowance:
+    def budget(self, rank: int) -> BatchBudget:
         """What a rank is told at the start and with each round."""
         limit = self._overshoot_limit(rank)
         lead = self._config.max_batch_diff
         if lead is not None:
             limit = lead + 1 if limit is None else min(limit, lead + 1)
-        return Allowance(limit=limit, report_after=self._report_after(rank))
+        return BatchBudget(limit=limit, report_after=self._report_after(rank))
 
     def new_round(self) -> None:
         """Choose whose count makes the next round due, before its allowances are sent.
@@ -267,9 +267,9 @@ class BatchLimits:
             return told == limit
         return 0 <= 2 * (limit - told) <= limit - self._elche.batch_counts[rank]
 
-    def allowance_for(self, rank: Rank, limit: int | None) -> Allowance:
+    def allowance_for(self, rank: Rank, limit: int | None) -> BatchBudget:
         """The allowance that carries a changed limit."""
-        return Allowance(limit=limit, report_after=self._report_after(rank.rank))
+        return BatchBudget(limit=limit, report_after=self._report_after(rank.rank))
 
     def _has_work(self, rank: Rank) -> bool:
         return bool(self._pool.ledgers[rank.rank].assigned)
@@ -381,7 +381,7 @@ class Core:
         steps: Makes metrics of steps, if they are wanted.
         shares: Under lockstep, whose pieces are how large, where global batches are cut.
         shifts: What other machines' training has changed, not yet sent to the ranks.
-        num_shifts: Shifts sent to the ranks.
+        num_deltas: Shifts sent to the ranks.
         common: In a cluster, by epoch that has closed and is not yet published, what all machines
             have come to with it.
         machine_round: The last round between machines; ``None``: there was none.
@@ -430,7 +430,7 @@ class Core:
             config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
         )
         self.gate = BatchLimits(config, self.elche, self.pool)
-        self.choice = TransportChoice(
+        self.choice = BackendChoice(
             config.backends, measures=not self.lockstep, reason=config.backend_reason
         )
         self.ranks = [Rank(rank=r) for r in range(world)]
@@ -453,9 +453,9 @@ class Core:
         if self.lockstep and (config.balance or sizes is not None):
             self.shares = Shares(world, sizes, fixed=not config.balance)
         every = config.metrics_every
-        self.steps = StepTally(every, world, equal=self.lockstep) if every else None
-        self.shifts: list[Payload] = []
-        self.num_shifts = 0
+        self.steps = StepAccumulator(every, world, equal=self.lockstep) if every else None
+        self.pending_deltas: list[Payload] = []
+        self.num_deltas = 0
         self.common: dict[int, Payload] = {}
         self.machine_round: MachineRound | None = None
         self.now = 0.0
@@ -507,13 +507,13 @@ class Core:
         """Put metrics of steps among the commands."""
         self.out += [PublishSteps(metrics=metrics) for metrics in told]
 
-    def send_shift(self) -> None:
+    def send_deltas(self) -> None:
         """Tell every rank what other machines' training has changed."""
-        for delta in self.shifts:
-            self.num_shifts += 1
+        for delta in self.pending_deltas:
+            self.num_deltas += 1
             for rank in self.live:
-                self.send(rank.rank, Shift(id=self.num_shifts, delta=delta))
-        self.shifts.clear()
+                self.send(rank.rank, ApplyDelta(id=self.num_deltas, delta=delta))
+        self.pending_deltas.clear()
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Put a message to a worker among the commands."""
@@ -550,7 +550,7 @@ class Core:
         """Tell what carries the averagings from the next round on."""
         choice = self.choice
         self.out.append(
-            TransportChosen(
+            BackendChosen(
                 backend=choice.chosen, before=choice.before, reason=choice.reason, failed=failed
             )
         )

@@ -13,8 +13,8 @@ from enum import Enum
 
 from coordinator import messages as m
 from coordinator.ledger import LockstepPlan
-from coordinator.messages import AbortCollective, Allowance
-from coordinator.metrics import Tally
+from coordinator.messages import AbortCollective, BatchBudget
+from coordinator.metrics import ReportStats
 from coordinator.state import Core, Failure, Rank, RankState
 
 
@@ -75,7 +75,7 @@ class Survival:
         core.global_step += core.pool.settle(last.rank)
         last.enter_round()
         last.set_limit(None)
-        core.send(last.rank, m.Resume(allowance=Allowance()))
+        core.send(last.rank, m.Resume(budget=BatchBudget()))
 
     def regroup(self) -> None:
         """Break the collective, and bring the ranks that are left together in a new one."""
@@ -211,8 +211,8 @@ class Survival:
             epoch.num_retrained += undone
             if count > told:
                 # A rank that could not say so had its part in these steps.
-                rest = Tally(num_batches=count - told, num_samples=untold)
-                epoch.tally.add(rank, rest)
+                rest = ReportStats(num_batches=count - told, num_samples=untold)
+                epoch.stats.add(rank, rest)
                 core.ranks[rank].note(rest)
         num_undone = 0 if core.alone else plan.num_windows - windows
         core.num_averagings -= num_undone

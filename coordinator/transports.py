@@ -138,7 +138,7 @@ class Round:
     generation: int = 0
     doomed: bool = False
     evaluate: int | None = None
-    at: int | None = None
+    eval_at: int | None = None
     checkpoint: int | None = None
     capture: bool = False
     deadline: float | None = None
@@ -174,7 +174,7 @@ class Round:
         generation: int,
         evaluate: int | None,
         checkpoint: int | None,
-        at: int | None = None,
+        eval_at: int | None = None,
         capture: bool = False,
         backend: AverageBackend = AverageBackend.CPU,
         now: float = 0.0,
@@ -190,7 +190,7 @@ class Round:
             epoch=epoch,
             generation=generation,
             evaluate=evaluate,
-            at=at,
+            eval_at=eval_at,
             checkpoint=checkpoint,
             capture=capture,
             num_failed=self.num_failed,
@@ -330,17 +330,17 @@ class SnapshotTransport(Transport):
         for rank in rnd.ranks:
             info, lead = self._core.ranks[rank], rank == rnd.lead
             info.commit_freeze()
-            allowance = self._core.gate.allowance(rank)
-            info.set_limit(allowance.limit)
+            budget = self._core.gate.budget(rank)
+            info.set_limit(budget.limit)
             self._core.send(
                 rank,
                 m.Update(
                     round=event.round,
                     average=event.average,
                     num_samples=event.num_samples,
-                    allowance=allowance,
+                    budget=budget,
                     evaluate=rnd.evaluate if lead else None,
-                    at=rnd.at if lead else None,
+                    eval_at=rnd.eval_at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
                 ),
             )
@@ -373,15 +373,15 @@ class CollectiveTransport(Transport):
         rnd = self._round
         rnd.deadline = None
         for rank in rnd.ranks:
-            allowance, lead = self._core.gate.allowance(rank), rank == rnd.lead
-            rnd.limits[rank] = allowance.limit
+            budget, lead = self._core.gate.budget(rank), rank == rnd.lead
+            rnd.limits[rank] = budget.limit
             self._core.send(
                 rank,
                 m.SyncNow(
                     round=rnd.id,
-                    allowance=allowance,
+                    budget=budget,
                     evaluate=rnd.evaluate if lead else None,
-                    at=rnd.at if lead else None,
+                    eval_at=rnd.eval_at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
                     capture=rnd.capture,
                 ),

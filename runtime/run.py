@@ -301,7 +301,7 @@ class Run:
                 if len(core.choice.usable) == 1:
                     raise
                 self._service.take_first(
-                    m.Unconnected(rank=0, generation=0, backend=backend, error=str(error))
+                    m.ConnectFailed(rank=0, generation=0, backend=backend, error=str(error))
                 )
 
     def _make_group(self, ranks: Sequence[int], backend: AverageBackend) -> Sequence[Collective]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from coordinator.backend_choice import candidate_backends
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.messages import LONGEST_REPORT_S
+from coordinator.messages import MAX_REPORT_INTERVAL_S
 from coordinator.splitting import count_batches
 from runtime.callbacks import Callback
 from runtime.cluster.cluster_run import DataFacts
@@ -226,7 +226,7 @@ class RunSettings:
             total_steps=math.ceil(c.num_epochs * per_epoch * coordinator.counted_as),
             schedule_every=0 if c.scheduler_metric is not None else every,
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
-            report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, LONGEST_REPORT_S),
+            report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
         )
         return replace(self, coordinator=coordinator, worker=worker)
 

@@ -183,7 +183,7 @@ def _parse_tallies(value: Any) -> tuple[tuple[int, dict[str, Any]], ...]:
         valid = isinstance(item, list) and len(item) == 2
         if not valid or not _is_count(item[0]) or not isinstance(item[1], dict):
             raise ValueError("tallies: not pairs of an epoch and an object")
-    return tuple((epoch, tally) for epoch, tally in value)
+    return tuple((epoch, stats) for epoch, stats in value)
 
 
 def ranges_to_json(ranges: EpochRanges) -> list[Any]:

@@ -171,9 +171,9 @@ class ClusterLedger:
             for number, spans in peer.done:
                 done.setdefault(number, []).extend(spans)
             self.consumed += num_batches(peer.done)
-            for number, tally in peer.tallies:
+            for number, stats in peer.tallies:
                 if number in self._open:
-                    self._open[number].tallies[f"{peer.machine}/{peer.run}"] = tally
+                    self._open[number].tallies[f"{peer.machine}/{peer.run}"] = stats
         for number, found in done.items():
             self._open[number].consumed.put_back(found)
         self.stopped = self.stopped or any(peer.stop for peer in ordered)

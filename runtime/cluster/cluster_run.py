@@ -45,7 +45,7 @@ from coordinator.cluster.member import (
 from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
-from coordinator.metrics import EpochMetrics, EpochTally, metrics_of, metrics_state
+from coordinator.metrics import EpochAccumulator, EpochMetrics, metrics_from_state, metrics_state
 from coordinator.state import Phase, Statistics
 from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint
@@ -135,7 +135,7 @@ class ClusterRun:
         self._round_began = 0.0
         self._closed: list[EpochMetrics] = []
         if resume is not None:
-            self._closed = [metrics_of(saved) for saved in resume.run["metrics"]]
+            self._closed = [metrics_from_state(saved) for saved in resume.run["metrics"]]
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
         self._later: deque[Stop] = deque()
@@ -156,7 +156,7 @@ class ClusterRun:
             return self._result
 
         def look(machine: Coordinator, event: m.Event) -> None:
-            if isinstance(event, m.Granted):
+            if isinstance(event, m.ClusterRoundDone):
                 told["idle"] = False
                 told["grants"] += 1
             if not told["began"] and machine.phase is Phase.RUNNING:
@@ -297,7 +297,7 @@ class ClusterRun:
 
     def _join(self) -> None:
         """The run inside has its first weights: see what the others have."""
-        self._inner.tell(m.ShareRequested(reserve_s=0.0))
+        self._inner.tell(m.ClusterCheckpointRequested(reserve_s=0.0))
         self._share = self._await(SaveCheckpoint)
         self._own = self._global = self._share.payload
         data = self._data
@@ -437,7 +437,7 @@ class ClusterRun:
                 self._apply(command)
             case ResumeGrant():
                 logger.info("machine %s: no round: %s", self._machine, command.reason)
-                self._grant(m.Granted(epochs=self._account.resume()))
+                self._grant(m.ClusterRoundDone(epochs=self._account.resume()))
             case Reject():
                 raise ClusterError(command.reason)
             case Finish():
@@ -482,14 +482,14 @@ class ClusterRun:
         state, outer = from_tensors(self._quorum.healed.tensors, self._global)
         self._settings.outer.load_state(outer)
         self._global = state
-        self._closed = [metrics_of(saved) for saved in self._quorum.healed.meta["metrics"]]
+        self._closed = [metrics_from_state(saved) for saved in self._quorum.healed.meta["metrics"]]
 
     def _take_capture(self, reserve_s: float) -> None:
         self._capturing, self._leaving = True, reserve_s == 0
         if self._ended is not None:
             self._answer_capture()
         else:
-            self._inner.tell(m.ShareRequested(reserve_s=reserve_s))
+            self._inner.tell(m.ClusterCheckpointRequested(reserve_s=reserve_s))
 
     def _gather(self, command: GatherFacts) -> None:
         self._leaving = command.facts.leaving
@@ -539,14 +539,16 @@ class ClusterRun:
         assert self._global is not None
         old = self._global
         if command.reduced:
-            params, buffers, taken = split(self._sums, old)
+            params, buffers, others = split(self._sums, old)
             self._global = Payload(
                 params=tuple(self._settings.outer.step(old.params, params)),
                 buffers=tuple(
                     from_the_wire(on_the_wire(b).sub(s), b)
                     for b, s in zip(old.buffers, buffers, strict=True)
                 ),
-                taken=tuple(from_the_wire(s, t) for t, s in zip(old.taken, taken, strict=True)),
+                other_buffers=tuple(
+                    from_the_wire(s, t) for t, s in zip(old.other_buffers, others, strict=True)
+                ),
             )
         self._sums = []
         ledger = self._member.ledger
@@ -570,7 +572,7 @@ class ClusterRun:
         elif self._ended is None:
             self._delta_is_new = self._delta_is_new or delta is not None
             self._grant(
-                m.Granted(
+                m.ClusterRoundDone(
                     epochs=(*closed, *grants),
                     delta=delta,
                     num_batches=max(0, elsewhere - self._num_elsewhere),
@@ -582,7 +584,7 @@ class ClusterRun:
         self._own, self._num_elsewhere = self._global, elsewhere
         self._keeper.after_round(ledger, self._checkpoint)
 
-    def _grant(self, granted: m.Granted) -> None:
+    def _grant(self, granted: m.ClusterRoundDone) -> None:
         self._num_grants += 1
         self._inner.tell(granted)
 
@@ -599,7 +601,7 @@ class ClusterRun:
     def _close(self, closed: ClosedEpoch) -> m.EpochGrant:
         """What the run inside is told of an epoch that has closed."""
         data = self._data
-        metrics = EpochTally(0).close(
+        metrics = EpochAccumulator(0).close(
             epoch=closed.epoch,
             epoch_s=0.0,
             num_samples=data.num_samples,

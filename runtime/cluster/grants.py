@@ -12,7 +12,7 @@ from coordinator.cluster.facts import EpochRanges, normalize
 from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.member import CaptureDone
 from coordinator.messages import EpochGrant, SaveCheckpoint
-from coordinator.metrics import EpochMetrics, EpochTally, MachineTally, metrics_state
+from coordinator.metrics import EpochAccumulator, EpochMetrics, MachineStats, metrics_state
 from coordinator.splitting import BatchSet
 
 NOTHING = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
@@ -136,15 +136,15 @@ class Account:
         )
 
 
-def machine_tallies(closed: ClosedEpoch, *, without: str = "") -> tuple[MachineTally, ...]:
+def machine_tallies(closed: ClosedEpoch, *, without: str = "") -> tuple[MachineStats, ...]:
     """The sums of each run of each machine in an epoch, but for one of them."""
     return tuple(
-        MachineTally(
+        MachineStats(
             machine=key.rpartition("/")[0],
-            ranks=tuple(tally["ranks"]),
-            num_retrained=int(tally["num_retrained"]),
+            ranks=tuple(stats["ranks"]),
+            num_retrained=int(stats["num_retrained"]),
         )
-        for key, tally in sorted(closed.tallies.items())
+        for key, stats in sorted(closed.tallies.items())
         if key != without
     )
 
@@ -175,7 +175,7 @@ def run_state(
         closed: Metrics of the closed epochs.
     """
     open_epochs = [number for number in ledger.open_epochs if ledger.consumed_of(number)]
-    nothing = EpochTally(int(run["world_size"])).state_dict()
+    nothing = EpochAccumulator(int(run["world_size"])).state_dict()
     epochs = [
         {
             "epoch": number,

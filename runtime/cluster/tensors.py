@@ -9,7 +9,8 @@ from torch import Tensor
 
 from coordinator.messages import Payload
 
-_PARTS = ("params", "buffers", "taken")
+_PARTS = {"params": "params", "buffers": "buffers", "other_buffers": "taken"}
+"""Fields of a payload, and their names in stored and sent tensors."""
 
 
 def on_the_wire(t: Tensor) -> Tensor:
@@ -50,8 +51,8 @@ def contribution(
         mine = flats if own is None else getattr(own, name)
         pairs = zip(flats, mine, strict=True)
         parts += [on_the_wire(g).sub(on_the_wire(s)).mul_(scale) for g, s in pairs]
-    taken = state.taken if own is None else own.taken
-    return parts + [on_the_wire(t).mul(1.0 if heaviest else 0.0) for t in taken]
+    others = state.other_buffers if own is None else own.other_buffers
+    return parts + [on_the_wire(t).mul(1.0 if heaviest else 0.0) for t in others]
 
 
 def split(tensors: Sequence[Tensor], state: Payload) -> tuple[list[Tensor], ...]:
@@ -71,12 +72,16 @@ def difference(new: Payload, old: Payload) -> Payload:
         pairs = zip(getattr(new, name), getattr(old, name), strict=True)
         return tuple(n - o for n, o in pairs)
 
-    return Payload(params=minus("params"), buffers=minus("buffers"), taken=new.taken)
+    return Payload(
+        params=minus("params"), buffers=minus("buffers"), other_buffers=new.other_buffers
+    )
 
 
 def to_tensors(state: Payload, outer: Iterable[Tensor]) -> dict[str, Tensor]:
     """What heals a machine, by name."""
-    found = {f"{name}.{i}": t for name in _PARTS for i, t in enumerate(getattr(state, name))}
+    found = {
+        f"{key}.{i}": t for name, key in _PARTS.items() for i, t in enumerate(getattr(state, name))
+    }
     return found | {f"outer.{i}": t for i, t in enumerate(outer)}
 
 
@@ -87,12 +92,12 @@ def from_tensors(tensors: Mapping[str, Tensor], like: Payload) -> tuple[Payload,
         ValueError: They are not those of this model; names the first that differs.
     """
     parts: dict[str, tuple[Tensor, ...]] = {}
-    for name in _PARTS:
+    for name, key in _PARTS.items():
         found = []
         for i, own in enumerate(getattr(like, name)):
-            t = tensors.get(f"{name}.{i}")
+            t = tensors.get(f"{key}.{i}")
             if t is None or t.shape != own.shape or t.dtype != own.dtype:
-                raise ValueError(f"the state received has another {name}.{i} than this model")
+                raise ValueError(f"the state received has another {key}.{i} than this model")
             found.append(t)
         parts[name] = tuple(found)
     num_outer = sum(key.startswith("outer.") for key in tensors)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coordinator.metrics import ExactSum, Tally, WeightSum
+from coordinator.metrics import ExactSum, ReportStats, WeightSum
 from runtime.core.loss_weights import Weight, check_read_weight
 from runtime.device.cuda_api import Event
 from runtime.device.timing import EventPool, StepTimer
@@ -53,7 +53,7 @@ class StepMeter:
         self.num_samples += num_samples
         self.compute_s += compute_s
 
-    def take(self, *, wait: bool = True, learning_rate: float | None = None) -> Tally:
+    def take(self, *, wait: bool = True, learning_rate: float | None = None) -> ReportStats:
         """Everything since the last call.
 
         Args:
@@ -65,7 +65,7 @@ class StepMeter:
         if self.timer is not None:
             compute_s, num_timed = self.timer.take(wait=wait)
         loss_sum, loss_samples, scalars = self.log.harvest(wait=wait)
-        tally = Tally(
+        tally = ReportStats(
             num_batches=self.num_batches,
             num_samples=self.num_samples,
             num_skipped=self.num_skipped,

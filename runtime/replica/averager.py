@@ -79,7 +79,9 @@ class ReplicaAverager:
         floats, others = self._state.buffers.empty()
         with self._device.comm(), torch.no_grad():
             self._state.buffers.read_into(floats, others)
-            return Payload(params=(), buffers=floats, taken=others).map(lambda t: t.to("cpu"))
+            return Payload(params=(), buffers=floats, other_buffers=others).map(
+                lambda t: t.to("cpu")
+            )
 
     def _copy_out(self, host_copy: Payload | None) -> Payload:
         if self._on_cpu:
@@ -131,7 +133,7 @@ class ReplicaAverager:
         assert host_copy is not None, "an update follows a snapshot"
         average = self._staged(average, host_copy)
         floats, others = self._state.buffers.empty()
-        scratch = Payload(params=(), buffers=floats, taken=others)
+        scratch = Payload(params=(), buffers=floats, other_buffers=others)
         # live + (average - base), grouped so that the result is exact where nothing was trained
         # since, and so that the live state can be the average itself in between.
         if self._on_cpu and at_average is None:
@@ -188,7 +190,7 @@ class ReplicaAverager:
                 arrival.wait()
 
     @torch.no_grad()
-    def shift(self, delta: Payload) -> None:
+    def apply_delta(self, delta: Payload) -> None:
         """Add differences to the live state.
 
         Args:
@@ -206,7 +208,7 @@ class ReplicaAverager:
             self._state.buffers.read_into(floats, others)
             for live, change in zip(floats, staged.buffers, strict=True):
                 live.add_(change.to(live.device, non_blocking=True))
-            for live, value in zip(others, staged.taken, strict=True):
+            for live, value in zip(others, staged.other_buffers, strict=True):
                 live.copy_(value, non_blocking=True)
             self._state.buffers.write_from(floats, others)
         self._arrival = self._device.arrival()

@@ -57,13 +57,13 @@ class FlatState:
                 for f in self.params.flats
             ),
             buffers=floats,
-            taken=others,
+            other_buffers=others,
         )
 
     def new_payload(self) -> Payload:
         """New CPU memory for a snapshot."""
         floats, others = self.buffers.empty()
-        whole = Payload(params=tuple(self.params.flats), buffers=floats, taken=others)
+        whole = Payload(params=tuple(self.params.flats), buffers=floats, other_buffers=others)
         return whole.map(host_memory.empty_like)
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class FlatState:
         self.params.check()
         for out, flat in zip(payload.params, self.params.flats, strict=True):
             out.copy_(flat)
-        self.buffers.read_into(payload.buffers, payload.taken)
+        self.buffers.read_into(payload.buffers, payload.other_buffers)
 
     @torch.no_grad()
     def snapshot_with_norms(self, payload: Payload) -> tuple[float, ...]:
@@ -84,7 +84,7 @@ class FlatState:
         self.params.check()
         flats = zip(payload.params, self.params.flats, strict=True)
         squares = tuple([copy_with_norm(out, flat) for out, flat in flats])
-        self.buffers.read_into(payload.buffers, payload.taken)
+        self.buffers.read_into(payload.buffers, payload.other_buffers)
         return squares
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class FlatState:
         self.params.check()
         floats, others = self.buffers.empty()
         self.buffers.read_into(floats, others)
-        return Payload(params=tuple(self.params.flats), buffers=floats, taken=others)
+        return Payload(params=tuple(self.params.flats), buffers=floats, other_buffers=others)
 
     def check_payload(self, payload: Payload) -> None:
         """Raise ``ValueError`` if the payload's layout differs from this replica's."""
@@ -101,7 +101,7 @@ class FlatState:
         for what, ours, theirs in (
             ("parameter", self.params.flats, payload.params),
             ("buffer", floats, payload.buffers),
-            ("integer buffer", others, payload.taken),
+            ("integer buffer", others, payload.other_buffers),
         ):
             mine = [(t.numel(), t.dtype) for t in ours]
             given = [(t.numel(), t.dtype) for t in theirs]
@@ -124,7 +124,7 @@ class FlatState:
         """Replace the live state; copies from pinned memory may still be pending on return."""
         for flat, mean in zip(self.params.flats, average.params, strict=True):
             flat.copy_(mean, non_blocking=True)
-        self.buffers.write_from(average.buffers, average.taken)
+        self.buffers.write_from(average.buffers, average.other_buffers)
 
     @torch.no_grad()
     def compute_progress(self, base: Payload, scratch: Payload) -> None:
@@ -155,7 +155,7 @@ class FlatState:
     def _keep_buffers(self, base: Payload, scratch: Payload) -> None:
         if not self.buffers:
             return
-        self.buffers.read_into(scratch.buffers, scratch.taken)
+        self.buffers.read_into(scratch.buffers, scratch.other_buffers)
         for live, old in _pairs(scratch, base):
             if old.dtype is torch.bool:
                 old.copy_(live)
@@ -166,17 +166,17 @@ class FlatState:
         if not self.buffers:
             return
         for live, (mean, delta) in zip(
-            (*scratch.buffers, *scratch.taken), _pairs(average, progress), strict=True
+            (*scratch.buffers, *scratch.other_buffers), _pairs(average, progress), strict=True
         ):
             if live.dtype is torch.bool:
                 live.copy_(delta)
             else:
                 add(mean, delta, out=live)
-        self.buffers.write_from(scratch.buffers, scratch.taken)
+        self.buffers.write_from(scratch.buffers, scratch.other_buffers)
 
 
 def _pairs(a: Payload, b: Payload) -> Iterable[tuple[Tensor, Tensor]]:
-    return zip((*a.buffers, *a.taken), (*b.buffers, *b.taken), strict=True)
+    return zip((*a.buffers, *a.other_buffers), (*b.buffers, *b.other_buffers), strict=True)
 
 
 class FlatParams:
@@ -303,7 +303,7 @@ class FlatBuffers:
 
         def views(payload: Payload) -> dict[int, Tensor]:
             found: dict[int, Tensor] = {}
-            for group, flat in zip(groups, (*payload.buffers, *payload.taken), strict=True):
+            for group, flat in zip(groups, (*payload.buffers, *payload.other_buffers), strict=True):
                 offset = 0
                 for i in group:
                     numel = shapes[i].numel()

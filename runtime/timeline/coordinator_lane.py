@@ -11,14 +11,14 @@ from typing import Any
 from coordinator import messages as m
 from coordinator.machine import Coordinator
 from coordinator.messages import (
-    LONGEST_REPORT_S,
+    MAX_REPORT_INTERVAL_S,
+    BackendChosen,
     Command,
     PublishEpoch,
     ReportStall,
     SaveCheckpoint,
     SaveFailed,
     Send,
-    TransportChosen,
 )
 from coordinator.metrics import EpochMetrics
 from coordinator.state import Core
@@ -132,7 +132,7 @@ class CoordinatorLane:
         # the interpreter from the workers.
         if isinstance(event, (m.BatchReport, m.EpochReport)):
             self._count(event, now)
-        elif isinstance(event, (m.SyncAck, m.ParamSnapshot, m.Captured, m.Halted)):
+        elif isinstance(event, (m.SyncAck, m.ParamSnapshot, m.CapturedState, m.Halted)):
             if event.report is not None:
                 self._count(event.report, now)
         else:
@@ -140,7 +140,7 @@ class CoordinatorLane:
         for command in commands:
             if not isinstance(command, Send):
                 self._see(command, now)
-        done = event.at if isinstance(event, m.SyncAck) else None
+        done = event.done_at if isinstance(event, m.SyncAck) else None
         self.divergence = core.divergence
         self._follow_round(self._rounds.round, now if done is None else min(done, now))
         anchor = core.elche.anchor
@@ -165,7 +165,7 @@ class CoordinatorLane:
             case m.Failed():
                 told = error_text(event.error)
                 self._note(Kind.FAILURE, now, now, event.rank, event.epoch, event.step, told)
-            case m.Granted() if event.round is not None:
+            case m.ClusterRoundDone() if event.round is not None:
                 round_ = event.round
                 shares = machine_shares(round_)
                 self._note(Kind.MACHINES, now, now, round_.step, shares, round_.round_s)
@@ -180,7 +180,7 @@ class CoordinatorLane:
         match command:
             case PublishEpoch(metrics=metrics):
                 self._close_epoch(metrics, now)
-            case TransportChosen():
+            case BackendChosen():
                 self.transport = (command.backend.name, one_line(command.reason))
                 self._note(
                     Kind.TRANSPORT,
@@ -201,7 +201,7 @@ class CoordinatorLane:
                 pass
 
     def _count(self, report: m.BatchReport | m.EpochReport, now: float) -> None:
-        self.count(report.rank, report.tally.num_batches, report.tally.num_samples, now)
+        self.count(report.rank, report.stats.num_batches, report.stats.num_samples, now)
 
     def count(self, rank: int, num_batches: int, num_samples: int, now: float) -> None:
         """A rank has trained so much up to now."""
@@ -282,7 +282,7 @@ class CoordinatorLane:
         now_s = end - self._start
         stride = max(1, math.ceil(now_s / width_s / max(1, num_points)))
         rows = [*rows[stride - 1 :: stride], tuple(float(n) for n in self.num_samples)]
-        reach = math.ceil(LONGEST_REPORT_S / (stride * width_s))
+        reach = math.ceil(MAX_REPORT_INTERVAL_S / (stride * width_s))
         rows = list(
             zip(*(spread(totals, reach) for totals in zip(*rows, strict=True)), strict=True)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from coordinator.messages import Shift
+from coordinator.messages import ApplyDelta
 
 
 class LockstepProgress:
@@ -16,7 +16,7 @@ class LockstepProgress:
         num_syncs: Number of times the buffers were averaged.
         buffer_samples: Samples of this rank since the last averaging of buffers.
         num_captured: Number of the last checkpoint capture of this rank.
-        num_shifts: Number of the last shift applied by this rank.
+        num_deltas: Number of the last delta applied by this rank.
     """
 
     def __init__(self, agreement: LockstepAgreement | None = None) -> None:
@@ -25,7 +25,7 @@ class LockstepProgress:
         self.num_syncs = 0
         self.buffer_samples = 0
         self.num_captured = 0
-        self.num_shifts = 0
+        self.num_deltas = 0
 
     @property
     def position(self) -> tuple[int, int]:
@@ -60,19 +60,19 @@ class LockstepProgress:
         """Propose that all ranks capture their states after the next step."""
         self._agreement.propose_capture(capture, self.step + 1)
 
-    def propose_shift(self, shift: Shift) -> None:
-        """Propose that all ranks apply a shift after the next step."""
-        self._agreement.propose_shift(shift, self.step + 1)
+    def propose_delta(self, delta: ApplyDelta) -> None:
+        """Propose that all ranks apply a delta after the next step."""
+        self._agreement.propose_delta(delta, self.step + 1)
 
     @property
-    def shift_reached(self) -> Shift | None:
-        """The next shift, if the ranks have agreed to apply it before the next step."""
-        proposed = self._agreement.shift_at(self.num_shifts + 1)
+    def delta_reached(self) -> ApplyDelta | None:
+        """The next delta, if the ranks have agreed to apply it before the next step."""
+        proposed = self._agreement.delta_at(self.num_deltas + 1)
         return proposed[0] if proposed is not None and self.step >= proposed[1] else None
 
-    def shifted(self, shift: Shift) -> None:
-        """Count an applied shift, as a change of buffers: a peer without it is behind."""
-        self.num_shifts = shift.id
+    def delta_applied(self, delta: ApplyDelta) -> None:
+        """Count an applied delta, as a change of buffers: a peer without it is behind."""
+        self.num_deltas = delta.id
         self.num_syncs += 1
 
     @property
@@ -85,11 +85,11 @@ class LockstepProgress:
         """Copy the progress of a peer."""
         self.step, self.num_syncs = other.step, other.num_syncs
         self.buffer_samples = other.buffer_samples
-        self.num_shifts = other.num_shifts
+        self.num_deltas = other.num_deltas
 
 
 class LockstepAgreement:
-    """The steps before which all ranks in lockstep stop, capture their state or apply a shift.
+    """The steps before which all ranks in lockstep stop, capture their state or apply a delta.
 
     A rank that receives a stop before step ``s`` has not joined the reduction of ``s``, so no peer
     has passed it. If it proposes ``s + 1`` before it joins, all peers see the proposal before
@@ -101,7 +101,7 @@ class LockstepAgreement:
         self._lock = threading.Lock()
         self._stop_at: int | None = None
         self._capture_at = (0, 0)
-        self._shifts: dict[int, tuple[Shift, int]] = {}
+        self._deltas: dict[int, tuple[ApplyDelta, int]] = {}
 
     def propose(self, step: int) -> None:
         """Set the step before which to stop, unless one is set."""
@@ -124,20 +124,20 @@ class LockstepAgreement:
             if capture > self._capture_at[0]:
                 self._capture_at = (capture, step)
 
-    def propose_shift(self, shift: Shift, step: int) -> None:
-        """Set the step before which a shift is applied, unless it has one.
+    def propose_delta(self, delta: ApplyDelta, step: int) -> None:
+        """Set the step before which a delta is applied, unless it has one.
 
         Shifts of steps before the last are removed: all ranks have applied them, since they have
         joined the reduction of a later step.
         """
         with self._lock:
-            for number in [n for n, (_, at) in self._shifts.items() if at < step - 1]:
-                del self._shifts[number]
-            self._shifts.setdefault(shift.id, (shift, step))
+            for number in [n for n, (_, at) in self._deltas.items() if at < step - 1]:
+                del self._deltas[number]
+            self._deltas.setdefault(delta.id, (delta, step))
 
-    def shift_at(self, number: int) -> tuple[Shift, int] | None:
-        """A shift and its step; ``None`` if it has none."""
-        return self._shifts.get(number)
+    def delta_at(self, number: int) -> tuple[ApplyDelta, int] | None:
+        """A delta and its step; ``None`` if it has none."""
+        return self._deltas.get(number)
 
     @property
     def capture_at(self) -> tuple[int, int]:

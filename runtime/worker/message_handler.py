@@ -82,7 +82,7 @@ class MessageHandler:
             case m.Evaluate():
                 self._finite_check.require_finite()
                 with self._averager.holding(work.state):
-                    self._per_epoch(work.epoch, None, work.at)
+                    self._per_epoch(work.epoch, None, work.eval_at)
             case m.CallCheckpointFn():
                 self._finite_check.require_finite()
                 with self._averager.holding(work.state):
@@ -93,8 +93,8 @@ class MessageHandler:
                 raise CollectiveAborted("a rank died; this one halts")
             case m.TakeCheckpoint():
                 self._take_state(work.id)
-            case m.Shift():
-                self._take_shift(work)
+            case m.ApplyDelta():
+                self._take_delta(work)
             case m.Regroup():
                 raise AssertionError("the worker itself joins its new group")
             case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
@@ -144,11 +144,11 @@ class MessageHandler:
                     report=report,
                     extra=extra,
                     average=average,
-                    at=time.monotonic(),
+                    done_at=time.monotonic(),
                 )
             )
         if ok:
-            self._per_epoch(message.evaluate, message.checkpoint, message.at)
+            self._per_epoch(message.evaluate, message.checkpoint, message.eval_at)
 
     def _all_reduce(self, healthy: bool) -> ReducedState:
         """See :meth:`ReplicaAverager.all_reduce`."""
@@ -199,7 +199,7 @@ class MessageHandler:
         def per_epoch() -> None:
             nonlocal aside
             before = self._clock.now()
-            self._per_epoch(message.evaluate, message.checkpoint, message.at)
+            self._per_epoch(message.evaluate, message.checkpoint, message.eval_at)
             aside = self._clock.now() - before
 
         wanted = message.evaluate is not None or message.checkpoint is not None
@@ -213,8 +213,8 @@ class MessageHandler:
             arrival = self._averager.apply(message.average, per_epoch if wanted else None)
         sync_s = self._snapshot_s + self._clock.now() - start - aside
         # With it the rank gives the average back, which is overwritten two rounds later.
-        at = time.monotonic()
-        ack = m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s, at=at)
+        done_at = time.monotonic()
+        ack = m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s, done_at=done_at)
         self._reporter.put(ack, arrival)
 
     def _replace(self, message: m.Update) -> PendingCopy | None:
@@ -232,7 +232,7 @@ class MessageHandler:
         return arrival
 
     def _per_epoch(
-        self, evaluate: int | None, checkpoint: int | None, at: int | None = None
+        self, evaluate: int | None, checkpoint: int | None, eval_at: int | None = None
     ) -> None:
         """What is to be done while the live state is an average."""
         if evaluate is None and checkpoint is None:
@@ -243,7 +243,7 @@ class MessageHandler:
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
                 self._reporter.put(
-                    m.EvalReport(rank=self._rank, epoch=evaluate, at=at, values=values)
+                    m.EvalReport(rank=self._rank, epoch=evaluate, eval_at=eval_at, values=values)
                 )
             if checkpoint is not None and f.checkpoint_fn is not None:
                 hand_over(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
@@ -263,30 +263,30 @@ class MessageHandler:
             else:
                 self._capture_now(capture)
 
-    def _take_shift(self, message: m.Shift) -> None:
+    def _take_delta(self, message: m.ApplyDelta) -> None:
         """Take what other machines have trained; under lockstep where all ranks take it."""
         lockstep = self._lockstep
         if not self._replica.is_lockstep:
-            self._averager.shift(message.delta)
-        elif message.id > lockstep.num_shifts:
+            self._averager.apply_delta(message.delta)
+        elif message.id > lockstep.num_deltas:
             stands = self._protocol.plan is None and not self._protocol.plans
-            if stands and not self._halted and message.id == lockstep.num_shifts + 1:
-                self._shift_now(message)
+            if stands and not self._halted and message.id == lockstep.num_deltas + 1:
+                self._apply_delta(message)
             else:
-                lockstep.propose_shift(message)
+                lockstep.propose_delta(message)
 
     @property
     def _halted(self) -> bool:
         return self._protocol.state is WorkerState.HALTED
 
-    def _shift_now(self, message: m.Shift) -> None:
-        self._averager.shift(message.delta)
-        self._lockstep.shifted(message)
+    def _apply_delta(self, message: m.ApplyDelta) -> None:
+        self._averager.apply_delta(message.delta)
+        self._lockstep.delta_applied(message)
 
     def apply_agreed(self) -> None:
-        """Under lockstep, take a shift and send the state where the ranks have agreed to."""
-        while self._replica.is_lockstep and (shift := self._lockstep.shift_reached) is not None:
-            self._shift_now(shift)
+        """Under lockstep, apply a delta and send the state where the ranks have agreed to."""
+        while self._replica.is_lockstep and (delta := self._lockstep.delta_reached) is not None:
+            self._apply_delta(delta)
         if self._replica.is_lockstep and (capture := self._lockstep.capture_reached) is not None:
             self._capture_now(capture)
 
@@ -301,7 +301,7 @@ class MessageHandler:
             params = not is_lockstep or self._averager.leads
             payload = self._averager.snapshot(reuse=False, params=params)
             self._reporter.put(
-                m.Captured(
+                m.CapturedState(
                     rank=self._rank,
                     id=capture,
                     payload=payload,

@@ -84,7 +84,7 @@ class WorkerProtocol:
     global_step: int = 0
     generation: int = 0
     shutdown: m.Shutdown | None = None
-    _allowance: m.Allowance = field(default_factory=m.Allowance)
+    _budget: m.BatchBudget = field(default_factory=m.BatchBudget)
     _reported_at: int = 0
     _mark: _Counts | None = None
     _weight_since: float = 0  # since the mark: a difference of float sums would not be 0
@@ -106,7 +106,7 @@ class WorkerProtocol:
         """Derive the state from limit and plan, unless the worker is leaving or in a round."""
         if self.state in (_S.LEAVING, _S.GONE, _S.SYNCING, _S.HALTED, _S.BUILDING):
             return
-        limit = self._allowance.limit
+        limit = self._budget.limit
         if limit is not None and self.batches >= limit:
             self.transition(_S.PARKED)
         else:
@@ -165,11 +165,11 @@ class WorkerProtocol:
                 if self.accepts_plans:
                     self.plans.append(message.plan)
             case m.Throttle():
-                self._allowance = m.Allowance(
-                    limit=message.limit, report_after=self._allowance.report_after
+                self._budget = m.BatchBudget(
+                    limit=message.limit, report_after=self._budget.report_after
                 )
             case m.Resume():
-                self._allowance = message.allowance
+                self._budget = message.budget
             case m.SetGlobalStep():
                 self.global_step = message.step
             case m.SyncNow():
@@ -185,7 +185,7 @@ class WorkerProtocol:
                 return message if self.rolled_back(message.round) else None
             case m.RequestParams() | m.Update() | m.Evaluate() | m.CallCheckpointFn():
                 return message
-            case m.TakeCheckpoint() | m.Shift():
+            case m.TakeCheckpoint() | m.ApplyDelta():
                 return message
             case _:
                 assert_never(message)
@@ -227,7 +227,7 @@ class WorkerProtocol:
         self.samples += samples
         self.add_weight(samples if weight is None else weight)
         self.unreported += batches
-        limit = self._allowance.limit
+        limit = self._budget.limit
         if limit is not None and self.batches >= limit:  # otherwise the state does not change
             self._update_state()
 
@@ -247,7 +247,7 @@ class WorkerProtocol:
             return False
         if self.state is _S.PARKED:
             return True
-        after = self._allowance.report_after
+        after = self._budget.report_after
         return after is not None and self._reported_at < after <= self.batches
 
     def reported(self) -> None:
@@ -273,7 +273,7 @@ class WorkerProtocol:
         self.samples -= self._mark.samples
         self.weight = self._weight_since
         self._mark = None
-        self._new_round(update.allowance)
+        self._new_round(update.budget)
         return True
 
     def discard_samples(self) -> int:
@@ -294,13 +294,13 @@ class WorkerProtocol:
             self.batches = self.samples = 0
             self.weight = self._weight_since = 0
             self._mark = None  # this average contains the earlier snapshot
-            self._new_round(message.allowance)
+            self._new_round(message.budget)
         if self.state is _S.SYNCING:
             self.state = _S.IDLE
         self._update_state()
 
-    def _new_round(self, allowance: m.Allowance) -> None:
-        self._allowance = allowance
+    def _new_round(self, budget: m.BatchBudget) -> None:
+        self._budget = budget
         self._reported_at = self.batches - self.unreported
         self._update_state()
 

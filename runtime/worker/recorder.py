@@ -133,7 +133,7 @@ _WORK: dict[type, tuple[int, str | None]] = {
     m.Halt: (CONTROL, None),
     m.Resume: (CONTROL, None),
     m.SetGlobalStep: (CONTROL, None),
-    m.Shift: (AVERAGING, "shift"),
+    m.ApplyDelta: (AVERAGING, "shift"),
     m.Shutdown: (CONTROL, None),
     m.StartEpoch: (CONTROL, None),
     m.Throttle: (CONTROL, None),

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from coordinator import messages as m
-from coordinator.metrics import Tally
+from coordinator.metrics import ReportStats
 from runtime.device.base import Device, PendingCopy
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.replica.schedule import Schedule
@@ -107,8 +107,8 @@ class Reporter:
         self.put(self._report())
 
     def _report(self, *, wait: bool = False) -> m.BatchReport:
-        tally = self._take(wait=wait)
-        return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, tally=tally)
+        stats = self._take(wait=wait)
+        return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, stats=stats)
 
     def report_epoch(self, epoch: int, norm: float | None = None, *, wait: bool = True) -> None:
         """Tell that a plan is done, with what no report has told yet.
@@ -119,10 +119,10 @@ class Reporter:
             wait: Wait for the losses and times of its last steps: nothing may follow that
                 tells them.
         """
-        tally = self._take(wait=wait)
-        self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, tally=tally, norm=norm))
+        stats = self._take(wait=wait)
+        self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, stats=stats, norm=norm))
 
-    def _take(self, *, wait: bool) -> Tally:
+    def _take(self, *, wait: bool) -> ReportStats:
         self._last = self._clock.now()
         self._protocol.reported()
         rate = None if self.schedule is None else self.schedule.host_lr

@@ -555,7 +555,7 @@ class GpuWorker:
     def _send_unconnected(self, message: m.Regroup, error: BaseException) -> None:
         """The new group could not be connected: another one is to come."""
         self._reporter.put(
-            m.Unconnected(
+            m.ConnectFailed(
                 rank=self.rank,
                 generation=message.generation,
                 backend=message.backend,

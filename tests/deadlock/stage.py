@@ -134,8 +134,8 @@ class Stage:
     def train(self) -> None:
         """Rank 1, the slow one, has trained its next plan."""
         number = self.expect(m.StartEpoch).plan.num_batches
-        tally = m.Tally(num_batches=number, num_samples=number, compute_s=0.05 * number)
-        self.play(m.EpochReport(rank=1, epoch=0, tally=tally))
+        stats = m.ReportStats(num_batches=number, num_samples=number, compute_s=0.05 * number)
+        self.play(m.EpochReport(rank=1, epoch=0, stats=stats))
 
     def expect(self, kind: Any) -> Any:
         """The next message of a kind to rank 1; others wait until they are asked for."""

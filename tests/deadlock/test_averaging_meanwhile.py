@@ -129,7 +129,7 @@ def test_an_update_keeps_what_was_trained_since_the_snapshot():
     with one_batch_in_a_snapshot(count_up) as alone:
         alone.send(start(range(1, 3)))
         alone.take_next(m.EpochReport)
-        alone.send(m.Update(round=1, average=payload(10.0), num_samples=8, allowance=MANY))
+        alone.send(m.Update(round=1, average=payload(10.0), num_samples=8, budget=MANY))
         alone.take_next(m.SyncAck)
         assert (alone.w, alone.worker.protocol.batches) == (12.0, 2)
 
@@ -147,7 +147,7 @@ def test_a_snapshot_right_behind_an_update_holds_all_of_it(faults):
     held = threading.Event()
     planted = faults().stall_at(rank=0, step=2, until=held)
     average = m.Payload(params=(torch.full((1 << 20,), 10.0, dtype=torch.float64),))
-    update = m.Update(round=1, average=average, num_samples=4, allowance=MANY)
+    update = m.Update(round=1, average=average, num_samples=4, budget=MANY)
     with one_batch_in_a_snapshot(planted, lambda device: Wide()) as alone:
         alone.send(start(range(1, 3)))
         planted.await_all()
@@ -168,7 +168,7 @@ def test_snapshots_are_cpu_tensors_whatever_the_replica_lies_on(tap, monkeypatch
     builder(way=(CADENCE, OVER_CPU)).anchor(1).run().join(BOUND_S)
     assert held.devices == {"cpu"}
     elsewhere = FlatState(nn.BatchNorm1d(4, device="meta")).new_payload()
-    tensors = (*elsewhere.params, *elsewhere.buffers, *elsewhere.taken)
+    tensors = (*elsewhere.params, *elsewhere.buffers, *elsewhere.other_buffers)
     assert [str(t.device) for t in tensors] == ["cpu"] * 3
 
 

@@ -170,7 +170,7 @@ def test_a_rank_that_never_has_a_batch_acknowledges_every_round(way, tap):
     told = [[ack.round for ack in tap.came(m.SyncAck, rank)] for rank in (0, 1)]
     assert len(asked[0]) >= 2
     assert asked[0] == asked[1] == told[0] == told[1]
-    assert sum(r.tally.num_batches for r in tap.came(m.EpochReport, 1)) == 0
+    assert sum(r.stats.num_batches for r in tap.came(m.EpochReport, 1)) == 0
     assert state.params["w"].item() == 40.0
 
 
@@ -226,7 +226,7 @@ def test_a_batch_report_passes_for_no_acknowledgement(tap):
         call = stage.join_round()
         tap.await_came(m.SyncAck, 0)
         stage.train()
-        report = m.BatchReport(rank=1, epoch=0, tally=m.Tally())
+        report = m.BatchReport(rank=1, epoch=0, stats=m.ReportStats())
         stage.play(*[report] * 5)
         tap.await_came(m.BatchReport, 1, 5)
         assert stage.machine.rounds.round.state is RoundState.SYNCING

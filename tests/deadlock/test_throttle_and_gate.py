@@ -40,8 +40,8 @@ def throttled(*messages):
 def test_two_throttles_need_one_release():
     """D10: one before the wait and one within it; ``Resume`` once ends both."""
     with throttled(m.Throttle(limit=1)) as alone:
-        alone.send(m.Throttle(limit=1), m.Resume(allowance=MANY))
-        assert alone.take_next(m.EpochReport).tally.num_batches == 2
+        alone.send(m.Throttle(limit=1), m.Resume(budget=MANY))
+        assert alone.take_next(m.EpochReport).stats.num_batches == 2
         assert alone.w == 3.0
 
 
@@ -60,8 +60,8 @@ def test_a_plan_that_comes_during_a_throttle_is_trained_after():
         alone.send(start(range(3, 5)), m.RequestParams(round=1))
         alone.take_next(m.ParamSnapshot)
         assert alone.control.empty()  # the plan was taken before the request was answered
-        alone.send(m.Resume(allowance=MANY))
-        assert [alone.take_next(m.EpochReport).tally.num_batches for _ in range(2)] == [2, 2]
+        alone.send(m.Resume(budget=MANY))
+        assert [alone.take_next(m.EpochReport).stats.num_batches for _ in range(2)] == [2, 2]
         assert alone.w == 5.0
 
 
@@ -79,7 +79,7 @@ def test_an_update_releases_a_parked_worker():
     with throttled() as alone:
         alone.send(m.RequestParams(round=1))
         alone.take_next(m.ParamSnapshot)
-        alone.send(m.Update(round=1, average=payload(10.0), num_samples=4, allowance=MANY))
+        alone.send(m.Update(round=1, average=payload(10.0), num_samples=4, budget=MANY))
         alone.take_next(m.EpochReport)
         assert alone.w == 12.0
 

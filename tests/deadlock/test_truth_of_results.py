@@ -68,10 +68,10 @@ def test_one_device_reports_as_many_do_and_keeps_nothing(ranks, tap):
         assert sum(r.num_batches for r in epoch.per_rank) == 23
         assert epoch.scalars["samples"] == pytest.approx((22 * 2 * 2 + 1) / 45)
         assert all(r.compute_s > 0 for r in epoch.per_rank if r.num_batches)
-    reported = [r.tally for r in tap.came(m.EpochReport | m.BatchReport)]
-    reported += [r.report.tally for r in tap.came(m.ParamSnapshot) if r.report]
-    assert sum(tally.num_batches for tally in reported) == 3 * 23
-    assert sum(tally.loss_samples for tally in reported) == 3 * 45
+    reported = [r.stats for r in tap.came(m.EpochReport | m.BatchReport)]
+    reported += [r.report.stats for r in tap.came(m.ParamSnapshot) if r.report]
+    assert sum(stats.num_batches for stats in reported) == 3 * 23
+    assert sum(stats.loss_samples for stats in reported) == 3 * 45
     core = tap.machine.core
     assert not core.pool.epochs
     assert all(not (led.assigned or led.trained or led.in_round) for led in core.pool.ledgers)

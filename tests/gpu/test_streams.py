@@ -114,7 +114,7 @@ def test_the_step_never_synchronises(precision, mode):
         worker.report_epoch(0)
         tallies = []
         while not channels.reports.empty():
-            tallies.append(channels.reports.get().tally)
+            tallies.append(channels.reports.get().stats)
     assert sum(t.num_batches for t in tallies) == 55
     assert sum(t.loss_samples for t in tallies) == sum(t.num_samples for t in tallies) == 55 * 64
     assert sum(t.num_timed for t in tallies) == 55

@@ -114,7 +114,7 @@ class ClusterSimulation:
         self.seen["commits"] += 1
         self.seen["restarts"] += command.restart
         for closed in command.closed:
-            total = sum(tally["batches"] for tally in closed.tallies.values())
+            total = sum(stats["batches"] for stats in closed.tallies.values())
             if total != self.schedule.batches_per_epoch:
                 raise Violation(f"epoch {closed.epoch} is closed with tallies of {total} batches")
         if machine.closed != sorted(set(machine.closed)):

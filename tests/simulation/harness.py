@@ -155,7 +155,7 @@ class Simulation:
         self._delivers = False
         self.unconnected: set[int] = set()
         self.num_faults = 0
-        self.choices: list[m.TransportChosen] = []
+        self.choices: list[m.BackendChosen] = []
         self._broken: set[int] = set()
         self._over = False
         self._marked: dict[int, Exception | Vanish] = {}
@@ -311,7 +311,7 @@ class Simulation:
                 self._at(self.now + self.draw(self.schedule.average_s), self._averager(command))
             case AbortCollective():
                 self._abort(command.generation)
-            case m.TransportChosen():
+            case m.BackendChosen():
                 self.choices.append(command)
             case ReportStall():
                 if not self.schedule.collective_timeout_s:  # else a rank may come late for ever
@@ -356,7 +356,13 @@ class Simulation:
         """The same with tensors, by the coordinator's own arithmetic."""
         made = self._mixer.average(job.payloads, job.weights, job.squares).average
         held = self._effects(parts, job.weights)
-        return replace(mean, params=made.params, buffers=made.buffers, taken=made.taken, held=held)
+        return replace(
+            mean,
+            params=made.params,
+            buffers=made.buffers,
+            other_buffers=made.other_buffers,
+            held=held,
+        )
 
     def _effects(self, parts: Sequence[Traced], weights: Sequence[float]) -> Effects:
         local = [[self._place_of(batch) for batch in part.local] for part in parts]
@@ -593,7 +599,9 @@ class Simulation:
 def _kept(mean: Traced) -> Traced:
     """What the coordinator keeps of an average, whose own memory is written to again."""
     copied = clone_payload(mean)
-    return replace(mean, params=copied.params, buffers=copied.buffers, taken=copied.taken)
+    return replace(
+        mean, params=copied.params, buffers=copied.buffers, other_buffers=copied.other_buffers
+    )
 
 
 def simulate(

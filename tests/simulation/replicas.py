@@ -137,7 +137,7 @@ class Meeting(ThreadCollective):
             case "weighted_mean_":
                 return mine._replace(tensors=[t.clone() for t in peer.reals], weight=peer.weight)
             case "tell":
-                return mine._replace(tally=peer.weight)
+                return mine._replace(stats=peer.weight)
             case "broadcast_":
                 return mine._replace(tensors=(peer.others[self._num_broadcasts].clone(),))
         raise AssertionError(f"a round calls {mine.name}")
@@ -207,7 +207,7 @@ class Replica:
             traced,
             params=payload.params,
             buffers=payload.buffers,
-            taken=payload.taken,
+            other_buffers=payload.other_buffers,
             squares=squares,
             held=self.held,
             places=tuple(self.places(traced.local)),
@@ -252,7 +252,7 @@ def expect_payload(payload: Traced, what: str) -> None:
     wanted = payload.held.plus(payload.places)
     size = len(wanted.shares)
     (effects,), (mean,) = payload.params, payload.buffers
-    count = next(t for t in payload.taken if t.dtype is torch.int64)
+    count = next(t for t in payload.other_buffers if t.dtype is torch.int64)
     _compare(what, wanted, effects[:size], mean, count)
 
 

@@ -207,7 +207,7 @@ class SimWorker:
     def _regroup(self, message: m.Regroup) -> Steps:
         if message.generation in self._sim.unconnected:
             self._reporter.put(
-                m.Unconnected(
+                m.ConnectFailed(
                     rank=self.rank,
                     generation=message.generation,
                     backend=message.backend,
@@ -395,7 +395,7 @@ class SimWorker:
             leads = self.rank == self._sim.group_of(self.protocol.generation)[0]
             payload = m.Payload(params=(self.state,) if leads else (), buffers=(self.rank,))  # type: ignore[arg-type]
         self._reporter.put(
-            m.Captured(
+            m.CapturedState(
                 rank=self.rank,
                 id=capture,
                 payload=payload,
@@ -438,7 +438,7 @@ class SimWorker:
             case m.Update():
                 yield from self._take_update(work)
             case m.Evaluate():
-                yield from self._per_epoch(work.epoch, None, work.at)
+                yield from self._per_epoch(work.epoch, None, work.eval_at)
             case m.CallCheckpointFn():
                 yield from self._per_epoch(None, work.version)
             case m.TakeCheckpoint():
@@ -492,7 +492,7 @@ class SimWorker:
                 )
             )
         if ok:
-            yield from self._per_epoch(message.evaluate, message.checkpoint, message.at)
+            yield from self._per_epoch(message.evaluate, message.checkpoint, message.eval_at)
 
     def _all_reduce(self, round_id: int) -> Steps:
         self._check_samples()
@@ -564,22 +564,24 @@ class SimWorker:
         if self.replica is not None and (message.num_samples > 0 or wanted):
             self.replica.take(average, wanted=wanted)
         self._expect("updated")
-        yield from self._per_epoch(evaluated, checkpoint, message.at)
+        yield from self._per_epoch(evaluated, checkpoint, message.eval_at)
         self._reporter.put(m.SyncAck(rank=self.rank, round=message.round))
 
     def _per_epoch(
-        self, evaluate: int | None, checkpoint: int | None, at: int | None = None
+        self, evaluate: int | None, checkpoint: int | None, eval_at: int | None = None
     ) -> Steps:
         c = self._sim.schedule.config
         held = self.base if self._sim.num_live > 1 else self.base.union(self.local)
         if evaluate is not None and c.evaluate:
-            if at is None:
+            if eval_at is None:
                 self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)
             else:
-                self._sim.checks.on_evaluated_within(self.rank, at)
+                self._sim.checks.on_evaluated_within(self.rank, eval_at)
             yield self._sim.schedule.evaluate_s
             values = (("e", 0.0),)
-            self._reporter.put(m.EvalReport(rank=self.rank, epoch=evaluate, at=at, values=values))
+            self._reporter.put(
+                m.EvalReport(rank=self.rank, epoch=evaluate, eval_at=eval_at, values=values)
+            )
         if checkpoint is not None and c.checkpoint_every is not None:
             self._sim.checks.on_per_epoch(self.rank, "checkpointed", checkpoint - 1, held)
             self._reporter.put(m.CheckpointDone(rank=self.rank, version=checkpoint))

@@ -35,12 +35,12 @@ def test_a_dropped_resume_is_found(monkeypatch):
 def test_a_parked_rank_that_a_round_does_not_wake_is_found(monkeypatch):
     new_round = WorkerProtocol._new_round
 
-    def asleep(self, allowance):
-        limit = self._allowance.limit if self.parked else allowance.limit
+    def asleep(self, budget):
+        limit = self._budget.limit if self.parked else budget.limit
         parked = self.parked
-        new_round(self, m.Allowance(limit=limit, report_after=allowance.report_after))
+        new_round(self, m.BatchBudget(limit=limit, report_after=budget.report_after))
         if parked:
-            self._allowance = m.Allowance(limit=0)
+            self._budget = m.BatchBudget(limit=0)
             self._settle()
 
     monkeypatch.setattr(WorkerProtocol, "_new_round", asleep)

@@ -35,7 +35,7 @@ class LateParts(Hooks):
     """The part of one rank arrives when the others have gone on."""
 
     def extra_delay_s(self, sim, rank, message):
-        late = isinstance(message, m.Captured) and rank == 1
+        late = isinstance(message, m.CapturedState) and rank == 1
         return 20 * sim.schedule.batch_s(rank, sim.now) if late else 0.0
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator import messages as m
-from coordinator.backend_choice import TransportChoice
+from coordinator.backend_choice import BackendChoice
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.rounds import RoundKeeper
 from coordinator.state import Core
@@ -90,7 +90,7 @@ def test_the_cheaper_one_is_chosen_within_ten_rounds(slow, backend, alternatives
     handle = sim._execute
 
     def execute(command):
-        if isinstance(command, m.TransportChosen):
+        if isinstance(command, m.BackendChosen):
             at.append(sim.machine.rounds.round.id)
         handle(command)
 
@@ -109,13 +109,13 @@ def test_training_on_while_an_average_is_made_is_charged_at_the_overhead_target(
 ):
     """Over a collective nobody trains on; over the coordinator both ranks do."""
     costs = {CPU: [], THREAD: []}
-    note = TransportChoice.note
+    note = BackendChoice.note
 
     def noting(self, backend, cost, trained_s, anchor):
         costs[backend].append(cost)
         return note(self, backend, cost, trained_s, anchor)
 
-    monkeypatch.setattr(TransportChoice, "note", noting)
+    monkeypatch.setattr(BackendChoice, "note", noting)
     average_s = 0.004
     schedule = steady(average_s=average_s, sync_s=0.0, jitter=0.0, delay_s=0.0)
     config = replace(schedule.config, overhead_target=target)

@@ -100,7 +100,7 @@ def named(heading: str) -> set[str]:
 
 def test_a_batch_passes_twelve_files_at_most_on_its_way_to_the_report():
     """As an index of a plan, as samples, as the argument of a step, and as a number in a report."""
-    files = Files(m.EpochPlan, LoadedBatch, m.Tally, m.BatchReport, m.EpochReport)
+    files = Files(m.EpochPlan, LoadedBatch, m.ReportStats, m.BatchReport, m.EpochReport)
 
     def train(model, indices):
         files.note_callers()

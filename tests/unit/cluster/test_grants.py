@@ -51,7 +51,7 @@ def payload(value, *, num=4):
     return Payload(
         params=(torch.full((num,), value), torch.full((2,), value, dtype=torch.complex64)),
         buffers=(torch.full((1,), value, dtype=torch.bfloat16),),
-        taken=(torch.full((3,), int(value)),),
+        other_buffers=(torch.full((3,), int(value)),),
     )
 
 
@@ -67,7 +67,7 @@ def test_changes_of_machines_sum_to_the_weighted_mean():
     found = [from_the_wire(t, like) for t, like in zip(params, state.params, strict=True)]
     assert [t.tolist() for t in found] == [[7.0] * 4, [7.0] * 2]
     assert from_the_wire(buffers[0], state.buffers[0]).tolist() == [7.0]
-    assert from_the_wire(taken[0], state.taken[0]).tolist() == [0] * 3  # the heaviest one's
+    assert from_the_wire(taken[0], state.other_buffers[0]).tolist() == [0] * 3  # the heaviest one's
 
 
 def test_a_state_is_taken_as_it_was_sent():

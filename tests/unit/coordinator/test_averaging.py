@@ -315,12 +315,13 @@ def test_only_a_small_state_is_averaged_without_a_team_of_threads(
 
 def test_without_samples_the_first_payload_is_copied():
     payloads = [
-        Payload(params=(torch.full((3,), float(r)),), taken=(torch.tensor([r]),)) for r in (4, 5)
+        Payload(params=(torch.full((3,), float(r)),), other_buffers=(torch.tensor([r]),))
+        for r in (4, 5)
     ]
     result = Averager().average(payloads, [0, 0])
     assert result.num_samples == 0
     assert result.average.params[0].tolist() == [4.0] * 3
-    assert result.average.taken[0].tolist() == [4]
+    assert result.average.other_buffers[0].tolist() == [4]
     assert result.average.params[0] is not payloads[0].params[0]
     assert result.divergences == (0.0, 0.0)
 
@@ -328,12 +329,12 @@ def test_without_samples_the_first_payload_is_copied():
 @pytest.mark.parametrize(("weights", "rank"), [([1, 5, 2], 1), ([4, 1, 4], 0), ([0, 3, 3], 1)])
 def test_other_buffers_come_from_the_largest_weight_and_the_lowest_rank(weights, rank):
     payloads = [
-        Payload(params=(), taken=(torch.tensor([r, 2**40 + r]), torch.tensor([r == rank])))
+        Payload(params=(), other_buffers=(torch.tensor([r, 2**40 + r]), torch.tensor([r == rank])))
         for r in range(3)
     ]
     result = Averager().average(payloads, weights)
-    assert result.average.taken[0].tolist() == [rank, 2**40 + rank]
-    assert result.average.taken[1].tolist() == [True]
+    assert result.average.other_buffers[0].tolist() == [rank, 2**40 + rank]
+    assert result.average.other_buffers[1].tolist() == [True]
 
 
 # -- memory ------------------------------------------------------------------
@@ -374,12 +375,12 @@ def test_a_payload_alike_has_the_shapes_and_dtypes():
     payload = Payload(
         params=(torch.zeros(3, dtype=torch.bfloat16),),
         buffers=(torch.zeros(2, requires_grad=True),),
-        taken=(torch.zeros(4, dtype=torch.int32),),
+        other_buffers=(torch.zeros(4, dtype=torch.int32),),
     )
     alike = payload.map(empty_like)
     assert alike.num_bytes == payload.num_bytes
     assert alike.params[0].dtype == torch.bfloat16
-    assert alike.taken[0].dtype == torch.int32
+    assert alike.other_buffers[0].dtype == torch.int32
     assert not alike.buffers[0].requires_grad
     assert alike.params[0].data_ptr() != payload.params[0].data_ptr()
 

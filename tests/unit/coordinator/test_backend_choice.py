@@ -7,8 +7,8 @@ from coordinator.backend_choice import (
     MEASURED_ROUNDS,
     MOST_TRIED,
     WARM_UP_ROUNDS,
+    BackendChoice,
     RoundCost,
-    TransportChoice,
     candidate_backends,
 )
 from coordinator.config import ApplyPolicy, AverageBackend
@@ -46,7 +46,7 @@ def test_what_can_serve(requested, policy, chosen, world, expected):
 
 @pytest.mark.parametrize("cheaper", [CPU, THREAD])
 def test_each_is_tried_and_the_cheaper_kept(cheaper):
-    choice = TransportChoice((CPU, THREAD), measures=True)
+    choice = BackendChoice((CPU, THREAD), measures=True)
     costs = {CPU: 1.0, THREAD: 1.0} | {cheaper: 0.1}
     over, decided = rounds(choice, costs, 2 * TRIAL)
     assert over == [CPU] * TRIAL + [THREAD] * TRIAL
@@ -58,7 +58,7 @@ def test_each_is_tried_and_the_cheaper_kept(cheaper):
 
 
 def test_a_trial_costs_the_mean_of_its_rounds():
-    choice = TransportChoice((CPU, THREAD), measures=True)
+    choice = BackendChoice((CPU, THREAD), measures=True)
     for over, costs in (
         (CPU, (9.0, *range(1, MEASURED_ROUNDS + 1))),
         (THREAD, (9.0, *[4.0] * MEASURED_ROUNDS)),
@@ -70,7 +70,7 @@ def test_a_trial_costs_the_mean_of_its_rounds():
 
 
 def test_the_first_round_over_each_does_not_count():
-    choice = TransportChoice((CPU, THREAD), measures=True)
+    choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
     rounds(choice, {THREAD: 99.0}, WARM_UP_ROUNDS)
     rounds(choice, {THREAD: 0.1}, MEASURED_ROUNDS)
@@ -78,14 +78,14 @@ def test_the_first_round_over_each_does_not_count():
 
 
 def test_rounds_that_tell_nothing_end_a_trial_at_last():
-    choice = TransportChoice((CPU, THREAD), measures=True)
+    choice = BackendChoice((CPU, THREAD), measures=True)
     over, _ = rounds(choice, {CPU: 1.0, THREAD: None}, TRIAL + MOST_TRIED)
     assert over[-1] is THREAD
     assert choice.next is CPU
 
 
 def decided(costs, **settings):
-    choice = TransportChoice((CPU, THREAD), measures=True)
+    choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, costs, 2 * TRIAL, **settings)
     return choice
 
@@ -147,7 +147,7 @@ def test_a_round_that_began_before_the_ranks_changed_is_no_trial():
 
 
 def test_the_one_that_failed_is_left_and_the_last_is_not():
-    choice = TransportChoice((NCCL, CPU), measures=True)
+    choice = BackendChoice((NCCL, CPU), measures=True)
     assert choice.leave(NCCL, "no link")
     assert (choice.chosen, choice.next, choice.before) == (CPU, CPU, NCCL)
     assert choice.reason == "NCCL was left: no link"
@@ -159,7 +159,7 @@ def test_the_one_that_failed_is_left_and_the_last_is_not():
 
 
 def test_failures_in_a_row_are_counted_and_cost_something():
-    choice = TransportChoice((CPU, THREAD), measures=True)
+    choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
     for number in (1, 2):
         choice.note_fault(THREAD, RoundCost(ranks_s=5.0))
@@ -171,7 +171,7 @@ def test_failures_in_a_row_are_counted_and_cost_something():
 
 
 def test_without_measuring_only_a_failure_changes_it():
-    choice = TransportChoice((NCCL, THREAD), measures=False)
+    choice = BackendChoice((NCCL, THREAD), measures=False)
     over, _ = rounds(choice, {NCCL: 9.0}, 3 * LOOK_ROUNDS, anchor=77)
     assert set(over) == {NCCL}
     assert choice.leave(NCCL, "broken")
@@ -181,7 +181,7 @@ def test_without_measuring_only_a_failure_changes_it():
 
 def test_a_checkpoint_keeps_the_choice():
     choice = decided({CPU: 0.2, THREAD: 0.1})
-    again = TransportChoice((CPU, THREAD), measures=True)
+    again = BackendChoice((CPU, THREAD), measures=True)
     again.load_state_dict(choice.state_dict())
     assert again.chosen is again.next is THREAD
     assert again.reason.startswith("measured before the checkpoint: CPU 200 ms")
@@ -191,14 +191,14 @@ def test_a_checkpoint_keeps_the_choice():
 @pytest.mark.parametrize("other", [(NCCL, CPU), (CPU,)])
 def test_a_run_with_other_transports_begins_anew(other):
     state = decided({CPU: 0.2, THREAD: 0.1}).state_dict()
-    again = TransportChoice(other, measures=True)
+    again = BackendChoice(other, measures=True)
     again.load_state_dict(state)
     assert again.chosen is other[0]
 
 
 def test_what_was_not_decided_is_not_kept():
-    choice = TransportChoice((CPU, THREAD), measures=True)
+    choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
-    again = TransportChoice((CPU, THREAD), measures=True)
+    again = BackendChoice((CPU, THREAD), measures=True)
     again.load_state_dict(choice.state_dict())
     assert again.next is CPU

@@ -177,6 +177,6 @@ def test_the_stricter_of_lead_and_overshoot_holds():
 
 
 def test_an_allowance_asks_for_a_report_at_the_count_or_after_each_batch():
-    assert Bench(CADENCE).gate.allowance(0).report_after == 10
-    assert Bench(CADENCE, max_batch_diff=3).gate.allowance(0).report_after == 1
-    assert Bench(CADENCE, max_batch_diff=3).gate.allowance(0).limit == 4
+    assert Bench(CADENCE).gate.budget(0).report_after == 10
+    assert Bench(CADENCE, max_batch_diff=3).gate.budget(0).report_after == 1
+    assert Bench(CADENCE, max_batch_diff=3).gate.budget(0).limit == 4

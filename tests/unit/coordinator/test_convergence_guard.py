@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cadence import ConvergenceGuard, Verdict
+from coordinator.cadence import CadenceAction, ConvergenceGuard
 
-STABLE, SUPPRESS, NUDGE = Verdict.STABLE, Verdict.SUPPRESS_GROWTH, Verdict.NUDGE_DOWN
+STABLE, SUPPRESS, NUDGE = (
+    CadenceAction.STABLE,
+    CadenceAction.SUPPRESS_GROWTH,
+    CadenceAction.NUDGE_DOWN,
+)
 
 
 def verdicts(guard, *rounds):

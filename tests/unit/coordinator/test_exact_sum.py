@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.metrics import EpochTally, ExactSum, RoundedSum, Tally
+from coordinator.metrics import EpochAccumulator, ExactSum, ReportStats, RoundedSum
 
 numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=30)
 
@@ -92,16 +92,16 @@ def test_the_losses_of_an_epoch_do_not_depend_on_when_reports_were_sent():
     losses = [rng.uniform(0.0, 3.0) * 32 for _ in range(200)]
     means = set()
     for size in (1, 3, 7, 200):
-        tally = EpochTally(2)
+        stats = EpochAccumulator(2)
         for i in range(0, len(losses), size):
             piece = losses[i : i + size]
             total = summed(piece).value()
             scalars = (("a", total, len(piece)),)
-            tally.add(0, Tally(loss_sum=total, loss_samples=len(piece), scalars=scalars))
-        metrics = tally.close(epoch=0, epoch_s=1.0, num_samples=0, devices=())
+            stats.add(0, ReportStats(loss_sum=total, loss_samples=len(piece), scalars=scalars))
+        metrics = stats.close(epoch=0, epoch_s=1.0, num_samples=0, devices=())
         means.add((metrics.avg_loss, metrics.scalars["a"], metrics.per_rank[0].avg_loss))
-        again = EpochTally(2)
-        again.load_state_dict(tally.state_dict())
+        again = EpochAccumulator(2)
+        again.load_state_dict(stats.state_dict())
         assert repr(again.close(epoch=0, epoch_s=1.0, num_samples=0, devices=())) == repr(metrics)
     mean = math.fsum(losses) / 200
     assert means == {(mean, mean, mean)}

@@ -53,12 +53,12 @@ class Run:
         return [msg for r, msg in self.sent if isinstance(msg, kind) and rank in (None, r)]
 
     def report(self, rank, batches=1, epoch=0):
-        tally = m.Tally(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
-        return self.tell(m.BatchReport(rank=rank, epoch=epoch, tally=tally))
+        stats = m.ReportStats(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
+        return self.tell(m.BatchReport(rank=rank, epoch=epoch, stats=stats))
 
     def end_plan(self, rank, batches=1, epoch=0):
-        tally = m.Tally(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
-        return self.tell(m.EpochReport(rank=rank, epoch=epoch, tally=tally))
+        stats = m.ReportStats(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
+        return self.tell(m.EpochReport(rank=rank, epoch=epoch, stats=stats))
 
     def snapshot(self, rank, round_id, samples=1):
         return self.tell(
@@ -322,10 +322,12 @@ def at_an_evaluation(**settings):
 
 
 def evaluations(run):
-    return [(rank, msg.epoch, msg.at) for rank, msg in run.sent if isinstance(msg, m.Evaluate)] + [
-        (rank, msg.evaluate, msg.at)
+    return [
+        (rank, msg.epoch, msg.eval_at) for rank, msg in run.sent if isinstance(msg, m.Evaluate)
+    ] + [
+        (rank, msg.evaluate, msg.eval_at)
         for rank, msg in run.sent
-        if isinstance(msg, m.Update) and msg.at is not None
+        if isinstance(msg, m.Update) and msg.eval_at is not None
     ]
 
 
@@ -351,11 +353,13 @@ def test_an_evaluation_within_an_epoch_is_told_once_and_not_made_again():
     run = at_an_evaluation()
     answer_round(run, (0, 1))
     values = (("acc", 0.5),)
-    run.tell(m.EvalReport(rank=0, epoch=0, at=3, values=values))  # of an average that was undone
+    run.tell(
+        m.EvalReport(rank=0, epoch=0, eval_at=3, values=values)
+    )  # of an average that was undone
     run.end_plan(0), run.end_plan(1)
     assert not any(isinstance(c, PublishSteps) for c in run.others)
     for _ in range(2):
-        run.tell(m.EvalReport(rank=0, epoch=0, at=4, values=values))
+        run.tell(m.EvalReport(rank=0, epoch=0, eval_at=4, values=values))
     (told,) = (c.metrics for c in run.others if isinstance(c, PublishSteps))
     assert (told.step, told.scalars) == (4, {"eval/acc": 0.5})
     run.end_plan(0)
@@ -523,8 +527,8 @@ def test_lockstep_ranks_that_turn_out_unequal_are_told_of_once(caplog, settings,
     run = Run(**{"policy": ApplyPolicy.SYNC, "backend": THREAD, "num_samples": 5000} | settings)
     for _ in range(60):
         for rank, step_s in enumerate((0.01, 0.03)):
-            tally = m.Tally(num_batches=10, num_samples=10, compute_s=10 * step_s)
-            run.tell(m.BatchReport(rank=rank, epoch=0, tally=tally))
+            stats = m.ReportStats(num_batches=10, num_samples=10, compute_s=10 * step_s)
+            run.tell(m.BatchReport(rank=rank, epoch=0, stats=stats))
     told = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
     assert len(told) == num_told
     assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in told)
@@ -573,7 +577,7 @@ def test_every_checkpoint_asked_for_is_made_when_it_is_asked_for(world, policy, 
             part = m.Payload(params=(), buffers=held)
             step, extra = ticket + 1, {"rank": rank}
             run.tell(
-                m.Captured(
+                m.CapturedState(
                     rank=rank, id=asked[-1].id, payload=part, num_samples=1, step=step, extra=extra
                 )
             )
@@ -590,7 +594,7 @@ def test_buffers_of_a_checkpoint_under_sync_are_averaged_though_a_rank_had_no_sa
     for rank, num_samples in enumerate((0, 3)):
         number = run.to(m.TakeCheckpoint, rank)[-1].id
         run.tell(
-            m.Captured(
+            m.CapturedState(
                 rank=rank, id=number, payload=part, num_samples=num_samples, step=1, extra={}
             )
         )
@@ -615,8 +619,8 @@ def test_the_last_rank_of_sync_averages_nothing_any_more():
     """Two steps were made together; those that it makes alone are no averagings."""
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True, num_samples=6)
     run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
-    tally = m.Tally(num_batches=2, num_samples=2)
-    report = m.BatchReport(rank=0, epoch=0, tally=tally)
+    stats = m.ReportStats(num_batches=2, num_samples=2)
+    report = m.BatchReport(rank=0, epoch=0, stats=stats)
     run.tell(m.Halted(rank=0, generation=0, step=2, num_syncs=0, report=report))
     run.tell(m.Regrouped(rank=0, generation=1))
     assert run.machine.core.alone
@@ -675,8 +679,8 @@ def test_a_halt_after_a_step_that_another_rank_has_made_is_the_first_in_a_row():
     """The rank that halts first may be one that has not come so far."""
     settings = {"backend": NCCL, "max_failed_rounds": 3, "continue_on_failure": True}
     run = Run(policy=ApplyPolicy.SYNC, **settings)
-    tally = m.Tally(num_batches=1, num_samples=1)
-    report = m.BatchReport(rank=1, epoch=0, tally=tally)
+    stats = m.ReportStats(num_batches=1, num_samples=1)
+    report = m.BatchReport(rank=1, epoch=0, stats=stats)
     for generation, made in enumerate((0, 0, 1)):
         halted = m.Halted(rank=0, generation=generation, step=0, num_syncs=0)
         run.tell(halted)
@@ -709,7 +713,7 @@ def test_one_device_averages_nothing():
 
 LATE = {
     "ready": m.Ready(rank=1),
-    "a report": m.BatchReport(rank=1, epoch=0, tally=m.Tally(num_batches=1, num_samples=1)),
+    "a report": m.BatchReport(rank=1, epoch=0, stats=m.ReportStats(num_batches=1, num_samples=1)),
     "a failure": m.Failed(rank=1, epoch=0, step=0, error=ValueError("again")),
     "its leave": m.Exiting(rank=1),
     "the end of its thread": m.ThreadEnded(rank=1),
@@ -729,16 +733,16 @@ def test_what_a_dead_rank_still_says_changes_nothing(event):
 def test_metrics_of_steps_do_not_wait_for_a_dead_rank():
     run = Run(world=3, continue_on_failure=True, metrics_every=4)
     run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
-    tally = m.Tally(num_batches=2, num_samples=2, losses=((1.0, 1.0), (3.0, 1.0)))
+    stats = m.ReportStats(num_batches=2, num_samples=2, losses=((1.0, 1.0), (3.0, 1.0)))
     for rank in (0, 2):
-        run.tell(m.BatchReport(rank=rank, epoch=0, tally=tally))
+        run.tell(m.BatchReport(rank=rank, epoch=0, stats=stats))
     told = [c.metrics for c in run.others if isinstance(c, PublishSteps)]
     assert [(steps.num_batches, steps.avg_loss) for steps in told] == [(4, 2.0)]
 
 
 def test_ranks_that_no_transport_can_connect_end_the_run():
     run = Run(backend=THREAD)
-    run.tell(m.Unconnected(rank=0, generation=0, backend=THREAD, error=OSError("planted")))
+    run.tell(m.ConnectFailed(rank=0, generation=0, backend=THREAD, error=OSError("planted")))
     assert run.machine.phase is Phase.FAILING
     error = run.machine.outcome.failure.error
     assert isinstance(error, AveragingFailed)

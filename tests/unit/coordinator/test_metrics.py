@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.metrics import SILENT_S, EpochTally, StepTally, Tally
+from coordinator.metrics import SILENT_S, EpochAccumulator, ReportStats, StepAccumulator
 
 
-def close(tally, **changes):
+def close(stats, **changes):
     given = {
         "epoch": 0,
         "epoch_s": 1.0,
         "num_samples": 0,
         "devices": ("cpu",) * 2,
     }
-    return tally.close(**(given | changes))
+    return stats.close(**(given | changes))
 
 
 def report(num_samples, loss, compute_s=1.0, num_batches=1, **scalars):
-    return Tally(
+    return ReportStats(
         num_batches=num_batches,
         num_samples=num_samples,
         compute_s=compute_s,
@@ -35,7 +35,7 @@ def report(num_samples, loss, compute_s=1.0, num_batches=1, **scalars):
 
 
 reports = st.builds(
-    Tally,
+    ReportStats,
     num_batches=st.integers(0, 5),
     num_samples=st.integers(0, 50),
     num_skipped=st.integers(0, 50),
@@ -50,47 +50,47 @@ reports_by_rank = st.lists(st.lists(reports, max_size=6), min_size=1, max_size=4
 
 
 def test_the_loss_is_weighted_by_samples():
-    tally = EpochTally(2)
-    tally.add(0, report(30, 1.0))
-    tally.add(1, report(10, 5.0))
-    metrics = close(tally)
+    stats = EpochAccumulator(2)
+    stats.add(0, report(30, 1.0))
+    stats.add(1, report(10, 5.0))
+    metrics = close(stats)
     assert metrics.avg_loss == 2.0
     assert [rank.avg_loss for rank in metrics.per_rank] == [1.0, 5.0]
 
 
 def test_late_losses_are_weighted_by_their_own_samples():
-    tally = EpochTally(2)
-    tally.add(0, Tally(num_batches=2, num_samples=20, loss_sum=10.0, loss_samples=10))
-    assert close(tally).avg_loss == 1.0
-    tally.add(0, Tally(loss_sum=30.0, loss_samples=10))
-    assert close(tally).avg_loss == 2.0
+    stats = EpochAccumulator(2)
+    stats.add(0, ReportStats(num_batches=2, num_samples=20, loss_sum=10.0, loss_samples=10))
+    assert close(stats).avg_loss == 1.0
+    stats.add(0, ReportStats(loss_sum=30.0, loss_samples=10))
+    assert close(stats).avg_loss == 2.0
 
 
 def test_scalars_are_weighted_by_the_samples_that_recorded_them():
-    tally = EpochTally(2)
-    tally.add(0, report(30, 1.0, accuracy=(0.5, 30)))
-    tally.add(1, report(10, 1.0, accuracy=(0.9, 10), extra=(7.0, 2)))
-    assert close(tally).scalars == pytest.approx({"accuracy": 0.6, "extra": 7.0})
+    stats = EpochAccumulator(2)
+    stats.add(0, report(30, 1.0, accuracy=(0.5, 30)))
+    stats.add(1, report(10, 1.0, accuracy=(0.9, 10), extra=(7.0, 2)))
+    assert close(stats).scalars == pytest.approx({"accuracy": 0.6, "extra": 7.0})
 
 
 def test_throughput_divides_by_the_sum_of_compute_time():
-    tally = EpochTally(2)
+    stats = EpochAccumulator(2)
     for compute_s in (1.0, 3.0):
-        tally.add(0, report(100, 1.0, compute_s=compute_s))
-    metrics = close(tally)
+        stats.add(0, report(100, 1.0, compute_s=compute_s))
+    metrics = close(stats)
     assert metrics.per_rank_throughput == (50.0, 0.0)
     assert metrics.per_rank[0].compute_s == 4.0
 
 
 def test_batch_shares_sum_to_one():
-    tally = EpochTally(2)
-    tally.add(0, report(30, 1.0, num_batches=3))
-    tally.add(1, report(10, 1.0, num_batches=1))
-    assert close(tally).per_rank_batch_share == (0.75, 0.25)
+    stats = EpochAccumulator(2)
+    stats.add(0, report(30, 1.0, num_batches=3))
+    stats.add(1, report(10, 1.0, num_batches=1))
+    assert close(stats).per_rank_batch_share == (0.75, 0.25)
 
 
 def test_an_epoch_without_a_batch_has_no_loss():
-    metrics = close(EpochTally(2))
+    metrics = close(EpochAccumulator(2))
     assert math.isnan(metrics.avg_loss)
     assert math.isnan(metrics.per_rank[1].avg_loss)
     assert metrics.scalars == {}
@@ -100,11 +100,11 @@ def test_an_epoch_without_a_batch_has_no_loss():
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_stays_visible(loss):
-    tally = EpochTally(2)
-    tally.add(0, report(10, 1.0))
-    tally.add(1, report(10, loss, bad=(loss, 10)))
-    tally.add(1, report(10, 1.0, bad=(1.0, 10)))
-    metrics = close(tally)
+    stats = EpochAccumulator(2)
+    stats.add(0, report(10, 1.0))
+    stats.add(1, report(10, loss, bad=(loss, 10)))
+    stats.add(1, report(10, 1.0, bad=(1.0, 10)))
+    metrics = close(stats)
     assert metrics.avg_loss == pytest.approx(loss, nan_ok=True)
     assert metrics.per_rank[1].avg_loss == pytest.approx(loss, nan_ok=True)
     assert metrics.scalars["bad"] == pytest.approx(loss, nan_ok=True)
@@ -112,12 +112,12 @@ def test_a_loss_that_is_not_finite_stays_visible(loss):
 
 
 def test_what_the_caller_knows_is_passed_on():
-    tally = EpochTally(2)
-    tally.add(0, report(110, 1.0))
-    tally.add(0, Tally(num_skipped=3))
-    tally.add(1, Tally(num_skipped=1))
+    stats = EpochAccumulator(2)
+    stats.add(0, report(110, 1.0))
+    stats.add(0, ReportStats(num_skipped=3))
+    stats.add(1, ReportStats(num_skipped=1))
     metrics = close(
-        tally,
+        stats,
         epoch=3,
         epoch_s=2.5,
         num_samples=100,
@@ -136,10 +136,10 @@ def test_what_the_caller_knows_is_passed_on():
 
 @given(reports_by_rank, st.randoms(use_true_random=False))
 def test_metrics_have_the_same_bits_however_the_ranks_interleave(by_rank, random):
-    in_rank_order, mixed = EpochTally(len(by_rank)), EpochTally(len(by_rank))
+    in_rank_order, mixed = EpochAccumulator(len(by_rank)), EpochAccumulator(len(by_rank))
     for rank, tallies in enumerate(by_rank):
-        for tally in tallies:
-            in_rank_order.add(rank, tally)
+        for stats in tallies:
+            in_rank_order.add(rank, stats)
     queues = [list(tallies) for tallies in by_rank]
     while any(queues):
         rank = random.choice([r for r, queue in enumerate(queues) if queue])
@@ -150,22 +150,22 @@ def test_metrics_have_the_same_bits_however_the_ranks_interleave(by_rank, random
 @given(reports_by_rank, reports_by_rank)
 def test_a_tally_goes_on_from_its_saved_state(before, after):
     size = max(len(before), len(after))
-    whole, first, second = (EpochTally(size) for _ in range(3))
+    whole, first, second = (EpochAccumulator(size) for _ in range(3))
     for rank, tallies in enumerate(before):
-        for tally in tallies:
-            whole.add(rank, tally)
-            first.add(rank, tally)
+        for stats in tallies:
+            whole.add(rank, stats)
+            first.add(rank, stats)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for rank, tallies in enumerate(after):
-        for tally in tallies:
-            whole.add(rank, tally)
-            second.add(rank, tally)
+        for stats in tallies:
+            whole.add(rank, stats)
+            second.add(rank, stats)
     assert repr(close(second)) == repr(close(whole))
 
 
 @pytest.mark.parametrize(("size", "samples"), [(1, [100]), (2, [40, 60]), (5, [10, 20, 30, 40, 0])])
 def test_another_world_size_keeps_the_totals(size, samples):
-    saved, loaded = EpochTally(4), EpochTally(size)
+    saved, loaded = EpochAccumulator(4), EpochAccumulator(size)
     for rank in range(4):
         saved.add(rank, report(10 * (rank + 1), float(rank), accuracy=(rank / 2, 10)))
     loaded.add(0, report(999, 9.0))
@@ -177,9 +177,9 @@ def test_another_world_size_keeps_the_totals(size, samples):
 
 
 def test_closing_twice_gives_the_same():
-    tally = EpochTally(2)
-    tally.add(0, report(10, 1.0, accuracy=(0.5, 10)))
-    assert repr(close(tally)) == repr(close(tally))
+    stats = EpochAccumulator(2)
+    stats.add(0, report(10, 1.0, accuracy=(0.5, 10)))
+    assert repr(close(stats)) == repr(close(stats))
 
 
 # -- metrics of steps ------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_closing_twice_gives_the_same():
 
 def told(*losses, rate=0.1, samples=2, **scalars):
     """A report of batches with these losses, of weight 2 each."""
-    return Tally(
+    return ReportStats(
         num_batches=len(losses),
         num_samples=samples * len(losses),
         losses=tuple((loss, 2.0) for loss in losses),
@@ -197,91 +197,91 @@ def told(*losses, rate=0.1, samples=2, **scalars):
 
 
 def steps(*args, **kwargs):
-    tally = StepTally(*args, **kwargs)
-    tally.begin(1.0)
-    return tally
+    stats = StepAccumulator(*args, **kwargs)
+    stats.begin(1.0)
+    return stats
 
 
 def test_steps_are_told_of_once_there_are_enough_of_every_rank():
-    tally = steps(4, 2, equal=True)
-    assert tally.add(0, 0, told(1, 2, 3, 4, 5), 1.0) == []
-    (first,) = tally.add(1, 0, told(10, 20, 30, rate=0.2, norm=7.0), 2.0)
+    stats = steps(4, 2, equal=True)
+    assert stats.add(0, 0, told(1, 2, 3, 4, 5), 1.0) == []
+    (first,) = stats.add(1, 0, told(10, 20, 30, rate=0.2, norm=7.0), 2.0)
     assert (first.step, first.epoch, first.num_batches) == (4, 0, 4)
     assert first.avg_loss == (1 + 2 + 10 + 20) / 4
     assert first.scalars == {"norm": 7.0}
     assert first.learning_rate == 0.2
     assert first.throughput == (5 + 3) * 2 / 1.0
-    assert tally.add(0, 0, told(6), 3.0) == []
-    (second,) = tally.flush()
+    assert stats.add(0, 0, told(6), 3.0) == []
+    (second,) = stats.flush()
     assert second.step == 8
     assert second.avg_loss == (3 + 4 + 30 + 5) / 4
-    assert tally.flush() == []
+    assert stats.flush() == []
 
 
 def test_a_rank_that_tells_nothing_is_not_waited_for_for_long():
-    tally = steps(2, 2, equal=False)
-    assert tally.add(0, 0, told(1, 2, 3), 1.5) == []
-    assert tally.add(0, 0, told(4), 1.0 + SILENT_S) == []
-    found = tally.add(0, 0, told(5), 1.1 + SILENT_S)
+    stats = steps(2, 2, equal=False)
+    assert stats.add(0, 0, told(1, 2, 3), 1.5) == []
+    assert stats.add(0, 0, told(4), 1.0 + SILENT_S) == []
+    found = stats.add(0, 0, told(5), 1.1 + SILENT_S)
     assert [(m.step, m.avg_loss) for m in found] == [(2, 1.5), (4, 3.5)]
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_all():
-    tally = steps(2, 2, equal=True)
-    assert tally.add(1, 0, told(5), 1.1) == []
-    assert tally.add(0, 0, told(1), 1.2)[0].avg_loss == 3
-    assert tally.add(0, 0, told(1, 2), 1.3) == []
-    tally.drop(1)
-    assert [m.avg_loss for m in tally.add(0, 0, told(3), 1.4)] == [1.5]
+    stats = steps(2, 2, equal=True)
+    assert stats.add(1, 0, told(5), 1.1) == []
+    assert stats.add(0, 0, told(1), 1.2)[0].avg_loss == 3
+    assert stats.add(0, 0, told(1, 2), 1.3) == []
+    stats.drop(1)
+    assert [m.avg_loss for m in stats.add(0, 0, told(3), 1.4)] == [1.5]
 
 
 def test_ranks_of_unequal_speed_give_their_part():
-    tally = steps(4, 2, equal=False)
-    assert tally.add(0, 0, told(*[1] * 12), 1.0) == []
-    found = tally.add(1, 0, told(*[5] * 4), 2.0)
+    stats = steps(4, 2, equal=False)
+    assert stats.add(0, 0, told(*[1] * 12), 1.0) == []
+    found = stats.add(1, 0, told(*[5] * 4), 2.0)
     assert [m.avg_loss for m in found] == [2.0] * 4  # three of rank 0 and one of rank 1
 
 
 def test_batches_without_a_loss_count_and_weigh_nothing():
-    tally = steps(3, 1, equal=True)
+    stats = steps(3, 1, equal=True)
     losses = ((math.nan, 0.0), (4.0, 1.0), (0.0, 0.0))
-    (found,) = tally.add(0, 2, Tally(num_batches=3, losses=losses), 1.0)
+    (found,) = stats.add(0, 2, ReportStats(num_batches=3, losses=losses), 1.0)
     assert (found.avg_loss, found.epoch) == (4.0, 2)
     assert math.isnan(found.learning_rate)
-    (found,) = tally.add(0, 2, Tally(num_batches=3, losses=((0.0, 0.0),) * 3), 1.0)
+    (found,) = stats.add(0, 2, ReportStats(num_batches=3, losses=((0.0, 0.0),) * 3), 1.0)
     assert math.isnan(found.avg_loss)
 
 
 def test_the_learning_rate_of_an_epoch_is_that_of_the_lowest_rank_and_survives_a_checkpoint():
-    tally = EpochTally(3)
-    assert math.isnan(close(tally, devices=("cpu",) * 3).learning_rate)
-    tally.add(1, told(1, rate=0.3))
-    tally.add(2, told(1, rate=0.4))
-    tally.add(0, Tally(learning_rate=0.9))  # nothing was trained with it
-    assert close(tally, devices=("cpu",) * 3).learning_rate == 0.3
-    restored = EpochTally(2)
-    restored.load_state_dict(json.loads(json.dumps(tally.state_dict())))
+    stats = EpochAccumulator(3)
+    assert math.isnan(close(stats, devices=("cpu",) * 3).learning_rate)
+    stats.add(1, told(1, rate=0.3))
+    stats.add(2, told(1, rate=0.4))
+    stats.add(0, ReportStats(learning_rate=0.9))  # nothing was trained with it
+    assert close(stats, devices=("cpu",) * 3).learning_rate == 0.3
+    restored = EpochAccumulator(2)
+    restored.load_state_dict(json.loads(json.dumps(stats.state_dict())))
     assert close(restored).learning_rate in (0.3, 0.4)
 
 
 def test_after_a_death_as_many_steps_are_behind_metrics_as_before():
     """Two ranks train what three did, in two slices: 3 batches for each step, as before."""
-    tally = StepTally(6, 3, equal=True)
-    tally.begin(0.0)
-    tally.drop(2)
+    stats = StepAccumulator(6, 3, equal=True)
+    stats.begin(0.0)
+    stats.drop(2)
     found = []
     for step in range(8):
         for rank in (0, 1):
             losses = ((float(step), 1.0),) * 2
-            report = Tally(num_batches=2, num_samples=2, losses=losses)
-            found += tally.add(rank, 0, report, float(step), Fraction(3, 4))
+            report = ReportStats(num_batches=2, num_samples=2, losses=losses)
+            found += stats.add(rank, 0, report, float(step), Fraction(3, 4))
     assert [(f.step, f.num_batches) for f in found] == [(6, 6), (12, 6), (18, 6), (24, 6)]
     assert [f.avg_loss for f in found] == [0.5, 2.5, 4.5, 6.5]
 
 
 def test_a_piece_that_counts_as_several_batches_is_told_of_once():
-    tally = StepTally(1, 1, equal=True)
-    tally.begin(0.0)
-    report = Tally(num_batches=1, num_samples=8, losses=((2.0, 8.0),))
-    (found,) = tally.add(0, 0, report, 1.0, 4)
+    stats = StepAccumulator(1, 1, equal=True)
+    stats.begin(0.0)
+    report = ReportStats(num_batches=1, num_samples=8, losses=((2.0, 8.0),))
+    (found,) = stats.add(0, 0, report, 1.0, 4)
     assert (found.step, found.num_batches, found.avg_loss) == (4, 4, 2.0)

@@ -12,7 +12,7 @@ def test_catching_up_releases_a_parked_rank_without_a_round():
     run.end_plan(0), run.end_plan(0), run.end_plan(0)
     assert run.machine.core.ranks[0].parked
     sent = run.report(1)
-    assert (0, m.Resume(allowance=m.Allowance(limit=4, report_after=1))) in sent
+    assert (0, m.Resume(budget=m.BatchBudget(limit=4, report_after=1))) in sent
     assert not run.machine.core.ranks[0].parked
     assert run.to(m.RequestParams) == []
 
@@ -21,10 +21,10 @@ def test_an_answer_that_tells_of_training_releases_a_rank_while_others_are_await
     run = Run(anchor=10, max_batch_diff=2)
     run.end_plan(0), run.end_plan(0), run.end_plan(0)
     run.machine.rounds.start(run.now)
-    tally = m.Tally(num_batches=1, num_samples=1, compute_s=0.01)
-    report = m.BatchReport(rank=1, epoch=0, tally=tally)
+    stats = m.ReportStats(num_batches=1, num_samples=1, compute_s=0.01)
+    report = m.BatchReport(rank=1, epoch=0, stats=stats)
     sent = run.tell(
         m.ParamSnapshot(rank=1, round=1, payload=EMPTY, num_samples=1, num_batches=1, report=report)
     )
-    assert (0, m.Resume(allowance=m.Allowance(limit=4, report_after=1))) in sent
+    assert (0, m.Resume(budget=m.BatchBudget(limit=4, report_after=1))) in sent
     assert run.jobs() == []

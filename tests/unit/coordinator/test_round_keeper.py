@@ -71,8 +71,8 @@ def core_with(since_round):
 
 
 ACK = m.SyncAck(rank=0, round=1)
-REPORT = m.BatchReport(rank=0, epoch=0, tally=m.Tally())
-CHUNK = m.EpochReport(rank=0, epoch=0, tally=m.Tally())
+REPORT = m.BatchReport(rank=0, epoch=0, stats=m.ReportStats())
+CHUNK = m.EpochReport(rank=0, epoch=0, stats=m.ReportStats())
 
 
 @pytest.mark.parametrize(

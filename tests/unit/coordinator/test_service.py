@@ -15,7 +15,7 @@ from coordinator.averaging import Averager
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.messages import AbortCollective, Average, PublishEpoch, Send
-from coordinator.metrics import EpochTally
+from coordinator.metrics import EpochAccumulator
 from coordinator.service import Service
 
 WAIT_S = 60.0
@@ -82,8 +82,8 @@ def threads():
     return {t.name for t in threading.enumerate()} & {"coordinator", "averager"}
 
 
-def metrics_of(epoch):
-    return EpochTally(1).close(epoch=epoch, epoch_s=0.0, num_samples=0, devices=("cpu",))
+def metrics_from_state(epoch):
+    return EpochAccumulator(1).close(epoch=epoch, epoch_s=0.0, num_samples=0, devices=("cpu",))
 
 
 def test_commands_are_executed_in_order():
@@ -92,10 +92,10 @@ def test_commands_are_executed_in_order():
     def script(machine, event):
         machine.ended = True
         return [
-            PublishEpoch(metrics=metrics_of(3)),
+            PublishEpoch(metrics=metrics_from_state(3)),
             Send(rank=1, message=m.Throttle()),
             AbortCollective(),
-            PublishEpoch(metrics=metrics_of(4)),
+            PublishEpoch(metrics=metrics_from_state(4)),
             Send(rank=1, message=shutdown),
         ]
 

@@ -37,12 +37,12 @@ def fresh(**settings):
     return Run(stall_timeout_s=TIMEOUT_S, **settings)
 
 
-def tally(batches):
-    return m.Tally(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
+def stats(batches):
+    return m.ReportStats(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
 
 
 def report(rank=0, batches=1):
-    return m.BatchReport(rank=rank, epoch=0, tally=tally(batches))
+    return m.BatchReport(rank=rank, epoch=0, stats=stats(batches))
 
 
 # -- progress --------------------------------------------------------------------
@@ -57,8 +57,8 @@ def test_a_rank_that_becomes_ready_is_progress():
 @pytest.mark.parametrize("kind", [m.BatchReport, m.EpochReport])
 def test_batches_are_progress_and_a_report_without_any_is_none(kind):
     run = fresh()
-    assert not later(run, kind(rank=0, epoch=0, tally=tally(0)))
-    assert later(run, kind(rank=0, epoch=0, tally=tally(1)))
+    assert not later(run, kind(rank=0, epoch=0, stats=stats(0)))
+    assert later(run, kind(rank=0, epoch=0, stats=stats(1)))
 
 
 def test_batches_told_with_a_snapshot_are_progress_and_the_snapshot_is_none():

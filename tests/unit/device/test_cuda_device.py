@@ -202,7 +202,7 @@ def test_a_snapshot_holds_the_state_at_its_step_and_is_late(fake, order):
         assert arrival.done
     assert bool((payload.params[0][:5] == 1.0).all())
     assert payload.buffers[0].tolist() == [1.0] * 3
-    assert payload.taken[0].tolist() == [1]
+    assert payload.other_buffers[0].tolist() == [1]
 
 
 @pytest.mark.parametrize("take", ["snapshot", "own", "last"])
@@ -215,7 +215,7 @@ def test_a_snapshot_for_now_is_there_when_it_is_given(fake, take):
         else:
             payload = averager.snapshot(reuse=take == "snapshot")
         assert bool((payload.params[0][:5] == 3.0).all())
-        assert payload.taken[0].tolist() == [3]
+        assert payload.other_buffers[0].tolist() == [3]
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])
@@ -233,7 +233,7 @@ def test_an_update_adds_what_was_trained_since_the_snapshot(fake, meanwhile):
             (lambda: seen.append((model.w[0].item(), model.mean[0].item()))) if meanwhile else None
         )
         arrival = averager.apply(average, look)
-        for tensor in (*average.params, *average.buffers, *average.taken):
+        for tensor in (*average.params, *average.buffers, *average.other_buffers):
             tensor.fill_(77)  # the coordinator may use it again
         assert not arrival.done
         fake.run_all()

@@ -36,7 +36,7 @@ HOSTILE = [
 ]
 
 
-def metrics_of(number=0, named=None, **scalars):
+def metrics_from_state(number=0, named=None, **scalars):
     ranks = tuple(
         RankMetrics(
             rank=rank, num_batches=2, num_samples=4, compute_s=0.5, avg_loss=1.5, throughput=8.0
@@ -95,9 +95,9 @@ def test_what_a_metrics_fn_writes_to_its_metrics_is_its_own():
 def test_a_scalar_that_comes_later_gets_a_column(tmp_path):
     path = tmp_path / "run.csv"
     log = CsvLogger(path)
-    log(metrics_of(0, a=1.0))
-    log(metrics_of(1, a=2.0, b=3.0))
-    log(metrics_of(2, b=4.0))
+    log(metrics_from_state(0, a=1.0))
+    log(metrics_from_state(1, a=2.0, b=3.0))
+    log(metrics_from_state(2, b=4.0))
     rows = rows_of(path)
     assert [(row["a"], row["b"]) for row in rows] == [("1.0", ""), ("2.0", "3.0"), ("", "4.0")]
     assert list(tmp_path.iterdir()) == [path]
@@ -105,8 +105,8 @@ def test_a_scalar_that_comes_later_gets_a_column(tmp_path):
 
 def test_a_file_that_exists_is_gone_on_with(tmp_path):
     path = tmp_path / "run.csv"
-    CsvLogger(path)(metrics_of(0, a=1.0))
-    CsvLogger(path)(metrics_of(0, b=2.0))
+    CsvLogger(path)(metrics_from_state(0, a=1.0))
+    CsvLogger(path)(metrics_from_state(0, b=2.0))
     assert [(row["epoch"], row["a"], row["b"]) for row in rows_of(path)] == [
         ("0", "1.0", ""),
         ("0", "", "2.0"),
@@ -116,12 +116,12 @@ def test_a_file_that_exists_is_gone_on_with(tmp_path):
 def test_a_row_that_was_cut_off_harms_no_other(tmp_path):
     path = tmp_path / "run.csv"
     log = CsvLogger(path)
-    log(metrics_of(0, a=1.0))
+    log(metrics_from_state(0, a=1.0))
     with path.open("a") as file:
         file.write("1,2026-")
     log = CsvLogger(path)
-    log(metrics_of(1, a=2.0))
-    log(metrics_of(2, a=3.0, b=4.0))
+    log(metrics_from_state(1, a=2.0))
+    log(metrics_from_state(2, a=3.0, b=4.0))
     rows = rows_of(path)
     assert [row["epoch"] for row in rows] == ["0", "1", "1", "2"]
     assert [row["a"] for row in rows if row["a"]] == ["1.0", "2.0", "3.0"]
@@ -145,8 +145,8 @@ def test_what_cannot_be_written_is_told_at_once(tmp_path):
 def test_hostile_names_do_no_harm_in_a_table(tmp_path):
     path = tmp_path / "run.csv"
     log = CsvLogger(path)
-    log(metrics_of(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
-    log(metrics_of(1, {name: float(i) for i, name in enumerate(HOSTILE)}))
+    log(metrics_from_state(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
+    log(metrics_from_state(1, {name: float(i) for i, name in enumerate(HOSTILE)}))
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) == 3
     assert len(text) < 10_000
@@ -162,7 +162,7 @@ def test_hostile_names_do_no_harm_in_a_table(tmp_path):
 
 def test_what_is_not_finite_is_written_as_such(tmp_path):
     log = CsvLogger(tmp_path / "run.csv")
-    log(replace(metrics_of(0, low=-math.inf), avg_loss=math.nan))
+    log(replace(metrics_from_state(0, low=-math.inf), avg_loss=math.nan))
     (row,) = rows_of(tmp_path / "run.csv")
     assert (row["avg_loss"], row["low"]) == ("nan", "-inf")
 
@@ -199,7 +199,7 @@ def test_tensorboard_gets_what_the_epochs_gave(tmp_path):
 @needs_tensorboard
 def test_each_epoch_is_on_the_disk_before_anything_is_closed(tmp_path):
     log = TensorBoardLogger(tmp_path)
-    log(metrics_of(0, a=1.5))
+    log(metrics_from_state(0, a=1.5))
     assert scalars_of(tmp_path)["a"] == [(0, 1.5)]
     log.close()
     log.close()
@@ -209,7 +209,7 @@ def test_each_epoch_is_on_the_disk_before_anything_is_closed(tmp_path):
 @needs_tensorboard
 def test_a_logger_that_goes_away_leaves_no_thread(tmp_path):
     log = TensorBoardLogger(tmp_path)
-    log(metrics_of(0))
+    log(metrics_from_state(0))
     del log
     assert "_AsyncWriterThread" not in {type(t).__name__ for t in threading.enumerate()}
 
@@ -218,16 +218,16 @@ def test_a_logger_that_goes_away_leaves_no_thread(tmp_path):
 def test_a_resumed_run_hides_the_epochs_it_trains_again(tmp_path):
     with TensorBoardLogger(tmp_path) as log:
         for epoch in range(3):
-            log(metrics_of(epoch, a=float(epoch)))
+            log(metrics_from_state(epoch, a=float(epoch)))
     with TensorBoardLogger(tmp_path) as log:
-        log(metrics_of(2, a=7.0))
+        log(metrics_from_state(2, a=7.0))
     assert scalars_of(tmp_path)["a"] == [(0, 0.0), (1, 1.0), (2, 7.0)]
 
 
 @needs_tensorboard
 def test_hostile_names_do_no_harm_in_tensorboard(tmp_path):
     with TensorBoardLogger(tmp_path) as log:
-        log(metrics_of(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
+        log(metrics_from_state(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
     found = scalars_of(tmp_path)
     assert all(tag.isprintable() and len(tag) <= 220 for tag in found)
     values = sorted(
@@ -255,7 +255,7 @@ def test_several_loggers_get_each_epoch_even_if_one_fails(caplog):
 
     log = CombinedLogger(broken, got.append)
     with caplog.at_level(logging.ERROR, "runtime.loggers"):
-        assert log(metrics_of(4)) is True
+        assert log(metrics_from_state(4)) is True
     assert [metrics.epoch for metrics in got] == [4]
     assert "planted: no space left" in caplog.text
 
@@ -352,7 +352,7 @@ def test_a_logger_can_be_used_again_after_a_run(tmp_path):
         builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
         builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
         assert writers() == []
-        log(metrics_of(7))
+        log(metrics_from_state(7))
         assert len(writers()) == 1
     assert writers() == []
     assert len(scalars_of(tmp_path)["epoch/avg_loss"]) == 5

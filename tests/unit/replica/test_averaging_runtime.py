@@ -192,7 +192,7 @@ def test_a_state_is_held_for_a_while_and_a_round_under_way_goes_on(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     averager = ReplicaAverager(FlatState(model), Device(1), None)
     other = averager.snapshot(reuse=False)
-    for t in (*other.params, *other.buffers, *other.taken):
+    for t in (*other.params, *other.buffers, *other.other_buffers):
         t.copy_(t * 3 + 2)
     kept = averager.snapshot(reuse=True)  # the coordinator averages it meanwhile
     before = [t.clone() for t in kept.params]
@@ -379,7 +379,7 @@ def test_a_reused_snapshot_is_one_buffer_and_aliases_nothing():
     first, second = averager.snapshot(reuse=True), averager.snapshot(reuse=True)
     assert first is second
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    for tensor in (*first.params, *first.buffers, *first.taken):
+    for tensor in (*first.params, *first.buffers, *first.other_buffers):
         assert tensor.untyped_storage().data_ptr() not in own
 
 

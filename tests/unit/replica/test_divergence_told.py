@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coordinator.metrics import metrics_of, metrics_state
+from coordinator.metrics import metrics_from_state, metrics_state
 from runtime import CsvLogger, TensorBoardLogger, Timeline, current_worker
 from runtime.monitor.run_reader import _epoch
 from tests.support.running import (
@@ -128,9 +128,9 @@ def test_what_was_not_measured_is_left_out_of_tables(tmp_path):
 def test_metrics_of_an_earlier_version_are_read():
     state = run((CADENCE, OVER_CPU)).join(WAIT_S)
     saved = metrics_state(state.metrics[0])
-    assert metrics_of(saved) == state.metrics[0]
+    assert metrics_from_state(saved) == state.metrics[0]
     del saved["divergence"], saved["param_norm"]
-    again = metrics_of(saved)
+    again = metrics_from_state(saved)
     assert math.isnan(again.divergence)
     told = replace(again, divergence=0.0, param_norm=0.0)
     assert told == replace(state.metrics[0], divergence=0.0, param_norm=0.0)

@@ -92,7 +92,7 @@ def test_a_snapshot_goes_round_and_aliases_nothing(mixed):
         assert torch.equal(value, wanted[key]), key
     assert mixed.mask.tolist() == [True, False]
     live = {t.untyped_storage().data_ptr() for t in (*mixed.parameters(), *mixed.buffers())}
-    tensors = (*payload.params, *payload.buffers, *payload.taken)
+    tensors = (*payload.params, *payload.buffers, *payload.other_buffers)
     assert not live & {t.untyped_storage().data_ptr() for t in tensors}
     assert payload.num_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
@@ -103,8 +103,8 @@ def test_a_snapshot_that_is_measured_tells_the_norm_of_each_flat_tensor(mixed):
     state.snapshot_into(plain)
     squares = state.snapshot_with_norms(measured)
     for one, other in zip(
-        (*plain.params, *plain.buffers, *plain.taken),
-        (*measured.params, *measured.buffers, *measured.taken),
+        (*plain.params, *plain.buffers, *plain.other_buffers),
+        (*measured.params, *measured.buffers, *measured.other_buffers),
         strict=True,
     ):
         assert torch.equal(one, other)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.metrics import EpochTally, ExactSum, Tally, WeightSum
+from coordinator.metrics import EpochAccumulator, ExactSum, ReportStats, WeightSum
 from runtime import (
     CollectiveAborted,
     GpuWorker,
@@ -508,14 +508,16 @@ def test_sums_of_weights_do_not_depend_on_where_they_are_cut():
 
 
 def test_partial_sums_with_weights_come_back_from_a_checkpoint():
-    tally, again = EpochTally(1), EpochTally(1)
+    stats, again = EpochAccumulator(1), EpochAccumulator(1)
     weights = WeightSum()
     weights.add_all([0.1, 0.2, 0.3])
-    tally.add(0, Tally(loss_sum=1.0, loss_samples=weights.value(), scalars=(("x", 1.0, 0.1),)))
-    tally.add(0, Tally(loss_sum=2.0, loss_samples=4, scalars=(("x", 2.0, 3),)))
-    again.load_state_dict(tally.state_dict())
+    stats.add(
+        0, ReportStats(loss_sum=1.0, loss_samples=weights.value(), scalars=(("x", 1.0, 0.1),))
+    )
+    stats.add(0, ReportStats(loss_sum=2.0, loss_samples=4, scalars=(("x", 2.0, 3),)))
+    again.load_state_dict(stats.state_dict())
     closing = {"epoch": 0, "epoch_s": 1.0, "num_samples": 1, "devices": ["cpu"]}
-    assert again.close(**closing) == tally.close(**closing)
+    assert again.close(**closing) == stats.close(**closing)
     assert again.close(**closing).avg_loss == pytest.approx(3.0 / 4.6)
 
 

@@ -134,9 +134,9 @@ def test_a_dropped_step_is_counted_and_carries_no_weight():
     alone = Alone("skip", Spoilt("gradient", (0, 1)))
     alone.steps(3)
     alone.worker.report_timing()
-    tally = alone.answer().tally
-    assert (tally.num_batches, tally.num_samples, tally.num_skipped) == (3, 6, 2)
-    assert tally.loss_samples == 4
+    stats = alone.answer().stats
+    assert (stats.num_batches, stats.num_samples, stats.num_skipped) == (3, 6, 2)
+    assert stats.loss_samples == 4
     snapshot = alone.worker.snapshot_params()
     assert (snapshot.num_batches, snapshot.num_samples) == (3, 4)
 
@@ -158,12 +158,12 @@ def snapshot_of_a_spoilt_replica(alone):
     """Two steps, the second spoilt, told before the round asks."""
     alone.steps(2)
     alone.worker.report_timing()
-    assert alone.answer().tally.num_skipped == 0
+    assert alone.answer().stats.num_skipped == 0
     alone.send(m.RequestParams(round=1))
     snapshot = alone.answer()
     assert (snapshot.healthy, snapshot.num_samples, snapshot.num_batches) == (False, 0, 2)
-    assert snapshot.report.tally.num_batches == 0
-    assert snapshot.report.tally.num_skipped == 4
+    assert snapshot.report.stats.num_batches == 0
+    assert snapshot.report.stats.num_skipped == 4
     return snapshot
 
 
@@ -177,7 +177,7 @@ def test_the_average_replaces_a_spoilt_replica_and_what_it_trained_meanwhile():
     alone.steps(1)
     alone.send(m.RequestParams(round=2))
     snapshot = alone.answer()
-    assert snapshot.report.tally.num_skipped == 6
+    assert snapshot.report.stats.num_skipped == 6
     # The batches made in vain count for the limits; only the last one weighs.
     assert (snapshot.healthy, snapshot.num_samples, snapshot.num_batches) == (True, 2, 4)
     assert is_finite(snapshot.payload.params)
@@ -204,6 +204,6 @@ def test_a_replica_spoilt_while_the_average_is_computed_is_healed_in_the_next_ro
     alone.send(m.RequestParams(round=2))
     snapshot = alone.answer()
     assert (snapshot.healthy, snapshot.num_samples) == (False, 0)
-    assert snapshot.report.tally.num_skipped == 2
+    assert snapshot.report.stats.num_skipped == 2
     alone.send(m.Update(round=2, average=average_like(snapshot.payload, 6.0), num_samples=4))
     assert alone.worker.model.second.tolist() == [6.0] * 3

@@ -57,8 +57,8 @@ def test_a_snapshot_is_sent_when_it_has_arrived_and_nothing_overtakes_it(fake, a
     snapshot, report = alone.take()
     assert (type(snapshot), type(report)) == (m.ParamSnapshot, m.BatchReport)
     assert snapshot.payload.params[0][0].item() == 1.0
-    assert (snapshot.num_batches, snapshot.report.tally.num_batches) == (1, 1)
-    assert report.tally.num_batches == 1
+    assert (snapshot.num_batches, snapshot.report.stats.num_batches) == (1, 1)
+    assert report.stats.num_batches == 1
 
 
 def test_an_average_is_acknowledged_when_it_has_arrived(fake, alone):

@@ -17,7 +17,7 @@ def training(limit=None, report_after=None):
     """A worker in the middle of a plan."""
     protocol = WorkerProtocol(0)
     protocol.built()
-    protocol.receive(m.Resume(allowance=m.Allowance(limit=limit, report_after=report_after)))
+    protocol.receive(m.Resume(budget=m.BatchBudget(limit=limit, report_after=report_after)))
     protocol.receive(m.StartEpoch(plan=PLAN))
     assert protocol.begin_plan() is PLAN
     return protocol
@@ -178,7 +178,7 @@ def test_a_worker_that_parked_between_plans_stays_parked():
     train(protocol, 1)
     protocol.end_plan()
     assert protocol.parked
-    protocol.receive(m.Resume(allowance=m.Allowance(limit=2)))
+    protocol.receive(m.Resume(budget=m.BatchBudget(limit=2)))
     assert protocol.state is WorkerState.IDLE
 
 
@@ -206,7 +206,7 @@ def test_an_update_of_a_round_that_was_given_up_changes_nothing():
     protocol.snapshot_taken(1)
     train(protocol, 2)
     protocol.snapshot_taken(2)
-    stale = m.Update(round=1, average=EMPTY, allowance=m.Allowance(limit=0))
+    stale = m.Update(round=1, average=EMPTY, budget=m.BatchBudget(limit=0))
     assert not protocol.updated(stale)
     assert protocol.batches == 7
     assert protocol.may_train
@@ -247,7 +247,7 @@ def test_ten_batches_and_an_acknowledgement_are_ten_batches():
 def test_an_aborted_collective_keeps_the_counters():
     protocol = training(limit=4)
     train(protocol, 3)
-    work = protocol.receive(m.SyncNow(round=1, allowance=m.Allowance(limit=9)))
+    work = protocol.receive(m.SyncNow(round=1, budget=m.BatchBudget(limit=9)))
     protocol.synced(work, ok=False)
     assert (protocol.batches, protocol.samples) == (3, 30)
     train(protocol, 1)
@@ -269,7 +269,7 @@ def test_a_limit_of_the_next_round_counts_from_the_snapshot():
     train(protocol, 5)
     assert protocol.parked
     protocol.snapshot_taken(1)
-    assert protocol.updated(m.Update(round=1, average=EMPTY, allowance=m.Allowance(limit=3)))
+    assert protocol.updated(m.Update(round=1, average=EMPTY, budget=m.BatchBudget(limit=3)))
     train(protocol, 3)
     assert protocol.parked
 
@@ -332,7 +332,7 @@ def test_batches_trained_during_a_round_count_towards_the_next_report():
     protocol.reported()
     protocol.snapshot_taken(1)
     train(protocol, 2)
-    assert protocol.updated(m.Update(round=1, average=EMPTY, allowance=m.Allowance(report_after=2)))
+    assert protocol.updated(m.Update(round=1, average=EMPTY, budget=m.BatchBudget(report_after=2)))
     assert protocol.report_due
 
 
@@ -351,7 +351,7 @@ messages = st.sampled_from(
         m.Throttle(),
         m.Throttle(limit=3),
         m.Resume(),
-        m.Resume(allowance=m.Allowance(limit=2)),
+        m.Resume(budget=m.BatchBudget(limit=2)),
         m.SetGlobalStep(step=3),
         m.StartEpoch(plan=PLAN),
         m.RequestParams(round=1),

@@ -228,10 +228,10 @@ def test_a_worker_goes_on_from_what_it_has_sent(alone):
     for seed in range(3):
         first.step(seed)
     (captured,) = first.ask(m.TakeCheckpoint(id=1))
-    assert captured.report.tally.num_batches == 3
+    assert captured.report.stats.num_batches == 3
     weights = {k: t.clone() for k, t in first.worker.model.state_dict().items()}
     losses = [first.step(seed) for seed in range(3, 6)]
-    assert first.ask(m.TakeCheckpoint(id=2))[0].report.tally.num_batches == 3
+    assert first.ask(m.TakeCheckpoint(id=2))[0].report.stats.num_batches == 3
 
     second = alone(resume=point(captured, weights))
     assert second.worker.local_step == 3

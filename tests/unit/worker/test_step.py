@@ -70,8 +70,8 @@ def test_a_window_is_one_step_and_counted_as_its_batches():
     counted = bench.protocol
     assert (counted.batches, counted.samples, counted.weight) == (3, 6, 6)
     assert (bench.progress.local_step, bench.lockstep.step) == (3, 1)
-    tally = bench.meter.take()
-    assert (tally.num_batches, tally.num_samples, tally.loss_samples) == (3, 6, 6)
+    stats = bench.meter.take()
+    assert (stats.num_batches, stats.num_samples, stats.loss_samples) == (3, 6, 6)
 
 
 def test_no_step_is_made_where_the_worker_is_to_leave():

@@ -74,7 +74,7 @@ def make_machine(ranks=2):
 
 
 def test_each_report_to_the_coordinator_is_counted():
-    report = m.BatchReport(rank=1, epoch=0, tally=m.Tally(num_batches=1, num_samples=2))
+    report = m.BatchReport(rank=1, epoch=0, stats=m.ReportStats(num_batches=1, num_samples=2))
     carriers = [
         kind
         for kind in typing.get_args(m.FromWorker)

@@ -147,8 +147,8 @@ def test_the_host_goes_on_and_counts_a_step_when_its_reduction_is_known_to_be_go
     assert seen[4][0] >= 2
     assert lone.alone.w == 5.0
     (report,) = lone.alone.take()
-    assert report.tally.num_batches == 5
-    assert report.tally.loss_samples == 10
+    assert report.stats.num_batches == 5
+    assert report.stats.loss_samples == 10
 
 
 @pytest.mark.parametrize("lone", [1, 2, 4], indirect=True)
@@ -164,8 +164,8 @@ def test_of_a_broken_reduction_nothing_reaches_the_parameters_nor_the_count(lone
     assert lone.worker.local_step == break_at
     assert lone.worker._lockstep.step == break_at
     reports = [r for r in lone.alone.take() if isinstance(r, (m.BatchReport, m.EpochReport))]
-    assert sum(r.tally.num_batches for r in reports) == break_at
-    assert sum(r.tally.loss_samples for r in reports) == 2 * break_at
+    assert sum(r.stats.num_batches for r in reports) == break_at
+    assert sum(r.stats.loss_samples for r in reports) == 2 * break_at
 
 
 def test_an_optimizer_whose_kernels_cannot_be_called_off_waits(fake, breaking):
@@ -193,9 +193,9 @@ def test_a_message_is_answered_once_all_steps_before_it_count(fake, lone):
 
     lone.at_step = {1: capture}
     lone.worker.run_epoch_plan(plan(range(5)))
-    (captured,) = [r for r in lone.alone.take() if isinstance(r, m.Captured)]
+    (captured,) = [r for r in lone.alone.take() if isinstance(r, m.CapturedState)]
     assert captured.step == 3
-    assert captured.report.tally.num_batches == 3
+    assert captured.report.stats.num_batches == 3
     assert captured.payload.params[0][0].item() == 3.0
 
 

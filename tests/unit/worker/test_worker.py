@@ -33,7 +33,7 @@ from tests.support.running import CPU, WAIT_S, Trace, count_up, counter, numbers
 
 N, SIZE = 40, 2
 BATCH = (torch.zeros(SIZE),)
-MANY = m.Allowance(limit=None)
+MANY = m.BatchBudget(limit=None)
 
 
 class Alone:
@@ -161,9 +161,9 @@ def test_train_step_returns_handles_and_counts():
     alone.worker.train_step(BATCH, lambda model, b: -2 * model.w.sum())
     assert (alone.w, alone.worker.local_step) == (3.0, 2)
     alone.worker.report_timing()
-    tally = alone.take(m.BatchReport).tally
-    assert (tally.num_batches, tally.num_samples, tally.loss_samples) == (2, 4, 4)
-    assert tally.compute_s > 0
+    stats = alone.take(m.BatchReport).stats
+    assert (stats.num_batches, stats.num_samples, stats.loss_samples) == (2, 4, 4)
+    assert stats.compute_s > 0
 
 
 def test_recorded_scalars_are_weighted_by_samples():
@@ -176,7 +176,7 @@ def test_recorded_scalars_are_weighted_by_samples():
     for size in (2, 6):
         alone.worker.train_step((torch.zeros(size),))
     alone.worker.report_timing()
-    scalars = {name: (total, n) for name, total, n in alone.take(m.BatchReport).tally.scalars}
+    scalars = {name: (total, n) for name, total, n in alone.take(m.BatchReport).stats.scalars}
     assert scalars == {"size": (2 * 2 + 6 * 6, 8), "w": (0.0 * 2 + 1.0 * 6, 8)}
 
 
@@ -189,7 +189,7 @@ def test_run_epoch_plan_trains_the_batches_of_ones_own_plan():
     assert [indices for _, _, indices in trace.batches] == expected
     assert (alone.worker.current_epoch, alone.worker.local_step) == (4, 4)
     report = alone.take(m.EpochReport)
-    assert (report.epoch, report.tally.num_batches) == (4, 4)
+    assert (report.epoch, report.stats.num_batches) == (4, 4)
 
 
 def test_run_epoch_plan_takes_another_train_fn():
@@ -239,7 +239,7 @@ def test_throttle_is_released_by_shutdown():
 
 
 def test_throttle_is_released_by_update():
-    alone = released_by(m.Update(round=1, average=payload(5.0), allowance=MANY), expect=False)
+    alone = released_by(m.Update(round=1, average=payload(5.0), budget=MANY), expect=False)
     assert alone.w == 5.0
     assert alone.worker.current_version == 1
 
@@ -280,11 +280,11 @@ def test_a_throttle_in_a_plan_holds_at_its_limit_and_reports():
     assert isinstance(alone.reports.get(timeout=WAIT_S), m.Ready)
     report = alone.reports.get(timeout=WAIT_S)
     assert isinstance(report, m.BatchReport)
-    assert report.tally.num_batches == 2
+    assert report.stats.num_batches == 2
     alone.send(m.RequestParams(round=1))  # a parked worker answers
     assert alone.reports.get(timeout=WAIT_S).payload.params[0][0] == 2.0
     alone.send(m.Resume())
-    assert alone.reports.get(timeout=WAIT_S).tally.num_batches == 4
+    assert alone.reports.get(timeout=WAIT_S).stats.num_batches == 4
     alone.send(m.Shutdown())
     thread.join(WAIT_S)
     final, exiting = alone.take()

@@ -16,7 +16,7 @@ def delta(value):
 
 
 def shift(number):
-    return m.Shift(id=number, delta=delta(float(number)))
+    return m.ApplyDelta(id=number, delta=delta(float(number)))
 
 
 def test_two_rounds_between_machines_during_one_averaging_are_both_told_after_it():
@@ -27,29 +27,32 @@ def test_two_rounds_between_machines_during_one_averaging_are_both_told_after_it
     )
     for rank in (0, 1):
         machine.handle(m.Ready(rank=rank), 0.0)
-    machine.handle(m.ShareRequested(reserve_s=0.0), 0.1)  # which takes a round
+    machine.handle(m.ClusterCheckpointRequested(reserve_s=0.0), 0.1)  # which takes a round
     assert machine.rounds.round.in_flight
-    told = [machine.handle(m.Granted(delta=delta(v)), 0.2) for v in (1.0, 2.0)]
-    assert not any(isinstance(c, Send) and isinstance(c.message, m.Shift) for t in told for c in t)
+    told = [machine.handle(m.ClusterRoundDone(delta=delta(v)), 0.2) for v in (1.0, 2.0)]
+    assert not any(
+        isinstance(c, Send) and isinstance(c.message, m.ApplyDelta) for t in told for c in t
+    )
     machine.rounds.give_up()
     sent = machine.handle(m.Tick(), 0.4)
-    shifts = [c.message for c in sent if isinstance(c, Send) and isinstance(c.message, m.Shift)]
-    values = [(s.id, float(s.delta.params[0])) for s in shifts]
+    messages = [c.message for c in sent if isinstance(c, Send)]
+    deltas = [message for message in messages if isinstance(message, m.ApplyDelta)]
+    values = [(s.id, float(s.delta.params[0])) for s in deltas]
     assert values == [(1, 1.0), (1, 1.0), (2, 2.0), (2, 2.0)]
 
 
 def test_lockstep_ranks_take_shifts_that_come_within_a_step_in_order_and_at_one_step():
     agreement = LockstepAgreement()
     first, second = LockstepProgress(agreement), LockstepProgress(agreement)
-    first.propose_shift(shift(1))
-    first.propose_shift(shift(2))
-    second.propose_shift(shift(1))
+    first.propose_delta(shift(1))
+    first.propose_delta(shift(2))
+    second.propose_delta(shift(1))
     taken = {}
     for rank in (first, second):
-        assert rank.shift_reached is None
+        assert rank.delta_reached is None
         rank.stepped(4)
-        while (due := rank.shift_reached) is not None:
-            rank.shifted(due)
+        while (due := rank.delta_reached) is not None:
+            rank.delta_applied(due)
             taken.setdefault(rank, []).append((due.id, rank.step))
     assert list(taken.values()) == [[(1, 1), (2, 1)]] * 2
     assert first.position == second.position
