@@ -17,8 +17,17 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+num_failed = 0
+
+
 def fail():
+    global num_failed
+    num_failed += 1
     raise AssertionError("planted")
+
+
+def begin_anew():
+    assert num_failed == 0, "the process of a failed case is used again"
 
 
 def refuse():
@@ -31,7 +40,13 @@ def figures():
 
 PARTS = {
     "hangs": lambda setting: {"waits": wait_for_ever, "after it": figures},
-    "troubled": lambda setting: {"fails": fail, "dies": die, "refuses": refuse, "passes": figures},
+    "troubled": lambda setting: {
+        "fails": fail,
+        "begins anew": begin_anew,
+        "dies": die,
+        "refuses": refuse,
+        "passes": figures,
+    },
     "last": lambda setting: {"passes": figures},
 }
 

@@ -45,6 +45,7 @@ def test_a_case_that_hangs_dies_or_fails_is_recorded_and_the_others_run(tmp_path
         "hangs/waits": "hung",
         "hangs/after it": "passed",
         "troubled/fails": "failed",
+        "troubled/begins anew": "passed",
         "troubled/dies": "died",
         "troubled/refuses": "not run",
         "troubled/passes": "passed",
