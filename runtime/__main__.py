@@ -65,8 +65,10 @@ def _distinct(devices: Sequence[torch.device]) -> list[torch.device]:
 
 
 def _device(device: torch.device) -> str:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return f"{device}, {num_cores()} cores"
+    if device.type != "cuda":
+        return str(device)
     properties = torch.cuda.get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}"
     memory = f"{properties.total_memory / 2**30:.1f} GiB"

@@ -19,6 +19,7 @@ from coordinator.splitting import count_batches
 from runtime.callbacks import Callback
 from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.settings import ClusterSettings
+from runtime.core.capabilities import GRAPHS, missing_in
 from runtime.core.checks import check_directory, default_devices
 from runtime.data.data_path import DataOptions
 from runtime.data.stream import is_stream
@@ -282,6 +283,7 @@ class RunSettings:
                 of_fit = ", or fit(..., batch_size=n)" if name == "batch_size" else ""
                 raise ValueError(f"{name} is not set: call .{name}(n) before .run(){of_fit}")
         world = len(devices)
+        self._check_accelerators(devices)
         if c.drop_last and num_samples < c.batch_size:
             raise ValueError(
                 f"drop_last(True) would leave no batch: the data set has {num_samples} samples, "
@@ -447,6 +449,19 @@ class RunSettings:
                 f"batch_size({sizes}): the sizes add up to {sum(sizes)}, which is no multiple of "
                 f"the {world} devices, as {least} and {least + world} are; change one of them"
             )
+
+    def _check_accelerators(self, devices: Sequence[torch.device]) -> None:
+        for device in devices:
+            if device.type in ("cpu", "cuda"):
+                continue
+            if self.worker.cuda_graphs:
+                raise ValueError(f"cuda_graphs(True): {missing_in(device, GRAPHS)}: leave it out")
+            if self.data.loader_workers:
+                raise ValueError(
+                    f"loader_workers({self.data.loader_workers}): batches for {device} are copied "
+                    "in the worker's thread, since this version has streams for CUDA alone: leave "
+                    "it out"
+                )
 
     def _check_eval_every(self) -> None:
         c = self.coordinator

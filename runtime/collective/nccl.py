@@ -147,7 +147,14 @@ class NcclCollective(ProcessGroupCollective):
 
     def _load_reader(self) -> Callable[[Tensor, Tensor], None] | None:
         try:
-            return self._api.host_reader()
+            reader = self._api.host_reader()
+            if reader is None:
+                logger.info(
+                    "rank %d: the host waits for each reduction: ROCm has no kernel here that "
+                    "would see an abort on the device",
+                    self.rank,
+                )
+            return reader
         except (AttributeError, OSError, RuntimeError) as error:
             logger.warning(
                 "rank %d: the host waits for each reduction, on every rank, since the kernel that "

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from runtime.core.capabilities import SEVERAL_WORKERS, missing_in
+
 E = TypeVar("E", bound=Enum)
 
 
@@ -107,7 +109,7 @@ def check_devices(devices: object) -> tuple[torch.device, ...]:
         except RuntimeError as error:
             raise ValueError(f"devices: {item!r} is no device; pass 'cpu' or 'cuda:0'") from error
         if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"devices: {item!r} is not supported; pass 'cpu' or 'cuda:N'")
+            device = _check_accelerator(device, len(devices))
         if device.type == "cuda":
             count = torch.cuda.device_count()
             index = device.index or 0
@@ -118,6 +120,26 @@ def check_devices(devices: object) -> tuple[torch.device, ...]:
     if not found:
         raise ValueError("devices([]): name at least one device, or leave the call out")
     return tuple(found)
+
+
+def _check_accelerator(device: torch.device, num_devices: int) -> torch.device:
+    """A device of PyTorch's current accelerator that is not CUDA, with its index."""
+    available = torch.accelerator.current_accelerator(check_available=True)
+    if available is None or available.type != device.type:
+        found = "no accelerator" if available is None else f"{available.type} alone"
+        raise ValueError(
+            f"devices: there is no {device} here; PyTorch finds {found}: pass 'cpu' or the name of "
+            "an accelerator of this machine, such as 'cuda:0'"
+        )
+    if num_devices > 1:
+        raise ValueError(
+            f"devices: {missing_in(device, SEVERAL_WORKERS)}: pass one {device.type} device, or "
+            "several CPUs"
+        )
+    count = torch.accelerator.device_count()
+    if (device.index or 0) >= count:
+        raise ValueError(f"devices: there is no {device}; {count} are visible")
+    return torch.device(device.type, device.index or 0)
 
 
 def default_devices() -> tuple[torch.device, ...]:

@@ -194,6 +194,8 @@ class DataPath:
         return self._options.resident is True and not is_there
 
     def _loads_inline(self, device: torch.device) -> bool:
+        if device.type not in ("cpu", "cuda"):
+            return True  # without streams nothing is copied ahead
         # Tensors that lie on a device already are gathered where they are.
         gathers = self._adapter.in_memory and (device.type == "cpu" or not self._adapter.on_cpu)
         return gathers or self._options.prefetch == 0

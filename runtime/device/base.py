@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from coordinator.messages import Payload
+from runtime.core.capabilities import DeviceCapabilities
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.launch_load import LaunchLoad
@@ -49,6 +50,8 @@ def _describe(device: torch.device) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{device} {properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
+    if device.type != "cpu":
+        return f"{device} ({DeviceCapabilities.of(device).kind})"
     memory = psutil.virtual_memory().total / 2**30
     return f"cpu ({num_cores()} cores, {memory:.0f} GiB)"
 

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.messages import Payload
+from runtime.core.capabilities import DeviceCapabilities
 from runtime.core.threads import IntraOpThreads
 from runtime.device import cuda_api
 from runtime.device import memory as cuda_memory
+from runtime.device.accelerator import AcceleratorDevice
 from runtime.device.base import Device, PendingCopy
 from runtime.device.capture_gate import GATE, CaptureGate
 from runtime.device.cuda_api import CudaApi, Event, Stream
@@ -38,16 +40,14 @@ def open_device(device: torch.device, num_cpu_workers: int) -> Device:
         device: Where it trains.
         num_cpu_workers: CPU workers of the run, which share the cores.
 
-    Raises:
-        ValueError: A kind of device that this version does not run on.
     """
-    if device.type == "cuda":
-        return CudaDevice(device)
-    if device.type != "cpu":
-        raise ValueError(f"device {device} is not supported; pass 'cpu' or 'cuda:N'")
-    # What the process was told to use, by OMP_NUM_THREADS or torch.set_num_threads, holds
-    # for all workers together.
-    return Device(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
+    if device.type == "cpu":
+        # The limit of the process, by OMP_NUM_THREADS or torch.set_num_threads, holds for all
+        # workers together.
+        return Device(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
+    if DeviceCapabilities.of(device).missing(cuda_api.REQUIRED):
+        return AcceleratorDevice(device)
+    return CudaDevice(device)
 
 
 def devices_differ(devices: Sequence[torch.device]) -> bool:

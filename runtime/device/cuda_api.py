@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from runtime.core.capabilities import DeviceCapabilities
 from runtime.device import capture_gate
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,12 @@ def event_query() -> Callable[[int], int] | None:
 _NUM_STREAMS = 32
 _streams: WeakSet[Stream] = WeakSet()
 _streams_lock = threading.Lock()
+
+
+REQUIRED = DeviceCapabilities(kind="workers with streams", streams=True, events=True, memory=True)
+"""Capabilities that :class:`CudaApi` requires of a device. ``host_reader``, ``collectives`` and
+``graphs`` are optional: without the first the host waits, without the others such settings are
+refused."""
 
 
 class CudaApi:

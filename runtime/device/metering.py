@@ -285,7 +285,7 @@ def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
     alike = {(t.dtype, t.device, t.shape) for t in tensors}
     if len(tensors) < 2 or len(tensors) < len(values) or len(alike) > 1:
         return [float(v) for v in values]
-    numbers: list[float] = torch.stack(tensors).double().view(-1).tolist()
+    numbers: list[float] = torch.stack(tensors).cpu().double().view(-1).tolist()
     return numbers
 
 

@@ -115,7 +115,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     There the host reads next, and nothing else would make it wait.
     """
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def nested_to_device(value: Any, device: torch.device) -> Any:

@@ -184,11 +184,14 @@ class BuildOrder:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+    kind = None if device.type == "cpu" else device.type
+    with torch.random.fork_rng([] if kind is None else [device], device_type=kind):
         # torch.manual_seed would also seed the generators of all other devices.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             cuda_api.API.seed(device, seed)
+        elif kind is not None:
+            torch.get_device_module(device).manual_seed(seed)
         yield
 
 

@@ -99,7 +99,7 @@ WRONG = [
     ("devices", ([],), ValueError, "at least one"),
     ("devices", ([0],), TypeError, "names such as"),
     ("devices", (["gpu0"],), ValueError, "is no device"),
-    ("devices", (["meta"],), ValueError, "not supported"),
+    ("devices", (["meta"],), ValueError, "there is no meta here"),
     ("devices", (["cuda:77"],), ValueError, "there is no"),
     ("policy", ("often",), ValueError, "SYNC, CADENCE, ASYNC"),
     ("policy", (1,), TypeError, "SYNC, CADENCE, ASYNC"),

@@ -656,11 +656,14 @@ def test_without_the_kernel_that_sees_an_abort_the_host_waits(scene, monkeypatch
             raise found
 
     monkeypatch.setattr(scene.fake, "host_reader", host_reader)
+    caplog.set_level("INFO")
     (end,) = scene.group(1)
     assert not end.host_runs_ahead
     ((outcome, _),) = on_ranks([end], scene.on_stream(lambda end: late_mean(scene, end)))
     assert outcome is None
     assert ("planted" in caplog.text) is (found is not None)
+    assert "the host waits for each reduction" in caplog.text
+    assert ("ROCm" in caplog.text) is (found is None)
 
 
 def test_an_error_that_the_backend_notices_behind_the_step_ends_the_run(scene):
