@@ -193,7 +193,7 @@ TUNINGS = {
         off=partial(replaced, thread, _SMALL=0),
         cases={"tiny": Run(model="tiny"), "mlp": Run(model="mlp")},
     ),
-    "own_time": Tuning(
+    "cpu_time": Tuning(
         what="the coordinator's own time makes rounds rarer",
         off=partial(replaced, rounds, OWN_SHARE=math.inf),
         cases={

@@ -78,7 +78,7 @@ class BackendChoice:
         meeting = [b for b in self.usable if b is not AverageBackend.CPU]
         return self.chosen if self.chosen in meeting else next(iter(meeting), None)
 
-    def is_tried(self, backend: AverageBackend) -> bool:
+    def is_trial(self, backend: AverageBackend) -> bool:
         """Whether a round over this transport is no more than a trial."""
         return backend is not self.chosen
 
@@ -157,7 +157,7 @@ class BackendChoice:
         self.reason = "measured: " + ", ".join(f"{b.name} {told[b]}" for b in told)
         return not confirmed
 
-    def note_fault(self, backend: AverageBackend, cost: RoundCost) -> None:
+    def record_fault(self, backend: AverageBackend, cost: RoundCost) -> None:
         """A round has failed because its transport did.
 
         Args:
@@ -187,7 +187,7 @@ class BackendChoice:
         self.reason = f"{backend.name} was left: {why}"
         return True
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The ranks are others: what was measured and what failed holds no more."""
         if not self._measures:
             return

@@ -42,9 +42,9 @@ class Ending:
         core = self._core
         c = core.config
         whole = core.outcome.stopped or c.max_steps is not None or c.granted
-        assert whole or not core.pool.epochs, "the run is over and an epoch is still open"
+        assert whole or not core.ledger.epochs, "the run is over and an epoch is still open"
         self._saving.cancel()
-        capture = self._saving.wanted_at_end
+        capture = self._saving.final_checkpoint_due
         for rank in self._core.ranks:
             if rank.state in (RankState.LIVE, RankState.BUILDING):
                 snapshot = rank.state is RankState.LIVE
@@ -73,7 +73,7 @@ class Ending:
             self._core.outcome.failure = self._core.outcome.failures[-1]
         if self._core.outcome.failure is None:
             if self._core.lockstep and (
-                len(finals) < len(self._core.ranks) or not self._survival.all_told(steps)
+                len(finals) < len(self._core.ranks) or not self._survival.all_reported(steps)
             ):
                 self._survival.recount(steps)
             self._saving.freeze_end(finals)
@@ -128,16 +128,16 @@ class Ending:
         self._core.phase = Phase.DONE
         self.deadline = None
         self._round.deadline = None
-        self._round.forget_tensors()
+        self._round.drop_snapshots()
         for rank in self._core.ranks:
             rank.final = None
 
 
 class SavesAtEnd(Protocol):
-    """See :class:`~coordinator.saving.CheckpointRounds`."""
+    """See :class:`~coordinator.saving.RunCheckpointer`."""
 
     @property
-    def wanted_at_end(self) -> bool:
+    def final_checkpoint_due(self) -> bool:
         """Whether the last states of the ranks shall make a checkpoint."""
 
     def cancel(self) -> None:

@@ -39,7 +39,7 @@ class Epochs:
     def begin(self, now: float) -> None:
         """The run starts, or goes on :attr:`resumed_s` after the last epoch closed."""
         self._last_close = now - self.resumed_s
-        self._pass_evaluation()
+        self._mark_evaluated()
 
     @property
     def elapsed_s(self) -> float:
@@ -52,7 +52,7 @@ class Epochs:
 
     def all_open(self) -> list[Epoch]:
         """Every epoch that is not published."""
-        return [*(closing.epoch for closing in self._closing), *self._core.pool.epochs]
+        return [*(closing.epoch for closing in self._closing), *self._core.ledger.epochs]
 
     @property
     def all_published(self) -> bool:
@@ -64,18 +64,18 @@ class Epochs:
         for closing in self._closing:
             if closing.epoch.epoch == number:
                 return closing.epoch
-        return self._core.pool.find(number)
+        return self._core.ledger.find(number)
 
     @property
-    def evaluates_within(self) -> bool:
+    def is_evaluating(self) -> bool:
         """Whether a rank is evaluating within an epoch."""
         return self._asked is not None and self._core.is_live(self._asked[0])
 
     @property
     def evaluation_due(self) -> bool:
         """Whether the open epoch is to be evaluated as it is now."""
-        every, oldest = self._core.config.eval_every, self._core.pool.oldest
-        if every is None or oldest is None or self.evaluates_within:
+        every, oldest = self._core.config.eval_every, self._core.ledger.oldest
+        if every is None or oldest is None or self.is_evaluating:
             return False
         return self._core.num_trained // every > self._num_evaluated
 
@@ -85,12 +85,12 @@ class Epochs:
         Returns:
             The epoch, and the batches after which it is evaluated.
         """
-        oldest = self._core.pool.oldest
+        oldest = self._core.ledger.oldest
         assert oldest is not None, "asked whether one is due"
         self._asked = lead, self._core.num_trained
         return oldest.epoch, self._core.num_trained
 
-    def drop_evaluation(self, eval_at: int | None) -> None:
+    def cancel_evaluation(self, eval_at: int | None) -> None:
         """The weights that were to be evaluated there are none: it is due again."""
         if self._asked is not None and self._asked[1] == eval_at:
             self._asked = None
@@ -102,13 +102,13 @@ class Epochs:
             epoch, eval_at = self.begin_evaluation(lead)
             self._core.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
 
-    def _pass_evaluation(self) -> None:
+    def _mark_evaluated(self) -> None:
         """What is due now is evaluated, or was before."""
         every = self._core.config.eval_every
         if every is not None:
             self._num_evaluated = self._core.num_trained // every
 
-    def _left_to_evaluation(self, plan: LockstepPlan | None) -> int | None:
+    def _batches_until_evaluation(self, plan: LockstepPlan | None) -> int | None:
         """Batches to deal before all ranks stop for an evaluation; ``None``: there is none.
 
         Args:
@@ -122,11 +122,11 @@ class Epochs:
         in_step = core.config.accumulate * (core.per_global if core.lockstep else 1)
         return max(0, -(-left // in_step) * in_step)
 
-    def _on_evaluated_within(self, event: m.EvalReport, eval_at: int) -> None:
+    def _on_mid_epoch_evaluation(self, event: m.EvalReport, eval_at: int) -> None:
         if self._asked != (event.rank, eval_at):
             return  # of an average that was undone
         self._asked = None
-        self._pass_evaluation()
+        self._mark_evaluated()
         told = StepMetrics(
             step=eval_at,
             epoch=event.epoch,
@@ -141,7 +141,7 @@ class Epochs:
     def on_evaluated(self, event: m.EvalReport) -> None:
         """The lead has evaluated an epoch, or within it."""
         if event.eval_at is not None:
-            self._on_evaluated_within(event, event.eval_at)
+            self._on_mid_epoch_evaluation(event, event.eval_at)
             return
         epoch = self._find(event.epoch)
         if epoch is not None:
@@ -153,7 +153,7 @@ class Epochs:
         if epoch is not None:
             epoch.saved = True
 
-    def _done_with(self, epoch: Epoch) -> bool:
+    def _is_done(self, epoch: Epoch) -> bool:
         """Whether the lead has done everything with the epoch's average."""
         return self.per_epoch(epoch) == (None, None)
 
@@ -174,15 +174,15 @@ class Epochs:
             if any(rank.num_queued for rank in self._core.live):
                 return
             self.evaluate_if_due()
-            limit = self._left_to_evaluation(None)
-            if self.evaluates_within or limit == 0:
+            limit = self._batches_until_evaluation(None)
+            if self.is_evaluating or limit == 0:
                 return
         shares, seconds = self._core.elche.shares, self._core.elche.seconds_per_batch
         for depth in (1, 2):
             for rank in wanting:
                 if rank.num_queued >= depth:
                     continue
-                chunk = self._core.pool.deal_chunk(
+                chunk = self._core.ledger.deal_chunk(
                     rank.rank,
                     shares=shares,
                     seconds_per_batch=seconds,
@@ -190,18 +190,18 @@ class Epochs:
                     limit=limit,
                 )
                 if chunk is not None:
-                    self._tell_older(rank, chunk[0])
+                    self._send_empty_plans(rank, chunk[0])
                     self._start(rank, self._chunk(rank.rank, *chunk))
 
     def _chunk(self, rank: int, epoch: int, spans: tuple[range, ...]) -> m.EpochPlan:
-        if not self._core.pool.unequal:
+        if not self._core.ledger.unequal:
             return m.EpochPlan(epoch=epoch, batches=spans)
-        numbers, pieces = self._core.pool.own_batches(rank, spans)
+        numbers, pieces = self._core.ledger.batches_of_rank(rank, spans)
         return m.EpochPlan(epoch=epoch, batches=numbers, pieces=pieces)
 
-    def _tell_older(self, rank: Rank, before: int) -> None:
+    def _send_empty_plans(self, rank: Rank, before: int) -> None:
         """A rank without a batch in an epoch still hears of it, before the next one."""
-        for epoch in self._core.pool.epochs:
+        for epoch in self._core.ledger.epochs:
             if epoch.epoch < before and rank.rank not in epoch.told:
                 epoch.told.add(rank.rank)
                 self._start(rank, m.EpochPlan(epoch=epoch.epoch))
@@ -242,19 +242,19 @@ class Epochs:
         before = core.plan if most_queued else None
         if before is not None and not before.has_whole_steps(accumulate):
             return False
-        oldest = core.pool.oldest
+        oldest = core.ledger.oldest
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
             return False  # they have yet to hear of an epoch that other machines have trained
         if not most_queued:
             self.evaluate_if_due()
-        left = self._left_to_evaluation(before)
-        if self.evaluates_within or left == 0:
+        left = self._batches_until_evaluation(before)
+        if self.is_evaluating or left == 0:
             return False
         follows = core.config.balance or core.config.granted
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
         if core.config.balance and self._shares.num_plans < FIRST_PLANS:
             steps = FIRST_PLAN_STEPS
-        dealt = core.pool.deal_epoch(
+        dealt = core.ledger.deal_epoch(
             [r.rank for r in live],
             core.elche.shares,
             steps * accumulate * core.per_global if cuts else None,
@@ -263,7 +263,7 @@ class Epochs:
         if dealt is None:
             return False
         plan = self._plan(*dealt, cuts=cuts)
-        epoch = core.pool.find(plan.epoch)
+        epoch = core.ledger.find(plan.epoch)
         if epoch is not None and not core.alone:
             epoch.num_averagings += plan.num_windows
             core.num_averagings += plan.num_windows
@@ -275,7 +275,7 @@ class Epochs:
             self._start(*own)
         if before is not None:
             before.extend(plan)
-            before.forget_told(accumulate)
+            before.drop_reported(accumulate)
         else:
             core.plan = plan
         return True
@@ -296,7 +296,7 @@ class Epochs:
             ranks = list(parts)
             plan.num_slices = core.num_slices(ranks)
             (span,) = parts[ranks[0]]
-            pieces, plan.counts = core.pool.cut_pieces(
+            pieces, plan.counts = core.ledger.cut_pieces(
                 span, core.per_global, plan.num_slices, self._sizes(ranks), self._shares.short
             )
             plan.give(pieces)
@@ -313,7 +313,7 @@ class Epochs:
         batches: Mapping[int, tuple[range, ...]] = plan.parts
         if plan.pieces:
             (span,) = plan.parts[live[0].rank]
-            keys = core.pool.draw_keys(span, core.per_global, plan.num_slices, len(live))
+            keys = core.ledger.draw_keys(span, core.per_global, plan.num_slices, len(live))
             batches = {info.rank: own for info, own in zip(live, keys, strict=True)}
         for info in live:
             yield (
@@ -327,8 +327,8 @@ class Epochs:
                     per_global=core.per_global if plan.pieces else 0,
                     num_slices=plan.num_slices,
                     more=bool(plan.pieces)
-                    and core.pool.has_more(core.pool.epochs[0])
-                    and self._left_to_evaluation(plan) != 0,
+                    and core.ledger.has_more(core.ledger.epochs[0])
+                    and self._batches_until_evaluation(plan) != 0,
                 ),
             )
 
@@ -373,11 +373,11 @@ class Epochs:
     def orphan(self) -> Epoch | None:
         """A closed epoch whose lead died before it had evaluated or handed it over."""
         for closing in self._closing:
-            if not self._done_with(closing.epoch) and not self._core.is_live(closing.epoch.lead):
+            if not self._is_done(closing.epoch) and not self._core.is_live(closing.epoch.lead):
                 return closing.epoch
         return None
 
-    def asks_lead(self, epoch: Epoch) -> bool:
+    def uses_live_weights(self, epoch: Epoch) -> bool:
         """Whether the lead needs no averaging for what it does with a closed epoch.
 
         Under lockstep, and where one rank is left, the live weights are the average. In a
@@ -385,7 +385,7 @@ class Epochs:
         """
         return self._core.lockstep or self._core.alone or epoch.epoch in self._core.common
 
-    def ask_lead(self, epoch: Epoch) -> None:
+    def request_work(self, epoch: Epoch) -> None:
         """Have the first live rank evaluate and hand over its weights as they are, or the state
         of all machines."""
         evaluate, checkpoint = self.per_epoch(epoch)
@@ -410,20 +410,20 @@ class Epochs:
             self._last_close = now
 
     def _close_settled(self) -> None:
-        while (epoch := self._core.pool.oldest) is not None and epoch.settled:
+        while (epoch := self._core.ledger.oldest) is not None and epoch.settled:
             work = self.has_work(epoch.epoch)
-            if self.asks_lead(epoch):
+            if self.uses_live_weights(epoch):
                 if self._core.lockstep and any(r.num_queued for r in self._core.live):
                     return
                 if work and not epoch.worked:
-                    self.ask_lead(epoch)
+                    self.request_work(epoch)
             elif work and not epoch.worked:
                 return
             for rank in self._core.live:
-                self._tell_older(rank, epoch.epoch + 1)
-            self._core.pool.pop_oldest()
+                self._send_empty_plans(rank, epoch.epoch + 1)
+            self._core.ledger.pop_oldest()
             if self._core.config.evaluate:
-                self._pass_evaluation()
+                self._mark_evaluated()
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
 
     def publish(self, *, anyway: bool = False) -> None:
@@ -432,14 +432,14 @@ class Epochs:
         Args:
             anyway: Nobody is left who could do anything with them.
         """
-        while self._closing and (anyway or self._done_with(self._closing[0].epoch)):
+        while self._closing and (anyway or self._is_done(self._closing[0].epoch)):
             head = self._closing.popleft()
             self._core.common.pop(head.epoch.epoch, None)
             self._publish(head.epoch, head.epoch_s, head.epoch.num_samples)
 
     def publish_cut(self) -> None:
         """Publish what was trained of the epochs within which ``max_steps`` ends the run."""
-        cut = [e for e in self._core.pool.epochs if e.stats.num_samples]
+        cut = [e for e in self._core.ledger.epochs if e.stats.num_samples]
         for epoch in cut:
             num_samples = epoch.stats.num_samples - epoch.num_retrained
             self._publish(epoch, self.elapsed_s / len(cut), num_samples, partial=True)

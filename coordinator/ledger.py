@@ -24,7 +24,7 @@ MAX_UNMEASURED_CHUNK = 1
 """Batches in a chunk for a rank whose speed is not known yet."""
 
 
-class ChunkPool:
+class BatchLedger:
     """Deals the batches of up to two epochs at a time and follows each to its end.
 
     Args:
@@ -72,7 +72,7 @@ class ChunkPool:
         self._sizes = tuple(sizes or (1,) * world_size)
         self.unequal = any(size != 1 for size in self._sizes)
         self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
-        self.ledgers = [Ledger() for _ in range(world_size)]
+        self.by_rank = [RankLedger() for _ in range(world_size)]
         self.epochs: deque[Epoch] = deque()
         self._next_epoch = 0
 
@@ -84,7 +84,7 @@ class ChunkPool:
         epoch = Epoch(
             epoch=self._next_epoch,
             num_batches=total,
-            stats=EpochAccumulator(len(self.ledgers)),
+            stats=EpochAccumulator(len(self.by_rank)),
             open=BatchSet(() if self._granted else [range(total)]),
             granted=BatchSet() if self._granted else None,
             complete=not self._granted,
@@ -146,7 +146,7 @@ class ChunkPool:
         """
         ahead = self._look_ahead and not in_order
         dealable = list(self.epochs) if ahead else list(self.epochs)[:1]
-        return not any(e.open for e in dealable) and not any(r.assigned for r in self.ledgers)
+        return not any(e.open for e in dealable) and not any(r.assigned for r in self.by_rank)
 
     @property
     def next_epoch(self) -> int:
@@ -188,7 +188,7 @@ class ChunkPool:
         """Whether every batch of the epoch is trained, settled or not."""
         if epoch.open or not epoch.complete:
             return False
-        return not any(e == epoch.epoch for led in self.ledgers for e, _ in led.assigned)
+        return not any(e == epoch.epoch for led in self.by_rank for e, _ in led.assigned)
 
     def has_more(self, epoch: Epoch) -> bool:
         """Whether anything of the epoch is left to deal."""
@@ -201,7 +201,7 @@ class ChunkPool:
         if epoch is None:
             return self._next_epoch, 0
         starts = [span.start for span in epoch.open.spans[:1]]
-        for ledger in self.ledgers:
+        for ledger in self.by_rank:
             for held in (ledger.assigned, ledger.trained, ledger.in_round):
                 starts += [span.start for number, span in held if number == epoch.epoch]
         return epoch.epoch, min(starts, default=epoch.num_batches)
@@ -296,7 +296,7 @@ class ChunkPool:
 
         Of those that take the same time the lowest comes first, or none would take any.
         """
-        count = self.ledgers[rank].num_assigned + min(self._sizes[rank], left)
+        count = self.by_rank[rank].num_assigned + min(self._sizes[rank], left)
         if left * shares[rank] > count:
             return False  # more than all ranks together finish until then
         mine = count * seconds[rank]
@@ -304,7 +304,7 @@ class ChunkPool:
         for r, s in enumerate(seconds):
             if r != rank and s > 0:
                 size = min(self._sizes[r], left)
-                n = (mine / s - self.ledgers[r].num_assigned) / size
+                n = (mine / s - self.by_rank[r].num_assigned) / size
                 capacity += size * max(0, math.floor(n) if r < rank else math.ceil(n) - 1)
         return capacity >= left
 
@@ -360,13 +360,13 @@ class ChunkPool:
         epoch.told.add(rank)
         for span in spans:
             if span:
-                self.ledgers[rank].assigned.append((epoch.epoch, span))
+                self.by_rank[rank].assigned.append((epoch.epoch, span))
         if self._budget is not None:
             self._budget -= sum(len(span) for span in spans)
 
     def trained(self, rank: int, count: int) -> None:
         """The rank trained its next ``count`` batches, of its own size, of those assigned."""
-        ledger, size = self.ledgers[rank], self._sizes[rank]
+        ledger, size = self.by_rank[rank], self._sizes[rank]
         while count > 0:
             epoch, span = ledger.assigned.popleft()
             done, rest = span[: count * size], span[count * size :]
@@ -375,7 +375,7 @@ class ChunkPool:
                 ledger.assigned.appendleft((epoch, rest))
             count -= -(-len(done) // size)
 
-    def own_batches(
+    def batches_of_rank(
         self, rank: int, spans: Sequence[range]
     ) -> tuple[tuple[range, ...], tuple[tuple[int, int], ...]]:
         """Ranges cut into batches of the rank's size: their numbers, and their samples.
@@ -394,19 +394,19 @@ class ChunkPool:
 
     def freeze(self, rank: int) -> None:
         """What the rank trained so far is in its snapshot for the round."""
-        ledger = self.ledgers[rank]
+        ledger = self.by_rank[rank]
         ledger.in_round.extend(ledger.trained)
         ledger.trained.clear()
 
     def thaw(self) -> None:
         """The round was given up: what was in it waits for the next."""
-        for ledger in self.ledgers:
+        for ledger in self.by_rank:
             ledger.trained[:0] = ledger.in_round
             ledger.in_round.clear()
 
     def settle(self, rank: int) -> int:
         """The effect of the rank's frozen batches is in the result; gives their number."""
-        ledger = self.ledgers[rank]
+        ledger = self.by_rank[rank]
         count = sum(len(span) for _, span in ledger.in_round)
         for number, span in ledger.in_round:
             epoch = self._known(number)
@@ -493,7 +493,7 @@ class ChunkPool:
             shares: Each rank's part of the work from here on; 0 for this one.
             in_round: Also those in the round in progress, which is then lost.
         """
-        ledger = self.ledgers[rank]
+        ledger = self.by_rank[rank]
         gone = [*ledger.trained, *(ledger.in_round if in_round else ())]
         for number, span in gone:
             epoch = self._known(number)
@@ -505,7 +505,7 @@ class ChunkPool:
                 epoch.quotas[rank] += len(span)
         for epoch in self.epochs:
             self._hand_over(epoch, rank, shares)
-        self.ledgers[rank] = Ledger(in_round=[] if in_round else ledger.in_round)
+        self.by_rank[rank] = RankLedger(in_round=[] if in_round else ledger.in_round)
 
     def _hand_over(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
         """What was reserved for a rank goes to the others, in proportion."""
@@ -542,7 +542,7 @@ class ChunkPool:
             Samples in the batches that count and were not told, and in those that were told and
             do not count.
         """
-        self.ledgers[rank] = Ledger()
+        self.by_rank[rank] = RankLedger()
         order = [batch for span in spans for batch in span]
         if told == made == len(order):
             return 0, 0
@@ -553,13 +553,13 @@ class ChunkPool:
         self._reopen(epoch, [range(b, b + 1) for b in order[made:]])
         return untold, undone
 
-    def stop_looking_ahead(self) -> None:
+    def disable_look_ahead(self) -> None:
         """From here on an epoch begins only when the one before has closed."""
         self._look_ahead = False
 
 
 @dataclass(slots=True)
-class Ledger:
+class RankLedger:
     """What one rank holds, oldest first, as ``(epoch, ranges of batches)``."""
 
     assigned: deque[tuple[int, range]] = field(default_factory=deque)
@@ -684,7 +684,7 @@ class LockstepPlan:
             return len(self.pieces[rank])
         return sum(len(span) for span in self.parts[rank])
 
-    def batches_behind(self, rank: int, num_loads: int) -> int:
+    def num_complete_batches(self, rank: int, num_loads: int) -> int:
         """Batches that count once a rank has trained so many of its micro-batches."""
         if not self.pieces:
             return num_loads
@@ -692,9 +692,9 @@ class LockstepPlan:
             return 0
         return sum(self.counts[: num_loads // self.num_slices])
 
-    def num_told(self, rank: int) -> int:
+    def num_reported(self, rank: int) -> int:
         """Batches that count by what a rank has reported."""
-        return self.batches_behind(rank, self.told.get(rank, 0))
+        return self.num_complete_batches(rank, self.told.get(rank, 0))
 
     def part(self, per_global: int) -> Fraction | int:
         """What a micro-batch counts as, in batches."""
@@ -714,7 +714,7 @@ class LockstepPlan:
             self.pieces[rank] += more.pieces[rank]
             self._untimed[rank] += more._untimed[rank]
 
-    def forget_told(self, accumulate: int) -> None:
+    def drop_reported(self, accumulate: int) -> None:
         """Leave out the steps that every rank has told: no death can take them back."""
         per_step = accumulate * self.num_slices
         windows = min(self.told.get(rank, 0) for rank in self.parts) // per_step
@@ -722,7 +722,7 @@ class LockstepPlan:
         self.first_window += windows
         self.num_windows -= windows
         for rank, spans in self.parts.items():
-            counted = self.batches_behind(rank, num)
+            counted = self.num_complete_batches(rank, num)
             self.first_step += counted
             self.parts[rank] = _without_first(spans, counted)
             del self.pieces[rank][:num]

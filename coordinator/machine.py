@@ -18,11 +18,11 @@ from coordinator.ending import Ending
 from coordinator.epochs import Epochs
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
-from coordinator.rounds import Limits, RoundKeeper
+from coordinator.rounds import Limits, RoundRunner
 from coordinator.run_state import restore_run
-from coordinator.saving import CheckpointRounds
-from coordinator.shares import Inequality
-from coordinator.stall import ProgressWatch
+from coordinator.saving import RunCheckpointer
+from coordinator.shares import ImbalanceDetector
+from coordinator.stall import StallDetector
 from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
 from coordinator.survival import Recovery, Survival
 from coordinator.transports import RoundState
@@ -45,12 +45,12 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
         self._core = Core(config)
         self._epochs = Epochs(self._core)
-        self._saving = CheckpointRounds(self._core, self._epochs)
+        self._saving = RunCheckpointer(self._core, self._epochs)
         if resume is not None:
             restore_run(self._core, resume)
             self._epochs.resumed_s = float(resume["elapsed_s"])
             self._saving.resumed()
-        self._rounds = RoundKeeper(self._core, self._saving)
+        self._rounds = RoundRunner(self._core, self._saving)
         self._survival = Survival(self._core)
         self._ending = Ending(
             self._core,
@@ -61,8 +61,8 @@ class Coordinator:
             self._rounds.give_up,
         )
         self._limits = Limits(self._core, self._rounds)
-        self._watch = ProgressWatch(self._core, self._rounds.round)
-        self._inequality = Inequality()
+        self._watch = StallDetector(self._core, self._rounds.round)
+        self._inequality = ImbalanceDetector()
 
     @property
     def phase(self) -> Phase:
@@ -85,7 +85,7 @@ class Coordinator:
         return self._core
 
     @property
-    def rounds(self) -> RoundKeeper:
+    def rounds(self) -> RoundRunner:
         """The averaging rounds, to be looked at by tests and reports."""
         return self._rounds
 
@@ -102,17 +102,17 @@ class Coordinator:
     def handle(self, event: m.Event, now: float) -> list[Command]:
         """Take one event and return what is to be done, in order."""
         self._core.out, self._core.now = [], now
-        self._rounds.own_time.note(event)
+        self._rounds.cpu_time.note(event)
         if self._core.phase is not Phase.DONE:
             self._take(event, now)
-            if self._core.gate.limits or not self._rounds.round.is_part(event):
+            if self._core.limits.any_limit or not self._rounds.round.is_partial_reply(event):
                 self._advance(now)
             self._watch.look(event, now)
         return self._core.out
 
     def first_needed(self) -> tuple[int, int]:
         """The first batch that may be dealt yet, now or after a death, as ``(epoch, batch)``."""
-        epoch, batch = self._core.pool.first_unsettled()
+        epoch, batch = self._core.ledger.first_unsettled()
         if self._core.plan is not None:
             batch -= STEPS_BACK * self._core.config.accumulate * self._core.per_global
         return epoch, max(0, batch)
@@ -171,7 +171,7 @@ class Coordinator:
             case m.SaveRequested():
                 self._saving.request(event.ticket)
             case m.ClusterCheckpointRequested():
-                self._saving.request_share(event.reserve_s)
+                self._saving.request_cluster_checkpoint(event.reserve_s)
             case m.ClusterRoundDone():
                 self._on_granted(event)
             case m.AbortRequested():
@@ -192,7 +192,7 @@ class Coordinator:
     def _take_reply(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> None:
         if not self._rounds.take(event, now):
             # A round in which a rank died is not held against the run.
-            self._give_up(now, counts=not self._rounds.round.doomed)
+            self._give_up(now, counts=not self._rounds.round.must_fail)
 
     def _on_ready(self, event: m.Ready) -> None:
         rank = self._core.ranks[event.rank]
@@ -220,7 +220,7 @@ class Coordinator:
         if timed and self._core.phase is Phase.RUNNING:
             self._core.elche.observe(event.rank, stats.compute_s, timed)
         rank.note(stats)
-        epoch = self._core.pool.find(event.epoch)
+        epoch = self._core.ledger.find(event.epoch)
         if epoch is not None:
             epoch.stats.add(event.rank, stats)
         if self._core.steps is not None:
@@ -232,16 +232,16 @@ class Coordinator:
             self._core.publish_steps(told)
         plan, num_batches = self._core.plan, stats.num_batches
         if plan is not None:
-            before = plan.num_told(event.rank)
+            before = plan.num_reported(event.rank)
             plan.note(event.rank, num_batches, timed, stats.compute_s)
-            num_batches = plan.num_told(event.rank) - before
+            num_batches = plan.num_reported(event.rank) - before
         if self._core.shares is not None:
             self._core.shares.bound(event.rank, stats.most_samples)
-        self._core.pool.trained(event.rank, num_batches)
+        self._core.ledger.trained(event.rank, num_batches)
         if self._core.alone or self._core.lockstep:
             # One replica, or replicas that moved together: the effect is in the result.
-            self._core.pool.freeze(event.rank)
-            self._core.global_step += self._core.pool.settle(event.rank)
+            self._core.ledger.freeze(event.rank)
+            self._core.global_step += self._core.ledger.settle(event.rank)
         if self._core.lockstep and self._core.config.advise_balance:
             self._advise_balance()
 
@@ -317,7 +317,7 @@ class Coordinator:
         if self._core.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
             return
         if event.too_large and not self._shrink(event):
-            self._ending.fail(Failure(error=_no_memory(event), rank=event.rank), now)
+            self._ending.fail(Failure(error=_out_of_memory_error(event), rank=event.rank), now)
             return
         self._survival.on_halted(event)
 
@@ -325,12 +325,12 @@ class Coordinator:
         limit = self._core.config.max_failed_rounds
         if self._survival.num_halts < limit:
             return False
-        fault = self._survival.fault
+        fault, backend = self._survival.fault, self._core.backend_choice.chosen
         error = AveragingFailed(
             f"{limit} reductions in a row failed because a rank did not join in time; raise "
             "collective_timeout if the steps are long"
             if fault is None
-            else f"{limit} reductions in a row failed over {self._core.choice.chosen.name}: {fault}"
+            else f"{limit} reductions in a row failed over {backend.name}: {fault}"
         )
         self._ending.fail(Failure(error=error), now)
         return True
@@ -343,7 +343,7 @@ class Coordinator:
         fault, limit = survival.fault, core.config.max_failed_rounds
         if fault is not None and survival.num_halts >= limit:
             why = f"{survival.num_halts} reductions failed in a row: {fault}"
-            if core.leave_transport(core.choice.chosen, why):
+            if core.exclude_backend(core.backend_choice.chosen, why):
                 survival.num_halts = 0
         if not self._fail_if_halted_too_often(now):
             # What is to end anyway ends with the state that each rank has.
@@ -352,11 +352,11 @@ class Coordinator:
     def _on_unconnected(self, event: m.ConnectFailed, now: float) -> None:
         """A group could not be connected: another transport serves, or the run ends."""
         ends = self._core.phase in (Phase.LEAVING, Phase.AVERAGING, Phase.FAILING)
-        known = event.backend not in self._core.choice.usable
+        known = event.backend not in self._core.backend_choice.usable
         if event.generation != self._core.generation or ends or known:
             return
         why = f"the ranks could not be connected: {event.error}"
-        if self._core.leave_transport(event.backend, why):
+        if self._core.exclude_backend(event.backend, why):
             self._survival.num_halts = 0  # they were those of the one that was left
             return
         error = AveragingFailed(f"{event.backend.name}: {why}")
@@ -381,8 +381,8 @@ class Coordinator:
         if core.phase not in (Phase.STARTING, Phase.RUNNING):
             return
         for grant in event.epochs:
-            core.pool.grant(grant.epoch, grant.batches, core.elche.shares)
-            epoch = core.pool.find(grant.epoch)
+            core.ledger.grant(grant.epoch, grant.batches, core.elche.shares)
+            epoch = core.ledger.find(grant.epoch)
             assert epoch is not None, "an epoch is open until it is complete"
             if grant.num_elsewhere is not None:
                 epoch.num_elsewhere = grant.num_elsewhere
@@ -393,7 +393,7 @@ class Coordinator:
                     core.common[grant.epoch] = event.state
         core.machine_round = event.round or core.machine_round
         if event.over:
-            core.pool.end()
+            core.ledger.end()
         if event.delta is not None:
             core.pending_deltas.append(event.delta)
         core.global_step += event.num_batches
@@ -418,19 +418,19 @@ class Coordinator:
         """
         rnd, broken = self._rounds.round, self._rounds.transport.waits
         if counts and rnd.fault is not None:
-            self._rounds.note_fault(now)
-        self._epochs.drop_evaluation(rnd.eval_at)
+            self._rounds.record_fault(now)
+        self._epochs.cancel_evaluation(rnd.eval_at)
         for rank in self._rounds.give_up():
             self._core.send(rank, m.Rollback(round=rnd.id))
         if not counts:
             rnd.num_failed -= 1
-        if rnd.backend not in self._core.choice.usable:
+        if rnd.backend not in self._core.backend_choice.usable:
             rnd.num_failed = 0  # it was left while the round was in flight
-        elif counts and self._core.choice.num_faults and self._too_many_failed():
+        elif counts and self._core.backend_choice.num_faults and self._too_many_failed():
             # Also where the last one failed because of a death that is not known yet.
             fault = rnd.fault or "a rank did not come to the last one"
             why = f"{rnd.num_failed} rounds failed in a row: {fault}"
-            if self._core.leave_transport(rnd.backend, why):
+            if self._core.exclude_backend(rnd.backend, why):
                 rnd.num_failed = 0
         if self._too_many_failed():
             error = AveragingFailed(
@@ -487,12 +487,12 @@ class Coordinator:
             and not self._rounds.round.in_flight
             and len(self._survival.survivors) == 1
         ):
-            self._survival.become_alone()
+            self._survival.continue_alone()
         if self._core.phase in (Phase.RUNNING, Phase.STOPPING):
             self._epochs.close(now)
             orphan = self._epochs.orphan()
-            if orphan is not None and self._epochs.asks_lead(orphan):
-                self._epochs.ask_lead(orphan)
+            if orphan is not None and self._epochs.uses_live_weights(orphan):
+                self._epochs.request_work(orphan)
         self._epochs.publish()
         if not self._rounds.round.in_flight:
             self._core.send_deltas()
@@ -523,12 +523,12 @@ class Coordinator:
         """Whether nothing is left to train, average, evaluate or publish."""
         if not self._epochs.all_published or self._rounds.round.in_flight:
             return False
-        if not self._core.pool.exhausted:
+        if not self._core.ledger.exhausted:
             return False
         if any(r.num_queued for r in self._core.live):
             return False
         # With max_steps the last epoch stays open; one that is trained has yet to close.
-        return not any(self._core.pool.fully_trained(e) for e in self._core.pool.epochs)
+        return not any(self._core.ledger.fully_trained(e) for e in self._core.ledger.epochs)
 
     def _average_if_due(self, now: float) -> None:
         live = self._core.live
@@ -538,14 +538,14 @@ class Coordinator:
         if orphan is not None:
             self._rounds.start(now, orphan, self._epochs.per_epoch(orphan))
             return
-        busy = self._epochs.evaluates_within or not self._epochs.all_published
+        busy = self._epochs.is_evaluating or not self._epochs.all_published
         if busy and self._rounds.next_transport.waits:
             return  # peers would wait for the lead, which is evaluating, inside the collective
-        oldest = self._core.pool.oldest
-        if oldest is not None and not self._core.pool.fully_trained(oldest):
+        oldest = self._core.ledger.oldest
+        if oldest is not None and not self._core.ledger.fully_trained(oldest):
             oldest = None
         evaluates = oldest is None and self._epochs.evaluation_due
-        if oldest is not None or evaluates or self._may_save() or self._core.gate.due(live):
+        if oldest is not None or evaluates or self._may_save() or self._core.limits.due(live):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
             eval_at = None
             if evaluates:
@@ -554,7 +554,7 @@ class Coordinator:
             self._rounds.start(now, oldest, work, eval_at)
 
 
-def _no_memory(event: m.Halted) -> BaseException:
+def _out_of_memory_error(event: m.Halted) -> BaseException:
     error = MemoryError(
         f"rank {event.rank} had no memory for a piece of {event.too_large} samples, and all ranks "
         "together have none for the global batch: use a smaller batch_size, with accumulate(n) "

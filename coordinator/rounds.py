@@ -14,8 +14,8 @@ from coordinator.transports import (
     CollectiveTransport,
     Progress,
     Round,
+    RoundCheckpoints,
     RoundState,
-    SavesOfRounds,
     Transport,
 )
 
@@ -28,30 +28,30 @@ averaging seldom costs in quality follows the batches between two rounds and not
 for steps of about a millisecond, see docs/measurements.md."""
 
 
-class RoundKeeper:
+class RoundRunner:
     """Runs one averaging round at a time, each over the transport that is chosen when it begins.
 
     Attributes:
         round: The round in progress, or the last one.
         transport: How it travels.
-        own_time: What rounds cost the coordinator's thread.
+        cpu_time: What rounds cost the coordinator's thread.
     """
 
-    def __init__(self, core: Core, saving: SavesOfRounds) -> None:
+    def __init__(self, core: Core, saving: RoundCheckpoints) -> None:
         self._core = core
         self._saving = saving
-        self.own_time = OwnTime(core)
-        self.round = Round(backend=core.choice.chosen)
+        self.cpu_time = RoundCpuTime(core)
+        self.round = Round(backend=core.backend_choice.chosen)
         self._transports = {
             backend: TRANSPORTS.get(backend, CollectiveTransport)(core, saving, self.round)
             for backend in core.config.backends
         }
-        self.transport = self._transports[core.choice.chosen]
+        self.transport = self._transports[core.backend_choice.chosen]
 
     @property
     def next_transport(self) -> Transport:
         """How the next round travels."""
-        return self._transports[self._core.choice.next]
+        return self._transports[self._core.backend_choice.next]
 
     def start(
         self,
@@ -72,7 +72,7 @@ class RoundKeeper:
         ranks = tuple(r.rank for r in self._core.live)
         if capture := self._saving.due:
             self._saving.begin_round(ranks)
-        ledgers = self._core.pool.ledgers
+        by_rank = self._core.ledger.by_rank
         self.transport = self.next_transport
         self.round.begin(
             self.transport.first,
@@ -83,29 +83,29 @@ class RoundKeeper:
             checkpoint=checkpoint,
             eval_at=eval_at,
             capture=capture,
-            backend=self._core.choice.next,
+            backend=self._core.backend_choice.next,
             now=now,
-            idle=frozenset(rank for rank in ranks if not ledgers[rank].assigned),
+            idle=frozenset(rank for rank in ranks if not by_rank[rank].assigned),
         )
-        self._core.gate.new_round()
+        self._core.limits.new_round()
         self.transport.ask(now)
 
     @property
-    def limits_stand(self) -> bool:
+    def limits_frozen(self) -> bool:
         """Whether the ranks' limits are left alone: one could be read against either round."""
         return self.round.in_flight and self.transport.waits
 
     def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> bool:
         """Take a reply to the round; returns False if the round must be given up."""
-        return self._went_on(self.transport.take(event, now))
+        return self._apply(self.transport.take(event, now))
 
     def on_death(self, rank: int) -> bool:
         """A rank of the round may be dead; returns False if the round must be given up."""
         if not self.round.in_flight or rank not in self.round.ranks:
             return True
-        return self._went_on(self.transport.on_death(rank))
+        return self._apply(self.transport.on_death(rank))
 
-    def _went_on(self, progress: Progress) -> bool:
+    def _apply(self, progress: Progress) -> bool:
         if progress is Progress.DONE:
             self._end_round()
         return progress is not Progress.FAILED
@@ -137,12 +137,12 @@ class RoundKeeper:
         rnd.num_failed = 0
         for rank, ack in rnd.acks.items():
             self._core.ranks[rank].sync_s += ack.sync_s
-        own_s = self.own_time.take()
+        own_s = self.cpu_time.take()
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background computation takes its time from the ranks' cores.
         sync_s += rnd.average_s / len(rnd.ranks)
         sync_s += self._own_cost(own_s)
-        if self._core.choice.is_tried(rnd.backend):
+        if self._core.backend_choice.is_trial(rnd.backend):
             sync_s = math.nan  # the cadence follows what is in use
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
@@ -156,8 +156,8 @@ class RoundKeeper:
             self._core.elche.nudge_down()
         trained_s = sum(seconds for seconds, _ in times)
         anchor = self._core.elche.anchor
-        if self._core.choice.note(rnd.backend, self._cost(own_s), trained_s, anchor):
-            self._core.tell_choice()
+        if self._core.backend_choice.note(rnd.backend, self._cost(own_s), trained_s, anchor):
+            self._core.announce_backend()
 
     def _cost(self, own_s: float) -> RoundCost | None:
         """What the round took from the training; ``None`` if it did more than averaging.
@@ -188,11 +188,11 @@ class RoundKeeper:
         # As with the computation, a core that it takes is one of theirs.
         return own_s * max(weight, 1 / len(self.round.ranks))
 
-    def note_fault(self, now: float) -> None:
+    def record_fault(self, now: float) -> None:
         """The round fails because its transport did."""
         rnd = self.round
         lost_s = (now - rnd.began_at) * len(rnd.ranks)
-        self._core.choice.note_fault(rnd.backend, RoundCost(ranks_s=lost_s))
+        self._core.backend_choice.record_fault(rnd.backend, RoundCost(ranks_s=lost_s))
 
     def give_up(self) -> list[int]:
         """The round failed: every rank keeps its own weights and what it trained waits.
@@ -206,21 +206,21 @@ class RoundKeeper:
         undo = self.transport.undo()
         rnd.move(RoundState.NONE)
         rnd.deadline = None
-        rnd.forget_tensors()
-        self.own_time.take()  # what was noted so far is no cost of the next one
+        rnd.drop_snapshots()
+        self.cpu_time.take()  # what was noted so far is no cost of the next one
         rnd.num_failed += 1
         self._core.num_failed_rounds += 1
-        self._core.pool.thaw()
+        self._core.ledger.thaw()
         for info in self._core.ranks:
             if info.state is RankState.DEAD:
-                self._core.pool.take_back(info.rank, self._core.elche.shares)
+                self._core.ledger.take_back(info.rank, self._core.elche.shares)
         return undo
 
 
 class Limits:
     """Sends each rank the limit that the :class:`~coordinator.state.BatchLimits` gives it."""
 
-    def __init__(self, core: Core, rounds: RoundKeeper) -> None:
+    def __init__(self, core: Core, rounds: RoundRunner) -> None:
         self._core = core
         self._rounds = rounds
 
@@ -229,7 +229,7 @@ class Limits:
         if self._core.alone or self._core.lockstep:
             return
         for rank in self._core.live:
-            budget = self._core.gate.budget(rank.rank)
+            budget = self._core.limits.budget(rank.rank)
             rank.set_limit(budget.limit)
             self._core.send(rank.rank, m.Resume(budget=budget))
 
@@ -237,29 +237,29 @@ class Limits:
         """Tell every rank anew how far it may go, and whose count makes a round due."""
         if self._core.alone or self._core.lockstep or self._core.phase is Phase.STARTING:
             return
-        if self._rounds.limits_stand:
+        if self._rounds.limits_frozen:
             return  # done when the round ends
         live = self._core.live
-        self._core.gate.new_round()
+        self._core.limits.new_round()
         for rank in live:
-            limit = self._core.gate.limit(rank, live)
+            limit = self._core.limits.limit(rank, live)
             rank.set_limit(limit)
-            self._core.send(rank.rank, m.Resume(budget=self._core.gate.allowance_for(rank, limit)))
+            self._core.send(rank.rank, m.Resume(budget=self._core.limits.budget_for(rank, limit)))
 
     def adjust(self) -> None:
         """Tell those ranks whose limit has changed."""
-        if not self._core.gate.limits or self._core.alone or self._rounds.limits_stand:
+        if not self._core.limits.any_limit or self._core.alone or self._rounds.limits_frozen:
             return
         live = self._core.live
         for rank in live:
-            limit = self._core.gate.limit(rank, live)
-            if self._core.gate.limit_is_current(rank.rank, rank.limit, limit):
+            limit = self._core.limits.limit(rank, live)
+            if self._core.limits.limit_is_current(rank.rank, rank.limit, limit):
                 continue
             raised = limit is None or (rank.limit is not None and limit > rank.limit)
             rank.set_limit(limit)
             if raised:
                 self._core.send(
-                    rank.rank, m.Resume(budget=self._core.gate.allowance_for(rank, limit))
+                    rank.rank, m.Resume(budget=self._core.limits.budget_for(rank, limit))
                 )
             elif limit is not None:
                 self._core.send(rank.rank, m.Throttle(limit=limit))
@@ -268,7 +268,7 @@ class Limits:
 _OF_ROUNDS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
 
 
-class OwnTime:
+class RoundCpuTime:
     """Tells the coordinator's CPU time for rounds from that for dealing batches out.
 
     Fewer rounds make the one less, longer chunks the other. Of reports those between two chunks

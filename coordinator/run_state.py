@@ -36,7 +36,7 @@ _TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class RankCut:
     """What a rank had told when its part of a checkpoint came.
 
     Attributes:
@@ -50,7 +50,7 @@ class Note:
     told: int
 
     @classmethod
-    def of(cls, core: Core, epochs: Iterable[Epoch], rank: int) -> Note:
+    def of(cls, core: Core, epochs: Iterable[Epoch], rank: int) -> RankCut:
         """The note of a rank, as everything stands now."""
         info = core.ranks[rank]
         return cls(
@@ -64,7 +64,7 @@ def capture_run(
     core: Core,
     closing: Sequence[tuple[Epoch, float]],
     elapsed_s: float,
-    notes: Mapping[int, Note],
+    notes: Mapping[int, RankCut],
     step: int | None,
 ) -> dict[str, Any]:
     """The state of a machine, with what is settled as consumed and all the rest as open.
@@ -80,7 +80,7 @@ def capture_run(
         Numbers, strings, ``None``, lists and dictionaries.
     """
     plan = core.plan
-    late = _told_later(core, notes)  # Under SYNC others may have gone on meanwhile.
+    late = _reported_later(core, notes)  # Under SYNC others may have gone on meanwhile.
     num_late = sum(len(batches) for batches in late.values())
     undone = 0
     if plan is not None and step is not None and not core.alone:
@@ -90,12 +90,12 @@ def capture_run(
         for r in core.ranks
     ]
     epochs = [_epoch_state(core, epoch, notes, epoch_s=s) for epoch, s in closing]
-    for epoch in core.pool.epochs:
+    for epoch in core.ledger.epochs:
         state = _epoch_state(core, epoch, notes)
         if plan is not None and plan.epoch == epoch.epoch:
             batches = sorted(b for found in late.values() for b in found)
             state["consumed"] = _pairs(_without(_expand(state["consumed"]), batches))
-            state["num_samples"] -= core.pool.count_samples(batches)
+            state["num_samples"] -= core.ledger.count_samples(batches)
             state["num_averagings"] -= undone
             state["parts"] = _parts_left(core, notes)
         epochs.append(state)
@@ -107,18 +107,18 @@ def capture_run(
         "num_windows": core.num_windows if step is None else step,
         "num_averagings": core.num_averagings - undone,
         "num_failed_rounds": core.num_failed_rounds,
-        "next_epoch": core.pool.next_epoch,
+        "next_epoch": core.ledger.next_epoch,
         "elapsed_s": elapsed_s,
         "elche": core.elche.state_dict(),
         "guard": core.guard.state_dict(),
-        "transport": core.choice.state_dict(),
+        "transport": core.backend_choice.state_dict(),
         "ranks": totals,
         "epochs": epochs,
         "metrics": [metrics_state(metrics) for metrics in core.outcome.metrics],
     }
 
 
-def _told_later(core: Core, notes: Mapping[int, Note]) -> dict[int, list[int]]:
+def _reported_later(core: Core, notes: Mapping[int, RankCut]) -> dict[int, list[int]]:
     """Batches that ranks have told since their notes, all of them of the present plan."""
     plan = core.plan
     if plan is None:
@@ -126,12 +126,12 @@ def _told_later(core: Core, notes: Mapping[int, Note]) -> dict[int, list[int]]:
     late = {}
     for rank, spans in plan.parts.items():
         if rank in notes:
-            first = plan.batches_behind(rank, notes[rank].told)
-            late[rank] = _order(spans)[first : plan.num_told(rank)]
+            first = plan.num_complete_batches(rank, notes[rank].told)
+            late[rank] = _order(spans)[first : plan.num_reported(rank)]
     return late
 
 
-def _parts_left(core: Core, notes: Mapping[int, Note]) -> dict[int, list[list[int]]] | None:
+def _parts_left(core: Core, notes: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
     """What each rank has yet to train of the present plan, in order."""
     plan = core.plan
     if plan is None or plan.pieces or set(plan.parts) != set(notes):
@@ -143,7 +143,7 @@ def _parts_left(core: Core, notes: Mapping[int, Note]) -> dict[int, list[list[in
 
 
 def _epoch_state(
-    core: Core, epoch: Epoch, notes: Mapping[int, Note], *, epoch_s: float | None = None
+    core: Core, epoch: Epoch, notes: Mapping[int, RankCut], *, epoch_s: float | None = None
 ) -> dict[str, Any]:
     unsettled: list[list[range]] = [
         [
@@ -151,7 +151,7 @@ def _epoch_state(
             for number, span in (*ledger.assigned, *ledger.trained, *ledger.in_round)
             if number == epoch.epoch
         ]
-        for ledger in core.pool.ledgers
+        for ledger in core.ledger.by_rank
     ]
     rest = {b for spans in (epoch.open.spans, *unsettled) for span in spans for b in span}
     known = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
@@ -182,7 +182,7 @@ def _epoch_state(
 
 
 def _lost_since(
-    core: Core, epoch: Epoch, notes: Mapping[int, Note], sums: Sequence[Mapping[str, Any]]
+    core: Core, epoch: Epoch, notes: Mapping[int, RankCut], sums: Sequence[Mapping[str, Any]]
 ) -> int:
     """Samples that ranks trained after their part of the cut, and that died with them since."""
     died = [rank for rank in notes if core.ranks[rank].state is RankState.DEAD]
@@ -395,7 +395,7 @@ def restore_run(core: Core, state: Mapping[str, Any]) -> None:
     core.elche.load_state_dict(state["elche"])
     core.guard.load_state_dict(state["guard"])
     if "transport" in state and state["world_size"] == len(core.ranks):
-        core.choice.load_state_dict(state["transport"])
+        core.backend_choice.load_state_dict(state["transport"])
     for rank, totals in enumerate(state["ranks"]):
         info = core.ranks[rank % len(core.ranks)]
         for name in _TOTALS:
@@ -403,7 +403,7 @@ def restore_run(core: Core, state: Mapping[str, Any]) -> None:
     core.outcome.metrics = [metrics_from_state(saved) for saved in state["metrics"]]
     # Some may have been opened ahead of which nothing is trained, and that are too many now.
     last = core.config.num_epochs
-    core.pool.resume(
+    core.ledger.resume(
         [_epoch_of(core, saved) for saved in state["epochs"] if saved["epoch"] < last],
         next_epoch=min(int(state["next_epoch"]), last),
         num_spent=core.global_step,
@@ -411,7 +411,7 @@ def restore_run(core: Core, state: Mapping[str, Any]) -> None:
 
 
 def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
-    total = core.pool.batches_per_epoch
+    total = core.ledger.batches_per_epoch
     consumed = set(_expand(saved["consumed"]))
     left = BatchSet(compress(b for b in range(total) if b not in consumed))
     world = len(core.ranks)
@@ -420,7 +420,7 @@ def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
     stats.load_state_dict(saved["tally"])
     if core.config.granted:
         left = BatchSet()  # what this machine may train of it, it is granted
-    quotas = core.pool.quotas(len(left), core.elche.shares)
+    quotas = core.ledger.quotas(len(left), core.elche.shares)
     if same and quotas is not None and saved["quotas"] is not None:
         quotas = [int(q) for q in saved["quotas"]] if sum(saved["quotas"]) == len(left) else quotas
     epoch = Epoch(

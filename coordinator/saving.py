@@ -18,11 +18,11 @@ from typing import Any
 from coordinator import messages as m
 from coordinator.epochs import Epochs
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
-from coordinator.run_state import Note, capture_run
+from coordinator.run_state import RankCut, capture_run
 from coordinator.state import Core
 
 
-class CheckpointRounds:
+class RunCheckpointer:
     """Makes cuts and turns each into one :class:`~coordinator.messages.SaveCheckpoint`."""
 
     def __init__(self, core: Core, epochs: Epochs) -> None:
@@ -45,8 +45,8 @@ class CheckpointRounds:
     def _due_within(self) -> bool:
         """Whether the time or the batches between two saves within an epoch are over."""
         c, core = self._core.config, self._core
-        oldest = core.pool.oldest
-        if self._saved_at is None or oldest is None or core.pool.fully_trained(oldest):
+        oldest = core.ledger.oldest
+        if self._saved_at is None or oldest is None or core.ledger.fully_trained(oldest):
             return False  # the end of an epoch is near
         if c.save_every_s is not None and core.now - self._saved_at >= c.save_every_s:
             return True
@@ -70,7 +70,7 @@ class CheckpointRounds:
         return self._cut is not None and self._cut.run is None
 
     @property
-    def wanted_at_end(self) -> bool:
+    def final_checkpoint_due(self) -> bool:
         """Whether the last states of the ranks shall make a checkpoint."""
         config = self._core.config
         return config.save_every is not None or config.granted or bool(self._tickets)
@@ -83,7 +83,7 @@ class CheckpointRounds:
         """Somebody asked for a checkpoint."""
         self._tickets.append(ticket)
 
-    def request_share(self, reserve_s: float) -> None:
+    def request_cluster_checkpoint(self, reserve_s: float) -> None:
         """The cluster asks for this machine's part of a round."""
         self._reserve_s = reserve_s
         self.request(m.CLUSTER_TICKET)
@@ -131,7 +131,7 @@ class CheckpointRounds:
         cut = self._cut
         if cut is None or extra is None:
             return
-        cut.notes[rank] = Note.of(self._core, self._epochs.all_open(), rank)
+        cut.notes[rank] = RankCut.of(self._core, self._epochs.all_open(), rank)
         if isinstance(extra, Exception):
             cut.error = extra
         else:
@@ -221,12 +221,12 @@ class CheckpointRounds:
         cut.scheduled = core.config.save_every is not None
         for rank in core.ranks:
             if rank.rank in used:
-                core.pool.freeze(rank.rank)
-                num_batches = core.pool.settle(rank.rank)
+                core.ledger.freeze(rank.rank)
+                num_batches = core.ledger.settle(rank.rank)
                 if not (core.alone or core.lockstep):
                     core.global_step += num_batches
             elif not core.lockstep:
-                core.pool.take_back(rank.rank, core.elche.shares)
+                core.ledger.take_back(rank.rank, core.elche.shares)
         for final in finals:
             self.note(final.rank, final.extra)
         cut.step = finals[0].step if core.lockstep else None
@@ -255,7 +255,7 @@ class CheckpointRounds:
         self._saved_at, self._saved_step = cut.began_at, cut.began_step
         returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
         if m.CLUSTER_TICKET in cut.tickets:
-            returned = self._core.pool.give_back(self._reserve, self._core.elche.shares)
+            returned = self._core.ledger.give_back(self._reserve, self._core.elche.shares)
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
             self._core.out.append(SaveFailed(error=error, tickets=cut.tickets))
@@ -288,7 +288,7 @@ class ConsistentCut:
     began_at: float
     began_step: int
     tickets: tuple[int, ...]
-    notes: dict[int, Note] = field(default_factory=dict)
+    notes: dict[int, RankCut] = field(default_factory=dict)
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
     parts: dict[int, m.CapturedState] = field(default_factory=dict)
     lead_payload: Payload | None = None

@@ -101,7 +101,7 @@ class Service:
             self._jobs.put(None)
             raise
 
-    def take_first(self, event: m.Event) -> None:
+    def handle_first(self, event: m.Event) -> None:
         """Take an event in the calling thread, before :meth:`start`."""
         self._handle(event)
 

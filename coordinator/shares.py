@@ -323,7 +323,7 @@ class _Rest:
     num_plans: int = 0
 
 
-class Inequality:
+class ImbalanceDetector:
     """Notices that ranks take unequal times for equal batches. Not thread-safe.
 
     Each look covers ``LOOK_BATCHES`` batches of each rank.

@@ -26,7 +26,7 @@ MAX_CHARS = 400
 """Length at which a message in the report is cut."""
 
 
-class ProgressWatch:
+class StallDetector:
     """Ends a run that stands still, whatever the cause.
 
     Progress is: a rank became ready, trained, evaluated, handed a checkpoint over or left;
@@ -98,16 +98,16 @@ def describe(core: Core, round: Round) -> str:
     """The machine's state in words, for a report: phase, round, ranks and pool."""
     lines = [
         f"phase {core.phase.value}, policy {core.config.policy.name} over "
-        f"{core.choice.chosen.name}, global step {core.global_step}, "
+        f"{core.backend_choice.chosen.name}, global step {core.global_step}, "
         f"{core.num_averagings} averagings, {core.num_failed_rounds} rounds given up",
         f"round: {_fields(round)}",
     ]
     lines += [f"rank {rank.rank}: {_fields(rank)}" for rank in core.ranks]
-    if not core.pool.epochs:
+    if not core.ledger.epochs:
         lines.append("pool: no epoch is open")
-    for epoch in core.pool.epochs:
+    for epoch in core.ledger.epochs:
         lines.append(f"pool: epoch {epoch.epoch}, {len(epoch.open)} batches open, {_fields(epoch)}")
-    for rank, ledger in enumerate(core.pool.ledgers):
+    for rank, ledger in enumerate(core.ledger.by_rank):
         assigned, trained, in_round = (
             sum(len(span) for _, span in spans)
             for spans in (ledger.assigned, ledger.trained, ledger.in_round)

@@ -10,7 +10,7 @@ from enum import Enum
 from coordinator.backend_choice import BackendChoice
 from coordinator.cadence import ConvergenceGuard, ElChe
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.ledger import ChunkPool, LockstepPlan
+from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.messages import (
     ApplyDelta,
     BackendChosen,
@@ -197,13 +197,13 @@ class BatchLimits:
     Args:
         config: Settings of the run.
         elche: How many batches each rank runs between two rounds.
-        pool: Who has which batches.
+        ledger: Who has which batches.
     """
 
-    def __init__(self, config: CoordinatorConfig, elche: ElChe, pool: ChunkPool) -> None:
+    def __init__(self, config: CoordinatorConfig, elche: ElChe, ledger: BatchLedger) -> None:
         self._config = config
         self._elche = elche
-        self._pool = pool
+        self._ledger = ledger
         self._pacer: int | None = None
 
     def budget(self, rank: int) -> BatchBudget:
@@ -236,7 +236,7 @@ class BatchLimits:
         return count + (max(2, count // 4) if overshoot is None else overshoot)
 
     @property
-    def limits(self) -> bool:
+    def any_limit(self) -> bool:
         """Whether the settings limit any rank."""
         return self._config.policy is ApplyPolicy.ASYNC or self._config.max_batch_diff is not None
 
@@ -267,12 +267,12 @@ class BatchLimits:
             return told == limit
         return 0 <= 2 * (limit - told) <= limit - self._elche.batch_counts[rank]
 
-    def allowance_for(self, rank: Rank, limit: int | None) -> BatchBudget:
+    def budget_for(self, rank: Rank, limit: int | None) -> BatchBudget:
         """The allowance that carries a changed limit."""
         return BatchBudget(limit=limit, report_after=self._report_after(rank.rank))
 
     def _has_work(self, rank: Rank) -> bool:
-        return bool(self._pool.ledgers[rank.rank].assigned)
+        return bool(self._ledger.by_rank[rank.rank].assigned)
 
     def due(self, live: Sequence[Rank]) -> bool:
         """Whether the cadence asks for an averaging round."""
@@ -358,11 +358,11 @@ class Core:
         config: Settings.
         alone: Whether there is one rank, or one is left, so that nothing is averaged.
         lockstep: Whether gradients are averaged in the step (``SYNC``).
-        pool: Who has which batches.
+        ledger: Who has which batches.
         elche: How many batches each rank runs between two rounds.
         guard: What divergence says about the cadence.
-        gate: When a round is due, and how far each rank may run.
-        choice: Which transport carries the averagings.
+        limits: When a round is due, and how far each rank may run.
+        backend_choice: Which transport carries the averagings.
         ranks: One record for each rank.
         out: Commands of the event being handled, in order.
         outcome: The end of the run, as far as it is known.
@@ -396,7 +396,7 @@ class Core:
         self.alone = world == 1
         self.lockstep = config.policy is ApplyPolicy.SYNC
         per_epoch_work = config.evaluate or config.checkpoint_every is not None
-        self.pool = ChunkPool(
+        self.ledger = BatchLedger(
             num_samples=config.num_samples,
             batch_size=config.batch_size,
             num_epochs=config.num_epochs,
@@ -429,8 +429,8 @@ class Core:
         self.guard = ConvergenceGuard(
             config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
         )
-        self.gate = BatchLimits(config, self.elche, self.pool)
-        self.choice = BackendChoice(
+        self.limits = BatchLimits(config, self.elche, self.ledger)
+        self.backend_choice = BackendChoice(
             config.backends, measures=not self.lockstep, reason=config.backend_reason
         )
         self.ranks = [Rank(rank=r) for r in range(world)]
@@ -477,7 +477,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """Whether no rank has anything to train, nor could be given anything now."""
-        return self.pool.is_idle(in_order=self.lockstep)
+        return self.ledger.is_idle(in_order=self.lockstep)
 
     @property
     def live(self) -> list[Rank]:
@@ -522,18 +522,18 @@ class Core:
     @property
     def collective(self) -> AverageBackend | None:
         """Over what ranks meet, in their steps or in rounds; ``None``: nowhere."""
-        return self.choice.chosen if self.lockstep else self.choice.collective
+        return self.backend_choice.chosen if self.lockstep else self.backend_choice.collective
 
-    def leave_transport(self, backend: AverageBackend, why: str) -> bool:
+    def exclude_backend(self, backend: AverageBackend, why: str) -> bool:
         """A transport has failed; returns whether the run goes on over another."""
-        goes_on = self.choice.leave(backend, why)
+        goes_on = self.backend_choice.leave(backend, why)
         if goes_on:
-            self.tell_choice(failed=True)
+            self.announce_backend(failed=True)
         return goes_on
 
     def note_norms(self, divergences: Mapping[int, float], norm: float | None) -> None:
         """What a round, or a plan without rounds, has measured of the oldest epoch."""
-        oldest = self.pool.oldest
+        oldest = self.ledger.oldest
         if norm is not None:
             self.param_norm = norm
             if oldest is not None:
@@ -546,9 +546,9 @@ class Core:
                 before = self.divergence if oldest.divergence is None else oldest.divergence
                 oldest.divergence = _largest((before, self.divergence))
 
-    def tell_choice(self, *, failed: bool = False) -> None:
+    def announce_backend(self, *, failed: bool = False) -> None:
         """Tell what carries the averagings from the next round on."""
-        choice = self.choice
+        choice = self.backend_choice
         self.out.append(
             BackendChosen(
                 backend=choice.chosen, before=choice.before, reason=choice.reason, failed=failed
@@ -558,7 +558,7 @@ class Core:
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
         total = sum(r.num_samples for r in self.ranks)
-        oldest = self.pool.oldest
+        oldest = self.ledger.oldest
         pieces = {} if self.shares is None or self.alone else self.shares.current
         return Statistics(
             epoch=oldest.epoch if oldest else len(self.outcome.metrics),
@@ -570,8 +570,8 @@ class Core:
             batch_counts=self.elche.batch_counts,
             divergence=self.divergence,
             param_norm=self.param_norm,
-            backend=self.choice.chosen,
-            backend_reason=self.choice.reason,
+            backend=self.backend_choice.chosen,
+            backend_reason=self.backend_choice.reason,
             ranks=tuple(
                 RankStatistics(
                     rank=r.rank,

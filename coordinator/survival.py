@@ -57,22 +57,22 @@ class Survival:
             self.halt()
             self._counts = False  # the others may have halted because of this death
             return
-        core.pool.take_back(failure.rank, core.elche.shares, in_round=not in_round)
-        core.choice.begin_anew()
+        core.ledger.take_back(failure.rank, core.elche.shares, in_round=not in_round)
+        core.backend_choice.reset()
         if core.collective is not None:
             self.regroup()
 
-    def become_alone(self) -> None:
+    def continue_alone(self) -> None:
         """One rank is left: its replica is the result, and nothing holds it back."""
         core = self._core
         core.alone = True
         (last,) = self.survivors
         if core.config.evaluate or core.config.checkpoint_every is not None:
-            core.pool.stop_looking_ahead()
+            core.ledger.disable_look_ahead()
         if core.lockstep:
             return
-        core.pool.freeze(last.rank)
-        core.global_step += core.pool.settle(last.rank)
+        core.ledger.freeze(last.rank)
+        core.global_step += core.ledger.settle(last.rank)
         last.enter_round()
         last.set_limit(None)
         core.send(last.rank, m.Resume(budget=BatchBudget()))
@@ -82,9 +82,9 @@ class Survival:
         core = self._core
         core.out.append(AbortCollective(generation=core.generation))
         core.generation += 1
-        self._tell_group(None, None)
+        self._send_regroup(None, None)
 
-    def _tell_group(self, step: int | None, donor: int | None) -> None:
+    def _send_regroup(self, step: int | None, donor: int | None) -> None:
         ranks = tuple(r.rank for r in self.survivors)
         backend = self._core.collective
         assert backend is not None, "nowhere to meet"
@@ -157,7 +157,7 @@ class Survival:
         self._core.generation += 1
         best = (donor.step, donor.num_syncs)
         behind = any((h.step, h.num_syncs) != best for h in halted)
-        self._tell_group(donor.step, donor.rank if behind else None)
+        self._send_regroup(donor.step, donor.rank if behind else None)
 
     def on_regrouped(self, event: m.Regrouped) -> None:
         """The new group has met: no death can take the agreed steps back any more."""
@@ -171,7 +171,7 @@ class Survival:
         for rank in self.survivors:
             rank.num_queued = 0
 
-    def all_told(self, made: int) -> bool:
+    def all_reported(self, made: int) -> bool:
         """Whether every rank has told all batches of the steps made.
 
         It has not where the ranks could not meet any more at the end of its plan.
@@ -194,13 +194,13 @@ class Survival:
         core.plan = None
         windows = made - plan.first_window
         core.global_step = plan.first_step
-        epoch = core.pool.find(plan.epoch)
+        epoch = core.ledger.find(plan.epoch)
         for rank, spans in plan.parts.items():
             count = self._num_made(plan, rank, made)
             told = plan.told.get(rank, 0)
-            counted = plan.batches_behind(rank, count)
-            untold, undone = core.pool.recount(
-                rank, plan.epoch, spans, told=plan.num_told(rank), made=counted
+            counted = plan.num_complete_batches(rank, count)
+            untold, undone = core.ledger.recount(
+                rank, plan.epoch, spans, told=plan.num_reported(rank), made=counted
             )
             core.global_step += counted
             if plan.pieces:

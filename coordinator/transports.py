@@ -39,7 +39,7 @@ class Transport(ABC):
     waits: ClassVar[bool]
     timeout: ClassVar[str]
 
-    def __init__(self, core: Core, saving: SavesOfRounds, round: Round) -> None:
+    def __init__(self, core: Core, saving: RoundCheckpoints, round: Round) -> None:
         self._core = core
         self._saving = saving
         self._round = round
@@ -73,7 +73,7 @@ class Transport(ABC):
         """The average exists: what was in it is settled."""
         core, rnd = self._core, self._round
         core.num_averagings += 1
-        oldest = core.pool.oldest
+        oldest = core.ledger.oldest
         if oldest is not None:
             oldest.num_averagings += 1
         core.note_norms(rnd.divergences, rnd.norm)
@@ -81,7 +81,7 @@ class Transport(ABC):
             rnd.epoch.worked = True
             rnd.epoch.lead = rnd.lead
         for rank in rnd.ranks:
-            core.global_step += core.pool.settle(rank)
+            core.global_step += core.ledger.settle(rank)
 
 
 class Progress(Enum):
@@ -123,7 +123,7 @@ class Round:
     """The round in progress, or the last one while ``state`` is ``NONE``.
 
     ``ranks`` are those whose state goes in, ``lead`` the one that evaluates and hands
-    over the average if it closes ``epoch``. ``doomed``: a rank died in the collective
+    over the average if it closes ``epoch``. ``must_fail``: a rank died in the collective
     before it could say what it put in, so that the round must be undone. ``capture``: a
     checkpoint is made of it. ``backend`` carries it to its end, whatever is chosen meanwhile;
     ``fault``: why that has failed in it, if it has. ``idle`` are ranks that had nothing to
@@ -136,7 +136,7 @@ class Round:
     lead: int = 0
     epoch: Epoch | None = None
     generation: int = 0
-    doomed: bool = False
+    must_fail: bool = False
     evaluate: int | None = None
     eval_at: int | None = None
     checkpoint: int | None = None
@@ -211,7 +211,7 @@ class Round:
             and message.rank not in seen
         )
 
-    def is_part(self, event: Event) -> bool:
+    def is_partial_reply(self, event: Event) -> bool:
         """Whether this answer was taken and the round still waits for others.
 
         It makes nothing due then, unless what it tells of training lifts a limit.
@@ -226,7 +226,7 @@ class Round:
             return False
         return during and taken is not None and taken.round == event.round
 
-    def forget_tensors(self) -> None:
+    def drop_snapshots(self) -> None:
         """Drop the references to the snapshots."""
         self.snapshots = {}
 
@@ -288,7 +288,7 @@ class SnapshotTransport(Transport):
             return
         rnd.snapshots[event.rank] = event
         self._core.ranks[event.rank].freeze()
-        self._core.pool.freeze(event.rank)
+        self._core.ledger.freeze(event.rank)
         if rnd.capture:
             self._saving.note(event.rank, event.extra)
         if rnd.all_snapshots:
@@ -313,7 +313,7 @@ class SnapshotTransport(Transport):
         rnd = self._round
         if event.round != rnd.id or rnd.state is not RoundState.COMPUTING:
             return Progress.WAITING
-        rnd.forget_tensors()
+        rnd.drop_snapshots()
         if event.average is None:
             rnd.fault = f"the average could not be computed: {event.error}"
             return Progress.FAILED
@@ -326,11 +326,11 @@ class SnapshotTransport(Transport):
         self._commit()
         if rnd.capture:
             self._saving.commit(event.kept)
-        self._core.gate.new_round()
+        self._core.limits.new_round()
         for rank in rnd.ranks:
             info, lead = self._core.ranks[rank], rank == rnd.lead
             info.commit_freeze()
-            budget = self._core.gate.budget(rank)
+            budget = self._core.limits.budget(rank)
             info.set_limit(budget.limit)
             self._core.send(
                 rank,
@@ -373,7 +373,7 @@ class CollectiveTransport(Transport):
         rnd = self._round
         rnd.deadline = None
         for rank in rnd.ranks:
-            budget, lead = self._core.gate.budget(rank), rank == rnd.lead
+            budget, lead = self._core.limits.budget(rank), rank == rnd.lead
             rnd.limits[rank] = budget.limit
             self._core.send(
                 rank,
@@ -395,7 +395,7 @@ class CollectiveTransport(Transport):
         # The worker reported all it had trained before it joined.
         self._core.ranks[event.rank].enter_round()
         self._core.ranks[event.rank].set_limit(rnd.limits[event.rank])
-        self._core.pool.freeze(event.rank)
+        self._core.ledger.freeze(event.rank)
         rnd.fault = rnd.fault or event.fault
         if rnd.capture and event.ok:
             self._saving.note(event.rank, event.extra, event.average)
@@ -409,7 +409,7 @@ class CollectiveTransport(Transport):
     def _end(self) -> Progress:
         """Every rank has left the collective."""
         rnd = self._round
-        if rnd.doomed or not all(ack.ok for ack in rnd.acks.values()):
+        if rnd.must_fail or not all(ack.ok for ack in rnd.acks.values()):
             return Progress.FAILED
         for rank, ack in rnd.acks.items():
             rnd.norm = ack.norm if rnd.norm is None else rnd.norm
@@ -427,13 +427,13 @@ class CollectiveTransport(Transport):
         """A rank's part counts if it said what that was: the others have it, or it is undone."""
         rnd = self._round
         if not self._has_joined(rank):
-            rnd.doomed = True
+            rnd.must_fail = True
             rnd.drop(rank)
         return self._end() if rnd.all_acks else Progress.WAITING
 
     def holds(self, rank: int) -> bool:
         """Whether it has left the collective with the average."""
-        return not self._round.doomed and self._has_joined(rank)
+        return not self._round.must_fail and self._has_joined(rank)
 
     def _has_joined(self, rank: int) -> bool:
         ack = self._round.acks.get(rank)
@@ -457,8 +457,8 @@ TRANSPORTS: dict[AverageBackend, type[Transport]] = {AverageBackend.CPU: Snapsho
 """What carries a round out where it is no collective."""
 
 
-class SavesOfRounds(Protocol):
-    """How a round becomes a checkpoint; see :class:`~coordinator.saving.CheckpointRounds`."""
+class RoundCheckpoints(Protocol):
+    """How a round becomes a checkpoint; see :class:`~coordinator.saving.RunCheckpointer`."""
 
     @property
     def due(self) -> bool:

@@ -298,9 +298,9 @@ class Run:
                     self._collectives[rank] = self._peers.groups.connect(0, ranks, rank, backend)
                 return
             except (CollectiveAborted, CollectiveTimeout) as error:
-                if len(core.choice.usable) == 1:
+                if len(core.backend_choice.usable) == 1:
                     raise
-                self._service.take_first(
+                self._service.handle_first(
                     m.ConnectFailed(rank=0, generation=0, backend=backend, error=str(error))
                 )
 
@@ -394,12 +394,12 @@ class Run:
     @property
     def backend(self) -> AverageBackend:
         """The transport in use."""
-        return self._machine.core.choice.chosen
+        return self._machine.core.backend_choice.chosen
 
     @property
     def backend_reason(self) -> str:
         """Why, in a sentence."""
-        return self._machine.core.choice.reason
+        return self._machine.core.backend_choice.reason
 
     def stop(self) -> None:
         """Ask the coordinator to end the run at a step boundary."""

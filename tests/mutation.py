@@ -51,7 +51,7 @@ SCHEDULES = (
 EVENTS = (
     *unit("rounds", "coordinator/ledger", "batch_limits", "metrics", "machine", "choose_backend"),
     *unit("splitting", "stall_detector", "run_state", "cadence", "convergence_guard", "exact_sum"),
-    *unit("round_keeper", "report_limits", "coordinator/shares", "backend_choice"),
+    *unit("round_runner", "report_limits", "coordinator/shares", "backend_choice"),
     SCHEDULES,
 )
 SAVES = (

@@ -73,8 +73,8 @@ def test_one_device_reports_as_many_do_and_keeps_nothing(ranks, tap):
     assert sum(stats.num_batches for stats in reported) == 3 * 23
     assert sum(stats.loss_samples for stats in reported) == 3 * 45
     core = tap.machine.core
-    assert not core.pool.epochs
-    assert all(not (led.assigned or led.trained or led.in_round) for led in core.pool.ledgers)
+    assert not core.ledger.epochs
+    assert all(not (led.assigned or led.trained or led.in_round) for led in core.ledger.by_rank)
     assert [rank.final for rank in core.ranks] == [None] * ranks
 
 

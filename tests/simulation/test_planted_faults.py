@@ -7,9 +7,9 @@ from dataclasses import replace
 from coordinator import epochs
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from coordinator.ledger import ChunkPool, LockstepPlan
+from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.machine import Coordinator
-from coordinator.rounds import RoundKeeper
+from coordinator.rounds import RoundRunner
 from coordinator.shares import Shares
 from coordinator.state import BatchLimits
 from coordinator.survival import Survival
@@ -88,41 +88,41 @@ def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
 
 
 def test_one_batch_that_is_never_settled_is_found(monkeypatch):
-    settle = ChunkPool.settle
+    settle = BatchLedger.settle
 
     def skipping(self, rank):
-        held = self.ledgers[rank].in_round
+        held = self.by_rank[rank].in_round
         held[:] = [(epoch, span) for epoch, span in held if epoch or 3 not in span]
         return settle(self, rank)
 
-    monkeypatch.setattr(ChunkPool, "settle", skipping)
+    monkeypatch.setattr(BatchLedger, "settle", skipping)
     assert_is_found(STUCK)
 
 
 def test_a_batch_settled_before_it_is_averaged_is_found(monkeypatch):
     def early(self, rank):
-        ChunkPool.freeze(self, rank)
-        ChunkPool.settle(self, rank)
+        BatchLedger.freeze(self, rank)
+        BatchLedger.settle(self, rank)
 
-    trained = ChunkPool.trained
+    trained = BatchLedger.trained
 
     def trained_and_settled(self, rank, count):
         trained(self, rank, count)
         early(self, rank)
 
-    monkeypatch.setattr(ChunkPool, "trained", trained_and_settled)
+    monkeypatch.setattr(BatchLedger, "trained", trained_and_settled)
     assert_is_found("is closed without the effect")
 
 
 def test_late_rounds_counted_over_a_good_one_are_found(monkeypatch):
-    end_round = RoundKeeper._end_round
+    end_round = RoundRunner._end_round
 
     def grudging(self):
         num_failed = self.round.num_failed
         end_round(self)
         self.round.num_failed = num_failed
 
-    monkeypatch.setattr(RoundKeeper, "_end_round", grudging)
+    monkeypatch.setattr(RoundRunner, "_end_round", grudging)
     assert_is_found("failures in a row end the run", drawn(lambda s: s.late_chance))
 
 
@@ -143,7 +143,7 @@ def test_halts_counted_over_a_step_are_found(monkeypatch):
 
 
 def test_a_batch_dealt_twice_is_found(monkeypatch):
-    assign = ChunkPool._assign
+    assign = BatchLedger._assign
 
     def twice(self, epoch, rank, count):
         spans = assign(self, epoch, rank, count)
@@ -151,7 +151,7 @@ def test_a_batch_dealt_twice_is_found(monkeypatch):
             epoch.open.put_back([range(2, 3)])
         return spans
 
-    monkeypatch.setattr(ChunkPool, "_assign", twice)
+    monkeypatch.setattr(BatchLedger, "_assign", twice)
     assert_is_found("trains (")
 
 
@@ -238,7 +238,7 @@ def shares(schedule):
 
 def test_a_stale_share_is_found(monkeypatch):
     """One rank's plan has the sizes of the plan before."""
-    cut_pieces = ChunkPool.cut_pieces
+    cut_pieces = BatchLedger.cut_pieces
     before = {}
 
     def stale(self, span, per_global, num_slices, sizes, short):
@@ -250,7 +250,7 @@ def test_a_stale_share_is_found(monkeypatch):
             pieces[rank] = cut_pieces(self, span, per_global, num_slices, last, short)[0][rank]
         return pieces, counts
 
-    monkeypatch.setattr(ChunkPool, "cut_pieces", stale)
+    monkeypatch.setattr(BatchLedger, "cut_pieces", stale)
     assert_is_found("trained others", drawn(shares))
 
 
@@ -260,7 +260,7 @@ def sized(schedule):
 
 
 def test_the_size_of_one_rank_used_for_another_is_found(monkeypatch):
-    cut_pieces = ChunkPool.cut_pieces
+    cut_pieces = BatchLedger.cut_pieces
 
     def mistaken(self, span, per_global, num_slices, sizes, short):
         pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
@@ -270,7 +270,7 @@ def test_the_size_of_one_rank_used_for_another_is_found(monkeypatch):
         pieces[rank] = cut_pieces(self, span, per_global, num_slices, swapped, short)[0][rank]
         return pieces, counts
 
-    monkeypatch.setattr(ChunkPool, "cut_pieces", mistaken)
+    monkeypatch.setattr(BatchLedger, "cut_pieces", mistaken)
     assert_is_found("trained others", drawn(sized))
 
 
@@ -281,7 +281,7 @@ def sized_apart(schedule):
 
 def test_a_batch_counted_as_one_of_the_ledger_is_found(monkeypatch):
     def one_each(self, rank, count):
-        ledger = self.ledgers[rank]
+        ledger = self.by_rank[rank]
         while count > 0 and ledger.assigned:
             epoch, span = ledger.assigned.popleft()
             ledger.note_trained(epoch, span[:count])
@@ -289,29 +289,29 @@ def test_a_batch_counted_as_one_of_the_ledger_is_found(monkeypatch):
                 ledger.assigned.appendleft((epoch, span[count:]))
             count -= len(span[:count])
 
-    monkeypatch.setattr(ChunkPool, "trained", one_each)
+    monkeypatch.setattr(BatchLedger, "trained", one_each)
     assert_is_found("", drawn(sized_apart))
 
 
 def test_the_size_of_another_rank_in_a_plan_is_found(monkeypatch):
-    own_batches = ChunkPool.own_batches
+    batches_of_rank = BatchLedger.batches_of_rank
 
     def mistaken(self, rank, spans):
-        return own_batches(self, (rank + 1) % len(self.ledgers), spans)
+        return batches_of_rank(self, (rank + 1) % len(self.by_rank), spans)
 
-    monkeypatch.setattr(ChunkPool, "own_batches", mistaken)
+    monkeypatch.setattr(BatchLedger, "batches_of_rank", mistaken)
     assert_is_found("has batches of", drawn(sized_apart))
 
 
 def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
     """What the ledger counts behind a report goes beyond the end of the range."""
-    settle = ChunkPool.settle
+    settle = BatchLedger.settle
 
     def whole(self, rank):
         size = self._sizes[rank]
         return -(-settle(self, rank) // size) * size
 
-    monkeypatch.setattr(ChunkPool, "settle", whole)
+    monkeypatch.setattr(BatchLedger, "settle", whole)
     assert_is_found("", drawn(sized_apart))
 
 
@@ -347,13 +347,13 @@ def test_a_piece_that_stays_too_large_is_found(monkeypatch):
 
 def test_a_step_that_is_made_again_without_its_first_batches_is_found(monkeypatch):
     """The batches of the window that a rank had trained before its memory ended."""
-    recount = ChunkPool.recount
+    recount = BatchLedger.recount
 
     def one_more(self, rank, number, spans, *, told, made):
         made = min(made + 1, sum(map(len, spans)))
         return recount(self, rank, number, spans, told=told, made=made)
 
-    monkeypatch.setattr(ChunkPool, "recount", one_more)
+    monkeypatch.setattr(BatchLedger, "recount", one_more)
     assert_is_found("", drawn(lambda s: small_memory(s) and not s.deaths and s.stop_at_s is None))
 
 
@@ -383,14 +383,14 @@ def test_a_plan_that_begins_where_the_first_one_did_is_found(monkeypatch):
 
 def test_steps_that_are_forgotten_and_counted_again_are_found(monkeypatch):
     """What a death takes back begins behind the steps that were forgotten."""
-    forget = LockstepPlan.forget_told
+    forget = LockstepPlan.drop_reported
 
     def again(self, accumulate):
         first = self.first_step
         forget(self, accumulate)
         self.first_step = first
 
-    monkeypatch.setattr(LockstepPlan, "forget_told", again)
+    monkeypatch.setattr(LockstepPlan, "drop_reported", again)
     assert_is_found("", drawn(shares))
 
 
@@ -411,5 +411,5 @@ def test_epochs_that_close_out_of_order_are_found(monkeypatch):
     def newest_first(self):
         return self.epochs.pop()
 
-    monkeypatch.setattr(ChunkPool, "pop_oldest", newest_first)
+    monkeypatch.setattr(BatchLedger, "pop_oldest", newest_first)
     assert_is_found("")

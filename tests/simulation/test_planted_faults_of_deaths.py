@@ -11,9 +11,9 @@ from coordinator import machine
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import Epochs
-from coordinator.ledger import ChunkPool, Ledger, LockstepPlan
+from coordinator.ledger import BatchLedger, LockstepPlan, RankLedger
 from coordinator.machine import Coordinator
-from coordinator.rounds import RoundKeeper
+from coordinator.rounds import RoundRunner
 from coordinator.survival import Survival
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.plan_steps import PlanSteps
@@ -36,50 +36,50 @@ def without(monkeypatch, owner, name, dropped):
 
 
 def test_batches_that_die_with_a_rank_are_missed(monkeypatch):
-    take_back = ChunkPool.take_back
+    take_back = BatchLedger.take_back
 
     def forgetful(self, rank, shares, *, in_round=True):
-        settled = self.ledgers[rank]
+        settled = self.by_rank[rank]
         settled.in_round, lost = [*settled.in_round, *settled.trained], settled.trained
         settled.trained = []
         self.settle(rank)
         take_back(self, rank, shares, in_round=in_round)
         assert lost is not None
 
-    monkeypatch.setattr(ChunkPool, "take_back", forgetful)
+    monkeypatch.setattr(BatchLedger, "take_back", forgetful)
     assert_is_found("Violation")
 
 
 def test_batches_that_were_only_assigned_to_the_dead_are_missed(monkeypatch):
-    take_back = ChunkPool.take_back
+    take_back = BatchLedger.take_back
 
     def forgetful(self, rank, shares, *, in_round=True):
-        self.ledgers[rank].assigned.clear()
+        self.by_rank[rank].assigned.clear()
         take_back(self, rank, shares, in_round=in_round)
 
-    monkeypatch.setattr(ChunkPool, "take_back", forgetful)
+    monkeypatch.setattr(BatchLedger, "take_back", forgetful)
     assert_is_found(STUCK)
 
 
 def test_a_share_that_is_kept_for_the_dead_is_found(monkeypatch):
-    monkeypatch.setattr(ChunkPool, "_hand_over", lambda self, epoch, rank, shares: None)
+    monkeypatch.setattr(BatchLedger, "_hand_over", lambda self, epoch, rank, shares: None)
     assert_is_found(STUCK)
 
 
 def test_a_round_that_waits_for_the_dead_is_found(monkeypatch):
-    monkeypatch.setattr(RoundKeeper, "on_death", lambda self, rank: True)
+    monkeypatch.setattr(RoundRunner, "on_death", lambda self, rank: True)
     assert_is_found(STUCK)
 
 
 def test_a_round_that_keeps_what_the_dead_never_told_is_found(monkeypatch):
-    on_death = RoundKeeper.on_death
+    on_death = RoundRunner.on_death
 
     def trusting(self, rank):
         going_on = on_death(self, rank)
-        self.round.doomed = False
+        self.round.must_fail = False
         return going_on or on_death(self, rank)
 
-    monkeypatch.setattr(RoundKeeper, "on_death", trusting)
+    monkeypatch.setattr(RoundRunner, "on_death", trusting)
     assert_is_found("Violation")
 
 
@@ -116,14 +116,14 @@ def test_a_group_that_is_not_replaced_is_found(monkeypatch):
 
 
 def test_the_last_rank_kept_on_a_leash_is_found(monkeypatch):
-    become_alone = Survival.become_alone
+    continue_alone = Survival.continue_alone
 
     def quietly(self):
         sent = len(self._core.out)
-        become_alone(self)
+        continue_alone(self)
         del self._core.out[sent:]
 
-    monkeypatch.setattr(Survival, "become_alone", quietly)
+    monkeypatch.setattr(Survival, "continue_alone", quietly)
     assert_is_found(STUCK)
 
 
@@ -139,12 +139,12 @@ def test_lockstep_ranks_that_are_not_told_to_halt_are_found(monkeypatch):
 
 def test_a_step_counted_by_what_was_told_is_found(monkeypatch):
     """What the dead rank had no time to report would be trained twice."""
-    recount = ChunkPool.recount
+    recount = BatchLedger.recount
 
     def by_reports(self, rank, number, spans, *, told, made):
         return recount(self, rank, number, spans, told=told, made=told)
 
-    monkeypatch.setattr(ChunkPool, "recount", by_reports)
+    monkeypatch.setattr(BatchLedger, "recount", by_reports)
     assert_is_found("Violation")
 
 
@@ -186,15 +186,15 @@ def test_a_dead_rank_that_is_dealt_to_is_found(monkeypatch):
 
 
 def test_a_ledger_that_the_dead_keep_is_found(monkeypatch):
-    take_back = ChunkPool.take_back
+    take_back = BatchLedger.take_back
 
     def hoarding(self, rank, shares, *, in_round=True):
-        held = list(self.ledgers[rank].assigned)
+        held = list(self.by_rank[rank].assigned)
         take_back(self, rank, shares, in_round=in_round)
-        self.ledgers[rank] = Ledger()
-        self.ledgers[rank].assigned.extend(held)
+        self.by_rank[rank] = RankLedger()
+        self.by_rank[rank].assigned.extend(held)
 
-    monkeypatch.setattr(ChunkPool, "take_back", hoarding)
+    monkeypatch.setattr(BatchLedger, "take_back", hoarding)
     assert_is_found(STUCK)
 
 
@@ -255,18 +255,18 @@ def test_samples_that_are_let_go_while_a_step_may_be_taken_back_are_missed(monke
 
 
 def test_samples_that_are_let_go_once_they_are_trained_are_missed(monkeypatch):
-    first_unsettled = ChunkPool.first_unsettled
+    first_unsettled = BatchLedger.first_unsettled
 
     def forgetful(self):
-        trained = [led.trained for led in self.ledgers]
-        for led in self.ledgers:
+        trained = [led.trained for led in self.by_rank]
+        for led in self.by_rank:
             led.trained = []
         found = first_unsettled(self)
-        for led, spans in zip(self.ledgers, trained, strict=True):
+        for led, spans in zip(self.by_rank, trained, strict=True):
             led.trained = spans
         return found
 
-    monkeypatch.setattr(ChunkPool, "first_unsettled", forgetful)
+    monkeypatch.setattr(BatchLedger, "first_unsettled", forgetful)
     assert_is_found("was let go")
 
 
@@ -288,18 +288,18 @@ def test_a_global_batch_that_shrinks_with_a_death_is_found(monkeypatch):
 
 def test_a_piece_that_counts_as_a_batch_is_found(monkeypatch):
     """After a death each rank's piece is a part of the global batch, and not a batch of it."""
-    monkeypatch.setattr(LockstepPlan, "batches_behind", lambda self, rank, num_loads: num_loads)
+    monkeypatch.setattr(LockstepPlan, "num_complete_batches", lambda self, rank, num: num)
     assert_is_found("", drawn(lambda s: lockstep(s) and not s.config.balance and bool(s.deaths)))
 
 
 def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
-    cut_pieces = ChunkPool.cut_pieces
+    cut_pieces = BatchLedger.cut_pieces
 
     def whole(self, span, per_global, num_slices, sizes, short):
         pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
         return pieces, [per_global] * len(counts)
 
-    monkeypatch.setattr(ChunkPool, "cut_pieces", whole)
+    monkeypatch.setattr(BatchLedger, "cut_pieces", whole)
     assert_is_found("", drawn(lockstep))
 
 

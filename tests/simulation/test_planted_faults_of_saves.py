@@ -11,9 +11,9 @@ from coordinator import messages as m
 from coordinator import run_state, saving
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import Epochs
-from coordinator.ledger import ChunkPool
-from coordinator.run_state import Note, capture_run
-from coordinator.saving import CheckpointRounds
+from coordinator.ledger import BatchLedger
+from coordinator.run_state import RankCut, capture_run
+from coordinator.saving import RunCheckpointer
 from runtime.worker.lockstep import LockstepProgress
 from tests.simulation.finding import assert_is_found, drawn
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
@@ -23,8 +23,10 @@ from tests.simulation.schedule import draw_schedule
 
 def test_sums_that_hold_what_was_told_after_the_cut_are_found(monkeypatch):
     def late(core, closing, elapsed_s, notes, step):
-        epochs = [*(epoch for epoch, _ in closing), *core.pool.epochs]
-        now = {rank: replace(Note.of(core, epochs, rank), told=notes[rank].told) for rank in notes}
+        epochs = [*(epoch for epoch, _ in closing), *core.ledger.epochs]
+        now = {
+            rank: replace(RankCut.of(core, epochs, rank), told=notes[rank].told) for rank in notes
+        }
         return capture_run(core, closing, elapsed_s, now, step)
 
     monkeypatch.setattr(saving, "capture_run", late)
@@ -57,7 +59,7 @@ def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatc
     for schedule in itertools.islice(lockstep_schedules(), 60):
         seen += len(Simulation(schedule, LateParts()).run().saved)
     assert seen > 60
-    monkeypatch.setattr(run_state, "_told_later", lambda core, notes: {})
+    monkeypatch.setattr(run_state, "_reported_later", lambda core, notes: {})
     with pytest.raises(SimulationFailed, match=r"told, not in it: \[\("):
         run_all(lockstep_schedules(), LateParts())
 
@@ -87,20 +89,22 @@ def test_ranks_that_capture_without_agreeing_on_a_step_are_found(monkeypatch):
 
 
 def test_a_cut_that_outlives_its_round_is_found(monkeypatch):
-    monkeypatch.setattr(CheckpointRounds, "cancel", lambda self: None)
+    monkeypatch.setattr(RunCheckpointer, "cancel", lambda self: None)
     assert_is_found("")
 
 
 def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
-    freeze_end, settle, ending = CheckpointRounds.freeze_end, ChunkPool.settle, []
+    freeze_end, settle, ending = RunCheckpointer.freeze_end, BatchLedger.settle, []
 
     def marking(self, finals):
         ending.append(True)
         freeze_end(self, finals)
         ending.clear()
 
-    monkeypatch.setattr(CheckpointRounds, "freeze_end", marking)
-    monkeypatch.setattr(ChunkPool, "settle", lambda self, rank: 0 if ending else settle(self, rank))
+    monkeypatch.setattr(RunCheckpointer, "freeze_end", marking)
+    monkeypatch.setattr(
+        BatchLedger, "settle", lambda self, rank: 0 if ending else settle(self, rank)
+    )
     assert_is_found("in the checkpoint and not told: [(")
 
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator import messages as m
 from coordinator.backend_choice import BackendChoice
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.rounds import RoundKeeper
+from coordinator.rounds import RoundRunner
 from coordinator.state import Core
 from coordinator.transports import SnapshotTransport
 from tests.simulation.finding import NUM_SCHEDULES, STUCK, assert_is_found
@@ -160,13 +160,13 @@ def test_a_late_rank_is_no_failure_of_the_transport():
 
 def test_a_switch_with_a_round_in_flight_is_found(monkeypatch):
     """The transport is looked up anew while its round is in flight."""
-    take = RoundKeeper.take
+    take = RoundRunner.take
 
     def switching(self, event, now):
         self.transport = self.next_transport
         return take(self, event, now)
 
-    monkeypatch.setattr(RoundKeeper, "take", switching)
+    monkeypatch.setattr(RoundRunner, "take", switching)
     assert_is_found("", choosing(draw_schedule))
 
 
@@ -174,7 +174,7 @@ def test_one_rank_left_on_the_old_transport_is_found(monkeypatch):
     ask = SnapshotTransport.ask
 
     def lopsided(self, now):
-        if self._core.choice.is_tried(CPU) or len(self._round.ranks) < 2:
+        if self._core.backend_choice.is_trial(CPU) or len(self._round.ranks) < 2:
             ask(self, now)
             return
         *asked, left = self._round.ranks
@@ -189,22 +189,22 @@ def test_one_rank_left_on_the_old_transport_is_found(monkeypatch):
 
 def test_a_fallback_that_counts_samples_twice_is_found(monkeypatch):
     """What waits for the next round is taken for settled, and its ranks average it again."""
-    leave = Core.leave_transport
+    leave = Core.exclude_backend
 
     def settling(self, backend, why):
         for rank in self.live:
-            self.pool.freeze(rank.rank)
-            self.pool.settle(rank.rank)
+            self.ledger.freeze(rank.rank)
+            self.ledger.settle(rank.rank)
             self.global_step += rank.since_round
         return leave(self, backend, why)
 
-    monkeypatch.setattr(Core, "leave_transport", settling)
+    monkeypatch.setattr(Core, "exclude_backend", settling)
     assert_is_found("Violation", choosing(draw_schedule))
 
 
 def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
     """Some ranks keep the average of a round that has failed on another."""
-    leave = Core.leave_transport
+    leave = Core.exclude_backend
 
     def keeping(self, backend, why):
         left = leave(self, backend, why)
@@ -213,7 +213,7 @@ def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
         ]
         return left
 
-    monkeypatch.setattr(Core, "leave_transport", keeping)
+    monkeypatch.setattr(Core, "exclude_backend", keeping)
     assert_is_found("", choosing(draw_schedule))
 
 
@@ -228,5 +228,5 @@ def test_a_transport_that_is_left_takes_its_failures_with_it():
     for seed in range(40):
         run = simulate(seed, draw=draw)
         assert run.machine.outcome.failure is None, seed
-        seen[run.machine.core.choice.chosen] += 1
+        seen[run.machine.core.backend_choice.chosen] += 1
     assert seen == {THREAD: 40}

@@ -131,7 +131,7 @@ def test_noise_is_no_reason_to_change():
 def test_other_ranks_are_measured_anew_and_may_try_what_failed():
     choice = decided({CPU: 0.1, THREAD: 0.2})
     assert choice.leave(THREAD, "broken")
-    choice.begin_anew()
+    choice.reset()
     over, _ = rounds(choice, {CPU: 0.3, THREAD: 0.2}, 2 * TRIAL)
     assert over == [CPU] * TRIAL + [THREAD] * TRIAL
     assert choice.chosen is THREAD
@@ -139,7 +139,7 @@ def test_other_ranks_are_measured_anew_and_may_try_what_failed():
 
 def test_a_round_that_began_before_the_ranks_changed_is_no_trial():
     choice = decided({CPU: 0.2, THREAD: 0.1})
-    choice.begin_anew()
+    choice.reset()
     assert choice.next is THREAD
     choice.note(CPU, RoundCost(ranks_s=9.0), 1.0, 10)
     over, _ = rounds(choice, {CPU: 0.1, THREAD: 0.2}, 2 * TRIAL)
@@ -162,10 +162,10 @@ def test_failures_in_a_row_are_counted_and_cost_something():
     choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
     for number in (1, 2):
-        choice.note_fault(THREAD, RoundCost(ranks_s=5.0))
+        choice.record_fault(THREAD, RoundCost(ranks_s=5.0))
         assert choice.num_faults == number
     rounds(choice, {THREAD: 0.1, CPU: 0.2}, 1)
-    choice.note_fault(CPU, RoundCost(ranks_s=1.0))
+    choice.record_fault(CPU, RoundCost(ranks_s=1.0))
     assert choice.num_faults == 1
     assert choice.chosen is CPU
 
@@ -175,7 +175,7 @@ def test_without_measuring_only_a_failure_changes_it():
     over, _ = rounds(choice, {NCCL: 9.0}, 3 * LOOK_ROUNDS, anchor=77)
     assert set(over) == {NCCL}
     assert choice.leave(NCCL, "broken")
-    choice.begin_anew()
+    choice.reset()
     assert choice.next is THREAD
 
 

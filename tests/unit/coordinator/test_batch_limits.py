@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, CoordinatorConfig
-from coordinator.ledger import ChunkPool
+from coordinator.ledger import BatchLedger
 from coordinator.state import BatchLimits, Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
@@ -25,14 +25,14 @@ class Bench:
             anchor=anchor,
             **settings,
         )
-        self.pool = ChunkPool(num_samples=1000, batch_size=1, num_epochs=1, world_size=world)
+        self.ledger = BatchLedger(num_samples=1000, batch_size=1, num_epochs=1, world_size=world)
         self.elche = ElChe(world, anchor)
         for rank, s in enumerate(seconds or ()):
             self.elche.observe(rank, s, 1)
-        self.gate = BatchLimits(config, self.elche, self.pool)
+        self.gate = BatchLimits(config, self.elche, self.ledger)
         self.ranks = [Rank(rank=r, state=RankState.LIVE) for r in range(world)]
         for rank in range(world):
-            self.pool.deal_chunk(
+            self.ledger.deal_chunk(
                 rank, shares=(1 / world,) * world, seconds_per_batch=(1e-6,) * world
             )
 
@@ -44,7 +44,7 @@ class Bench:
         return self
 
     def idle(self, rank):
-        self.pool.ledgers[rank].assigned.clear()
+        self.ledger.by_rank[rank].assigned.clear()
         return self
 
     @property

@@ -291,9 +291,9 @@ def test_a_state_that_is_behind_ones_own_is_not_taken():
 
 
 def test_of_two_histories_under_one_step_one_goes_on_and_the_other_is_healed():
-    ledgers = [new_ledger(), new_ledger()]
+    by_rank = [new_ledger(), new_ledger()]
     members = []
-    for name, ledger in zip("ab", ledgers, strict=True):
+    for name, ledger in zip("ab", by_rank, strict=True):
         commit_all(ledger, (name,))
         member = Member(name, ledger)
         member.handle(RunReady(), 0.0)
@@ -307,7 +307,7 @@ def test_of_two_histories_under_one_step_one_goes_on_and_the_other_is_healed():
         facts.append(command.facts)
     said = [m.handle(Gathered(facts=tuple(facts)), 0.0) for m in members]
     resets = [ResetEngine(step=0) in commands for commands in said]
-    assert resets == [ledger.lineage != max(x.lineage for x in ledgers) for ledger in ledgers]
+    assert resets == [ledger.lineage != max(x.lineage for x in by_rank) for ledger in by_rank]
 
 
 def test_a_loser_whose_winner_dies_goes_on_with_its_own_history():

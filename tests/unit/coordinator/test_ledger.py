@@ -6,34 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.ledger import CHUNK_S, ChunkPool, Ledger
+from coordinator.ledger import CHUNK_S, BatchLedger, RankLedger
 
 
 def pool_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
-    return ChunkPool(
+    return BatchLedger(
         num_samples=num_batches, batch_size=1, num_epochs=num_epochs, world_size=world_size,
         **settings,
     )  # fmt: skip
 
 
-def deal(pool, rank, seconds=None, shares=None):
-    world = len(pool.ledgers)
-    return pool.deal_chunk(rank, shares=shares or (1 / world,) * world, seconds_per_batch=seconds)
+def deal(ledger, rank, seconds=None, shares=None):
+    world = len(ledger.by_rank)
+    return ledger.deal_chunk(rank, shares=shares or (1 / world,) * world, seconds_per_batch=seconds)
 
 
 def size(chunk):
     return 0 if chunk is None else sum(len(span) for span in chunk[1])
 
 
-def train_all(pool, rank):
-    pool.trained(rank, pool.ledgers[rank].num_assigned)
+def train_all(ledger, rank):
+    ledger.trained(rank, ledger.by_rank[rank].num_assigned)
 
 
-def settle_all(pool):
-    for rank in range(len(pool.ledgers)):
-        train_all(pool, rank)
-        pool.freeze(rank)
-        pool.settle(rank)
+def settle_all(ledger):
+    for rank in range(len(ledger.by_rank)):
+        train_all(ledger, rank)
+        ledger.freeze(rank)
+        ledger.settle(rank)
 
 
 # -- dealing ----------------------------------------------------------------------------
@@ -44,15 +44,15 @@ def test_before_the_first_measurement_chunks_are_single_batches():
 
 
 def test_a_chunk_takes_about_a_fifth_of_a_second():
-    pool = pool_of(10_000)
+    ledger = pool_of(10_000)
     for rank, seconds in ((0, 0.002), (1, 0.010)):
-        count = size(deal(pool, rank, (0.002, 0.010), (5 / 6, 1 / 6)))
+        count = size(deal(ledger, rank, (0.002, 0.010), (5 / 6, 1 / 6)))
         assert count * seconds == pytest.approx(CHUNK_S)
 
 
 def test_chunks_shrink_towards_the_end_of_an_epoch():
-    pool = pool_of(64)
-    sizes = [size(deal(pool, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
+    ledger = pool_of(64)
+    sizes = [size(deal(ledger, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
     sizes = [n for n in sizes if n]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[:4] == [16, 12, 9, 6]
@@ -60,106 +60,106 @@ def test_chunks_shrink_towards_the_end_of_an_epoch():
 
 
 def test_a_slow_rank_gets_none_of_a_tail_that_the_others_finish_before_it():
-    pool = pool_of(20, num_epochs=2)
-    pool.open_epoch((0.9, 0.1)).open.take(17)
-    assert deal(pool, 1, (0.01, 0.1), (0.9, 0.1))[0] == 1
-    assert deal(pool, 0, (0.01, 0.1), (0.9, 0.1))[0] == 0
+    ledger = pool_of(20, num_epochs=2)
+    ledger.open_epoch((0.9, 0.1)).open.take(17)
+    assert deal(ledger, 1, (0.01, 0.1), (0.9, 0.1))[0] == 1
+    assert deal(ledger, 0, (0.01, 0.1), (0.9, 0.1))[0] == 0
 
 
 def test_a_chunk_is_whole_windows_but_for_the_end():
-    pool = pool_of(7, granularity=3)
-    sizes = [size(deal(pool, rank)) for rank in (0, 1, 0)]
+    ledger = pool_of(7, granularity=3)
+    sizes = [size(deal(ledger, rank)) for rank in (0, 1, 0)]
     assert sizes == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [(1, (1.0,)), (2, (0.0, 1.0))])
 def test_a_rank_that_is_alone_gets_all_that_is_left(world_size, shares):
-    pool = pool_of(50, world_size=world_size)
-    assert size(deal(pool, world_size - 1, None, shares)) == 50
+    ledger = pool_of(50, world_size=world_size)
+    assert size(deal(ledger, world_size - 1, None, shares)) == 50
 
 
 def test_fixed_ratios_hold_under_progressive_dispatch():
     """S16."""
-    pool = pool_of(40, ratios=(3.0, 1.0))
-    while any(deal(pool, rank, (1.0, 1e-6)) for rank in (1, 0)):
+    ledger = pool_of(40, ratios=(3.0, 1.0))
+    while any(deal(ledger, rank, (1.0, 1e-6)) for rank in (1, 0)):
         pass
-    assert [pool.ledgers[r].num_assigned for r in (0, 1)] == [30, 10]
+    assert [ledger.by_rank[r].num_assigned for r in (0, 1)] == [30, 10]
 
 
 def test_without_progressive_dispatch_a_partition_is_dealt_at_once():
-    pool = pool_of(40, progressive=False)
-    assert size(deal(pool, 0, None, (0.75, 0.25))) == 30
-    assert size(deal(pool, 1, None, (0.75, 0.25))) == 10
-    assert deal(pool, 0, None, (0.75, 0.25)) is None
+    ledger = pool_of(40, progressive=False)
+    assert size(deal(ledger, 0, None, (0.75, 0.25))) == 30
+    assert size(deal(ledger, 1, None, (0.75, 0.25))) == 10
+    assert deal(ledger, 0, None, (0.75, 0.25)) is None
 
 
 def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
-    pool = pool_of(1, num_epochs=3)
-    assert [deal(pool, 0)[0], deal(pool, 1)[0]] == [0, 1]
-    assert deal(pool, 0) is None
-    settle_all(pool)
-    assert pool.pop_oldest().epoch == 0
-    assert deal(pool, 0)[0] == 2
+    ledger = pool_of(1, num_epochs=3)
+    assert [deal(ledger, 0)[0], deal(ledger, 1)[0]] == [0, 1]
+    assert deal(ledger, 0) is None
+    settle_all(ledger)
+    assert ledger.pop_oldest().epoch == 0
+    assert deal(ledger, 0)[0] == 2
 
 
 def test_without_look_ahead_one_epoch_is_open_at_a_time():
-    pool = pool_of(1, num_epochs=2, world_size=1, look_ahead=False)
-    assert deal(pool, 0)[0] == 0
-    assert deal(pool, 0) is None
+    ledger = pool_of(1, num_epochs=2, world_size=1, look_ahead=False)
+    assert deal(ledger, 0)[0] == 0
+    assert deal(ledger, 0) is None
 
 
 def test_a_closed_epoch_never_opens_again():
     """D24."""
-    pool = pool_of(2, num_epochs=1)
-    deal(pool, 0), deal(pool, 1)
-    settle_all(pool)
-    pool.pop_oldest()
-    assert deal(pool, 0) is None
-    assert pool.exhausted
-    assert not pool.epochs
+    ledger = pool_of(2, num_epochs=1)
+    deal(ledger, 0), deal(ledger, 1)
+    settle_all(ledger)
+    ledger.pop_oldest()
+    assert deal(ledger, 0) is None
+    assert ledger.exhausted
+    assert not ledger.epochs
 
 
 def test_a_limit_on_batches_is_spent_on_the_oldest_epoch_first():
     """Partitions of the next epoch must not eat what an open one still needs."""
-    pool = pool_of(4, num_epochs=3, progressive=False, max_batches=5)
-    assert deal(pool, 0) == (0, (range(2),))
-    assert deal(pool, 0) == (1, (range(1),))
-    assert deal(pool, 0) is None
-    assert deal(pool, 1) == (0, (range(2, 4),))
-    assert deal(pool, 1) is None
-    assert pool.exhausted
-    settle_all(pool)
-    assert pool.pop_oldest().settled
+    ledger = pool_of(4, num_epochs=3, progressive=False, max_batches=5)
+    assert deal(ledger, 0) == (0, (range(2),))
+    assert deal(ledger, 0) == (1, (range(1),))
+    assert deal(ledger, 0) is None
+    assert deal(ledger, 1) == (0, (range(2, 4),))
+    assert deal(ledger, 1) is None
+    assert ledger.exhausted
+    settle_all(ledger)
+    assert ledger.pop_oldest().settled
 
 
 def test_a_limit_on_batches_is_kept():
-    pool = pool_of(10, num_epochs=2, max_batches=13)
-    while deal(pool, 0) or deal(pool, 1):
+    ledger = pool_of(10, num_epochs=2, max_batches=13)
+    while deal(ledger, 0) or deal(ledger, 1):
         pass
-    assert sum(ledger.num_assigned for ledger in pool.ledgers) == 13
-    assert pool.exhausted
+    assert sum(ledger.num_assigned for ledger in ledger.by_rank) == 13
+    assert ledger.exhausted
 
 
 # -- lockstep --------------------------------------------------------------------------------
 
 
 def test_lockstep_deals_equal_shares_whose_steps_are_a_prefix():
-    pool = pool_of(7, world_size=3)
-    number, dealt = pool.deal_epoch((0, 1, 2), (0.9, 0.05, 0.05))
+    ledger = pool_of(7, world_size=3)
+    number, dealt = ledger.deal_epoch((0, 1, 2), (0.9, 0.05, 0.05))
     assert number == 0
     batches = {rank: [b for span in spans for b in span] for rank, spans in dealt.items()}
     assert batches == {0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}
 
 
 def test_lockstep_with_fixed_ratios_deals_contiguous_parts():
-    pool = pool_of(8, ratios=(3.0, 1.0))
-    _, dealt = pool.deal_epoch((0, 1), (0.5, 0.5))
+    ledger = pool_of(8, ratios=(3.0, 1.0))
+    _, dealt = ledger.deal_epoch((0, 1), (0.5, 0.5))
     assert dealt == {0: (range(6),), 1: (range(6, 8),)}
 
 
 def test_lockstep_gives_ranks_without_a_batch_nothing():
-    pool = pool_of(2, world_size=4)
-    _, dealt = pool.deal_epoch((0, 1, 2, 3), (0.25,) * 4)
+    ledger = pool_of(2, world_size=4)
+    _, dealt = ledger.deal_epoch((0, 1, 2, 3), (0.25,) * 4)
     assert [sum(map(len, dealt[r])) for r in range(4)] == [1, 1, 0, 0]
 
 
@@ -167,16 +167,16 @@ def test_lockstep_gives_ranks_without_a_batch_nothing():
 
 
 def test_only_what_was_in_the_round_is_settled():
-    pool = pool_of(10, world_size=1, progressive=False)
-    deal(pool, 0)
-    pool.trained(0, 4)
-    pool.freeze(0)
-    pool.trained(0, 3)
-    pool.settle(0)
-    assert pool.oldest.num_settled == 4
-    pool.freeze(0)
-    pool.settle(0)
-    assert pool.oldest.num_settled == 7
+    ledger = pool_of(10, world_size=1, progressive=False)
+    deal(ledger, 0)
+    ledger.trained(0, 4)
+    ledger.freeze(0)
+    ledger.trained(0, 3)
+    ledger.settle(0)
+    assert ledger.oldest.num_settled == 4
+    ledger.freeze(0)
+    ledger.settle(0)
+    assert ledger.oldest.num_settled == 7
 
 
 @pytest.mark.parametrize(
@@ -192,92 +192,92 @@ def test_only_what_was_in_the_round_is_settled():
     ids=["in a row", "epochs", "gap", "backwards", "steps", "step"],
 )
 def test_only_batches_of_an_epoch_in_a_row_are_one_range(notes, kept):
-    ledger = Ledger()
+    ledger = RankLedger()
     for epoch, span in notes:
         ledger.note_trained(epoch, span)
     assert ledger.trained == (notes if kept is None else kept)
 
 
 def test_what_was_in_a_round_that_was_given_up_waits_for_the_next():
-    pool = pool_of(10, world_size=1, progressive=False)
-    deal(pool, 0)
-    pool.trained(0, 4)
-    pool.freeze(0)
-    pool.thaw()
-    pool.settle(0)
-    assert pool.oldest.num_settled == 0
-    pool.freeze(0)
-    pool.settle(0)
-    assert pool.oldest.num_settled == 4
+    ledger = pool_of(10, world_size=1, progressive=False)
+    deal(ledger, 0)
+    ledger.trained(0, 4)
+    ledger.freeze(0)
+    ledger.thaw()
+    ledger.settle(0)
+    assert ledger.oldest.num_settled == 0
+    ledger.freeze(0)
+    ledger.settle(0)
+    assert ledger.oldest.num_settled == 4
 
 
 def test_the_short_batch_counts_its_samples():
     """D25: 103 samples, batch 10: the epoch ends, 103 trained."""
-    pool = ChunkPool(num_samples=103, batch_size=10, num_epochs=1, world_size=2)
-    while deal(pool, 0) or deal(pool, 1):
+    ledger = BatchLedger(num_samples=103, batch_size=10, num_epochs=1, world_size=2)
+    while deal(ledger, 0) or deal(ledger, 1):
         pass
-    settle_all(pool)
-    assert pool.oldest.settled
-    assert pool.oldest.num_samples == 103
+    settle_all(ledger)
+    assert ledger.oldest.settled
+    assert ledger.oldest.num_samples == 103
 
 
 def test_drop_last_leaves_the_short_batch_out():
-    pool = ChunkPool(num_samples=103, batch_size=10, num_epochs=1, world_size=1, drop_last=True)
-    while deal(pool, 0):
+    ledger = BatchLedger(num_samples=103, batch_size=10, num_epochs=1, world_size=1, drop_last=True)
+    while deal(ledger, 0):
         pass
-    settle_all(pool)
-    assert pool.oldest.settled
-    assert pool.oldest.num_samples == 100
+    settle_all(ledger)
+    assert ledger.oldest.settled
+    assert ledger.oldest.num_samples == 100
 
 
 def test_a_death_opens_what_was_not_settled_and_counts_what_was_trained():
-    pool = pool_of(20, progressive=False)
-    deal(pool, 0), deal(pool, 1)
+    ledger = pool_of(20, progressive=False)
+    deal(ledger, 0), deal(ledger, 1)
     for rank in (0, 1):
-        pool.trained(rank, 6)
-        pool.freeze(rank)
-        pool.settle(rank)
-        pool.trained(rank, 3)
-    pool.take_back(1, (1.0, 0.0))
-    assert pool.oldest.num_retrained == 3
-    assert len(pool.oldest.open) == 4
-    assert pool.ledgers[1].num_assigned == 0
-    while size(deal(pool, 0, None, (1.0, 0.0))):
+        ledger.trained(rank, 6)
+        ledger.freeze(rank)
+        ledger.settle(rank)
+        ledger.trained(rank, 3)
+    ledger.take_back(1, (1.0, 0.0))
+    assert ledger.oldest.num_retrained == 3
+    assert len(ledger.oldest.open) == 4
+    assert ledger.by_rank[1].num_assigned == 0
+    while size(deal(ledger, 0, None, (1.0, 0.0))):
         pass
-    settle_all(pool)
-    assert pool.oldest.settled
-    assert pool.oldest.num_samples == 20
+    settle_all(ledger)
+    assert ledger.oldest.settled
+    assert ledger.oldest.num_samples == 20
 
 
 def test_a_pool_is_exhausted_once_nothing_is_open():
-    pool = pool_of(10, progressive=False)
-    assert not pool.exhausted  # the epoch is still to begin
-    deal(pool, 0)
-    assert len(pool.oldest.open) > 0
-    assert not pool.exhausted
-    while deal(pool, 0) or deal(pool, 1):
+    ledger = pool_of(10, progressive=False)
+    assert not ledger.exhausted  # the epoch is still to begin
+    deal(ledger, 0)
+    assert len(ledger.oldest.open) > 0
+    assert not ledger.exhausted
+    while deal(ledger, 0) or deal(ledger, 1):
         pass
-    assert pool.exhausted
-    pool.take_back(1, (1.0, 0.0))
-    assert not pool.exhausted
+    assert ledger.exhausted
+    ledger.take_back(1, (1.0, 0.0))
+    assert not ledger.exhausted
 
 
 def test_the_death_of_the_last_hands_nothing_over():
     """Nobody has a share that what was reserved could follow."""
-    pool = pool_of(20, progressive=False)
-    deal(pool, 0)
-    pool.take_back(0, (0.0, 0.0))
-    assert len(pool.oldest.open) == 20
-    assert sum(pool.oldest.quotas) == 20
+    ledger = pool_of(20, progressive=False)
+    deal(ledger, 0)
+    ledger.take_back(0, (0.0, 0.0))
+    assert len(ledger.oldest.open) == 20
+    assert sum(ledger.oldest.quotas) == 20
 
 
 def test_a_death_gives_back_what_it_took_of_a_limit():
-    pool = pool_of(10, max_batches=6, progressive=False)
-    assert size(deal(pool, 1)) == 5
-    pool.take_back(1, (1.0, 0.0))
-    while deal(pool, 0, None, (1.0, 0.0)):
+    ledger = pool_of(10, max_batches=6, progressive=False)
+    assert size(deal(ledger, 1)) == 5
+    ledger.take_back(1, (1.0, 0.0))
+    while deal(ledger, 0, None, (1.0, 0.0)):
         pass
-    assert pool.ledgers[0].num_assigned == 6
+    assert ledger.by_rank[0].num_assigned == 6
 
 
 @given(st.data())
@@ -285,7 +285,7 @@ def test_every_batch_is_dealt_and_settled_once_whatever_happens(data):
     world = data.draw(st.integers(1, 4), "world_size")
     num_samples, batch_size = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 9))
     num_epochs = data.draw(st.integers(1, 3))
-    pool = ChunkPool(
+    ledger = BatchLedger(
         num_samples=num_samples,
         batch_size=batch_size,
         num_epochs=num_epochs,
@@ -300,29 +300,29 @@ def test_every_batch_is_dealt_and_settled_once_whatever_happens(data):
         if len(closed) == num_epochs:
             break
         rank = data.draw(st.integers(0, world - 1))
-        deal(pool, rank, data.draw(st.sampled_from((None, seconds))), shares)
-        held = pool.ledgers[rank].num_assigned
-        pool.trained(rank, data.draw(st.integers(0, held)))
+        deal(ledger, rank, data.draw(st.sampled_from((None, seconds))), shares)
+        held = ledger.by_rank[rank].num_assigned
+        ledger.trained(rank, data.draw(st.integers(0, held)))
         if data.draw(st.booleans()):
             for r in range(world):
-                pool.freeze(r)
-                pool.settle(r)
+                ledger.freeze(r)
+                ledger.settle(r)
         if data.draw(st.integers(0, 9)) == 0:
-            while any(deal(pool, r, None, shares) for r in range(world)):
-                settle_all(pool)
-            settle_all(pool)
-        while pool.oldest is not None and pool.oldest.settled:
-            epoch = pool.pop_oldest()
+            while any(deal(ledger, r, None, shares) for r in range(world)):
+                settle_all(ledger)
+            settle_all(ledger)
+        while ledger.oldest is not None and ledger.oldest.settled:
+            epoch = ledger.pop_oldest()
             assert epoch.num_samples == num_samples
             closed.append(epoch.epoch)
     assert closed == list(range(len(closed)))
 
 
 def test_ranks_that_are_held_together_get_short_chunks_and_are_never_refused():
-    pool = pool_of(8)
+    ledger = pool_of(8)
     seconds, shares = (1e-3, 1.0), (0.999, 0.001)
     sizes = [
-        size(pool.deal_chunk(i % 2, shares=shares, seconds_per_batch=seconds, max_chunk=2))
+        size(ledger.deal_chunk(i % 2, shares=shares, seconds_per_batch=seconds, max_chunk=2))
         for i in range(4)
     ]
     assert sizes == [2, 2, 2, 2]

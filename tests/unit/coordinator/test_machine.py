@@ -122,7 +122,7 @@ def test_a_rank_hears_once_of_an_epoch_without_a_batch_for_it():
     for rank in range(3):
         run.snapshot(rank, 1, 0 if rank == 2 else 1)
     run.tell(m.Averaged(round=1, average=EMPTY, num_samples=4))
-    assert run.machine.core.pool.oldest.epoch == 1
+    assert run.machine.core.ledger.oldest.epoch == 1
     assert run.to(m.StartEpoch, 2).count(empty) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_round_over_the_cpu_collects_computes_and_delivers():
     run.tell(m.Averaged(round=1, average=EMPTY, num_samples=5))
     assert [msg.round for msg in run.to(m.Update)] == [1, 1]
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
-    assert run.machine.core.pool.oldest.num_settled == 4
+    assert run.machine.core.ledger.oldest.num_settled == 4
 
 
 @pytest.mark.parametrize("backend", [CPU, THREAD])
@@ -185,7 +185,7 @@ def test_what_is_trained_while_an_average_is_computed_counts_for_the_next_round(
     run.end_plan(0), run.end_plan(0), run.end_plan(1)
     run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
     assert [r.since_round for r in run.machine.core.ranks] == [2, 1]
-    assert run.machine.core.pool.oldest.num_settled == 4
+    assert run.machine.core.ledger.oldest.num_settled == 4
     assert run.to(m.SetGlobalStep)[-1].step == 4
 
 
@@ -211,7 +211,7 @@ def test_a_snapshot_of_a_round_that_was_given_up_is_dropped():
     assert run.jobs() == []
     run.snapshot(1, 2), run.snapshot(0, 2)
     assert [job.round for job in run.jobs()] == [2]
-    assert run.machine.core.pool.oldest.num_settled == 0
+    assert run.machine.core.ledger.oldest.num_settled == 0
 
 
 def test_too_many_failed_rounds_in_a_row_end_the_run():
@@ -453,7 +453,7 @@ def test_a_failure_ends_the_round_in_flight():
     run.snapshot(0, 1), run.snapshot(1, 1)
     run.tell(m.Failed(rank=1, epoch=0, step=2, error=RuntimeError()))
     assert run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2)) == []
-    assert run.machine.core.pool.oldest.num_settled == 0
+    assert run.machine.core.ledger.oldest.num_settled == 0
 
 
 def test_a_rank_that_leaves_during_a_round_aborts_it():
@@ -517,20 +517,20 @@ def test_a_rank_never_comes_back(state, target):
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_told"),
+    ("settings", "num_reported"),
     [
         ({"advise_balance": True}, 1),
         ({}, 0),
     ],
 )
-def test_lockstep_ranks_that_turn_out_unequal_are_told_of_once(caplog, settings, num_told):
+def test_lockstep_ranks_that_turn_out_unequal_are_told_of_once(caplog, settings, num_reported):
     run = Run(**{"policy": ApplyPolicy.SYNC, "backend": THREAD, "num_samples": 5000} | settings)
     for _ in range(60):
         for rank, step_s in enumerate((0.01, 0.03)):
             stats = m.ReportStats(num_batches=10, num_samples=10, compute_s=10 * step_s)
             run.tell(m.BatchReport(rank=rank, epoch=0, stats=stats))
     told = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
-    assert len(told) == num_told
+    assert len(told) == num_reported
     assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in told)
 
 
@@ -543,7 +543,7 @@ def test_a_transport_that_failed_is_left_though_the_last_round_failed_by_a_death
         for rank in (0, 1):
             run.tell(m.SyncAck(rank=rank, round=round_id, ok=False, fault=fault))
     assert run.machine.outcome.failure is None
-    assert run.machine.core.choice.chosen is CPU
+    assert run.machine.core.backend_choice.chosen is CPU
     run.tell(m.Failed(rank=0, epoch=0, step=0, error=ValueError("planted")))
     assert run.machine.core.alone
 

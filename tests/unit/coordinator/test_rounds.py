@@ -122,11 +122,11 @@ def test_a_round_is_complete_with_the_last_of_its_ranks():
 )
 def test_an_answer_is_a_part_once_it_is_taken_and_until_the_round_goes_on(state, answer, taken):
     rnd = begun(state)
-    assert not rnd.is_part(answer)
+    assert not rnd.is_partial_reply(answer)
     getattr(rnd, taken)[0] = answer
-    assert rnd.is_part(answer)
-    assert not rnd.is_part(replace(answer, round=0)), "an answer to an older round"
-    assert not rnd.is_part(replace(answer, rank=1)), "one that was not taken"
-    assert not rnd.is_part(m.Exiting(rank=0))
+    assert rnd.is_partial_reply(answer)
+    assert not rnd.is_partial_reply(replace(answer, round=0)), "an answer to an older round"
+    assert not rnd.is_partial_reply(replace(answer, rank=1)), "one that was not taken"
+    assert not rnd.is_partial_reply(m.Exiting(rank=0))
     rnd.move(RoundState.NONE)
-    assert not rnd.is_part(answer)
+    assert not rnd.is_partial_reply(answer)

@@ -29,7 +29,7 @@ def test_what_a_dead_rank_trained_after_its_part_of_a_checkpoint_is_not_in_it():
     (epoch, *_) = saved.run["epochs"]
     assert (epoch["num_samples"], epoch["num_retrained"]) == (6, 0)
     assert [rank["num_samples"] for rank in epoch["tally"]["ranks"]] == [2, 2, 2]
-    assert run.machine.core.pool.oldest.num_retrained == 1
+    assert run.machine.core.ledger.oldest.num_retrained == 1
 
 
 @given(st.lists(st.integers(0, 30), unique=True))

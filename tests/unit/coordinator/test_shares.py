@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.shares import Inequality, Shares
+from coordinator.shares import ImbalanceDetector, Shares
 from coordinator.splitting import seconds, split_by_cost, split_like, split_within
 
 STEPS = 6
@@ -327,7 +327,7 @@ def test_the_only_rank_with_memory_enough_is_not_left_alone():
 
 def looks(times, batches=10):
     """What each look finds at ranks with these seconds for a batch."""
-    inequality = Inequality()
+    inequality = ImbalanceDetector()
     found = [
         inequality.look({rank: (n, n * s) for rank, s in enumerate(times)})
         for n in range(0, 1001, batches)
@@ -346,7 +346,7 @@ def test_unequal_ranks_are_noticed_once_with_what_shares_would_gain():
 
 
 def test_slow_first_steps_and_ranks_that_come_and_go_are_not_unequal():
-    inequality = Inequality()
+    inequality = ImbalanceDetector()
     assert inequality.look({0: (10, 1.0), 1: (10, 60.0)}) is None
     assert inequality.look({0: (209, 20.9), 1: (209, 79.9)}) is None
     assert inequality.look({0: (210, 21.0), 1: (210, 80.0)}) is None

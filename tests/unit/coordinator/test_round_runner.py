@@ -7,7 +7,7 @@ import pytest
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
-from coordinator.rounds import OWN_SHARE, RATED_PER_S, OwnTime
+from coordinator.rounds import OWN_SHARE, RATED_PER_S, RoundCpuTime
 from coordinator.state import Core
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
@@ -83,12 +83,12 @@ CHUNK = m.EpochReport(rank=0, epoch=0, stats=m.ReportStats())
 def test_rounds_are_charged_what_comes_with_them(event, since_round, charged):
     """The count is 10. What an event took is known with the next one."""
     core = core_with(since_round)
-    own_time = OwnTime(core)
+    cpu_time = RoundCpuTime(core)
     core.spent_s = 1.0
-    own_time.note(event)
+    cpu_time.note(event)
     core.spent_s = 3.0
-    own_time.note(m.Tick())
+    cpu_time.note(m.Tick())
     core.spent_s = 7.0
-    own_time.note(m.Tick())
-    assert own_time.take() == (2.0 if charged else 0.0)
-    assert own_time.take() == 0.0
+    cpu_time.note(m.Tick())
+    assert cpu_time.take() == (2.0 if charged else 0.0)
+    assert cpu_time.take() == 0.0
