@@ -16,10 +16,10 @@ class CallerModes:
     """Gradient mode, inference mode and autocast of a thread.
 
     Attributes:
-        grad: Whether graphs are recorded.
-        inference: Whether ``torch.inference_mode`` is on.
-        autocasts: Device type and dtype of each autocast that is on.
-        cache: Whether autocast keeps converted weights.
+        grad: Whether gradients are enabled.
+        inference: Whether ``torch.inference_mode`` is enabled.
+        autocasts: Device type and dtype of each enabled autocast.
+        cache: Whether autocast caches cast weights.
     """
 
     grad: bool
@@ -29,7 +29,7 @@ class CallerModes:
 
     @classmethod
     def capture(cls) -> CallerModes:
-        """Those of the calling thread."""
+        """The modes of the calling thread."""
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -43,7 +43,7 @@ class CallerModes:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Make them those of this thread for a while."""
+        """Apply the modes to the calling thread for the duration of the context."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -55,9 +55,9 @@ class CallerModes:
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """No autocast for a while: around a backward pass, as PyTorch asks for.
+    """Disable autocast for a backward pass, as PyTorch requires.
 
-    Backward runs each operation in the dtype of its forward, unless autocast changes that.
+    Backward runs each operation in the dtype of its forward, unless autocast changes it.
     """
     with ExitStack() as stack:
         for kind in _DEVICE_TYPES:

@@ -1,8 +1,8 @@
 """Gathers the outputs of replicas, and runs their backward passes in their own threads.
 
-PyTorch runs backward of CPU graphs in the thread that calls it. So each replica's graph ends
-at its own outputs, and a function of autograd stands between them and what the caller gets:
-its backward hands every replica its part and lets it run backward in its own thread.
+PyTorch runs backward of CPU graphs in the calling thread. So each replica's graph ends at its own
+outputs, and an autograd function connects them to the caller's outputs: its backward runs each
+replica's backward in the replica's thread.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from runtime.loop.scatter import Scatter, ShardInput, to_device
 
 COUPLED_OUTPUT = (
     "forward returned tensors of shapes {shapes} for {sizes} samples on the replicas: each relates "
-    "the samples of its piece to each other, and nothing those of different pieces. Return the "
-    "features (z) and compute what relates them (z @ z.T) in the loop: model(x) gives those of the "
-    "whole batch, and gradients go back through them. In a train_fn of Trainer.builder, gather "
+    "the samples of its shard to each other, but not to those of other shards. Return the features "
+    "(z) and relate them (z @ z.T) in the loop: model(x) returns those of the whole batch, and "
+    "gradients pass through them. In a train_fn of Trainer.builder, gather "
     "them with runtime.all_gather(z)"
 )
 
 
 class OutputGather:
-    """One forward pass over all replicas, until its backward.
+    """The gathered output of one forward pass over all replicas, and its backward.
 
     Args:
         scatter: The inputs.
-        shards: What the replicas made of them, in order of samples.
-        device: Where the outputs shall lie.
+        shards: The replicas' outputs, in order of samples.
+        device: The device of the gathered output.
         backward: Runs the shards' backward.
 
     Attributes:
         gathered: Each tensor of the output.
-        may_couple_samples: True if an output may relate the samples of a piece to each other: one
-            of its other dimensions is as long as the piece, and all pieces are equal.
+        may_couple_samples: True if an output may relate the samples of a shard to each other:
+            another dimension is as long as the shard, and all shards have the same size.
 
     Raises:
-        ValueError: Outputs that cannot be put together, or relate samples to each other.
+        ValueError: Outputs cannot be concatenated, or relate samples to each other.
     """
 
     def __init__(
@@ -63,36 +63,36 @@ class OutputGather:
                 )
         columns = list(zip(*(shard.outputs or [] for shard in shards), strict=True))
         sizes = [shard.stop - shard.start for shard in shards]
-        crossed = [parts for parts in columns if _couples_samples(parts, sizes)]
-        self.may_couple_samples = bool(crossed)
-        if crossed and len(set(sizes)) > 1:
-            shapes = ", ".join(str(tuple(part.shape)) for part in crossed[0])
+        coupled = [parts for parts in columns if _couples_samples(parts, sizes)]
+        self.may_couple_samples = bool(coupled)
+        if coupled and len(set(sizes)) > 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in coupled[0])
             raise ValueError(COUPLED_OUTPUT.format(shapes=shapes, sizes=", ".join(map(str, sizes))))
-        summed = shards[0].weight_index
+        weight_index = shards[0].weight_index
         self.gathered = [
-            GatheredTensor(parts, shards, device, is_weight=index == summed)
+            GatheredTensor(parts, shards, device, is_weight=index == weight_index)
             for index, parts in enumerate(columns)
         ]
 
     def output(self) -> Any:
-        """The output of the call, with a graph where the replicas' outputs have one."""
+        """The output of the call, with a graph if the replicas' outputs have one."""
         values = [tensor.value for tensor in self.gathered]
         if any(tensor.requires_grad for tensor in self.gathered):
-            # One input with a gradient there must be, or autograd would skip the function.
+            # Without an input that requires a gradient, autograd would skip the function.
             anchor = torch.zeros((), requires_grad=True)
             values = list(_GatherFunction.apply(self, anchor, *self._scatter.tensors))  # type: ignore[no-untyped-call]
         for tensor in self.gathered:
-            del tensor.value  # the caller's alone from here on
+            del tensor.value  # only the caller keeps a reference
         return self._shards[0].spec.build(iter(values))
 
     def backward(
         self, grads: Sequence[Tensor | None], *, param_grads: bool, retain_graph: bool
     ) -> list[Tensor | None]:
-        """From the gradients of the outputs to those of the inputs."""
+        """The gradients of the inputs from those of the outputs."""
         if any(shard.outputs is None for shard in self._shards):
             raise RuntimeError(
                 "backward ran through this output before, and the graph was freed: pass "
-                "retain_graph=True to the first one if there are to be two"
+                "retain_graph=True to the first backward to run a second"
             )
         columns = [tensor.split(grad) for tensor, grad in zip(self.gathered, grads, strict=True)]
         parts = [list(row) for row in zip(*columns, strict=True)]
@@ -105,17 +105,17 @@ class OutputGather:
 
 
 class _GatherFunction(torch.autograd.Function):
-    """Stands between the replicas' graphs and the caller's."""
+    """Connects the replicas' graphs to the caller's."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: OutputGather, anchor: Tensor, *inputs: Tensor
+        ctx: Any, gather: OutputGather, anchor: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        values = tuple(tensor.value for tensor in call.gathered)
+        ctx.gather = gather
+        values = tuple(tensor.value for tensor in gather.gathered)
         ctx.mark_non_differentiable(
-            *(v for v, m in zip(values, call.gathered, strict=True) if not m.requires_grad)
+            *(v for v, m in zip(values, gather.gathered, strict=True) if not m.requires_grad)
         )
         return values
 
@@ -124,52 +124,51 @@ class _GatherFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True: gradients of gradients do not pass through replicas; compute "
-                "such a term with model.module(...), which runs on the first device alone"
+                "such a term with model.module(...), which runs on the first device only"
             )
-        found = ctx.call.backward(
+        found = ctx.gather.backward(
             grads, param_grads=_wants_param_grads(ctx), retain_graph=_retains_graph()
         )
         return (None, None, *found)
 
 
-# Two questions about the backward pass that is under way. Autograd answers them to its own
-# users inside PyTorch; where it does not, the answer is that of a plain loss.backward().
+# Properties of the running backward pass, by private functions of PyTorch; without these the
+# result is that of a plain loss.backward().
 def _wants_param_grads(ctx: Any) -> bool:
-    """Whether leaves get gradients: not in ``torch.autograd.grad(output, inputs)``."""
-    ask: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
-    return ask is None or ask(ctx.next_functions[0][0])
+    """True if leaves get gradients, unlike in ``torch.autograd.grad(output, inputs)``."""
+    query: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+    return query is None or query(ctx.next_functions[0][0])
 
 
 def _retains_graph() -> bool:
-    """Whether ``retain_graph=True`` was passed."""
-    ask: Callable[[], bool] | None = getattr(
+    """True if ``retain_graph=True`` was passed."""
+    query: Callable[[], bool] | None = getattr(
         torch._C._autograd, "_get_current_graph_task_keep_graph", None
     )
-    return ask is not None and ask()
+    return query is not None and query()
 
 
 class GatheredTensor:
-    """One tensor of the output, put together from the shards' parts.
+    """One tensor of the output, combined from the shards' parts.
 
-    A part with dimensions holds a fixed number of rows for each sample, and parts are laid
-    end to end. A floating-point part without dimensions is taken for a mean over what its piece
-    weighs, or over the samples where that is not known, and the whole is the mean of them all.
-    A piece of weight 0 adds nothing to it, and gets no gradient from it. The weights
-    themselves, where the model returns them, add up.
+    Parts with dimensions have a fixed number of rows per sample and are concatenated. A
+    floating-point part without dimensions counts as a mean over its shard's weight, or over its
+    samples if the weight is unknown, and the combined value is the weighted mean. A shard of
+    weight 0 adds nothing and gets no gradient. Weights that the model returns are summed.
 
     Args:
         parts: Each shard's part.
         shards: The shards.
-        device: Where the whole lies.
-        is_weight: Whether these are the weights.
+        device: The device of the combined tensor.
+        is_weight: Whether the parts are the shards' weights.
 
     Attributes:
-        value: The whole, without a graph.
-        requires_grad: Whether it leads to a graph.
-        weight_is_guessed: Whether parts were taken for means over samples because nothing tells.
+        value: The combined tensor, without a graph.
+        requires_grad: Whether any part requires a gradient.
+        weight_is_guessed: True if parts without a known weight were weighted by samples.
 
     Raises:
-        ValueError: Parts that cannot be put together.
+        ValueError: The parts cannot be combined.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class GatheredTensor:
             self.value = torch.cat(values)
 
     def split(self, grad: Tensor | None) -> list[Tensor | None]:
-        """The gradient of each part, from that of the whole."""
+        """Each part's gradient from the gradient of the combined tensor."""
         if grad is None:
             return [None] * len(self._weights or self._rows)
         if self._rows:
@@ -215,13 +214,13 @@ class GatheredTensor:
         for w in self._weights:
             if isinstance(w, Tensor):
                 found.append(grad * w.to(grad.dtype))
-            else:  # nothing goes back to a piece of weight 0, whose own gradients may be NaN
+            else:  # no gradient for a shard of weight 0, whose own may be NaN
                 found.append(grad if w == 1.0 else grad * w if w else None)
         return found
 
 
 def _known_fractions(weights: Sequence[Weight], device: torch.device) -> Sequence[float | Tensor]:
-    """Each weight's part in their sum; tensors where the host cannot read one."""
+    """Each weight's fraction of the sum; tensors if one is on a GPU."""
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if len(numbers) < len(weights):
         return fractions_of([torch.as_tensor(weight) for weight in weights], device)
@@ -243,7 +242,7 @@ def _sample_fractions(parts: Sequence[Tensor], shards: Sequence[ShardOutput]) ->
     if not parts[0].is_floating_point():
         raise ValueError(
             f"forward returned a {parts[0].dtype} tensor without dimensions, one for each of "
-            f"{len(parts)} replicas, and it is not known how they add up: return one value for "
+            f"{len(parts)} replicas, and how to combine them is unknown: return one value for "
             "each sample"
         )
     total = sum(shard.stop - shard.start for shard in shards)
@@ -251,7 +250,7 @@ def _sample_fractions(parts: Sequence[Tensor], shards: Sequence[ShardOutput]) ->
 
 
 def _has_rows_per_sample(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Whether the first dimension has the same number of rows for each sample."""
+    """True if dimension 0 has the same number of rows for each sample."""
     rows = [part.size(0) if part.dim() else 0 for part in parts]
     per_sample = rows[0] // sizes[0]
     return rows == [per_sample * size for size in sizes]
@@ -263,12 +262,12 @@ def _check_rows(parts: Sequence[Tensor], shards: Sequence[ShardOutput]) -> None:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise ValueError(
             f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
-            "on the replicas, which cannot be laid end to end: put the batch first in each output"
+            "on the replicas, which cannot be concatenated: put the batch first in each output"
         )
 
 
 def _couples_samples(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Whether a dimension other than the first, which is the samples', is as long as each piece."""
+    """True if a dimension other than the first is as long as each shard."""
     if (
         len(parts) < 2
         or min(part.dim() for part in parts) < 2
@@ -280,16 +279,16 @@ def _couples_samples(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 class ShardOutput:
-    """One replica's part of one call, with the graph that leads to its outputs.
+    """One replica's output of one call, with its autograd graph.
 
     Attributes:
-        rank: The replica.
+        rank: The replica's rank.
         start: First sample.
-        stop: One past the last.
-        spec: What the output is like.
-        outputs: Its tensors; ``None`` once the graph was freed.
-        weight: What its scalar losses are means over; ``None``: not known.
-        weight_index: Which of the outputs is that weight; ``None``: none is.
+        stop: One past the last sample.
+        spec: The nested structure of the output.
+        outputs: The output's tensors; ``None`` once the graph was freed.
+        weight: The count that scalar losses are means over; ``None``: unknown.
+        weight_index: Index of that weight in the outputs; ``None``: not among them.
     """
 
     weight: Weight | None = None
@@ -310,26 +309,26 @@ class ShardOutput:
         """Run backward in the replica's thread.
 
         Args:
-            grads: For each output its gradient, on the replica's device.
+            grads: Each output's gradient, on the replica's device.
             param_grads: Whether parameters get gradients too, not only inputs.
-            retain_graph: Whether the graph is used again.
+            retain_graph: Whether to keep the graph.
 
         Returns:
-            The gradient of each input tensor's piece, where one was asked for.
+            The gradient of each tensor of the shard's input; ``None`` if not required.
         """
         assert self.outputs is not None, "checked by the caller"
-        assert self._shard_input is not None, "goes with the outputs"
+        assert self._shard_input is not None, "cleared together with the outputs"
         leaves = self._shard_input.leaves
-        wanted = [leaf for leaf in leaves if leaf is not None]
+        required = [leaf for leaf in leaves if leaf is not None]
         pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if g is not None]
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
-        if pairs and (param_grads or wanted):
+        if pairs and (param_grads or required):
             outputs, given = zip(*pairs, strict=True)
             torch.autograd.backward(
-                outputs, given, retain_graph=retain_graph, inputs=None if param_grads else wanted
+                outputs, given, retain_graph=retain_graph, inputs=None if param_grads else required
             )
         found = [None if leaf is None else leaf.grad for leaf in leaves]
-        for leaf in wanted:
+        for leaf in required:
             leaf.grad = None
         if not retain_graph:
             self.outputs = self._shard_input = None
@@ -347,4 +346,4 @@ class Backward(Protocol):
         param_grads: bool,
         retain_graph: bool,
     ) -> list[list[Tensor | None]]:
-        """For each shard the gradients of its outputs; gives those of its inputs."""
+        """Return the gradients of each shard's inputs from those of its outputs."""

@@ -36,39 +36,39 @@ from runtime.replica.gradients import refuse_sparse, scale_for_mean_
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
 Options = Sequence[Mapping[str, Any]]
-"""Settings of an optimizer's groups, without their parameters."""
+"""Settings of an optimizer's parameter groups, without the parameters."""
 STEPPED_OUTSIDE = (
-    "the optimizer of a model from Trainer.setup was stepped outside model.step(), by hand or by "
-    "a GradScaler: it would train one replica alone, on gradients that may still be scaled. Call "
+    "the optimizer of a model from Trainer.setup was stepped outside model.step(), directly or by "
+    "a GradScaler: it would train one replica only, on gradients that may still be scaled. Call "
     "model.step() instead; with autocast use bfloat16, which needs no GradScaler"
 )
 
 
 class LoopReplica:
-    """A replica of a loop of the user's own.
+    """One rank's model and optimizer in the user's own loop.
 
-    Made and used in the thread of its device, inside ``context.activate()``; rank 0's model
-    and optimizer are the user's too while no task runs.
+    Created and used in the rank's thread, inside ``context.activate()``. Rank 0's model and
+    optimizer are also used by the caller while no task runs.
 
     Args:
-        rank: Its rank.
-        context: Its device.
-        model: Its model, on that device.
-        optim_factory: Makes its optimizer.
-        used: See :class:`GradientExchange`.
+        rank: The replica's rank.
+        context: The replica's device context.
+        model: The replica's model, on that device.
+        optim_factory: Makes the optimizer.
+        has_grad: See :class:`GradientExchange`.
         loss_weight: See :class:`~runtime.DdpConfig`.
 
     Attributes:
         model: The model, in train mode.
         optimizer: The optimizer.
-        guard: Refuses steps of it that this replica does not make.
+        guard: Refuses steps of the optimizer outside :meth:`step`.
         tensors: All parameters, frozen ones too.
         modules: All modules.
-        sample_timer: Times forward and backward, for so many samples.
-        batch_timer: Times whole batches.
-        sync_timer: Times the averages of several batches.
-        exchange: Its gradients on their way to the others.
-        exchange_span_s: When the last exchange of gradients began and ended, on the host.
+        sample_timer: Times forward and backward per sample.
+        batch_timer: Times batches of :meth:`accumulate`.
+        sync_timer: Times reductions.
+        exchange: Exchanges gradients with the other ranks.
+        exchange_span_s: Start and end of the last gradient exchange, on the host.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LoopReplica:
         context: Device,
         model: nn.Module,
         optim_factory: OptimFactory,
-        used: list[list[bool]],
+        has_grad: list[list[bool]],
         loss_weight: LossWeightFn | None = None,
     ) -> None:
         self.rank = rank
@@ -94,26 +94,26 @@ class LoopReplica:
         self.sample_timer = context.new_timer()
         self.batch_timer = context.new_timer()
         self.sync_timer = context.new_timer()
-        self.exchange = GradientExchange(self.state.params, rank, used, context.comm)
+        self.exchange = GradientExchange(self.state.params, rank, has_grad, context.comm)
         self._stashed: dict[int, Tensor] = {}
         self._comm = context.comm
         self.exchange_span_s = (0.0, 0.0)
 
-    def forward(self, piece: ShardInput, start: int, stop: int) -> ShardOutput:
-        """Run the model on its piece."""
+    def forward(self, inputs: ShardInput, start: int, stop: int) -> ShardOutput:
+        """Run the model on samples ``start`` to ``stop`` of a batch."""
         timed = torch.is_grad_enabled()
         if timed:
             self.sample_timer.start()
-        output = self.model(*piece.args, **piece.kwargs)
+        output = self.model(*inputs.args, **inputs.kwargs)
         if timed:
             self.sample_timer.stop(stop - start)
         outputs: list[Tensor] = []
         spec = flatten(output, outputs, strict=True)
-        shard = ShardOutput(self.rank, start, stop, piece, spec)
+        shard = ShardOutput(self.rank, start, stop, inputs, spec)
         shard.outputs = outputs
         if any(t.dim() == 0 and t.is_floating_point() for t in outputs):
             shard.weight = output_weight(
-                self.model, piece.args, piece.kwargs, output, self._loss_weight
+                self.model, inputs.args, inputs.kwargs, output, self._loss_weight
             )
             own = weight_field(output)
             shard.weight_index = next((i for i, t in enumerate(outputs) if t is own), None)
@@ -127,10 +127,10 @@ class LoopReplica:
         param_grads: bool,
         retain_graph: bool,
     ) -> list[Tensor | None]:
-        """Run backward on what :meth:`forward` gave."""
+        """Run backward of a shard from :meth:`forward`; see :meth:`ShardOutput.backward`."""
         self.sample_timer.start()
         given = [None if g is None else to_device(g, self.device) for g in grads]
-        mask = _weight_mask(shard, given) if param_grads else None
+        mask = _loss_weight_mask(shard, given) if param_grads else None
         with _masking_grads(self.state.params.params, mask):
             found = shard.backward(given, param_grads=param_grads, retain_graph=retain_graph)
         self.sample_timer.stop(0)
@@ -156,11 +156,11 @@ class LoopReplica:
     def accumulate(
         self, loss_fn: LossFn, batches: Sequence[Any]
     ) -> tuple[Tensor, list[Weight | None]]:
-        """Forward, loss and backward of each batch in turn; gradients add up.
+        """Run forward, loss and backward of each batch sequentially; gradients add up.
 
         Returns:
-            Their losses, of shape ``(len(batches),)``, on the device, and what each is a mean
-            over, where ``loss_fn`` told.
+            The losses, of shape ``(len(batches),)``, on the device, and their weights; ``None``
+            for a loss that ``loss_fn`` returned without a weight.
         """
         losses, weights = [], []
         for batch in batches:
@@ -174,36 +174,36 @@ class LoopReplica:
 
     @torch.no_grad()
     def stash(self) -> None:
-        """Put the gradients aside, to those that are held already."""
+        """Move the gradients to the stash, adding to stashed ones."""
         targets, sources = [], []
-        for place, p in enumerate(self.tensors):
+        for index, p in enumerate(self.tensors):
             if p.grad is None:
                 continue
             if p.grad.layout is not torch.strided:
-                name, _ = list(self.model.named_parameters())[place]
+                name, _ = list(self.model.named_parameters())[index]
                 refuse_sparse(name, p.grad)
-            if place in self._stashed:
-                targets.append(self._stashed[place])
+            if index in self._stashed:
+                targets.append(self._stashed[index])
                 sources.append(p.grad)
             else:
-                self._stashed[place] = p.grad
+                self._stashed[index] = p.grad
             p.grad = None
         if targets:
             torch._foreach_add_(targets, sources)
 
     def unstash(self) -> None:
-        """Make what is held the gradients again, together with those since."""
+        """Set the gradients to the stashed ones plus those since."""
         self.stash()
-        for place, grad in self._stashed.items():
-            self.tensors[place].grad = grad
+        for index, grad in self._stashed.items():
+            self.tensors[index].grad = grad
         self._stashed = {}
 
     def clear_stash(self) -> None:
-        """Forget what is held."""
+        """Drop stashed gradients."""
         self._stashed = {}
 
     def divide(self, weight: Weight) -> None:
-        """Divide the gradients of weighted losses by the weights' sum."""
+        """Divide the gradients of weighted losses by the sum of the weights."""
         divide_grads_(self.state.params.params, weight)
 
     def average(
@@ -213,13 +213,13 @@ class LoopReplica:
         max_norm: float | None,
         weights: Sequence[Weight] | None = None,
     ) -> None:
-        """Clip what was accumulated, divide it by its batches, and average it over the ranks.
+        """Clip accumulated gradients, divide them by the batch count, and average over ranks.
 
         Args:
-            collective: Where the ranks meet.
-            count: Batches of this rank, which are its weight.
-            max_norm: Of the accumulated gradient; ``None``: as it is.
-            weights: Of all ranks, where losses are weighted; ``None``: batches count alike.
+            collective: This rank's collective.
+            count: Number of batches of this rank, which is its weight.
+            max_norm: Clip the accumulated gradient to this L2 norm; ``None``: do not clip.
+            weights: Sum of loss weights of each rank; ``None``: batches weigh the same.
         """
         self.state.params.check()
         params = self.state.params.params
@@ -233,11 +233,11 @@ class LoopReplica:
                 grads = [p.grad for p in params if p.grad is not None]
                 with self._comm():
                     scale_for_mean_(grads, own, self.device, collective)
-                amount = 1.0  # the plain mean is the weighted one now
+                amount = 1.0  # gradients are scaled: the plain mean is the weighted mean
             else:
-                assert not isinstance(own, Tensor), "judged above"
+                assert not isinstance(own, Tensor), "checked above"
                 amount = own
-        collective.barrier()  # that the slowest is waited for is no cost of the exchange
+        collective.barrier()  # keeps the wait for the slowest rank out of the timing
         start_s = time.monotonic()
         self.sync_timer.start()
         self.exchange.average(collective, amount)
@@ -245,7 +245,7 @@ class LoopReplica:
         self.exchange_span_s = (start_s, time.monotonic())
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip this rank's gradients; gives the norm they had."""
+        """Clip this rank's gradients; returns their norm before."""
         return nn.utils.clip_grad_norm_(self.state.params.params, max_norm)
 
     def broadcast_from_first(self, collective: Collective) -> None:
@@ -254,7 +254,7 @@ class LoopReplica:
         self.exchange.broadcast_from_first(collective)
 
     def step(self, options: Options | None, *, keep: bool = False) -> None:
-        """Step the optimizer with the settings of rank 0's; ``keep`` the gradients or forget."""
+        """Step the optimizer with rank 0's settings; clear the gradients unless ``keep``."""
         if options is not None:
             self._set_options(options)
         with self.guard.stepping():
@@ -263,7 +263,7 @@ class LoopReplica:
             self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+        """Clear the gradients of all parameters."""
         for p in self.tensors:
             p.grad = None
 
@@ -278,9 +278,9 @@ class LoopReplica:
                     group[key] = value
 
     def set_attribute(self, name: str, value: object) -> None:
-        """Set an attribute of the model; tensors on its device, rank 0's as they are."""
+        """Set an attribute of the model, with tensors copied to its device except on rank 0."""
         setattr(self.model, name, to_replica(value, self.device, copy=self.rank > 0))
-        if name in self.model._buffers:  # perhaps of another shape
+        if name in self.model._buffers:  # its shape may have changed
             self.state.buffers = FlatBuffers(self.model)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
@@ -290,30 +290,30 @@ class LoopReplica:
         self.state.buffers = FlatBuffers(self.model)
 
     def set_groups(self, members: Sequence[Sequence[int]], options: Options) -> None:
-        """Regroup what the optimizer trains.
+        """Regroup the optimizer's parameters.
 
         Args:
-            members: For each group the places of its parameters among the trained ones.
-            options: For each group its settings; what is new keeps them.
+            members: Each group's indices into the trained parameters.
+            options: Each group's settings; used for new groups.
         """
         params, groups = self.state.params.params, self.optimizer.param_groups
         del groups[len(members) :]
-        for group, places in zip(groups, members, strict=False):
-            group["params"] = [params[i] for i in places]
+        for group, indices in zip(groups, members, strict=False):
+            group["params"] = [params[i] for i in indices]
         for index in range(len(groups), len(members)):
             own = [params[i] for i in members[index]]
             self.optimizer.add_param_group({**options[index], "params": own})
 
     @torch.no_grad()
     def copy_weights(self, first: LoopReplica) -> None:
-        """Take rank 0's parameters, frozen ones too, and buffers."""
+        """Copy rank 0's parameters, frozen ones too, and buffers."""
         for mine, theirs in zip(self.tensors, first.tensors, strict=True):
             mine.copy_(theirs)
         self.copy_buffers(first)
 
     @torch.no_grad()
     def copy_params(self, first: LoopReplica) -> None:
-        """Take rank 0's trained parameters."""
+        """Copy rank 0's trained parameters."""
         first.state.params.check()
         self.state.params.check()
         for mine, theirs in zip(self.state.params.flats, first.state.params.flats, strict=True):
@@ -321,23 +321,23 @@ class LoopReplica:
 
     @torch.no_grad()
     def copy_buffers(self, first: LoopReplica) -> None:
-        """Take rank 0's buffers, from its own memory. Both on the CPU, or nobody writes."""
+        """Copy rank 0's buffers directly; both on the CPU, or no pending writes."""
         mine, theirs = self.state.buffers.tensors(), first.state.buffers.tensors()
         if mine:
-            with _writing(mine):
+            with _buffer_write_mode(mine):
                 torch._foreach_copy_(mine, theirs)
 
     @torch.no_grad()
-    def restore_buffers(self, kept: Sequence[Tensor]) -> None:
-        """Write back what the buffers were; nothing where none were kept."""
+    def restore_buffers(self, saved: Sequence[Tensor]) -> None:
+        """Restore saved buffers, if any were saved."""
         mine = self.state.buffers.tensors()
-        if kept and mine:
-            with _writing(mine):
-                torch._foreach_copy_(mine, list(kept))
+        if saved and mine:
+            with _buffer_write_mode(mine):
+                torch._foreach_copy_(mine, list(saved))
 
     @torch.no_grad()
     def broadcast_buffers(self, collective: Collective) -> None:
-        """Take rank 0's buffers through the collective."""
+        """Broadcast rank 0's buffers."""
         buffers = self.state.buffers
         floats, others = buffers.empty()
         with self._comm():
@@ -345,15 +345,15 @@ class LoopReplica:
             for flat in (*floats, *others):
                 collective.broadcast_(flat)
             if self.rank:
-                with _writing(buffers.tensors()):
+                with _buffer_write_mode(buffers.tensors()):
                     buffers.write_from(floats, others)
 
     def copy_optimizer(self, first: LoopReplica) -> None:
-        """Take rank 0's optimizer state."""
+        """Copy rank 0's optimizer state."""
         state = first.optimizer.state_dict()
-        # load_state_dict keeps tensors of the right dtype and device, which are the other's,
-        # so they are copied. To this device: that is in order with its stream, while a clone
-        # on another GPU would run there on a stream that waits for nobody.
+        # load_state_dict keeps tensors of the right dtype and device without a copy, so they are
+        # copied first. To this device, in order with its stream: a clone on the other GPU
+        # would run there on an unordered stream.
         memo: dict[int, Any] = {
             id(t): t.clone() if t.device.type == "cpu" else t.to(self.device, copy=True)
             for entry in (*state["state"].values(), *state["param_groups"])
@@ -364,15 +364,15 @@ class LoopReplica:
         self.optimizer.load_state_dict(copy.deepcopy(state, memo))
 
 
-def _writing(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """Around writing to buffers: those that a forward has left in inference mode change there."""
+def _buffer_write_mode(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """The mode in which buffers can be written: inference tensors only in inference mode."""
     return torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext()
 
 
 def average_accumulated_(
     params: Sequence[nn.Parameter], count: int, max_norm: float | None
 ) -> None:
-    """Clip gradients that were added up over ``count`` batches, then divide them by it."""
+    """Clip gradients accumulated over ``count`` batches, then divide them by ``count``."""
     if count == 0:
         return
     if max_norm is not None:
@@ -382,16 +382,16 @@ def average_accumulated_(
         torch._foreach_div_(grads, float(count))
 
 
-def _weight_mask(shard: ShardOutput, grads: Sequence[Tensor | None]) -> Tensor | None:
-    """A piece's weight, if the host cannot read it and nothing but weighted losses goes back."""
+def _loss_weight_mask(shard: ShardOutput, grads: Sequence[Tensor | None]) -> Tensor | None:
+    """A shard's weight on a GPU, if only weighted losses run backward; else ``None``."""
     if not isinstance(shard.weight, Tensor) or shard.outputs is None:
         return None
-    used = [o for o, g in zip(shard.outputs, grads, strict=True) if g is not None]
-    return shard.weight if all(o.dim() == 0 for o in used) else None
+    outputs = [o for o, g in zip(shard.outputs, grads, strict=True) if g is not None]
+    return shard.weight if all(o.dim() == 0 for o in outputs) else None
 
 
 def divide_grads_(params: Sequence[nn.Parameter], weight: Weight, times: float = 1.0) -> None:
-    """Divide gradients by a weight and multiply them; of the weight 0 they become zeros."""
+    """Multiply gradients by ``times / weight``; with weight 0 they become zeros."""
     grads = [p.grad for p in params if p.grad is not None]
     factor = inverse_of(weight) * times
     if isinstance(factor, Tensor):
@@ -401,7 +401,7 @@ def divide_grads_(params: Sequence[nn.Parameter], weight: Weight, times: float =
 
 
 def read_loss(result: object) -> tuple[Tensor, Weight | None]:
-    """What a ``loss_fn`` of ``accumulate`` gave: a loss, with its weight or without."""
+    """The loss and weight that a ``loss_fn`` of ``accumulate`` returned."""
     if isinstance(result, tuple) and (len(result) == 2 or isinstance(result, Weighted)):
         return checked_loss(result[0], "loss_fn"), check_weight("the weight of the loss", result[1])
     return checked_loss(result, "loss_fn"), None
@@ -409,8 +409,10 @@ def read_loss(result: object) -> tuple[Tensor, Weight | None]:
 
 @contextmanager
 def _masking_grads(params: Sequence[nn.Parameter], weight: Tensor | None) -> Iterator[None]:
-    """Around a backward pass whose gradients are zeros if its weight, which is not read, is 0:
-    they may be NaN then, and those that are there already must not be touched."""
+    """Zero the gradients of a backward pass if its weight, a tensor not read by the host, is 0.
+
+    They may be NaN then, and must not reach gradients that exist already.
+    """
     if weight is None:
         yield
         return
@@ -429,8 +431,13 @@ def _masking_grads(params: Sequence[nn.Parameter], weight: Tensor | None) -> Ite
 def weighted_backward(
     loss: Tensor, weight: Weight | None, params: Sequence[nn.Parameter]
 ) -> Tensor:
-    """Run backward, outside autocast, with the loss multiplied by its weight; gives the loss
-    without its graph, 0 if its weight is. Of the weight 0 the parameters' gradients stay."""
+    """Run backward of ``loss * weight`` outside autocast.
+
+    With weight 0 the gradients of ``params`` are unchanged.
+
+    Returns:
+        The detached loss; 0 if its weight is 0.
+    """
     found = loss.detach().reshape(())
     if isinstance(weight, float) and weight == 0:
         return torch.zeros_like(found)
@@ -442,16 +449,16 @@ def weighted_backward(
 
 
 class GradientExchange:
-    """One replica's gradients, in flat tensors where the ranks meet. For its thread.
+    """Exchanges one replica's gradients in flat tensors. Used in the replica's thread.
 
-    A parameter that got no gradient on any rank keeps ``.grad is None``. Which ones got one
-    is told in ``used``, a list that all ranks share: a rank writes its entry before it meets
-    the others in a collective, and reads theirs after it, so nothing is read from a device.
+    A parameter without a gradient on all ranks keeps ``.grad is None``. All ranks share the list
+    ``has_grad``: a rank writes its entry before a collective and reads the others after it, so
+    that nothing is read from a device.
 
     Args:
         params: The replica's parameters.
-        rank: Its rank.
-        used: For each rank which parameters had a gradient.
+        rank: The replica's rank.
+        has_grad: For each rank and parameter, whether it has a gradient.
         comm: The context for collectives, see :meth:`Device.comm`.
     """
 
@@ -459,62 +466,62 @@ class GradientExchange:
         self,
         params: FlatParams,
         rank: int,
-        used: list[list[bool]],
+        has_grad: list[list[bool]],
         comm: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._params = params.params
         self._names = params.names
         self._rank = rank
-        self._used = used
+        self._has_grad = has_grad
         self._comm = comm
         flats = params.like()
         self._flats = reals(flats)
         self._views = params.views(flats)
 
     def reduce_to_first(self, collective: Collective) -> None:
-        """Add all ranks' gradients up on rank 0; the others have none afterwards.
+        """Sum all ranks' gradients on rank 0; the others have none afterwards.
 
-        What rank 0 had before is part of the sum.
+        Gradients that rank 0 had before are part of the sum.
         """
         self._pack()
         with self._comm():
             for flat in self._flats:
                 collective.all_reduce_(flat)
         if self._rank == 0:
-            self._unpack(self._used_on_any_rank())
+            self._unpack(self._any_rank_has_grad())
         else:
             self.clear()
 
     def broadcast_from_first(self, collective: Collective) -> None:
-        """Give rank 0's gradients, as they are now, to all ranks."""
+        """Broadcast rank 0's current gradients to all ranks."""
         if self._rank == 0:
             self._pack()
         with self._comm():
             for flat in self._flats:
                 collective.broadcast_(flat)
-        self._unpack(self._used[0])
+        self._unpack(self._has_grad[0])
 
     def average(self, collective: Collective, weight: float) -> None:
         """Replace every rank's gradients by their mean, weighted by ``weight``."""
         self._pack(empty=weight == 0)
         with self._comm():
             collective.weighted_mean_(self._flats, weight)
-        self._unpack(self._used_on_any_rank())
+        self._unpack(self._any_rank_has_grad())
 
     def clear(self) -> None:
-        """Forget this rank's gradients."""
+        """Clear this rank's gradients."""
         for p in self._params:
             p.grad = None
 
     def _pack(self, *, empty: bool = False) -> None:
-        """Bring the gradients into the flat tensors, and tell which there are."""
+        """Copy the gradients into the flat tensors, and record which exist."""
         grads = [None if empty else p.grad for p in self._params]
-        self._used[self._rank] = [g is not None for g in grads]
-        if empty:  # with the weight 0 nobody looks at the tensors
+        self._has_grad[self._rank] = [g is not None for g in grads]
+        if empty:  # with weight 0 the tensors are not read
             return
         targets, sources = [], []
         for name, view, grad in zip(self._names, self._views, grads, strict=True):
-            if grad is view:  # of an earlier exchange, added to since
+            if grad is view:  # set by an earlier exchange, in place already
                 continue
             if grad is None:
                 view.zero_()
@@ -525,11 +532,11 @@ class GradientExchange:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    # In the caller's thread, while the ranks rest.
+    # The methods below run in the caller's thread while the ranks are idle.
 
     @property
     def num_elements(self) -> int:
-        """Of all parameters together."""
+        """Number of elements of all parameters."""
         return sum(p.numel() for p in self._params)
 
     @torch.no_grad()
@@ -553,7 +560,7 @@ class GradientExchange:
 
     @torch.no_grad()
     def copy_grads_from(self, first: GradientExchange) -> None:
-        """Take rank 0's gradients, as they are now."""
+        """Copy rank 0's current gradients."""
         targets, sources = [], []
         for name, mine, view, theirs in zip(
             self._names, self._params, self._views, first._params, strict=True
@@ -568,31 +575,31 @@ class GradientExchange:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _used_on_any_rank(self) -> list[bool]:
-        return [any(flags) for flags in zip(*self._used, strict=True)]
+    def _any_rank_has_grad(self) -> list[bool]:
+        return [any(flags) for flags in zip(*self._has_grad, strict=True)]
 
-    def _unpack(self, used: Sequence[bool]) -> None:
-        for p, view, flag in zip(self._params, self._views, used, strict=True):
+    def _unpack(self, has_grad: Sequence[bool]) -> None:
+        for p, view, flag in zip(self._params, self._views, has_grad, strict=True):
             p.grad = view if flag else None
 
 
 class StepGuard:
-    """Refuses an optimizer's steps outside :meth:`stepping`, as long as it lives.
+    """Refuses an optimizer's steps outside :meth:`stepping`, until it is closed or collected.
 
-    ``GradScaler.step`` ends in the optimizer's own ``step``, so it is refused too.
+    ``GradScaler.step`` calls the optimizer's ``step``, so it is refused too.
 
     Args:
-        optimizer: A replica's.
+        optimizer: A replica's optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.is_stepping = False
-        guard = weakref.ref(self)  # the optimizer may live longer
-        self._hook = optimizer.register_step_pre_hook(partial(_refuse_by_hand, guard))
+        guard = weakref.ref(self)  # the optimizer may outlive the guard
+        self._hook = optimizer.register_step_pre_hook(partial(_check_stepping, guard))
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around the step that ``model.step()`` makes."""
+        """Allow steps for the duration of the context."""
         self.is_stepping = True
         try:
             yield
@@ -600,10 +607,10 @@ class StepGuard:
             self.is_stepping = False
 
     def close(self) -> None:
-        """The optimizer is the user's own from here on. Idempotent."""
+        """Allow all steps from here on. Idempotent."""
         self._hook.remove()
 
 
-def _refuse_by_hand(guard: weakref.ref[StepGuard], *args: object) -> None:
+def _check_stepping(guard: weakref.ref[StepGuard], *args: object) -> None:
     if (self := guard()) is not None and not self.is_stepping:
         raise RuntimeError(STEPPED_OUTSIDE)

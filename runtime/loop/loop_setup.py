@@ -35,7 +35,7 @@ from runtime.replica.build import OptimFactory, Template, build_model, check_mod
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""How long a replica waits for a slower one; one that fails wakes its peers at once."""
+"""Seconds that a replica waits for a slower one; a failed replica aborts its peers at once."""
 
 
 def set_up(
@@ -51,24 +51,24 @@ def set_up(
     Args:
         model_or_factory: A module, an object with a ``.module``, or a factory of either.
         optim_factory: Makes each replica's optimizer.
-        devices: ``None``: every visible CUDA device, else one CPU.
+        devices: One per replica; ``None``: every visible CUDA device, else one CPU.
         config: The settings.
-        use_el_che: Whether ElChe is on; ``None``: where there are GPUs of different models.
+        use_el_che: Whether ElChe is enabled; ``None``: with GPUs of different models.
     """
     if not isinstance(config, DdpConfig):
         raise TypeError(f"config must be a DdpConfig, got {type(config).__name__}")
-    places = default_devices() if devices is None else check_devices(devices)
-    config.check(len(places))
+    resolved = default_devices() if devices is None else check_devices(devices)
+    config.check(len(resolved))
     check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
-    source = ModelSource(model_or_factory, len(places))
+    source = ModelSource(model_or_factory, len(resolved))
     recorder = LoopRecorder(config.timeline)
-    if len(places) == 1:
-        announce(logger, f"your own loop: {device_summary(places)}; nothing is reduced")
-        recorder.begin(places, "none", "one device has nobody to reduce with")
+    if len(resolved) == 1:
+        announce(logger, f"your own loop: {device_summary(resolved)}; nothing is reduced")
+        recorder.begin(resolved, "none", "one device: nothing is reduced")
         try:
-            model = source.make(0, places[0])
+            model = source.make(0, resolved[0])
             single = SingleDeviceEngine(
-                model, places[0], optim_factory, config.max_grad_norm, recorder
+                model, resolved[0], optim_factory, config.max_grad_norm, recorder
             )
             recorder.built(model)
             return source.attach(ReplicatedModule(single, source.head))
@@ -76,24 +76,24 @@ def set_up(
             recorder.finish(error)
             raise
     if use_el_che is None:
-        use_el_che = unequal_gpus(places)
-    accumulation = AccumulationSchedule.of(len(places), config, use_el_che=use_el_che)
-    backend, reason = resolve_backend(AverageBackend.AUTO, places)
-    devices_differ = unequal_devices(places)
-    alike = "unequal devices" if devices_differ else "equal devices"
+        use_el_che = unequal_gpus(resolved)
+    accumulation = AccumulationSchedule.of(len(resolved), config, use_el_che=use_el_che)
+    backend, reason = resolve_backend(AverageBackend.AUTO, resolved)
+    devices_differ = unequal_devices(resolved)
+    kinds = "unequal devices" if devices_differ else "equal devices"
     announce(
         logger,
-        f"your own loop: {device_summary(places)}; {alike}; gradients go over {backend.name}: "
+        f"your own loop: {device_summary(resolved)}; {kinds}; gradients go over {backend.name}: "
         f"{reason}",
     )
     make_collectives = partial(
-        create_collectives, len(places), backend.collective, places, COLLECTIVE_TIMEOUT_S
+        create_collectives, len(resolved), backend.collective, resolved, COLLECTIVE_TIMEOUT_S
     )
     group = CollectiveGroup(make_collectives)
 
-    recorder.begin(places, backend.collective, reason)
+    recorder.begin(resolved, backend.collective, reason)
     try:
-        runner = Runner(places, group, recorder)
+        runner = Runner(resolved, group, recorder)
     except BaseException as error:
         recorder.finish(error)
         raise
@@ -102,7 +102,7 @@ def set_up(
             runner, source.make, optim_factory, config.loss_weight, tensors=source.tensors()
         )
         group.get()
-        balancer = Balancer(len(places), config.speed_hint, fixed=not config.balance)
+        balancer = Balancer(len(resolved), config.speed_hint, fixed=not config.balance)
         engine = ThreadedEngine(
             replicas,
             runner,
@@ -121,15 +121,16 @@ def set_up(
 
 
 RankModelFactory = Callable[[int, torch.device, nn.Module | None], nn.Module]
-"""``f(rank, device, first)`` gives a rank's model on its device, with the weights of rank 0's."""
+"""``f(rank, device, first)`` returns a rank's model on its device, with the weights of ``first``,
+which is rank 0's model (``None`` for rank 0 itself)."""
 
 
 class ModelSource:
-    """Where the models come from.
+    """Makes each rank's model from the user's model or factory.
 
     Args:
         given: A module, an object with a ``.module``, or a factory of either.
-        world_size: How many are needed; copies of a module are made at once.
+        world_size: Number of models; a module is copied at once.
 
     Attributes:
         head: The object with a ``.module``, given or made for rank 0.
@@ -163,7 +164,7 @@ class ModelSource:
         self._models = [model, *copies]
 
     def make(self, rank: int, device: torch.device, first: nn.Module | None = None) -> nn.Module:
-        """A rank's model on its device, with the weights of rank 0's."""
+        """Make a rank's model on its device, with the weights of ``first``."""
         if self._factory is None:
             return self._models[rank].to(device)
         made = self._factory(device)
@@ -176,17 +177,17 @@ class ModelSource:
             copy_template(model, Template.of(first), rank)
             if len(list(model.modules())) != len(list(first.modules())):
                 raise ReplicaMismatch(
-                    f"model_factory gave rank {rank} another number of modules than rank 0; it "
-                    "must build the same architecture each time"
+                    f"model_factory gave rank {rank} a different number of modules than rank 0; "
+                    "it must build the same architecture each time"
                 )
         return model
 
     def tensors(self) -> list[Tensor]:
-        """What the models that are there already consist of."""
+        """Parameters and buffers of the models that exist already."""
         return [t for m in self._models for t in (*m.parameters(), *m.buffers())]
 
     def attach(self, model: ReplicatedModule) -> ReplicatedModule:
-        """Let the head use the replicas."""
+        """Set the head's ``.module`` to ``model``, and return it."""
         if self.head is not None:
             try:
                 self.head.module = model
@@ -205,27 +206,27 @@ def build_replicas(
     *,
     tensors: Sequence[Tensor] = (),
 ) -> list[LoopReplica]:
-    """One after the other, each in its own thread, rank 0 first.
+    """Build the replicas one at a time, each in its own thread, rank 0 first.
 
     Args:
-        runner: Has their threads.
+        runner: Runs tasks in the replicas' threads.
         make: Makes a rank's model.
-        optim_factory: Makes its optimizer.
+        optim_factory: Makes each replica's optimizer.
         loss_weight: See :class:`~runtime.DdpConfig`.
-        tensors: What the models consist of, as far as they are there already.
+        tensors: Parameters and buffers of models that exist already.
     """
     replicas: list[LoopReplica] = []
     num_ranks = len(runner.contexts)
-    used: list[list[bool]] = [[] for _ in runner.contexts]
+    has_grad: list[list[bool]] = [[] for _ in runner.contexts]
     sync = StreamSync([context.device for context in runner.contexts])
-    # A model that is on a GPU may still be on its way there.
+    # Copies of an existing model to its GPU may still be pending.
     events = sync.marks(tensors)
 
     def build(rank: int, context: Device) -> LoopReplica:
         sync.wait(context.device, events)
         model = make(rank, context.device, replicas[0].model if replicas else None)
-        replica = LoopReplica(rank, context, model, optim_factory, used, loss_weight)
-        context.finish()  # others copy its weights on streams of their own
+        replica = LoopReplica(rank, context, model, optim_factory, has_grad, loss_weight)
+        context.finish()  # the other replicas copy its weights on their own streams
         return replica
 
     for rank, context in enumerate(runner.contexts):

@@ -12,11 +12,10 @@ from runtime.core.nested import flatten
 
 
 class Scatter:
-    """The inputs of one call and how they are cut.
+    """Cuts the inputs of one call into shards.
 
-    Every tensor with a dimension is cut along its first one, so all of them have the same
-    size there. Tensors without a dimension and everything that is no tensor go to every
-    replica as they are. Lists of other things are not cut.
+    Every tensor with dimensions is cut along dimension 0, so all of them have the same size
+    there. Tensors without dimensions and all other values go to every replica unchanged.
 
     Args:
         args: Positional inputs.
@@ -27,8 +26,8 @@ class Scatter:
         num_samples: Size of the batch.
 
     Raises:
-        TypeError: An input that cannot be cut.
-        ValueError: No tensor with a dimension, or first dimensions of different sizes.
+        TypeError: An input cannot be cut.
+        ValueError: No tensor has a dimension, or sizes along dimension 0 differ.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -37,23 +36,23 @@ class Scatter:
         sizes = {t.size(0) for t in self.tensors if t.dim()}
         if not sizes:
             raise ValueError(
-                "no input has a dimension to share out over the replicas: pass a batch, or call "
-                "model.module(...), which runs on the first device alone"
+                "no input has a dimension to divide among the replicas: pass a batch, or call "
+                "model.module(...), which runs on the first device only"
             )
         if len(sizes) > 1:
             shapes = ", ".join(str(tuple(t.shape)) for t in self.tensors if t.dim())
             raise ValueError(
                 f"inputs of shapes {shapes} have different sizes along dimension 0, where they "
-                "are shared out over the replicas: put the batch first in each, and keep what "
-                "belongs to no sample (a mask for all, say) in a buffer of the model"
+                "are divided among the replicas: put the batch first in each, and keep tensors "
+                "that belong to no sample (a mask for all, for example) in a buffer of the model"
             )
         self.num_samples = sizes.pop()
 
     def shard(self, start: int, stop: int, device: torch.device) -> ShardInput:
-        """The inputs for samples ``start`` to ``stop``, on a device.
+        """The inputs of samples ``start`` to ``stop`` on a device.
 
-        On the device of the inputs they are views. Copies run on the current stream;
-        those from pinned memory and between GPUs are not waited for.
+        Views on the device of the inputs. Copies run on the current stream; the host does not
+        wait for those from pinned memory and between GPUs.
         """
         parts, leaves = [], []
         for tensor in self.tensors:
@@ -72,12 +71,12 @@ class Scatter:
     def merge_gradients(
         self, index: int, parts: Sequence[Tensor | None], ranges: Sequence[tuple[int, int]]
     ) -> Tensor | None:
-        """The gradient of an input from those of its pieces.
+        """The gradient of an input from the gradients of its shards.
 
         Args:
-            index: Which of :attr:`tensors`.
-            parts: What the replicas found; ``None`` where their piece had no effect.
-            ranges: Each replica's samples.
+            index: Index into :attr:`tensors`.
+            parts: The shards' gradients; ``None`` for a shard without one.
+            ranges: Each shard's samples.
         """
         if all(part is None for part in parts):
             return None
@@ -97,12 +96,12 @@ class Scatter:
 
 
 class ShardInput(NamedTuple):
-    """One replica's part of the inputs.
+    """One replica's shard of the inputs.
 
     Attributes:
         args: Positional inputs.
         kwargs: Keyword inputs.
-        leaves: For each tensor of the inputs the one that collects its gradient, or ``None``.
+        leaves: For each input tensor the leaf that accumulates its gradient, or ``None``.
     """
 
     args: tuple[Any, ...]
@@ -111,15 +110,15 @@ class ShardInput(NamedTuple):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; the host waits for the copy only if it goes to the CPU.
+    """Copy a tensor to a device; the host waits only for a copy to the CPU.
 
-    There the host reads next, and nothing else would make it wait.
+    The host reads a CPU tensor without further synchronization.
     """
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def nested_to_device(value: Any, device: torch.device) -> Any:
-    """A nested value with all its tensors on a device; copies run on the current stream."""
+    """Copy all tensors of a nested value to a device, on the current stream."""
     tensors: list[Tensor] = []
     spec = flatten(value, tensors, strict=False)
     if all(t.device == device for t in tensors):
@@ -128,22 +127,21 @@ def nested_to_device(value: Any, device: torch.device) -> Any:
 
 
 def to_replica(value: Any, device: torch.device, *, copy: bool) -> Any:
-    """What a replica keeps of a value that is given to all: tensors on its own device.
+    """A replica's copy of a value set on all: its tensors are on the replica's device.
 
     Args:
-        value: Anything; tensors may stand in lists, tuples and dicts, also nested ones.
-        device: The replica's.
-        copy: Whether tensors that are there already are copied too.
+        value: Any value; tensors may be in nested lists, tuples and dicts.
+        device: The replica's device.
+        copy: Whether to copy tensors that are on the device already.
 
     Raises:
-        ValueError: A tensor with a gradient, which replicas cannot share.
+        ValueError: A tensor requires a gradient, which replicas cannot share.
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise ValueError(
                 "a tensor that requires a gradient would get none from the replicas: pass it to "
-                "forward, or detach() it; what is to be trained belongs to the model before "
-                "Trainer.setup"
+                "forward, or detach() it; add parameters to the model before Trainer.setup"
             )
         return value.to(device, copy=copy)
     if type(value) not in (list, tuple, dict):

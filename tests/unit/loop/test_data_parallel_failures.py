@@ -187,7 +187,7 @@ def test_a_loss_that_reaches_no_parameter_is_named():
     other = nn.Linear(6, 3).double()
     with (
         replicas(2, loss=lambda m, s: loss_fn(other, s)) as coordinator,
-        pytest.raises(ReplicaFailed, match="reaches no trainable parameter"),
+        pytest.raises(ReplicaFailed, match="depends on no trainable parameter"),
     ):
         coordinator.train_batch(samples_of(4))
 

@@ -102,8 +102,8 @@ def test_integers_have_a_mean_that_is_none():
 @pytest.mark.parametrize(
     ("grads", "weights", "error", "match"),
     [
-        ([[1.0], [1.0, 2.0]], None, ValueError, "the gradient has another length"),
-        ([[1.0], 2.0], None, ValueError, "another length on some replicas"),
+        ([[1.0], [1.0, 2.0]], None, ValueError, "the gradient has different lengths"),
+        ([[1.0], 2.0], None, ValueError, "different lengths on the replicas"),
         ([torch.zeros(2), torch.zeros(3)], None, ValueError, "replica 1 has another shape"),
         ([torch.zeros(2), torch.zeros(2).double()], None, ValueError, "shape or dtype"),
         ([[torch.zeros(2)], [3.0]], None, ValueError, r"the gradient\[0\] of replica 1"),

@@ -77,8 +77,8 @@ def frozen(model):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (extra, "it has a tensor 'more.weight' that rank 0 has not"),
-        (lambda m: delattr(m, "conv"), "rank 0 has trainable tensor 'conv.weight', it has none"),
+        (extra, "it has a tensor 'more.weight' that rank 0 lacks"),
+        (lambda m: delattr(m, "conv"), "rank 0 has trainable tensor 'conv.weight', which it lacks"),
         (double, r"the dtype of 'first.weight' is torch.float64, on rank 0 it is torch.float32"),
         (integer_buffer, r"the dtype of 'norm.running_mean' is torch.int64"),
         (frozen, r"the kind of 'first.bias' is frozen, on rank 0 it is trainable"),

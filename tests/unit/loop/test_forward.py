@@ -331,7 +331,7 @@ def refused(make, *args, error, match, **kwargs):
 
 
 def test_inputs_without_a_batch_are_refused():
-    refused(lambda m, *a: m.w, 3, torch.tensor(1.0), error=ValueError, match="dimension to share")
+    refused(lambda m, *a: m.w, 3, torch.tensor(1.0), error=ValueError, match="dimension to divide")
 
 
 def test_inputs_of_different_sizes_are_refused():
@@ -483,7 +483,7 @@ def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint
     with on_cpus(Echo(make), num_devices, config=DdpConfig(speed_hint=hint)) as model:
         if hint is None:
             model(numbers(6))  # of equal pieces it might be chance
-        way = r"compute what relates them .* in the loop.* runtime\.all_gather\(z\)"
+        way = r"relate them .* in the loop.* runtime\.all_gather\(z\)"
         with pytest.raises(ValueError, match=way):
             model(numbers(6))
 

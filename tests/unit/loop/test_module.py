@@ -306,7 +306,7 @@ def test_factories_that_differ_are_refused():
     with pytest.raises(ReplicaMismatch, match="rank 1"):
         Trainer.setup(lambda device: nn.Linear(2, next(sizes)), sgd, ["cpu"] * 2)
     shared = make_net()
-    with pytest.raises(ValueError, match="of rank 0 itself"):
+    with pytest.raises(ValueError, match="rank 0's own parameter"):
         Trainer.setup(lambda device: shared, sgd, ["cpu"] * 2)
     layers = iter((nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
     with pytest.raises(ReplicaMismatch, match="number of modules"):
