@@ -60,7 +60,7 @@ def test_models_that_differ_are_named_with_their_rank():
         built.append(nn.Linear(4, 2 + len(built)))
         return built[-1]
 
-    with pytest.raises(ReplicaMismatch, match=r"returned another model on rank 1.*'weight'") as caught:
+    with pytest.raises(ReplicaMismatch, match=r"another model on rank 1.*'weight'") as caught:
         replicas(2, model=growing)
     assert "while replica 1 was built on cpu" in caught.value.__notes__
 
