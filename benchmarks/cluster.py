@@ -49,7 +49,7 @@ from coordinator.cluster.deal import Grant
 from coordinator.cluster.facts import Facts, normalize
 from coordinator.cluster.ledger import ClusterLedger, evaluate_round
 from runtime import Mean, Timeline, Trainer
-from runtime.cluster.engine import State
+from runtime.cluster.engine import ClusterState
 from runtime.cluster.lighthouse import Lighthouse, load_torchft
 from runtime.cluster.options import COMPRESSIONS, EngineOptions
 from runtime.cluster.torchft_engine import TorchftEngine
@@ -476,7 +476,7 @@ def peer_rates(
         address: The lighthouse, where there is one.
     """
     pause_s = pauses_s[dist.get_rank()]
-    processes.PERIOD = period
+    processes.PERIOD_VARIABLE = period
     torch.manual_seed(0)  # the same weights on all ranks
     order = own_batches(num_samples)
     match system:
@@ -603,7 +603,7 @@ def timeit(call: Callable[[], object]) -> float:
 
 def cluster_machine(address: str, rank: int, size: int, compression: str | None, out: Any) -> None:
     """One machine's rounds; puts the seconds of each call of each round into a queue."""
-    state = State(tensors={"weights": torch.zeros(size)}, meta={})
+    state = ClusterState(tensors={"weights": torch.zeros(size)}, meta={})
     options = EngineOptions(
         address=address,
         min_machines=NUM_MACHINES,

@@ -15,7 +15,7 @@ import torch.distributed
 from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
-from runtime.cluster.options import VARIABLES
+from runtime.cluster.options import ENV_VARIABLES
 from runtime.collective.nccl_library import loaded_version, version_name
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
@@ -154,7 +154,7 @@ def serve_lighthouse(args: argparse.Namespace) -> None:
         raise SystemExit(f"python -m runtime lighthouse: {error}") from None
     sys.stdout.write(
         f"lighthouse at {lighthouse.address}; on each machine: "
-        f"cluster({lighthouse.address!r}), or {VARIABLES['address'][0]}={lighthouse.address}\n"
+        f"cluster({lighthouse.address!r}), or {ENV_VARIABLES['address'][0]}={lighthouse.address}\n"
     )
     sys.stdout.flush()
     signal.sigwait(ends)

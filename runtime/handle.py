@@ -18,7 +18,7 @@ from coordinator.metrics import EpochMetrics
 from coordinator.state import Statistics
 from runtime.callbacks import Callback
 from runtime.checkpoint.store import save_once
-from runtime.cluster.checkpointer import KeepOptions
+from runtime.cluster.checkpointer import ClusterCheckpointOptions
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
 from runtime.core.signals import INTERRUPTS, Period
@@ -336,7 +336,7 @@ def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
     data = config.cluster_facts(adapter.num_samples)
 
     c = config.coordinator
-    keep = KeepOptions(
+    keep = ClusterCheckpointOptions(
         directory=config.checkpoint_dir,
         keep=config.checkpoint_dir_keep,
         every=c.save_every,
@@ -352,7 +352,7 @@ def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
         save_every_s=None,
         save_every_steps=None,
     )
-    return ClusterRun(config.cluster, data, lambda seat: Run(part, adapter, seat), keep)
+    return ClusterRun(config.cluster, data, lambda hooks: Run(part, adapter, hooks), keep)
 
 
 def start_run(config: RunSettings) -> TrainerHandle:

@@ -92,9 +92,9 @@ class Run:
     """
 
     def __init__(
-        self, config: RunSettings, adapter: DatasetAdapter, seat: ClusterHooks | None = None
+        self, config: RunSettings, adapter: DatasetAdapter, hooks: ClusterHooks | None = None
     ) -> None:
-        self._seat = seat
+        self._cluster_hooks = hooks
         self.model_digest = ""
         self.devices = config.resolved_devices()
         c = config.worker
@@ -180,21 +180,21 @@ class Run:
             on_end=self._on_end,
             on_save=self._on_save,
         )
-        seat = self._seat
-        if seat is not None:
-            service.observe(lambda event, *_: seat.look(machine, event))
+        hooks = self._cluster_hooks
+        if hooks is not None:
+            service.observe(lambda event, *_: hooks.on_event(machine, event))
         return machine, service
 
     def _on_save(self, command: SaveCheckpoint | SaveFailed) -> None:
-        if self._seat is not None and m.CLUSTER_TICKET in command.tickets:
-            self._seat.take_share(command)
+        if self._cluster_hooks is not None and m.CLUSTER_TICKET in command.tickets:
+            self._cluster_hooks.on_capture(command)
         self._saves.take(command)
 
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
         """What a checkpoint of the coordinator's is to be written as, or resumed from."""
         return self._saves.data(command)
 
-    def tell(self, event: m.Event) -> None:
+    def post(self, event: m.Event) -> None:
         """Put an event into the coordinator's inbox; from any thread."""
         self._inbox.put(event)
 
@@ -214,8 +214,8 @@ class Run:
 
     def _read_resume(self) -> ResumePoint | None:
         c = self.config
-        if self._seat is not None and self._seat.resume is not None:
-            return self._seat.resume
+        if self._cluster_hooks is not None and self._cluster_hooks.resume is not None:
+            return self._cluster_hooks.resume
         if c.resume is None:
             return None
         return ResumePoint.read(
@@ -244,7 +244,7 @@ class Run:
             self._keeps_memory = True
         self._recording.begin(self.facts, self.devices, self._machine, self._service)
         started = False
-        if self._seat is None:  # else the cluster's part of it is told, and ends this
+        if self._cluster_hooks is None:  # else the cluster's part of it is told, and ends this
             INTERRUPTS.add(self)
         try:
             self._saves.claim()
@@ -497,9 +497,9 @@ class Run:
             stuck = self._join_workers()
             error = error_of(self._machine.outcome.failure, stuck)
             # A cluster may yet make a checkpoint of the state that this run has left.
-            errors = self._saves.close(error, forget=self._seat is None)
+            errors = self._saves.close(error, forget=self._cluster_hooks is None)
             if error is None:
-                whole = None if self._seat is None else self._seat.result()
+                whole = None if self._cluster_hooks is None else self._cluster_hooks.result()
                 if whole is not None:
                     self._machine.outcome.payload = whole
                 state = self._state(errors)

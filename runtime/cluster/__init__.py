@@ -1,1 +1,1 @@
-"""Training beyond one machine: membership, averaging and healing between processes."""
+"""Training on several machines: membership, averaging and healing between processes."""

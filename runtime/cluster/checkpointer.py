@@ -1,4 +1,4 @@
-"""Checkpoints of a cluster: the state after a round, which every machine has alike."""
+"""ClusterCheckpointer: checkpoints after rounds, whose state is equal on all machines."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from coordinator.messages import Payload
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint.store import CheckpointWriter
-from runtime.cluster.tensors import to_tensors
+from runtime.cluster.tensors import named_tensors
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 
-KEY = "cluster"
-"""Under which name the coordinator's part of a checkpoint holds the state of the cluster."""
+CLUSTER_KEY = "cluster"
+"""Key of the cluster's state in the coordinator's part of a checkpoint."""
 
 
-CLOSE_S = 600.0
-"""How long the end of a run waits for a slow disk, in seconds."""
+CLOSE_TIMEOUT_S = 600.0
+"""Longest wait for a slow disk at the end of a run, in seconds."""
 
 
 class ClusterCheckpointer:
-    """Writes checkpoints after rounds, and gives the state to those who ask for it.
+    """Writes checkpoints after rounds, and returns the state on request.
 
-    Of machines that name the same directory, the first writes there; when it is gone, another
-    one does. Every method but :meth:`ask` is called on the cluster's thread.
+    Of machines with the same directory, the first to claim it writes; when that one is gone,
+    another takes over. Every method except :meth:`request` is called on the cluster's thread.
 
     Args:
-        options: When, and where.
+        options: Directory and intervals.
     """
 
-    def __init__(self, options: KeepOptions) -> None:
+    def __init__(self, options: ClusterCheckpointOptions) -> None:
         self._options = options
         self._writer = None
         if options.directory is not None:
@@ -52,27 +52,27 @@ class ClusterCheckpointer:
         self._batches = 0
         self._epochs = 0
         self._lock = threading.Lock()
-        self._asked: list[queue.SimpleQueue[CheckpointData | None]] = []
+        self._requests: list[queue.SimpleQueue[CheckpointData | None]] = []
         self._last: CheckpointData | None = None
-        self._over = False
+        self._closed = False
 
-    def begin(self, ledger: ClusterLedger) -> None:
-        """What is saved already."""
+    def start_from(self, ledger: ClusterLedger) -> None:
+        """Count intervals from this ledger, which is saved already."""
         self._batches, self._epochs = ledger.consumed, ledger.first_open
 
-    def ask(self, timeout_s: float) -> CheckpointData:
-        """The state after the next round, or the last one; blocks until it is there.
+    def request(self, timeout_s: float) -> CheckpointData:
+        """The state after the next round, or after the last; blocks until it is available.
 
         Raises:
-            TimeoutError: There was no round in time.
-            CheckpointError: The run is over and has no state.
+            TimeoutError: No round was committed in time.
+            CheckpointError: The run is over and had no round.
         """
         answer: queue.SimpleQueue[CheckpointData | None] = queue.SimpleQueue()
         with self._lock:
-            if self._over:
+            if self._closed:
                 answer.put(self._last)
             else:
-                self._asked.append(answer)
+                self._requests.append(answer)
         try:
             data = answer.get(timeout=timeout_s)
         except queue.Empty:
@@ -82,75 +82,78 @@ class ClusterCheckpointer:
         return data
 
     def after_round(self, ledger: ClusterLedger, make: Callable[[], CheckpointData]) -> None:
-        """A round is committed: write it where one is due.
+        """After a committed round, write a checkpoint if one is due, and answer requests.
 
         Args:
-            ledger: What all machines agree on.
-            make: Gives the state, whose tensors nobody writes to any more.
+            ledger: The ledger after the round.
+            make: Returns the state, whose tensors are never modified afterwards.
         """
         due = self._is_due(ledger) and self._may_write()
         with self._lock:
-            if not due and not self._asked and not ledger.ended:
+            if not due and not self._requests and not ledger.ended:
                 return
-            asked, self._asked = self._asked, []
+            requests, self._requests = self._requests, []
         data = make()
         if ledger.ended:
             self._last = data
-        for answer in asked:
+        for answer in requests:
             answer.put(data)
         if due and self._writer is not None:
             self._writer.submit(data)
 
     def _is_due(self, ledger: ClusterLedger) -> bool:
-        c, now = self._options, time.monotonic()
+        options, now = self._options, time.monotonic()
         if self._writer is None:
             return False
         due = (
             ledger.ended
-            or (c.every is not None and ledger.first_open >= self._epochs + c.every)
-            or (c.every_s is not None and now >= self._at + c.every_s)
-            or (c.every_steps is not None and ledger.consumed >= self._batches + c.every_steps)
+            or (options.every is not None and ledger.first_open >= self._epochs + options.every)
+            or (options.every_s is not None and now >= self._at + options.every_s)
+            or (
+                options.every_steps is not None
+                and ledger.consumed >= self._batches + options.every_steps
+            )
         )
         if due:
-            every = c.every or 1
+            every = options.every or 1
             self._epochs = ledger.first_open // every * every
             self._at, self._batches = now, ledger.consumed
         return due
 
     def _may_write(self) -> bool:
-        """Whether this machine has the directory."""
+        """True if this machine has claimed the directory."""
         assert self._writer is not None
         if not self._claimed:
             try:
                 self._writer.claim()
             except CheckpointError as error:
-                is_taken = error.__cause__ is None  # by the machine that writes
+                is_taken = error.__cause__ is None  # by the machine that writes there
                 logger.log(logging.DEBUG if is_taken else logging.WARNING, "%s", error)
                 return False
             self._claimed = True
         return True
 
     def close(self) -> None:
-        """The run is over: answer everybody, and wait for what is being written."""
+        """Answer all requests, and wait for checkpoints being written."""
         with self._lock:
-            self._over = True
-            asked, self._asked = self._asked, []
-        for answer in asked:
+            self._closed = True
+            requests, self._requests = self._requests, []
+        for answer in requests:
             answer.put(self._last)
         if self._writer is not None:
-            self._writer.close(CLOSE_S)
+            self._writer.close(CLOSE_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOptions:
-    """When a checkpoint is written, and where; see ``TrainerBuilder.checkpoint_dir``.
+class ClusterCheckpointOptions:
+    """Directory and intervals of checkpoints; see ``TrainerBuilder.checkpoint_dir``.
 
     Attributes:
-        directory: Where; ``None``: nowhere.
-        keep: How many stay there.
-        every: Epochs between two.
-        every_s: Seconds between two; ``None``: none by time.
-        every_steps: Batches of all machines between two; ``None``: none by count.
+        directory: Where to write; ``None`` writes none.
+        keep: Number of checkpoints kept.
+        every: Epochs between checkpoints.
+        every_s: Seconds between checkpoints; ``None``: no such interval.
+        every_steps: Batches of all machines between checkpoints; ``None``: no such interval.
     """
 
     directory: Path | None = None
@@ -161,21 +164,21 @@ class KeepOptions:
 
 
 def cluster_state(ledger: ClusterLedger, state: Payload, outer: Sequence[Tensor]) -> dict[str, Any]:
-    """What of a checkpoint belongs to the cluster; a single machine goes on without it."""
-    return {"ledger": ledger.state_dict(), "tensors": to_tensors(state, outer)}
+    """The cluster's part of a checkpoint, which a run on one machine ignores."""
+    return {"ledger": ledger.state_dict(), "tensors": named_tensors(state, outer)}
 
 
-def of_resumed(point: ResumePoint) -> Mapping[str, Any]:
-    """What of a checkpoint belongs to the cluster.
+def resumed_cluster_state(point: ResumePoint) -> Mapping[str, Any]:
+    """The cluster's part of a checkpoint.
 
     Raises:
-        CheckpointError: It was written by a machine alone.
+        CheckpointError: A run without ``cluster()`` has written it.
     """
-    found = point.run.get(KEY)
+    found = point.run.get(CLUSTER_KEY)
     if not isinstance(found, Mapping) or set(found) != {"ledger", "tensors"}:
         raise CheckpointError(
-            "resume(path): the checkpoint was written by a run without cluster(), which does not "
-            "say what machines have trained: finish that run by itself, or begin the cluster from "
-            "its weights in model_factory"
+            "resume(path): the checkpoint was written by a run without cluster(), and does not "
+            "record which batches machines have trained: finish that run by itself, or start the "
+            "cluster from its weights in model_factory"
         )
     return found

@@ -1,4 +1,4 @@
-"""A run that is one machine's part of a cluster."""
+"""ClusterRun: one machine's part of a training run on several machines."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ from coordinator.state import Phase, Statistics
 from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster.checkpointer import (
-    KEY,
+    CLUSTER_KEY,
     ClusterCheckpointer,
-    KeepOptions,
+    ClusterCheckpointOptions,
     cluster_state,
-    of_resumed,
+    resumed_cluster_state,
 )
-from runtime.cluster.engine import EngineClosed, EngineError, PeerRefused, Quorum, State
-from runtime.cluster.grants import NOTHING, Account, machine_tallies, run_state
+from runtime.cluster.engine import ClusterState, EngineClosed, EngineError, PeerRefused, Quorum
+from runtime.cluster.grants import EMPTY_CAPTURE, GrantTracker, machine_tallies, resume_state
 from runtime.cluster.settings import ClusterSettings
 from runtime.cluster.tensors import (
     contribution,
     difference,
-    from_tensors,
-    from_the_wire,
-    on_the_wire,
+    from_wire,
+    named_tensors,
     split,
-    to_tensors,
+    state_from_tensors,
+    to_wire,
 )
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
@@ -74,27 +74,27 @@ from runtime.core.signals import INTERRUPTS
 logger = logging.getLogger(__name__)
 
 
-LEAVE_S = 30.0
-"""How long a machine that stops tries to hand over what it has trained, in seconds, once the
-others are due to come to a round."""
+LEAVE_TIMEOUT_S = 30.0
+"""Longest time in which a stopping machine tries to hand over what it has trained, in seconds,
+after the next round is due."""
 
 
-BUILD_S = 3600.0
-"""How long building the model anew may take, in seconds."""
+BUILD_TIMEOUT_S = 3600.0
+"""Longest time to build the model, in seconds."""
 
 
 class ClusterRun:
-    """Runs one machine's part of a cluster: a run inside, and rounds with the other machines.
+    """One machine's part of a cluster: an inner run, and rounds with the other machines.
 
-    A thread of its own, ``cluster``, owns the engine and waits for the network; the workers of
-    the run inside never do. When the machine has to go on from another's state, because it came
-    late or was cut off, the run inside is replaced by one that begins there.
+    The thread ``cluster`` owns the engine and waits for the network; the workers of the inner run
+    never do. A machine that is healed, because it joined late or was cut off, replaces its inner
+    run by one that starts from the received state.
 
     Args:
-        settings: How to take part.
-        data: What of the data must be alike.
-        make_run: Makes the run inside.
-        keep: When to write checkpoints, and where.
+        settings: Settings of this machine in the cluster.
+        data: Properties of the data that must be equal on all machines.
+        make_run: Creates an inner run.
+        checkpoints: Directory and intervals of checkpoints.
     """
 
     def __init__(
@@ -102,32 +102,32 @@ class ClusterRun:
         settings: ClusterSettings,
         data: DataFacts,
         make_run: Callable[[ClusterHooks], InnerRun],
-        keep: KeepOptions,
+        checkpoints: ClusterCheckpointOptions,
     ) -> None:
-        self._keeper = ClusterCheckpointer(keep)
+        self._checkpointer = ClusterCheckpointer(checkpoints)
         self._settings = settings
         self._data = data
         self._make_run = make_run
         self._machine = settings.engine.machine
-        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="cluster", daemon=True)
-        self._inner = make_run(self._seat(None))
+        self._inner = make_run(self._cluster_hooks(None))
         resume = self._inner.resumed
-        self._resumed = None if resume is None else of_resumed(resume)
+        self._resumed = None if resume is None else resumed_cluster_state(resume)
         self.devices = self._inner.devices
         self.total_batches = self._inner.total_batches
         self._listener: Any = None  # the handle; see runtime.run.Listener
         self._engine: Any = None
         self._member: Member | None = None
         self._commands: deque[MemberCommand] = deque()
-        self._account = Account()
+        self._grants = GrantTracker()
         self._capturing = False
-        self._leaving = False  # with the round in progress
-        self._delta_is_new = False  # told to the run inside, and in no capture since
-        self._share: SaveCheckpoint | None = None  # the last capture of the run inside
-        # What the replicas hold but for what they have trained since: the last capture, or what
-        # the last round has made of it.
-        self._own: Payload | None = None
+        self._leaving = False  # after the round in progress
+        self._delta_pending = False  # sent to the inner run, and in no capture since
+        self._last_capture: SaveCheckpoint | None = None  # of the inner run
+        # The replicas' state without their training since: the last capture, or the global state
+        # after the last round.
+        self._local: Payload | None = None
         self._global: Payload | None = None
         self._sums: list[torch.Tensor] = []
         self._quorum: Quorum | None = None
@@ -138,46 +138,46 @@ class ClusterRun:
             self._closed = [metrics_from_state(saved) for saved in resume.run["metrics"]]
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
-        self._later: deque[Stop] = deque()
+        self._deferred_stops: deque[Stop] = deque()
         self._result: Payload | None = None
-        self._result_given = False  # to the run inside, before it made its own of what it has
-        self._ended: _Ended | None = None
+        self._result_given = False  # to the inner run, before it assembled its own
+        self._ended: _RunEnded | None = None
         self._over = False
         self._aborted = False
         self._num_runs = 0
-        self._num_grants = 0  # that the run inside was told of
+        self._num_grants = 0  # sent to the inner run
         self._stopped = False
 
-    def _seat(self, resume: ResumePoint | None) -> ClusterHooks:
-        told = {"idle": True, "began": False, "grants": 0}
+    def _cluster_hooks(self, resume: ResumePoint | None) -> ClusterHooks:
+        progress = {"idle": True, "started": False, "grants": 0}
 
         def result() -> Payload | None:
             self._result_given = self._result is not None
             return self._result
 
-        def look(machine: Coordinator, event: m.Event) -> None:
+        def on_event(machine: Coordinator, event: m.Event) -> None:
             if isinstance(event, m.ClusterRoundDone):
-                told["idle"] = False
-                told["grants"] += 1
-            if not told["began"] and machine.phase is Phase.RUNNING:
-                told["began"] = True
-                self._news.put(_Began())
-            elif told["began"] and not told["idle"] and machine.idle:
-                told["idle"] = True
-                self._news.put(_Idle(told["grants"]))
+                progress["idle"] = False
+                progress["grants"] += 1
+            if not progress["started"] and machine.phase is Phase.RUNNING:
+                progress["started"] = True
+                self._inbox.put(_RunStarted())
+            elif progress["started"] and not progress["idle"] and machine.idle:
+                progress["idle"] = True
+                self._inbox.put(_RunIdle(progress["grants"]))
 
         return ClusterHooks(
             machine=self._machine,
             resume=resume,
-            look=look,
-            take_share=self._news.put,
+            on_event=on_event,
+            on_capture=self._inbox.put,
             result=result,
         )
 
-    # What the handle calls, from any thread.
+    # Called by the handle, from any thread.
 
     def start(self, listener: Any) -> None:
-        """Reach the cluster, and start everything.
+        """Connect to the cluster, and start all threads.
 
         Raises:
             EngineError: The lighthouse cannot be reached.
@@ -202,42 +202,42 @@ class ClusterRun:
 
     @property
     def backend_reason(self) -> str:
-        """Why, in a sentence."""
+        """Reason for this transport, in a sentence."""
         return self._inner.backend_reason
 
     def stop(self, *, everywhere: bool = False) -> None:
-        """Leave the cluster in order: the others go on, unless all shall stop.
+        """Leave the cluster after one more round; the others continue unless ``everywhere``.
 
-        The run inside goes on until the last round: what it is told meanwhile of the others'
-        training has to be in what it hands over.
+        The inner run continues until that round, because the others' changes that it receives
+        until then must be in the state that it hands over.
         """
-        self._news.put(Stop(everywhere=everywhere))
-        self._leave_in_time(nothing_to_say=not everywhere and not self._account.used)
+        self._inbox.put(Stop(everywhere=everywhere))
+        self._bound_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
 
-    def _leave_in_time(self, *, nothing_to_say: bool = False) -> None:
-        """Whoever stops does not wait for ever for machines that do not come."""
+    def _bound_leaving(self, *, nothing_to_report: bool = False) -> None:
+        """Limit the time for which a stopping machine waits for the others."""
         if not self._stopped:
             self._stopped = True
-            within_s = self._settings.period_s + LEAVE_S + self._settings.engine.timeout_s
-            self._engine.give_up(0.0 if nothing_to_say else within_s)
+            within_s = self._settings.period_s + LEAVE_TIMEOUT_S + self._settings.engine.timeout_s
+            self._engine.cancel_after(0.0 if nothing_to_report else within_s)
 
     def abort(self) -> None:
-        """End at once; the others notice."""
+        """End at once; the other machines detect it."""
         self._aborted = True
         self._inner.abort()
-        self._engine.give_up(0.0)
+        self._engine.cancel_after(0.0)
 
     def save(self, timeout_s: float) -> CheckpointData:
-        """The state after the next round between machines, or the last one."""
+        """The state after the next round between machines, or after the last."""
         if self.owns_current_thread():
             raise RuntimeError(
                 "save() waits for a round between machines, which waits for this callback: call "
                 "it from another thread"
             )
-        return self._keeper.ask(timeout_s)
+        return self._checkpointer.request(timeout_s)
 
     def owns_current_thread(self) -> bool:
-        """Whether the caller is a callback of this run."""
+        """True if the caller is a callback of this run."""
         return self._inner.owns_current_thread()
 
     def wait_threads(self, timeout_s: float | None = None) -> None:
@@ -250,56 +250,56 @@ class ClusterRun:
         return self._inner.statistics()
 
     def watched(self, started: float, end: Any) -> Any:
-        """What a monitor may see of this machine's part."""
+        """The view of this machine's part for monitors."""
         return self._inner.watched(started, end)
 
-    # Called by the run inside, on its coordinator's thread.
+    # Called by the inner run, on its coordinator's thread.
 
     def publish(self, metrics: EpochMetrics) -> None:
-        """An epoch has closed."""
+        """Publish the metrics of a closed epoch."""
         if metrics.epoch >= self._num_published:
             self._num_published = metrics.epoch + 1
             self._listener.publish(metrics)
 
     def finish(self, state: Any, error: BaseException | None) -> None:
-        """The run inside is over."""
-        self._news.put(_Ended(state, error))
+        """Record the end of the inner run."""
+        self._inbox.put(_RunEnded(state, error))
 
     # On the cluster's thread.
 
     def _main(self) -> None:
         error: BaseException | None = None
         try:
-            self._await(_Began)
+            self._await(_RunStarted)
             self._join()
             while not self._over:
-                self._turn()
+                self._step()
         except EngineClosed as closed:
-            error = self._why_closed(closed)
+            error = self._closed_reason(closed)
         except BaseException as caught:
             logger.exception("machine %s leaves the cluster", self._machine)
             error = caught
         finally:
             self._end(error)
 
-    def _why_closed(self, closed: EngineClosed) -> BaseException | None:
+    def _closed_reason(self, closed: EngineClosed) -> BaseException | None:
         if self._aborted:
             return RunAborted("the run was aborted")
         if self._stopped:
-            if not self._account.used:
+            if not self._grants.was_granted:
                 return None
             logger.warning(
-                "machine %s could not hand over what it trained last: the others train it again",
+                "machine %s could not hand over its last batches: the others train them again",
                 self._machine,
             )
             return None
         return closed
 
     def _join(self) -> None:
-        """The run inside has its first weights: see what the others have."""
-        self._inner.tell(m.ClusterCheckpointRequested(reserve_s=0.0))
-        self._share = self._await(SaveCheckpoint)
-        self._own = self._global = self._share.payload
+        """Create the ledger and the member once the inner run has its initial weights."""
+        self._inner.post(m.ClusterCheckpointRequested(reserve_s=0.0))
+        self._last_capture = self._await(SaveCheckpoint)
+        self._local = self._global = self._last_capture.payload
         data = self._data
         ledger = ClusterLedger(
             settings={
@@ -317,47 +317,47 @@ class ClusterRun:
             try:
                 ledger.load_state_dict(self._resumed["ledger"])
                 tensors = self._resumed["tensors"]
-                self._global, outer = from_tensors(tensors, self._share.payload)
+                self._global, outer = state_from_tensors(tensors, self._last_capture.payload)
                 self._settings.outer.load_state(outer)
             except ValueError as error:
                 raise CheckpointError(f"resume(path): {error}") from error
-        self._keeper.begin(ledger)
-        leave_s = self._settings.period_s + LEAVE_S
+        self._checkpointer.start_from(ledger)
+        leave_s = self._settings.period_s + LEAVE_TIMEOUT_S
         self._member = Member(self._machine, ledger, leave_s=leave_s)
-        self._feed(RunReady())
+        self._handle(RunReady())
 
     def _await(self, kind: type[Any]) -> Any:
-        """Wait for some news; the run inside may end instead, which ends this one.
+        """Wait for a message of this type; the end of the inner run ends this one.
 
         Raises:
-            ClusterError: It did not come.
+            ClusterError: No message within :data:`BUILD_TIMEOUT_S`.
         """
         while True:
             try:
-                news = self._news.get(timeout=BUILD_S)
+                message = self._inbox.get(timeout=BUILD_TIMEOUT_S)
             except queue.Empty:
                 raise ClusterError(
-                    f"the run of this machine did not begin in {BUILD_S:g} s"
+                    f"the run of this machine did not start in {BUILD_TIMEOUT_S:g} s"
                 ) from None
-            if isinstance(news, kind):
-                return news
-            if isinstance(news, _Ended):
-                self._ended = news
-                raise news.error or EngineClosed("the run was stopped before it began")
-            if isinstance(news, SaveFailed):
-                raise news.error
-            if isinstance(news, Stop):
-                self._later.append(news)
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, _RunEnded):
+                self._ended = message
+                raise message.error or EngineClosed("the run was stopped before it started")
+            if isinstance(message, SaveFailed):
+                raise message.error
+            if isinstance(message, Stop):
+                self._deferred_stops.append(message)
                 if self._member is None:
                     self._inner.stop()
 
-    def _feed(self, event: MemberEvent) -> None:
+    def _handle(self, event: MemberEvent) -> None:
         assert self._member is not None
         logger.debug("machine %s: %s", self._machine, event)
         self._commands.extend(self._member.handle(event, time.monotonic()))
 
-    def _turn(self) -> None:
-        """Do what is to be done, or wait for what comes next."""
+    def _step(self) -> None:
+        """Execute the next command, or wait for the next message."""
         assert self._member is not None
         if self._commands:
             self._execute(self._commands.popleft())
@@ -365,56 +365,56 @@ class ClusterRun:
         deadline = self._member.deadline
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            news = self._later.popleft() if self._later else self._news.get(timeout=wait_s)
+            deferred = self._deferred_stops
+            message = deferred.popleft() if deferred else self._inbox.get(timeout=wait_s)
         except queue.Empty:
-            self._feed(m.Tick())
+            self._handle(m.Tick())
             return
-        match news:
-            case _Ended():
-                self._on_ended(news)
+        match message:
+            case _RunEnded():
+                self._on_ended(message)
             case SaveCheckpoint() | SaveFailed():
-                self._on_share(news)
-            case _Idle():
-                if news.num_grants == self._num_grants:  # else there is more on its way
-                    self._feed(Idle())
+                self._on_capture(message)
+            case _RunIdle():
+                if message.num_grants == self._num_grants:  # else another grant is on its way
+                    self._handle(Idle())
             case Stop():
-                self._feed(news)
-            case _Began():
+                self._handle(message)
+            case _RunStarted():
                 pass
             case _:
-                assert_never(news)
+                assert_never(message)
 
-    def _on_ended(self, news: _Ended) -> None:
-        self._ended = news
-        if news.error is not None:
-            raise news.error
-        if self._capturing:  # it ended before it could answer, and has left its last state
+    def _on_ended(self, message: _RunEnded) -> None:
+        self._ended = message
+        if message.error is not None:
+            raise message.error
+        if self._capturing:  # it ended before the capture, and has left its final state
             self._answer_capture()
         if self._result is None:
-            self._leave_in_time()
-            self._feed(Stop())
+            self._bound_leaving()
+            self._handle(Stop())
 
-    def _on_share(self, news: SaveCheckpoint | SaveFailed) -> None:
-        if isinstance(news, SaveCheckpoint):
-            self._share = news
+    def _on_capture(self, message: SaveCheckpoint | SaveFailed) -> None:
+        if isinstance(message, SaveCheckpoint):
+            self._last_capture = message
             if self._capturing:
                 self._answer_capture()
         elif self._capturing:
             self._capturing = False
-            self._feed(CaptureFailed(error=str(news.error)))
+            self._handle(CaptureFailed(error=str(message.error)))
 
     def _answer_capture(self) -> None:
         assert self._member is not None
-        assert self._share is not None
+        assert self._last_capture is not None
         self._capturing = False
-        if self._share.final and self._delta_is_new:
-            # It ended before all ranks took what the others have changed, which its state would
-            # take back.
-            self._feed(NOTHING)
+        if self._last_capture.final and self._delta_pending:
+            # It ended before all ranks applied the others' changes, which its state would revert.
+            self._handle(EMPTY_CAPTURE)
             return
-        self._own, self._delta_is_new = self._share.payload, False
-        captured = self._account.capture(self._share, self._member.ledger)
-        self._feed(replace(captured, kept=()) if self._leaving else captured)
+        self._local, self._delta_pending = self._last_capture.payload, False
+        captured = self._grants.capture(self._last_capture, self._member.ledger)
+        self._handle(replace(captured, kept=()) if self._leaving else captured)
 
     def _execute(self, command: MemberCommand) -> None:
         logger.debug("machine %s: %s", self._machine, command)
@@ -437,7 +437,7 @@ class ClusterRun:
                 self._apply(command)
             case ResumeGrant():
                 logger.info("machine %s: no round: %s", self._machine, command.reason)
-                self._grant(m.ClusterRoundDone(epochs=self._account.resume()))
+                self._grant(m.ClusterRoundDone(epochs=self._grants.resume()))
             case Reject():
                 raise ClusterError(command.reason)
             case Finish():
@@ -451,23 +451,23 @@ class ClusterRun:
             self._round_began = time.monotonic()
         except EngineError as error:
             if isinstance(error, PeerRefused) and self._machine in error.machines:
-                raise ClusterError(f"the cluster does not take this machine: {error}") from error
-            self._feed(QuorumFailed(error=str(error)))
+                raise ClusterError(f"the cluster refuses this machine: {error}") from error
+            self._handle(QuorumFailed(error=str(error)))
             return
         healed = self._quorum.healed
-        self._feed(
+        self._handle(
             QuorumFormed(
                 members=self._quorum.members,
                 healed=None if healed is None else healed.meta["ledger"],
             )
         )
 
-    def _offer(self) -> State:
-        """The state that heals a peer."""
+    def _offer(self) -> ClusterState:
+        """The state to heal a peer."""
         assert self._member is not None
         assert self._global is not None
-        return State(
-            tensors=to_tensors(self._global, self._settings.outer.state()),
+        return ClusterState(
+            tensors=named_tensors(self._global, self._settings.outer.state()),
             meta={
                 "ledger": self._member.ledger.state_dict(),
                 "metrics": [metrics_state(metrics) for metrics in self._closed],
@@ -475,11 +475,11 @@ class ClusterRun:
         )
 
     def _adopt(self) -> None:
-        """What came with the quorum is this machine's state from here on."""
+        """Adopt the state received with the quorum."""
         assert self._quorum is not None
         assert self._quorum.healed is not None
         assert self._global is not None
-        state, outer = from_tensors(self._quorum.healed.tensors, self._global)
+        state, outer = state_from_tensors(self._quorum.healed.tensors, self._global)
         self._settings.outer.load_state(outer)
         self._global = state
         self._closed = [metrics_from_state(saved) for saved in self._quorum.healed.meta["metrics"]]
@@ -489,31 +489,31 @@ class ClusterRun:
         if self._ended is not None:
             self._answer_capture()
         else:
-            self._inner.tell(m.ClusterCheckpointRequested(reserve_s=reserve_s))
+            self._inner.post(m.ClusterCheckpointRequested(reserve_s=reserve_s))
 
     def _gather(self, command: GatherFacts) -> None:
         self._leaving = command.facts.leaving
         try:
-            found = self._engine.gather(command.facts.to_json())
+            messages = self._engine.gather(command.facts.to_json())
         except EngineError as error:
-            self._feed(GatherFailed(error=str(error)))
+            self._handle(GatherFailed(error=str(error)))
             return
         assert self._quorum is not None
         facts = []
-        for machine, told in zip(self._quorum.members, found, strict=True):
+        for machine, data in zip(self._quorum.members, messages, strict=True):
             try:
-                facts.append(Facts.from_json(told))
+                facts.append(Facts.from_json(data))
             except ValueError as error:
-                self._feed(GatherFailed(error=f"machine {machine} tells no facts: {error}"))
+                self._handle(GatherFailed(error=f"machine {machine} sent malformed facts: {error}"))
                 return
         self._facts = tuple(facts)
-        self._feed(Gathered(facts=self._facts))
+        self._handle(Gathered(facts=self._facts))
 
     def _reduce(self, command: ReduceChanges) -> None:
         assert self._quorum is not None
         assert self._global is not None
         rank, weights = self._quorum.rank, command.weights
-        own = self._own if weights[rank] else None
+        own = self._local if weights[rank] else None
         heaviest = command.samples.index(max(command.samples)) == rank
         scale = weights[rank] / sum(weights)
         self._sums = contribution(self._global, own, scale, heaviest=heaviest)
@@ -521,9 +521,9 @@ class ClusterRun:
             self._engine.all_reduce(self._sums)
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
-            self._feed(ReduceDone(ok=False))
+            self._handle(ReduceDone(ok=False))
             return
-        self._feed(ReduceDone(ok=True))
+        self._handle(ReduceDone(ok=True))
 
     def _vote(self, ok: bool) -> None:
         try:
@@ -531,10 +531,10 @@ class ClusterRun:
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
             committed = False
-        self._feed(Committed(ok=committed))
+        self._handle(Committed(ok=committed))
 
     def _apply(self, command: ApplyRound) -> None:
-        """The round is committed: take what it has changed, and what there is to train."""
+        """Apply a committed round: the new global state, and the new grant."""
         assert self._member is not None
         assert self._global is not None
         old = self._global
@@ -543,34 +543,34 @@ class ClusterRun:
             self._global = Payload(
                 params=tuple(self._settings.outer.step(old.params, params)),
                 buffers=tuple(
-                    from_the_wire(on_the_wire(b).sub(s), b)
+                    from_wire(to_wire(b).sub(s), b)
                     for b, s in zip(old.buffers, buffers, strict=True)
                 ),
                 other_buffers=tuple(
-                    from_the_wire(s, t) for t, s in zip(old.other_buffers, others, strict=True)
+                    from_wire(s, t) for t, s in zip(old.other_buffers, others, strict=True)
                 ),
             )
         self._sums = []
         ledger = self._member.ledger
-        used = self._account.used or bool(self._closed)
-        grants = self._account.commit(command.grant, ledger)
+        has_trained = self._grants.was_granted or bool(self._closed)
+        grants = self._grants.commit(command.grant, ledger)
         closed = [self._close(e) for e in command.closed if e.epoch >= len(self._closed)]
         if command.restart:
             self._num_runs += 1
-            if used or self._closed:
-                self._replace_inner()
-                closed, grants = [], self._account.commit(command.grant, ledger)
+            if has_trained or self._closed:
+                self._restart_inner()
+                closed, grants = [], self._grants.commit(command.grant, ledger)
         if ledger.ended or self._leaving:
             self._result = self._global
         delta = None
-        if self._own is not self._global:
-            assert self._own is not None
-            delta = difference(self._global, self._own)
-        elsewhere = self._account.num_elsewhere(ledger)
+        if self._local is not self._global:
+            assert self._local is not None
+            delta = difference(self._global, self._local)
+        elsewhere = self._grants.num_elsewhere(ledger)
         if self._leaving or (ledger.stopped and not ledger.complete):
-            self._inner.stop()  # with the state of all machines as its result
+            self._inner.stop()  # with the global state as its result
         elif self._ended is None:
-            self._delta_is_new = self._delta_is_new or delta is not None
+            self._delta_pending = self._delta_pending or delta is not None
             self._grant(
                 m.ClusterRoundDone(
                     epochs=(*closed, *grants),
@@ -578,28 +578,28 @@ class ClusterRun:
                     num_batches=max(0, elsewhere - self._num_elsewhere),
                     over=ledger.ended,
                     state=self._global,
-                    round=self._told_round(ledger),
+                    round=self._round_report(ledger),
                 )
             )
-        self._own, self._num_elsewhere = self._global, elsewhere
-        self._keeper.after_round(ledger, self._checkpoint)
+        self._local, self._num_elsewhere = self._global, elsewhere
+        self._checkpointer.after_round(ledger, self._checkpoint)
 
     def _grant(self, granted: m.ClusterRoundDone) -> None:
         self._num_grants += 1
-        self._inner.tell(granted)
+        self._inner.post(granted)
 
-    def _told_round(self, ledger: ClusterLedger) -> m.MachineRound:
-        """What timelines and monitors show of the round."""
+    def _round_report(self, ledger: ClusterLedger) -> m.MachineRound:
+        """The report of the round for timelines and monitors."""
         return m.MachineRound(
             step=ledger.step,
-            machines=tuple(told.machine for told in self._facts),
-            num_samples=tuple(told.num_samples for told in self._facts),
-            num_granted=tuple(len(ledger.grants[told.machine]) for told in self._facts),
+            machines=tuple(peer.machine for peer in self._facts),
+            num_samples=tuple(peer.num_samples for peer in self._facts),
+            num_granted=tuple(len(ledger.grants[peer.machine]) for peer in self._facts),
             round_s=time.monotonic() - self._round_began,
         )
 
     def _close(self, closed: ClosedEpoch) -> m.EpochGrant:
-        """What the run inside is told of an epoch that has closed."""
+        """Record a closed epoch, and return the inner run's last grant of it."""
         data = self._data
         metrics = EpochAccumulator(0).close(
             epoch=closed.epoch,
@@ -610,48 +610,48 @@ class ClusterRun:
             others=machine_tallies(closed),
         )
         self._closed.append(metrics)
-        return self._account.close(
+        return self._grants.close(
             closed,
             num_batches=data.num_batches,
             num_samples=data.num_samples,
             own=f"{self._machine}/{self._num_runs}",
         )
 
-    def _replace_inner(self) -> None:
-        """Begin the run inside anew, from the state of all machines."""
+    def _restart_inner(self) -> None:
+        """Replace the inner run by one that starts from the global state."""
         assert self._member is not None
         logger.warning(
-            "machine %s goes on from the others' state: what it trained since its last round is "
-            "trained by whoever has these batches now",
+            "machine %s continues from the others' state: the batches that it trained since its "
+            "last round are trained again by the machines that have them now",
             self._machine,
         )
         point = ResumePoint(self._checkpoint(), "the state of the cluster")
-        old, self._inner = self._inner, self._make_run(self._seat(point))
+        old, self._inner = self._inner, self._make_run(self._cluster_hooks(point))
         old.abort()
         self._await_end()
         self._ended = None
-        self._delta_is_new = False
+        self._delta_pending = False
         self._num_grants = 0
-        self._account = Account()
-        self._own = self._global
-        self._num_elsewhere = self._account.num_elsewhere(self._member.ledger)
+        self._grants = GrantTracker()
+        self._local = self._global
+        self._num_elsewhere = self._grants.num_elsewhere(self._member.ledger)
         self._inner.start(self)
-        if self._aborted:  # perhaps the old one alone
+        if self._aborted:  # which may have reached only the old one
             self._inner.abort()
-        self._await(_Began)
+        self._await(_RunStarted)
         for metrics in self._closed[self._num_published :]:
             self.publish(metrics)
 
     def _checkpoint(self) -> CheckpointData:
-        """The state of all machines, with what this machine's ranks have of their own."""
+        """The global state, with the per-rank state of this machine."""
         assert self._member is not None
-        assert self._share is not None
+        assert self._last_capture is not None
         assert self._global is not None
         ledger, outer = self._member.ledger, self._settings.outer.state()
-        run = run_state(self._share.run, ledger, self._closed)
-        run[KEY] = cluster_state(ledger, self._global, outer)
+        run = resume_state(self._last_capture.run, ledger, self._closed)
+        run[CLUSTER_KEY] = cluster_state(ledger, self._global, outer)
         command = replace(
-            self._share,
+            self._last_capture,
             payload=self._global,
             run=run,
             epoch=len(self._closed),
@@ -660,7 +660,7 @@ class ClusterRun:
         return self._inner.checkpoint(command)
 
     def _end(self, error: BaseException | None) -> None:
-        """Everything is over: wait for the run inside, and tell the handle, whatever fails."""
+        """Wait for the inner run, close everything, and report to the handle, whatever fails."""
         state: Any = None
         try:
             if self._ended is None:
@@ -671,10 +671,10 @@ class ClusterRun:
             ended = self._await_end()
             state, error = ended.state, error or ended.error
             if error is None and state is not None and self._result is not None:
-                state = self._of_all_machines(state)
+                state = self._with_last_round(state)
         except BaseException as caught:
             error = error or caught
-        for close in (self._engine.close, self._keeper.close):
+        for close in (self._engine.close, self._checkpointer.close):
             try:
                 close()
             except BaseException as caught:
@@ -682,8 +682,8 @@ class ClusterRun:
         INTERRUPTS.remove(self)
         self._listener.finish(None if error else state, error)
 
-    def _of_all_machines(self, state: Any) -> Any:
-        """The ``TrainedState`` of the run inside, with a round that came after its end in it."""
+    def _with_last_round(self, state: Any) -> Any:
+        """The inner run's ``TrainedState``, updated by a round after its end."""
         for metrics in self._closed[self._num_published :]:
             self.publish(metrics)
         state = replace(state, metrics=(*state.metrics, *self._closed[len(state.metrics) :]))
@@ -696,33 +696,33 @@ class ClusterRun:
             buffers={name: weights.get(name, t) for name, t in state.buffers.items()},
         )
 
-    def _await_end(self) -> _Ended:
-        """Wait for the run inside; what it told before is of no use any more."""
+    def _await_end(self) -> _RunEnded:
+        """Wait for the end of the inner run; discards its other messages."""
         while self._ended is None:
-            news = self._news.get()
-            if isinstance(news, _Ended):
-                self._ended = news
-            elif isinstance(news, Stop):
-                self._later.append(news)
+            message = self._inbox.get()
+            if isinstance(message, _RunEnded):
+                self._ended = message
+            elif isinstance(message, Stop):
+                self._deferred_stops.append(message)
         return self._ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterHooks:
-    """What a run of one machine is given by the cluster.
+    """The cluster's hooks in the run of one machine.
 
     Attributes:
-        machine: The machine's name.
-        resume: From where the run goes on; ``None``: from the beginning.
-        look: Called on the coordinator's thread after each event.
-        take_share: Called there with each capture that was asked for.
-        result: The state of all machines, once all is trained; else ``None``.
+        machine: The machine's id.
+        resume: State to resume from; ``None``: start from the beginning.
+        on_event: Called on the coordinator's thread after each event.
+        on_capture: Called on the coordinator's thread with each requested capture.
+        result: Returns the global state once all is trained; else ``None``.
     """
 
     machine: str
     resume: ResumePoint | None
-    look: Callable[[Coordinator, m.Event], None]
-    take_share: Callable[[SaveCheckpoint | SaveFailed], None]
+    on_event: Callable[[Coordinator, m.Event], None]
+    on_capture: Callable[[SaveCheckpoint | SaveFailed], None]
     result: Callable[[], Payload | None]
 
 
@@ -735,9 +735,9 @@ class InnerRun(Protocol):
     resumed: ResumePoint | None
 
     def start(self, listener: Any) -> None:
-        """Start everything."""
+        """Start all threads."""
 
-    def tell(self, event: m.Event) -> None:
+    def post(self, event: m.Event) -> None:
         """Put an event into the coordinator's inbox."""
 
     def stop(self) -> None:
@@ -750,16 +750,16 @@ class InnerRun(Protocol):
         """Wait until the coordinator's thread has ended."""
 
     def owns_current_thread(self) -> bool:
-        """Whether the caller is a callback of this run."""
+        """True if the caller is a callback of this run."""
 
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
-        """The whole state under the names of the model."""
+        """The whole state under the model's parameter names."""
 
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
 
     def watched(self, started: float, end: Any) -> Any:
-        """What a monitor may see."""
+        """The view for monitors."""
 
     @property
     def backend(self) -> AverageBackend:
@@ -767,18 +767,18 @@ class InnerRun(Protocol):
 
     @property
     def backend_reason(self) -> str:
-        """Why."""
+        """Reason for this transport."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What of the data every machine must have alike, and what counting takes.
+    """Properties of the data that must be equal on all machines, and its sizes.
 
     Attributes:
-        settings: Names and values, as JSON.
+        settings: Properties by name, as JSON.
         num_epochs: Epochs of the run.
         num_batches: Batches of an epoch.
-        num_samples: Samples in them.
+        num_samples: Samples of an epoch.
         max_batches: Batches of the whole run; ``None``: all of its epochs.
     """
 
@@ -790,23 +790,23 @@ class DataFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Began:
-    """The inner run stands idle with its first weights."""
+class _RunStarted:
+    """The inner run is idle with its initial weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Idle:
-    """The run inside has trained all that it was granted, in so many grants."""
+class _RunIdle:
+    """The inner run has trained all batches of its first ``num_grants`` grants."""
 
     num_grants: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
-    """The inner run is over."""
+class _RunEnded:
+    """The inner run has ended."""
 
     state: Any
     error: BaseException | None
 
 
-_News = _Began | _Idle | _Ended | Stop | SaveCheckpoint | SaveFailed
+_Message = _RunStarted | _RunIdle | _RunEnded | Stop | SaveCheckpoint | SaveFailed

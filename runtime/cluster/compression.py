@@ -1,12 +1,10 @@
-"""What travels between machines: tensors in fewer bits, with error feedback; signed messages.
+"""Compressed all-reduce between machines, with error feedback.
 
-Each machine sums one part of the tensor: it takes that part of all, as they were rounded for
-the way, adds them in the machines' order, and sends the sum, rounded again, to all. Both
-roundings are thus seen by one machine each, which adds what they lost to its next
-contribution (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 1901.09847). All machines
-decode the same bytes, so their sums have the same bits.
-
-Messages are signed with the token that the machines share.
+Each machine reduces one part of the tensor: it receives that part, rounded, from all machines,
+adds them in the machines' order, and sends the sum, rounded again, to all. The error of each
+rounding is known to one machine, which adds it to its next contribution (Seide et al., 1-bit SGD,
+2014; Karimireddy et al., 1901.09847). All machines decode the same bytes, so that their sums are
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -18,92 +16,98 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Numbers that share a scale in ``int8``."""
+"""Elements that share a scale in ``int8``."""
 
 
 MIN_NUMEL = 1024
-"""Smaller tensors travel as they are."""
+"""Smaller tensors are sent uncompressed."""
 
 
-Exchange = Callable[[Tensor, Tensor], None]
-"""Fills the first ``uint8`` tensor from the second ones of all machines."""
+ByteExchange = Callable[[Tensor, Tensor], None]
+"""Collective on ``uint8`` tensors: fills the first from the second ones of all machines."""
 
 
 class ErrorFeedback:
-    """Sums over machines, and what rounding has lost on this one, by place in the list.
+    """Compressed all-reduce; adds this machine's rounding errors to its next contribution.
 
-    What was lost counts once :meth:`keep` says that the sums are used.
+    Errors are kept per tensor, and only once :meth:`commit` confirms that the sums are used.
 
     Args:
-        codec: How numbers travel.
+        codec: Encoding of the tensors.
     """
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._lost: dict[int, Tensor] = {}
-        self._next: dict[int, Tensor] = {}
+        self._errors: dict[int, Tensor] = {}
+        self._pending: dict[int, Tensor] = {}
 
     def all_reduce(
-        self, place: int, x: Tensor, rank: int, size: int, scatter: Exchange, gather: Exchange
+        self,
+        index: int,
+        x: Tensor,
+        rank: int,
+        size: int,
+        scatter: ByteExchange,
+        gather: ByteExchange,
     ) -> None:
         """Sum a tensor over the machines, in place.
 
         Args:
-            place: Which tensor of a round it is; what its last round lost is added.
-            x: Flat; float32 or bfloat16.
-            rank: This machine's.
-            size: How many machines there are.
-            scatter: An all-to-all: row ``i`` goes to machine ``i``.
-            gather: An all-gather.
+            index: Index of the tensor in the round.
+            x: Flat tensor; float32 or bfloat16.
+            rank: This machine's rank.
+            size: Number of machines.
+            scatter: All-to-all: row ``i`` is sent to machine ``i``.
+            gather: All-gather.
         """
         length = -(-x.numel() // (size * BLOCK)) * BLOCK
         own = torch.zeros(size * length)
         own[: x.numel()] = x
-        lost = self._lost.get(place)
-        if lost is not None and lost.numel() == x.numel():
-            own[: x.numel()] += lost
+        error = self._errors.get(index)
+        if error is not None and error.numel() == x.numel():
+            own[: x.numel()] += error
         sent = self._codec.encode(own.view(size, length))
-        taken = torch.empty_like(sent)
-        scatter(taken, sent)
+        received = torch.empty_like(sent)
+        scatter(received, sent)
         own -= self._codec.decode(sent).view(-1)
         part = torch.zeros(1, length)
-        for row in self._codec.decode(taken):
+        for row in self._codec.decode(received):
             part += row
         summed = self._codec.encode(part)
         whole = torch.empty_like(sent)
         gather(whole, summed)
         own[rank * length : (rank + 1) * length] += (part - self._codec.decode(summed)).view(-1)
         x.copy_(self._codec.decode(whole).view(-1)[: x.numel()])
-        self._next[place] = own[: x.numel()].nan_to_num_(0.0, 0.0, 0.0)
+        self._pending[index] = own[: x.numel()].nan_to_num_(0.0, 0.0, 0.0)
 
-    def keep(self) -> None:
-        """The round is committed."""
-        self._lost.update(self._next)
-        self._next = {}
+    def commit(self) -> None:
+        """Keep the errors of the round, which is committed."""
+        self._errors.update(self._pending)
+        self._pending = {}
 
-    def drop(self) -> None:
-        """The round failed; its contributions are made again."""
-        self._next = {}
+    def discard(self) -> None:
+        """Drop the errors of the round, which failed; its contributions are repeated."""
+        self._pending = {}
 
-    def forget(self) -> None:
-        """Start anew, as the machine itself does."""
-        self._lost, self._next = {}, {}
+    def reset(self) -> None:
+        """Drop all errors, because the machine restarts from another state."""
+        self._errors, self._pending = {}, {}
 
 
 class Codec(ABC):
-    """How float32 numbers become bytes and back; both work on multiples of :data:`BLOCK`."""
+    """Encoding of float32 rows whose length is a multiple of :data:`BLOCK`."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
-        """Bytes of a contiguous float32 tensor of shape ``(rows, length)``, one row for each."""
+        """Encode a contiguous float32 tensor ``(rows, length)`` as ``uint8``, row by row."""
 
     @abstractmethod
     def decode(self, rows: Tensor) -> Tensor:
-        """The numbers of encoded rows, float32."""
+        """Decode rows to float32."""
 
 
-class Bfloat16(Codec):
-    """Two bytes a number."""
+class Bfloat16Codec(Codec):
+    """Two bytes per element."""
 
     def encode(self, x: Tensor) -> Tensor:
         """See :meth:`Codec.encode`."""
@@ -114,10 +118,10 @@ class Bfloat16(Codec):
         return rows.view(torch.bfloat16).float()
 
 
-class Int8(Codec):
-    """One byte a number, and four for each block's largest magnitude.
+class Int8Codec(Codec):
+    """One byte per element, and four for each block's scale.
 
-    A block with a NaN or an infinity comes back as NaN, so that it is seen.
+    A block with a NaN or an infinity decodes to NaN, so that it is not hidden.
     """
 
     def encode(self, x: Tensor) -> Tensor:
@@ -137,9 +141,9 @@ class Int8(Codec):
         return (whole.float() * scales.unsqueeze(-1)).view(len(rows), -1)
 
 
-CODECS: dict[str, Codec] = {"bf16": Bfloat16(), "int8": Int8()}
+CODECS: dict[str, Codec] = {"bf16": Bfloat16Codec(), "int8": Int8Codec()}
 
 
-def is_compressed(tensor: Tensor) -> bool:
-    """Whether a tensor may travel in fewer bits: never float64, and no small one."""
+def is_compressible(tensor: Tensor) -> bool:
+    """True if a tensor is compressed: not float64, and of :data:`MIN_NUMEL` elements or more."""
     return tensor.dtype in (torch.float32, torch.bfloat16) and tensor.numel() >= MIN_NUMEL

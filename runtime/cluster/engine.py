@@ -1,4 +1,4 @@
-"""What a run needs of the engine that joins machines: who is there, gather, all-reduce, commit."""
+"""ClusterEngine: quorum, gather, all-reduce and commit between machines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from runtime.core.errors import GpuWorkerError
 
 MAX_FACTS_BYTES = 16 << 20
-"""Limit of what one machine may pass to :meth:`Engine.gather`."""
+"""Largest message of one machine in :meth:`ClusterEngine.gather`."""
 
 
-class Engine(ABC):
+class ClusterEngine(ABC):
     """One machine's connection to the others.
 
-    All calls come from one thread and block, but for :meth:`give_up`.
+    All calls are made by one thread and block, except :meth:`cancel_after`.
 
     A round is ``quorum``, ``gather``, ``all_reduce``, ``commit``, in this order. After an
-    :class:`EngineError` the round is void: go on with :meth:`commit` of ``False`` or with
-    :meth:`quorum` at once.
+    :class:`EngineError` the round is void: call :meth:`commit` with ``False``, or :meth:`quorum`
+    at once.
 
     Attributes:
         machine: This machine's id.
@@ -33,51 +33,51 @@ class Engine(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Rounds committed, as this machine knows; 0 before the first and after a reset."""
+        """Rounds that this machine has committed; 0 before the first and after a reset."""
 
     @abstractmethod
     def quorum(self) -> Quorum:
-        """Wait until enough machines want a round, and connect to them.
+        """Wait until enough machines request a round, and connect to them.
 
-        Blocks while fewer than ``min_machines`` want one, or while others that live are not
-        ready. A machine whose step is lower than another's receives the state of one that is
-        ahead; at step 0 all but one do.
+        Blocks while fewer than ``min_machines`` request one, or while other live machines are not
+        ready. A machine whose step is below another's receives the state of one that is ahead;
+        at step 0 all but one do.
 
         Raises:
-            EngineError: A peer died, or the lighthouse is away for too long; try again.
-            PeerRefused: Names this machine: it may not take part, since the others have
-                another token, or refuse what it sent. Names others: what they sent is refused;
-                try again.
+            EngineError: A peer died, or the lighthouse was unreachable for too long; try again.
+            PeerRefused: With this machine's name: it may not take part, because the others have
+                another token or refuse its messages. With other names: their messages are
+                refused; try again.
             EngineClosed: The engine was closed.
         """
 
     @abstractmethod
     def gather(self, facts: bytes) -> tuple[bytes, ...]:
-        """Everybody's facts, in the order of the quorum's members.
+        """Gather the facts of all members, in the quorum's order.
 
         Args:
             facts: At most :data:`MAX_FACTS_BYTES`.
 
         Raises:
-            EngineError: A peer is gone, or took too long.
-            PeerRefused: What a peer sent is not signed with the token.
+            EngineError: A peer is gone, or timed out.
+            PeerRefused: A peer's message is not signed with the token.
             EngineClosed: The engine was closed.
         """
 
     @abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over the machines, in place; the same bits on all of them.
+        """Sum tensors over the machines, in place; bitwise equal on all of them.
 
-        With compression, float64 tensors and small ones travel as they are all the same. What
-        rounding loses is added to the tensor at the same place of the next committed round.
+        With compression, float64 tensors and small ones are still sent uncompressed. Rounding
+        errors are added to the tensor at the same position of the next committed round.
 
         Args:
             tensors: Contiguous CPU tensors of float32, float64 or bfloat16, of the same shapes
                 on every machine.
 
         Raises:
-            ValueError: They are of another kind.
-            EngineError: A peer is gone, or took too long; the tensors hold garbage.
+            ValueError: A tensor is of another kind.
+            EngineError: A peer is gone, or timed out; the contents of the tensors are undefined.
             EngineClosed: The engine was closed.
         """
 
@@ -85,77 +85,77 @@ class Engine(ABC):
     def commit(self, ok: bool) -> bool:
         """Decide on the round for this machine alone; ``True`` counts the step.
 
-        Machines may decide differently: the next round's facts have to show it.
+        Machines may decide differently; the next round's facts must reveal that.
 
         Args:
-            ok: Whether this machine has all of the round's results.
+            ok: True if this machine has all results of the round.
 
         Returns:
             ``ok``, unless a call of this round has failed.
 
         Raises:
-            EngineError: The machine's own server does not answer; not committed.
+            EngineError: The machine's own server does not respond; not committed.
             EngineClosed: The engine was closed.
         """
 
     @abstractmethod
     def reset(self, step: int = 0) -> None:
-        """Count on from another step.
+        """Set the step.
 
         Args:
-            step: 0: the next quorum heals this machine.
+            step: The new step; 0: the next quorum heals this machine.
         """
 
     @abstractmethod
-    def give_up(self, within_s: float) -> None:
-        """Have the call that waits then, and all later ones, raise :class:`EngineClosed`.
+    def cancel_after(self, timeout_s: float) -> None:
+        """Make the call in progress at that time, and all later ones, raise :class:`EngineClosed`.
 
-        Takes no lock and returns at once: for any thread, and for the handler of a signal. Of
-        several calls the earliest time holds.
+        Takes no lock and returns at once: callable from any thread and from signal handlers. Of
+        several calls the earliest time applies.
 
         Args:
-            within_s: Seconds from now; what waits notices a fraction of a second later.
+            timeout_s: Seconds from now; a blocked call notices a fraction of a second later.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave. Idempotent."""
+        """Leave the cluster. Idempotent."""
 
 
 class EngineError(GpuWorkerError):
     """A call between machines failed; the round is void, and the next quorum may be tried.
 
-    What the failed call has written to, such as the tensors of an all-reduce, holds garbage.
+    The contents of the failed call's outputs, such as the tensors of an all-reduce, are undefined.
     """
 
 
 class PeerRefused(EngineError):
-    """What a machine sent is not signed with this cluster's token, or is malformed.
+    """A machine's message is not signed with this cluster's token, or is malformed.
 
     Attributes:
-        machines: Who was refused, by the names that they gave themselves.
+        machines: The refused machines, by the ids in their messages.
     """
 
-    def __init__(self, machines: Sequence[str], why: str) -> None:
-        super().__init__(f"refused {', '.join(machines)}: {why}")
+    def __init__(self, machines: Sequence[str], reason: str) -> None:
+        super().__init__(f"refused {', '.join(machines)}: {reason}")
         self.machines = tuple(machines)
-        self._why = why
+        self._reason = reason
 
     def __reduce__(self) -> tuple[type[PeerRefused], tuple[object, ...]]:
-        return type(self), (self.machines, self._why)
+        return type(self), (self.machines, self._reason)
 
 
 class EngineClosed(GpuWorkerError):
-    """The engine is closed, or the time of :meth:`Engine.give_up` has come."""
+    """The engine is closed, or cancelled by :meth:`ClusterEngine.cancel_after`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What heals a machine that is behind.
+class ClusterState:
+    """The global state, which heals a machine that is behind.
 
     Attributes:
         tensors: Dense CPU tensors by name, of any strides.
-        meta: What JSON holds: dicts with texts as keys, lists, texts, numbers, ``None``.
+        meta: JSON values: dicts with string keys, lists, strings, numbers, ``None``.
     """
 
     tensors: dict[str, Tensor]
@@ -164,20 +164,20 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
-    """Who takes part in a round.
+    """The members of a round.
 
     Attributes:
         generation: Number of the group of connections. It changes whenever members do, and
-            after a failure; it does not always grow.
-        rank: This machine's place in ``members``.
+            after a failure; not always ascending.
+        rank: This machine's index in ``members``.
         members: Ids of the machines, sorted, the same on all of them.
         healed: The state received, if this machine was behind; its step is now the others'.
-        refused: Machines that want to take part and may not, for they have another token or
-            version, or sent what no machine sends.
+        refused: Machines that may not take part because they have another token or version, or
+            sent a malformed message.
     """
 
     generation: int
     rank: int
     members: tuple[str, ...]
-    healed: State | None
+    healed: ClusterState | None
     refused: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The lighthouse, torchft's own: the server that tells machines who else wants a round."""
+"""Lighthouse: torchft's quorum server, in this process."""
 
 from __future__ import annotations
 
@@ -7,41 +7,40 @@ import os
 import socket
 from typing import Any
 
-from runtime.cluster.options import joined
+from runtime.cluster.options import join_host_port
 from runtime.core.checks import check_float, check_int, need
 
 DEFAULT_PORT = 29510
 
 
 JOIN_TIMEOUT_S = 60.0
-"""How long a round waits, by default, for machines that live and do not want one yet."""
+"""Default time for which a quorum waits for live machines that have not requested it yet."""
 
 
-TICK_MS = 20
-"""How often the lighthouse looks whose heartbeat is late."""
+TICK_INTERVAL_MS = 20
+"""Interval at which the lighthouse checks heartbeats."""
 
 
 class Lighthouse:
-    """A lighthouse in threads of this process, from the constructor on.
+    """A torchft lighthouse in threads of this process, started by the constructor.
 
-    It trusts whoever reaches its port, and shows a page there on which members can be
+    It trusts every client that reaches its port, and serves a page there on which members can be
     killed: bind it to a private network.
 
     Args:
-        host: Name or address of this machine to listen on, and no other.
-        port: 0 picks one that is free.
-        min_machines: Fewest machines that make a round.
-        join_timeout_s: How long machines that want a round wait for others that live and
-            do not want one yet, in seconds: longer than the period. Rounds in which all take
-            part never wait.
-        heartbeat_timeout_s: After how many seconds of silence a machine counts as dead.
+        host: Name or address to listen on, and the only one.
+        port: Port to listen on; 0 picks a free one.
+        min_machines: Fewest machines in a round.
+        join_timeout_s: Seconds for which a quorum waits for live machines that have not requested
+            it yet: longer than the period. Rounds of all live machines never wait.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a machine counts as dead.
 
     Raises:
         ImportError: torchft is not installed.
-        OSError: It cannot listen there; the message says what to do.
+        OSError: The address is not available; the message says what to do.
 
     Attributes:
-        address: ``host:port`` for the machines.
+        address: ``host:port`` for :class:`EngineOptions`.
     """
 
     def __init__(
@@ -62,41 +61,40 @@ class Lighthouse:
         try:
             *_, (numeric, *_) = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
             self._server: Any = torchft.LighthouseServer(
-                bind=joined(str(numeric), port),
+                bind=join_host_port(str(numeric), port),
                 min_replicas=min_machines,
                 join_timeout_ms=round(join_timeout_s * 1000),
-                quorum_tick_ms=TICK_MS,
+                quorum_tick_ms=TICK_INTERVAL_MS,
                 heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
             )
         except (OSError, RuntimeError) as error:
             raise OSError(
-                f"the lighthouse cannot listen on {joined(name, port)}: {error}; pass a host of "
-                "this machine and a port that is free, or port 0"
+                f"the lighthouse cannot listen on {join_host_port(name, port)}: {error}; pass a "
+                "host of this machine and a free port, or port 0"
             ) from error
-        # Its own answer names the machine, whatever it is bound to.
-        self.address = joined(name, int(self._server.address().rpartition(":")[2]))
+        # The server's own address has the host name, whatever it is bound to.
+        self.address = join_host_port(name, int(self._server.address().rpartition(":")[2]))
 
     def close(self) -> None:
-        """Take no more connections; those that exist end with the process."""
+        """Stop accepting connections; open ones end with the process."""
         self._server.shutdown()
 
 
-def load_torchft(what: str) -> Any:
-    """torchft's servers and clients.
+def load_torchft(feature: str) -> Any:
+    """Import torchft's servers and clients.
 
-    Its servers log to stderr on their own; from ``warn`` upwards, unless ``RUST_LOG`` says
-    something else.
+    The servers log to stderr by themselves: from level ``warn``, unless ``RUST_LOG`` is set.
 
     Args:
-        what: Who needs them, for the error.
+        feature: The feature that needs them, for the error message.
 
     Raises:
         ImportError: torchft is not installed; says how to install it.
     """
-    need(what, ("torchft",), "cluster")
+    need(feature, ("torchft",), "cluster")
     if "RUST_LOG" in os.environ:
         return importlib.import_module("torchft.coordination")
-    os.environ["RUST_LOG"] = "warn"  # read once, in the import
+    os.environ["RUST_LOG"] = "warn"  # read once, at import
     try:
         return importlib.import_module("torchft.coordination")
     finally:

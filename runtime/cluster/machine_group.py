@@ -1,4 +1,4 @@
-"""One generation of connections between machines: who belongs to it, gather and all-reduce."""
+"""MachineGroup: the connections of one quorum, with gather and all-reduce."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed
 from torch import Tensor
 
 from coordinator.cluster.facts import PROTOCOL_VERSION
-from runtime.cluster.compression import ErrorFeedback, is_compressed
+from runtime.cluster.compression import ErrorFeedback, is_compressible
 from runtime.cluster.engine import MAX_FACTS_BYTES, EngineError, PeerRefused
-from runtime.cluster.signing import MAX_OVERHEAD_BYTES, opened, sealed
+from runtime.cluster.signing import MAX_OVERHEAD_BYTES, seal, unseal
 
 # Any: the type stubs leave out most of the names below.
 _c10d: Any = torch.distributed
@@ -27,30 +27,30 @@ MAX_HELLO_BYTES = 1 << 16
 _SESSION = re.compile(r"session/[0-9a-f]{32}")
 
 
-class Group:
-    """Gloo connections between the machines that trust each other.
+class MachineGroup:
+    """Gloo connections between the machines of a quorum that accept each other.
 
-    Every call blocks; one thread makes them all. The machines must make the same calls.
+    Every call blocks, and all are made by one thread. All machines must make the same calls.
 
     Args:
-        store: What the machines exchange addresses through; one of them has it in its process.
-        is_owner: Whether this one does.
+        store: Store through which the machines exchange addresses, in the process of one of them.
+        is_owner: True if the store is in this process.
         generation: The quorum's number.
-        rank: This machine's place in ``candidates``.
+        rank: This machine's index in ``candidates``.
         candidates: Ids of the quorum's machines, in its order.
-        host: Address of this machine; connections listen nowhere else.
-        token: What the machines share.
-        banned: Machines that this one refuses; those that another one refuses are refused too.
-        connect_timeout_s: Limit of the construction, in seconds.
-        timeout_s: Limit of each exchange.
+        host: Address of this machine, the only one on which connections listen.
+        token: Secret shared by the machines.
+        banned: Machines that this one refuses; a machine refused by any member is refused by all.
+        connect_timeout_s: Timeout of the construction, in seconds.
+        timeout_s: Timeout of each exchange, in seconds.
 
     Raises:
-        EngineError: A machine did not come.
+        EngineError: A machine did not connect.
         PeerRefused: The others have another token, or refuse this machine.
 
     Attributes:
-        members: Ids of the machines that take part, sorted.
-        refused: The others of the quorum, and why.
+        members: Ids of the members, sorted.
+        refused: The quorum's other machines, with the reason.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Group:
         connect = timedelta(seconds=connect_timeout_s)
         machine = candidates[rank]
         try:
-            session = _session(store, is_owner, generation, rank, len(candidates), connect)
+            session = _agree_on_session(store, is_owner, generation, rank, len(candidates), connect)
             hellos = _exchange_hellos(store, session, rank, candidates, token, banned, connect)
             self.refused = _refused(hellos, machine)
             self.members = tuple(sorted(name for name in hellos if name not in self.refused))
             self.rank = self.members.index(machine)
-            among = hashlib.sha256("\n".join(self.members).encode()).hexdigest()
+            member_digest = hashlib.sha256("\n".join(self.members).encode()).hexdigest()
             backend = _c10d.ProcessGroupGloo
             options = backend._Options()
             options._devices = [backend.create_device(hostname=host)]
             options._timeout = connect
             options._threads = 1  # one exchange at a time
-            prefixed = _c10d.PrefixStore(f"{session}/{among}", store)
+            prefixed = _c10d.PrefixStore(f"{session}/{member_digest}", store)
             self._backend = backend(prefixed, self.rank, len(self.members), options)
         except RuntimeError as error:
             if isinstance(error, EngineError):
@@ -92,22 +92,22 @@ class Group:
             raise EngineError(f"the machines of a quorum could not connect: {error}") from error
 
     def gather(self, payload: bytes, timeout_s: float | None = None) -> tuple[bytes, ...]:
-        """See :meth:`Engine.gather`.
+        """See :meth:`ClusterEngine.gather`.
 
         Args:
-            payload: This machine's.
-            timeout_s: How long to wait for the last machine, where that may be long.
+            payload: This machine's message.
+            timeout_s: Timeout for the last machine to arrive; ``None``: that of the group.
         """
-        own = sealed(self._token, "gather", self.generation, self.members[self.rank], payload)
+        own = seal(self._token, "gather", self.generation, self.members[self.rank], payload)
         size = len(self.members)
         lengths = torch.empty(size, dtype=torch.int64)
-        patience = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._all_gather(lengths, torch.tensor([len(own)]), patience)
-        told = dict(zip(self.members, lengths.tolist(), strict=True))
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._all_gather(lengths, torch.tensor([len(own)]), timeout)
+        sizes = dict(zip(self.members, lengths.tolist(), strict=True))
         limit = MAX_FACTS_BYTES + MAX_OVERHEAD_BYTES
-        bad = [machine for machine, length in told.items() if not 0 <= length <= limit]
+        bad = [machine for machine, length in sizes.items() if not 0 <= length <= limit]
         if bad:
-            raise PeerRefused(bad, f"a message that is not of 0 to {MAX_FACTS_BYTES} bytes")
+            raise PeerRefused(bad, f"a message longer than {MAX_FACTS_BYTES} bytes")
         longest = int(lengths.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -115,10 +115,10 @@ class Group:
         self._all_gather(whole, padded)
         found: list[bytes] = []
         refused: list[PeerRefused] = []
-        for (machine, length), row in zip(told.items(), whole, strict=True):
+        for (machine, length), row in zip(sizes.items(), whole, strict=True):
             envelope = row[:length].numpy().tobytes()
             try:
-                found.append(opened(self._token, "gather", self.generation, machine, envelope))
+                found.append(unseal(self._token, "gather", self.generation, machine, envelope))
             except PeerRefused as error:
                 refused.append(error)
         if refused:
@@ -127,19 +127,19 @@ class Group:
         return tuple(found)
 
     def all_reduce(self, tensors: Sequence[Tensor], feedback: ErrorFeedback | None) -> None:
-        """See :meth:`Engine.all_reduce`; what travels is compressed where there is feedback."""
+        """See :meth:`ClusterEngine.all_reduce`; compressed if ``feedback`` is given."""
         for tensor in tensors:
             if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
-                raise ValueError(f"all_reduce: {tensor.dtype} on {tensor.device} is not summed")
+                raise ValueError(f"all_reduce: {tensor.dtype} on {tensor.device} is not supported")
             if not tensor.is_contiguous():
                 raise ValueError("all_reduce: pass contiguous tensors")
         self._compare_layouts(tensors, feedback is not None)
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             flat = tensor.view(-1)
-            if feedback is not None and is_compressed(flat):
+            if feedback is not None and is_compressible(flat):
                 size = len(self.members)
                 feedback.all_reduce(
-                    place, flat, self.rank, size, self._all_to_all, self._all_gather
+                    index, flat, self.rank, size, self._all_to_all, self._all_gather
                 )
                 continue
             wire = flat.float() if flat.dtype is torch.bfloat16 else flat
@@ -151,9 +151,9 @@ class Group:
             if wire is not flat:
                 flat.copy_(wire)
 
-    def _compare_layouts(self, tensors: Sequence[Tensor], is_compressed: bool) -> None:
-        """A machine with tensors of other sizes would end the process of its peers, in Gloo."""
-        layout = repr([(tuple(t.shape), str(t.dtype)) for t in tensors] + [is_compressed])
+    def _compare_layouts(self, tensors: Sequence[Tensor], is_compressible: bool) -> None:
+        """Raise if layouts differ: with unequal sizes Gloo would abort the peers' processes."""
+        layout = repr([(tuple(t.shape), str(t.dtype)) for t in tensors] + [is_compressible])
         own = torch.frombuffer(
             bytearray(hashlib.sha256(layout.encode()).digest()), dtype=torch.uint8
         )
@@ -170,30 +170,32 @@ class Group:
         whole, part = output.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
         self._wait(self._backend._allgather_base(whole, part, options))
 
-    def _all_to_all(self, output: Tensor, input: Tensor) -> None:
+    def _all_to_all(self, output: Tensor, rows: Tensor) -> None:
         options = _c10d.distributed_c10d.AllToAllOptions()
         options.timeout = self._timeout
-        work = self._backend.alltoall_base(output.view(-1), input.view(-1), [], [], options)
+        work = self._backend.alltoall_base(output.view(-1), rows.view(-1), [], [], options)
         self._wait(work)
 
     def _wait(self, work: Any) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise EngineError(f"a machine of {self.members} is gone or late: {error}") from error
+            raise EngineError(
+                f"a machine of {self.members} is gone or timed out: {error}"
+            ) from error
 
 
-def _session(
+def _agree_on_session(
     store: Any, is_owner: bool, generation: int, rank: int, size: int, timeout: timedelta
 ) -> str:
-    """A name for this generation that no earlier one had, the same on all machines.
+    """Agree on a unique name for this generation.
 
-    A restarted lighthouse counts generations from 1 again, and what earlier ones left in the
-    store must not be taken for this one's. So every machine announces itself with a fresh
-    number, and the store's owner answers each number with the session's name.
+    A restarted lighthouse counts generations from 1 again, and keys left in the store by earlier
+    ones must not be mistaken for this one's. So every machine announces itself with a nonce, and
+    the store's owner answers each nonce with the name of the session.
     """
-    number = secrets.token_hex(16)
-    store.set(f"join/{generation}/{rank}", number)
+    nonce = secrets.token_hex(16)
+    store.set(f"join/{generation}/{rank}", nonce)
     if is_owner:
         name = f"session/{secrets.token_hex(16)}"
         keys = [f"join/{generation}/{i}" for i in range(size)]
@@ -201,7 +203,7 @@ def _session(
         for key in keys:
             store.set(f"answer/{store.get(key).decode(errors='replace')[:32]}", name)
             store.delete_key(key)
-    answer = f"answer/{number}"
+    answer = f"answer/{nonce}"
     store.wait([answer], timeout)
     name = str(store.get(answer).decode(errors="replace"))
     store.delete_key(answer)
@@ -219,10 +221,10 @@ def _exchange_hellos(
     banned: set[str],
     timeout: timedelta,
 ) -> dict[str, list[str] | None]:
-    """By machine whom it refuses; ``None`` where its hello is not signed with the token, or of
-    another version of what machines tell each other."""
+    """The machines that each machine refuses; ``None`` where its hello is not signed with the
+    token, or has another protocol version."""
     body = json.dumps([PROTOCOL_VERSION, sorted(banned.intersection(candidates))]).encode()
-    store.set(f"{session}/{rank}", sealed(token, session, rank, candidates[rank], body))
+    store.set(f"{session}/{rank}", seal(token, session, rank, candidates[rank], body))
     keys = [f"{session}/{i}" for i in range(len(candidates))]
     store.wait(keys, timeout)
     hellos: dict[str, list[str] | None] = {}
@@ -230,7 +232,7 @@ def _exchange_hellos(
         try:
             if len(content) > MAX_HELLO_BYTES:
                 raise ValueError(f"{len(content)} bytes")
-            version, names = json.loads(opened(token, session, i, machine, content))
+            version, names = json.loads(unseal(token, session, i, machine, content))
             if version != PROTOCOL_VERSION:
                 raise ValueError(f"version {version!r}")
             hellos[machine] = [str(name) for name in names]
@@ -240,17 +242,17 @@ def _exchange_hellos(
 
 
 def _refused(hellos: dict[str, list[str] | None], machine: str) -> dict[str, str]:
-    """Who takes no part, and why.
+    """The machines that do not take part, with the reason.
 
     Raises:
-        PeerRefused: This machine takes none.
+        PeerRefused: This machine is one of them.
     """
     other = "it has another token or version"
-    refused = {name: other for name, told in hellos.items() if told is None}
-    for name, told in hellos.items():
-        for peer in told or ():
+    refused = {name: other for name, banned in hellos.items() if banned is None}
+    for name, banned in hellos.items():
+        for peer in banned or ():
             if peer == machine and name != machine:
-                raise PeerRefused((machine,), f"{name} refuses this machine for what it sent")
+                raise PeerRefused((machine,), f"{name} refuses this machine's messages")
             if peer in hellos and peer != machine:
-                refused.setdefault(peer, f"{name} refuses it for what it sent")
+                refused.setdefault(peer, f"{name} refuses its messages")
     return refused

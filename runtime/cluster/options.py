@@ -1,4 +1,4 @@
-"""EngineOptions: the address of the cluster, timeouts and limits."""
+"""EngineOptions: address of the cluster, timeouts and limits."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from runtime.core.checks import check_float, check_int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How to reach the cluster, and how long to wait for whom.
+    """Address of the cluster, timeouts and limits.
 
     Attributes:
         address: ``host:port`` of the lighthouse.
-        min_machines: Fewest machines that make a round; more than half of all rule out two
-            histories under a partition.
-        token: Secret that all machines share; ``None`` trusts whoever reaches the lighthouse.
-        timeout_s: Longest wait for a machine that neither answers nor breaks its connection,
-            in seconds, in each call but :meth:`Engine.quorum`.
-        host: Name or address of this machine that the others reach it by, and the only one
-            that it listens on; empty: the one from which it reaches the lighthouse.
+        min_machines: Fewest machines in a round; more than half of all machines rules out two
+            histories under a network partition.
+        token: Secret shared by all machines; ``None`` trusts every machine that reaches the
+            lighthouse.
+        timeout_s: Longest wait for a machine that neither responds nor breaks its connection,
+            in seconds, in each call except :meth:`ClusterEngine.quorum`.
+        host: Name or address by which the other machines reach this one, and the only one
+            it listens on; empty: the one from which it reaches the lighthouse.
         machine: Id of this machine, unique to this start of the process.
-        compression: What travels in :meth:`Engine.all_reduce`: ``None`` as it is, ``"bf16"``,
-            or ``"int8"`` with error feedback.
+        compression: Encoding of :meth:`ClusterEngine.all_reduce`: ``None`` (uncompressed),
+            ``"bf16"``, or ``"int8"`` with error feedback.
         connect_timeout_s: Longest wait for the machines of a quorum to connect, in seconds, if
-            that is less than ``timeout_s``.
-        heal_timeout_s: How long it may take to receive the state, in seconds; the others wait for
-            as long.
-        lighthouse_timeout_s: How long a lighthouse that is away may take to come back.
-        heartbeat_s: How often this machine tells the lighthouse that it lives, in seconds.
+            below ``timeout_s``.
+        heal_timeout_s: Longest time to receive the state, in seconds; the other machines wait as
+            long.
+        lighthouse_timeout_s: Longest outage of the lighthouse, in seconds.
+        heartbeat_s: Interval of this machine's heartbeats to the lighthouse, in seconds.
         max_state_bytes: Limit of the state that heals this machine.
     """
 
@@ -51,15 +52,15 @@ class EngineOptions:
     max_state_bytes: int = 1 << 36
 
     def __post_init__(self) -> None:
-        host_and_port("address", self.address)
+        split_host_port("address", self.address)
         check_int("min_machines", self.min_machines, 1)
         for name in ("timeout_s", "connect_timeout_s", "heal_timeout_s", "heartbeat_s"):
             check_float(name, getattr(self, name), 0.0, above=True)
         check_float("lighthouse_timeout_s", self.lighthouse_timeout_s, 0.0)
         check_int("max_state_bytes", self.max_state_bytes, 0)
-        if not self.machine or len(self.machine.encode()) > MAX_MACHINE_BYTES:
+        if not self.machine or len(self.machine.encode()) > MAX_MACHINE_ID_BYTES:
             raise ValueError(
-                f"machine({self.machine!r}): pass an id of 1 to {MAX_MACHINE_BYTES} bytes"
+                f"machine({self.machine!r}): pass an id of 1 to {MAX_MACHINE_ID_BYTES} bytes"
             )
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression({self.compression!r}): pass None, 'bf16' or 'int8'")
@@ -70,21 +71,21 @@ class EngineOptions:
     def from_environment(
         cls, environ: Mapping[str, str] | None = None, **given: Any
     ) -> EngineOptions:
-        """Options, those that are not given from variables of the environment.
+        """Options, from environment variables where not given.
 
         ``GPUWORKER_CLUSTER`` is the address; ``GPUWORKER_CLUSTER_MIN_MACHINES``, ``_TOKEN``,
         ``_TIMEOUT``, ``_HOST`` and ``_COMPRESSION`` are the rest.
 
         Args:
-            environ: Variables to read; those of the process by default.
+            environ: Environment variables; those of the process by default.
             given: Options by name; ``None`` counts as not given.
 
         Raises:
-            ValueError: There is no address, or a value is out of bounds; names the variable.
+            ValueError: There is no address, or a value is out of range; names the variable.
         """
         found = os.environ if environ is None else environ
         options = {name: value for name, value in given.items() if value is not None}
-        for name, (variable, kind) in VARIABLES.items():
+        for name, (variable, kind) in ENV_VARIABLES.items():
             if name not in options and found.get(variable):
                 try:
                     options[name] = kind(found[variable])
@@ -93,18 +94,18 @@ class EngineOptions:
         if "address" not in options:
             raise ValueError(
                 "cluster(): pass the lighthouse's address, for instance 'host:29510', or set "
-                f"{VARIABLES['address'][0]}; 'python -m runtime lighthouse' starts one"
+                f"{ENV_VARIABLES['address'][0]}; 'python -m runtime lighthouse' starts one"
             )
         return cls(**options)
 
 
-MAX_MACHINE_BYTES = 256
+MAX_MACHINE_ID_BYTES = 256
 
 
 COMPRESSIONS = (None, "bf16", "int8")
 
 
-VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+ENV_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "address": ("GPUWORKER_CLUSTER", str),
     "min_machines": ("GPUWORKER_CLUSTER_MIN_MACHINES", int),
     "token": ("GPUWORKER_CLUSTER_TOKEN", str),
@@ -112,20 +113,20 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "host": ("GPUWORKER_CLUSTER_HOST", str),
     "compression": ("GPUWORKER_CLUSTER_COMPRESSION", str),
 }
-"""For each option its environment variable, and how its text is read."""
+"""Environment variable and parser of each option."""
 
 
 def new_machine_id() -> str:
-    """An id that no other start of a process has: ``host-pid-random``."""
+    """An id unique to this start of the process: ``host-pid-random``."""
     host = socket.gethostname().split(".")[0] or "machine"
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """The two parts of ``host:port`` or ``[host]:port``.
+def split_host_port(name: str, address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[host]:port``.
 
     Raises:
-        ValueError: It is neither; names the option.
+        ValueError: The text is neither; names the option.
     """
     text = address.removeprefix("http://")
     host, colon, port = text.rpartition(":")
@@ -135,6 +136,6 @@ def host_and_port(name: str, address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def joined(host: str, port: int) -> str:
-    """``host:port``, an IPv6 address in brackets."""
+def join_host_port(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""What machines make of the mean of what they have trained: outer optimizers."""
+"""Outer optimizers: they apply the mean change of all machines to the global parameters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from runtime.core.checks import check_float
 
 
 class OuterOptimizer(ABC):
-    """Makes new global parameters of the old ones and of the weighted mean of what all machines
-    have changed since. Every machine makes the same step, bit for bit."""
+    """Computes new global parameters from the old ones and the weighted mean change of all
+    machines. Every machine makes the same step, bit for bit."""
 
     @abstractmethod
     def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:
         """The new global parameters.
 
         Args:
-            old: Flat parameters on the CPU, one tensor for each dtype; only read.
+            old: Flat parameters on the CPU, one tensor for each dtype; read-only.
             change: The mean of ``old - trained`` over machines, of the same shapes, in float32
                 or better: the gradient of the outer step.
 
@@ -30,22 +30,22 @@ class OuterOptimizer(ABC):
 
     @property
     def name(self) -> str:
-        """What must be equal on all machines: its ``repr``, where it has one of its own."""
+        """Identity that must be equal on all machines: the ``repr`` if defined, else the class."""
         kind = type(self)
         return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(self)
 
     def state(self) -> list[Tensor]:
-        """What heals a machine and stands in checkpoints; nobody writes to it any more."""
+        """State tensors for healing and checkpoints; never modified afterwards."""
         return []
 
     def load_state(self, state: Sequence[Tensor]) -> None:
-        """Take what :meth:`state` gave.
+        """Restore the result of :meth:`state`.
 
         Raises:
-            ValueError: It is the state of another outer optimizer.
+            ValueError: The state is another outer optimizer's.
         """
         if state:
-            raise ValueError(f"{self!r} has no state, and {len(state)} tensors came")
+            raise ValueError(f"{self!r} has no state, but got {len(state)} tensors")
 
 
 class Mean(OuterOptimizer):
@@ -60,27 +60,27 @@ class Mean(OuterOptimizer):
 
 
 class Nesterov(OuterOptimizer):
-    """SGD with Nesterov momentum on the mean of what the machines have changed, as in DiLoCo
-    (Douillard et al., 2023).
+    """SGD with Nesterov momentum on the mean change of the machines, as in DiLoCo (Douillard et
+    al., 2023).
 
-    The momentum is float32 at least, one tensor for each dtype of the parameters.
+    The momentum buffers are float32 or better, one for each dtype of the parameters.
 
     Args:
-        lr: Learning rate of the outer step; 1.0 without momentum is :class:`Mean`.
-        momentum: Of the outer step, from 0 up and below 1.
+        lr: Learning rate of the outer step; 1.0 without momentum equals :class:`Mean`.
+        momentum: Momentum of the outer step, in [0, 1).
     """
 
     def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
         self.lr = check_float("lr", lr, 0.0, above=True)
         self.momentum = check_float("momentum", momentum, 0.0)
         if not momentum < 1:
-            raise ValueError(f"Nesterov(momentum={momentum}): pass a number from 0 up and below 1")
+            raise ValueError(f"Nesterov(momentum={momentum}): pass a number in [0, 1)")
         self._buffers: list[Tensor] = []
 
     def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:
         """See :meth:`OuterOptimizer.step`."""
         if self._buffers:
-            # New memory: a peer may be reading the state that heals it.
+            # New tensors: a peer may be reading the old ones to heal.
             pairs = zip(self._buffers, change, strict=True)
             self._buffers = [(b * self.momentum).add_(c) for b, c in pairs]
         else:

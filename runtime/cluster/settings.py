@@ -1,4 +1,4 @@
-"""What a user says of the cluster."""
+"""ClusterSettings: the user's settings of this machine in a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.cluster.engine import Engine, State
+from runtime.cluster.engine import ClusterEngine, ClusterState
 from runtime.cluster.lighthouse import JOIN_TIMEOUT_S
 from runtime.cluster.options import EngineOptions
 from runtime.cluster.outer import Mean, OuterOptimizer
@@ -17,8 +17,8 @@ from runtime.core.checks import check_float
 logger = logging.getLogger(__name__)
 
 
-PERIOD = "GPUWORKER_CLUSTER_PERIOD"
-"""The environment variable for ``period``."""
+PERIOD_VARIABLE = "GPUWORKER_CLUSTER_PERIOD"
+"""Environment variable of ``period``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +26,25 @@ class ClusterSettings:
     """Settings of this machine in a cluster.
 
     Attributes:
-        engine: How to reach the other machines.
-        period_s: Seconds from one round between machines to the next.
-        outer: Optimizer that applies the mean of the machines' changes.
-        connect: Makes the engine.
+        engine: Address of the cluster, timeouts and limits.
+        period_s: Seconds between rounds of the machines.
+        outer: Outer optimizer, which applies the mean change of the machines.
+        connect: Creates the engine.
     """
 
     engine: EngineOptions
     period_s: float = 30.0
     outer: OuterOptimizer = field(default_factory=Mean)
-    connect: Connect = field(default_factory=lambda: connect_torchft)
+    connect: EngineFactory = field(default_factory=lambda: connect_torchft)
 
     def __post_init__(self) -> None:
         check_float("cluster(period=)", self.period_s, 0.0, above=True)
         if self.period_s >= JOIN_TIMEOUT_S:
-            # The lighthouse does not report the settings that it was started with.
+            # The lighthouse does not report its own settings.
             logger.warning(
                 "cluster(period=%g) is not below the %g s for which a lighthouse waits by default "
-                "for machines that still train: start it with --join-timeout %g, or rounds leave "
-                "them out",
+                "for machines that are still training: start it with --join-timeout %g, or rounds "
+                "take place without them",
                 self.period_s,
                 JOIN_TIMEOUT_S,
                 2 * self.period_s,
@@ -63,24 +63,24 @@ class ClusterSettings:
         environ: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> ClusterSettings:
-        """Make the settings; an argument that is ``None`` comes from the environment or a default.
+        """Create the settings; ``None`` stands for the environment variable or the default.
 
         Raises:
-            ValueError: A value is missing or out of range, or several processes were started to
-                train in lockstep: each would then wait until all are restarted.
+            ValueError: A value is missing or out of range, or torchrun has started several
+                processes, which it restarts together.
         """
         found = os.environ if environ is None else environ
-        if found.get("TORCHELASTIC_RUN_ID") and _joint(found):
+        if found.get("TORCHELASTIC_RUN_ID") and _is_multi_process(found):
             raise ValueError(
-                "cluster(): torchrun has started several processes that it restarts together, so "
-                "that none could go on without the others: start the script once on each machine, "
-                "by itself or with torchrun --nnodes=1 --nproc-per-node=1"
+                "cluster(): torchrun has started several processes, which it restarts together, so "
+                "that none can continue without the others: start the script once on each "
+                "machine, by itself or with torchrun --nnodes=1 --nproc-per-node=1"
             )
-        if period is None and found.get(PERIOD):
+        if period is None and (text := found.get(PERIOD_VARIABLE)):
             try:
-                period = float(found[PERIOD])
+                period = float(text)
             except ValueError as error:
-                raise ValueError(f"{PERIOD}={found[PERIOD]!r}: pass a number") from error
+                raise ValueError(f"{PERIOD_VARIABLE}={text!r}: pass a number") from error
         return cls(
             engine=EngineOptions.from_environment(found, **engine),
             period_s=30.0 if period is None else period,
@@ -88,18 +88,18 @@ class ClusterSettings:
         )
 
 
-Connect = Callable[[EngineOptions, Callable[[], State]], Engine]
-"""Makes an engine from its options and from what gives the state that heals a peer."""
+EngineFactory = Callable[[EngineOptions, Callable[[], ClusterState]], ClusterEngine]
+"""Creates an engine from its options and a function that returns the state to heal a peer."""
 
 
-def connect_torchft(options: EngineOptions, offer: Callable[[], State]) -> Engine:
+def connect_torchft(options: EngineOptions, offer: Callable[[], ClusterState]) -> ClusterEngine:
     """The engine on torchft."""
     from runtime.cluster.torchft_engine import TorchftEngine
 
     return TorchftEngine(options, offer)
 
 
-def _joint(environ: Mapping[str, str]) -> bool:
+def _is_multi_process(environ: Mapping[str, str]) -> bool:
     return any(
         environ.get(name, "1").isdecimal() and int(environ.get(name, "1")) > 1
         for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE")

@@ -7,7 +7,7 @@ import hmac
 import struct
 
 from runtime.cluster.engine import PeerRefused
-from runtime.cluster.options import MAX_MACHINE_BYTES
+from runtime.cluster.options import MAX_MACHINE_ID_BYTES
 
 MAC_BYTES = 32
 
@@ -15,14 +15,14 @@ MAC_BYTES = 32
 _HEADER = struct.Struct(">QH")
 
 
-MAX_OVERHEAD_BYTES = MAC_BYTES + _HEADER.size + MAX_MACHINE_BYTES
-"""By how much an envelope may be longer than its payload."""
+MAX_OVERHEAD_BYTES = MAC_BYTES + _HEADER.size + MAX_MACHINE_ID_BYTES
+"""Largest difference in length between an envelope and its payload."""
 
 
 def signature(token: str | None, purpose: str, *parts: bytes | memoryview) -> bytes:
-    """HMAC-SHA256 over a purpose and parts, none of which can pass for another.
+    """HMAC-SHA256 over a purpose and parts, each with its length, so that no two inputs collide.
 
-    Without a token anyone can compute it, and nobody who has one takes it.
+    Without a token anyone can compute it, but machines with a token do not accept it.
     """
     mac = hmac.new((token or "").encode(), digestmod=hashlib.sha256)
     for part in (purpose.encode(), *parts):
@@ -32,23 +32,22 @@ def signature(token: str | None, purpose: str, *parts: bytes | memoryview) -> by
 
 
 def is_signed(mac: bytes, token: str | None, purpose: str, *parts: bytes | memoryview) -> bool:
-    """Whether the signature is that of these parts; takes the same time for every wrong one."""
+    """True if the signature is valid for these parts; compared in constant time."""
     return hmac.compare_digest(mac, signature(token, purpose, *parts))
 
 
-def sealed(token: str | None, purpose: str, number: int, machine: str, payload: bytes) -> bytes:
-    """A payload with its sender's id and a number, signed."""
+def seal(token: str | None, purpose: str, number: int, machine: str, payload: bytes) -> bytes:
+    """A signed envelope of a payload, its sender's id and a number."""
     name = machine.encode()
     header = _HEADER.pack(number, len(name))
     return signature(token, purpose, header, name, payload) + header + name + payload
 
 
-def opened(token: str | None, purpose: str, number: int, machine: str, envelope: bytes) -> bytes:
-    """The payload of :func:`sealed`.
+def unseal(token: str | None, purpose: str, number: int, machine: str, envelope: bytes) -> bytes:
+    """Verify an envelope of :func:`seal`, and return its payload.
 
     Raises:
-        PeerRefused: It is not signed with the token, or is another machine's or of another
-            number.
+        PeerRefused: It is not signed with the token, or has another sender or number.
     """
     start = MAC_BYTES + _HEADER.size
     if len(envelope) < start:
@@ -59,5 +58,5 @@ def opened(token: str | None, purpose: str, number: int, machine: str, envelope:
     if not is_signed(mac, token, purpose, header, name, payload):
         raise PeerRefused((machine,), "its message is not signed with this machine's token")
     if name != machine.encode() or found != number:
-        raise PeerRefused((machine,), "its message is another machine's, or of another time")
+        raise PeerRefused((machine,), "its message has another sender or another number")
     return payload

@@ -1,8 +1,8 @@
-"""Healing: the state of one machine for another, as safetensors and JSON over HTTP.
+"""StateServer: sends a machine's state to another one, as safetensors and JSON over HTTP.
 
-Nothing is unpickled, and nothing is parsed before its signature is checked. The token itself
-never travels: the bearer token of a request is a signature made for it, and so is what
-follows the content of an answer.
+Nothing is unpickled, and nothing is parsed before its signature is verified. The token itself is
+never sent: the bearer token of a request is a signature over it, and the content of a response is
+followed by its signature.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from http import HTTPStatus
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from runtime.cluster.engine import EngineError, PeerRefused, State
-from runtime.cluster.options import host_and_port, joined
+from runtime.cluster.engine import ClusterState, EngineError, PeerRefused
+from runtime.cluster.options import join_host_port, split_host_port
 from runtime.cluster.signing import MAC_BYTES, is_signed, signature
 
 logger = logging.getLogger(__name__)
 
-META = "meta"
-NOT_YET_S = 0.05
-"""How long a machine waits before it asks again for a state that is not on offer yet."""
+METADATA_KEY = "meta"
+RETRY_S = 0.05
+"""Pause before a state that is not offered yet is requested again."""
 MAX_HEAD_BYTES = 4096
-REQUEST_S = 5.0
-"""Within which a request must have arrived whole."""
+REQUEST_TIMEOUT_S = 5.0
+"""Longest time to receive a request."""
 MAX_CONNECTIONS = 16
-"""Answered at a time; others wait."""
-PIECE_BYTES = 1 << 20
-"""What must get through within the timeout, in both directions."""
+"""Connections served at a time; others wait."""
+CHUNK_BYTES = 1 << 20
+"""Bytes that must be transferred within the timeout, in both directions."""
 _STATUS = re.compile(rb"HTTP/1\.\d (\d{3})( |$)")
 
 
 class StateServer:
-    """Hands the offered state to machines that have the token.
+    """Sends the offered state to machines that have the token.
 
     Args:
-        host: Address to listen on, and no other.
-        token: Shared by all machines.
-        timeout_s: How long a piece of the state may take, in seconds.
+        host: Address to listen on, and the only one.
+        token: Secret shared by all machines.
+        timeout_s: Timeout of each chunk of the state, in seconds.
 
     Attributes:
         address: ``host:port``.
@@ -59,19 +59,19 @@ class StateServer:
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self.address = joined(host, self._listener.getsockname()[1])
+        self.address = join_host_port(host, self._listener.getsockname()[1])
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="cluster-states", daemon=True)
         self._thread.start()
 
-    def offer(self, step: int, state: State) -> None:
-        """Hand out a copy of this state, as it is now, to whoever asks for this step."""
+    def offer(self, step: int, state: ClusterState) -> None:
+        """Offer a copy of this state to machines that request this step."""
         tensors = {name: t.detach().contiguous() for name, t in state.tensors.items()}
-        self._offered = step, save(tensors, {META: json.dumps(state.meta)})
+        self._offered = step, save(tensors, {METADATA_KEY: json.dumps(state.meta)})
 
     def withdraw(self) -> None:
-        """Hand out nothing; answers under way go on."""
+        """Offer nothing; responses in progress continue."""
         self._offered = None
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class StateServer:
             except OSError:
                 self._free.release()
                 if not self._closed:  # out of descriptors, for instance
-                    time.sleep(NOT_YET_S)
+                    time.sleep(RETRY_S)
                 continue
             threading.Thread(
                 target=self._answer, args=(connection,), name="cluster-state", daemon=True
@@ -116,12 +116,12 @@ class StateServer:
             self._free.release()
 
     def _answer_request(self, connection: socket.socket) -> None:
-        line, headers, _ = _read_head(connection, REQUEST_S)
+        line, headers, _ = _read_head(connection, REQUEST_TIMEOUT_S)
         connection.settimeout(self._timeout_s)
         path, number = line.split(b" ")[1:2], headers.get(b"x-number", b"")
         given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if not path or not is_signed(_unhex(given), self._token, "ask", path[0], number):
-            logger.warning("refused a request for the state, which has another token")
+            logger.warning("refused a request for the state with another token")
             connection.sendall(_head(HTTPStatus.UNAUTHORIZED, 0))
             return
         offered = self._offered
@@ -130,8 +130,8 @@ class StateServer:
             return
         content = memoryview(offered[1])
         connection.sendall(_head(HTTPStatus.OK, len(content) + MAC_BYTES))
-        for start in range(0, len(content), PIECE_BYTES):
-            connection.sendall(content[start : start + PIECE_BYTES])
+        for start in range(0, len(content), CHUNK_BYTES):
+            connection.sendall(content[start : start + CHUNK_BYTES])
         connection.sendall(signature(self._token, "state", path[0], number, content))
 
 
@@ -142,44 +142,46 @@ def fetch_state(
     token: str | None,
     *,
     timeout_s: float,
-    within_s: float,
+    total_timeout_s: float,
     max_bytes: int,
-) -> State:
-    """The state of another machine, which may not be on offer yet.
+) -> ClusterState:
+    """Fetch the state of another machine, which may not be offered yet.
 
     Args:
-        machine: The other machine, for errors.
-        address: Of its :class:`StateServer`.
-        step: Which state.
-        token: Shared by all machines.
-        timeout_s: How long to wait for the offer, and then for each piece, in seconds.
-        within_s: How long all of it may take, in seconds.
-        max_bytes: Limit of what it may send.
+        machine: The other machine's id, for errors.
+        address: Address of its :class:`StateServer`.
+        step: Step of the state.
+        token: Secret shared by all machines.
+        timeout_s: Timeout for the offer, and then for each chunk, in seconds.
+        total_timeout_s: Timeout of the whole transfer, in seconds.
+        max_bytes: Limit of the response.
 
     Raises:
-        EngineError: It is gone, took too long, or has no such state.
-        PeerRefused: What it sent is not signed with the token, too much, or no state.
+        EngineError: The machine is gone, timed out, or has no such state.
+        PeerRefused: The response is not signed with the token, too long, or malformed.
     """
     start = time.monotonic()
     while True:
-        content = _ask(machine, address, step, token, timeout_s, start + within_s, max_bytes)
+        content = _request_state(
+            machine, address, step, token, timeout_s, start + total_timeout_s, max_bytes
+        )
         if content is not None:
             break
         if time.monotonic() > start + timeout_s:
             raise EngineError(f"{machine} offers no state of step {step}")
-        time.sleep(NOT_YET_S)
+        time.sleep(RETRY_S)
     try:
         length = int.from_bytes(content[:8], "little")
         tensors = load(content)  # checks the header, and that it covers the content
-        meta = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][META])
+        meta = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][METADATA_KEY])
         if not isinstance(meta, dict):
             raise TypeError(f"meta is a {type(meta).__name__}")
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PeerRefused((machine,), f"it sent no state: {error}") from error
-    return State(tensors=tensors, meta=meta)
+        raise PeerRefused((machine,), f"its state is malformed: {error}") from error
+    return ClusterState(tensors=tensors, meta=meta)
 
 
-def _ask(
+def _request_state(
     machine: str,
     address: str,
     step: int,
@@ -188,11 +190,11 @@ def _ask(
     deadline: float,
     max_bytes: int,
 ) -> bytes | None:
-    """The signed content of an answer; ``None``: it is not on offer."""
+    """The verified content of a response; ``None`` if the state is not offered."""
     path, number = _path(step).encode(), secrets.token_hex(16).encode()
     bearer = signature(token, "ask", path, number).hex().encode()
     request = b"GET %s HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\nX-Number: %s\r\n\r\n"
-    target = host_and_port("address", address)
+    target = split_host_port("address", address)
     try:
         with socket.create_connection(target, timeout_s) as connection:
             connection.sendall(request % (path, address.encode(), bearer, number))
@@ -207,11 +209,11 @@ def _ask(
             if status != HTTPStatus.OK or not MAC_BYTES <= size <= max_bytes:
                 raise PeerRefused(
                     (machine,),
-                    f"it answers {status} with {size} bytes; {max_bytes} may come",
+                    f"it answers {status} with {size} bytes; at most {max_bytes} are accepted",
                 )
             whole, mac = _read_content(connection, content, size, timeout_s, deadline)
     except ValueError as error:
-        raise PeerRefused((machine,), f"its answer is no HTTP: {error}") from error
+        raise PeerRefused((machine,), f"its answer is not HTTP: {error}") from error
     except (OSError, MemoryError) as error:
         raise EngineError(f"no state from {machine} at {address}: {error!r}") from error
     if not is_signed(mac, token, "state", path, number, whole):
@@ -222,36 +224,36 @@ def _ask(
 def _read_content(
     connection: socket.socket, content: bytearray, size: int, timeout_s: float, deadline: float
 ) -> tuple[bytes, bytes]:
-    """What follows a head, of which some is there already, and its signature.
+    """Read the rest of a response; return its content and signature.
 
     Raises:
-        OSError: It ends too early, or is too slow.
+        OSError: It ends early, or is too slow.
     """
     connection.settimeout(timeout_s)
-    enough, piece_deadline = PIECE_BYTES, time.monotonic() + timeout_s
+    next_mark, chunk_deadline = CHUNK_BYTES, time.monotonic() + timeout_s
     while len(content) < size:
-        piece = connection.recv(min(PIECE_BYTES, size - len(content)))
-        content += piece
+        chunk = connection.recv(min(CHUNK_BYTES, size - len(content)))
+        content += chunk
         now = time.monotonic()
-        if len(content) >= enough:
-            enough, piece_deadline = len(content) + PIECE_BYTES, now + timeout_s
-        if not piece or now > min(piece_deadline, deadline):
-            how = "and no more" if not piece else "and is too slow"
+        if len(content) >= next_mark:
+            next_mark, chunk_deadline = len(content) + CHUNK_BYTES, now + timeout_s
+        if not chunk or now > min(chunk_deadline, deadline):
+            how = "and closed" if not chunk else "and is too slow"
             raise OSError(f"it sent {len(content)} of {size} bytes, {how}")
     del content[size:]
     return bytes(memoryview(content)[:-MAC_BYTES]), bytes(content[-MAC_BYTES:])
 
 
 def _read_head(
-    connection: socket.socket, within_s: float
+    connection: socket.socket, timeout_s: float
 ) -> tuple[bytes, dict[bytes, bytes], bytearray]:
-    """The first line of a request or an answer, its headers, and what has come behind them.
+    """Read the head of a request or a response: first line, headers, and the bytes after it.
 
     Raises:
-        OSError: It takes longer.
-        ValueError: It is too long, or half of one.
+        OSError: It is too slow.
+        ValueError: It is too long or incomplete.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     head = b""
     while b"\r\n\r\n" not in head:
         left_s = deadline - time.monotonic()
@@ -260,10 +262,10 @@ def _read_head(
         if len(head) >= MAX_HEAD_BYTES:
             raise ValueError(f"no end in {MAX_HEAD_BYTES} bytes")
         connection.settimeout(left_s)
-        piece = connection.recv(MAX_HEAD_BYTES - len(head))
-        if not piece:
+        chunk = connection.recv(MAX_HEAD_BYTES - len(head))
+        if not chunk:
             raise ValueError(f"it ends after {len(head)} bytes")
-        head += piece
+        head += chunk
     head, _, rest = head.partition(b"\r\n\r\n")
     line, *headers = head.split(b"\r\n")
     pairs = (header.partition(b":") for header in headers)

@@ -1,15 +1,14 @@
-"""The engine on torchft: its lighthouse and its manager say who takes part, Gloo connects them.
+"""TorchftEngine: quorums by torchft's lighthouse and manager, collectives by Gloo.
 
-torchft's ``Manager`` in Python is left out, as are its ``LocalSGD`` and ``DiLoCo``: it tells
-neither who the members are nor whether healing failed, synchronizes a CUDA device in each
-call, and its transport unpickles what it receives. Its server and client, on which it builds,
-are used as they are.
+torchft's Python ``Manager``, ``LocalSGD`` and ``DiLoCo`` are not used: the manager reports neither
+the members nor a failed healing, synchronizes a CUDA device in each call, and unpickles what its
+transport receives. The server and client below it are used unchanged.
 
-What torchft itself leaves open: the lighthouse and each manager's port take requests from
-whoever reaches them, among them one that ends the process; so does the store, which the
-machines exchange addresses through; and what Gloo sends is neither signed nor encrypted. All
-of them listen only on the address that the user named, or on that by which this machine
-reaches the lighthouse. The remedy is a private network or a tunnel.
+Security: the ports of the lighthouse and of each manager accept requests from every client that
+reaches them, including one that ends the process; so does the store through which the machines
+exchange addresses; and Gloo's traffic is neither signed nor encrypted. All of them listen only on
+the address that the user named, or on the one by which this machine reaches the lighthouse. The
+remedy is a private network or a tunnel.
 """
 
 from __future__ import annotations
@@ -30,10 +29,17 @@ import torch.distributed
 from torch import Tensor
 
 from runtime.cluster.compression import CODECS, ErrorFeedback
-from runtime.cluster.engine import Engine, EngineClosed, EngineError, PeerRefused, Quorum, State
+from runtime.cluster.engine import (
+    ClusterEngine,
+    ClusterState,
+    EngineClosed,
+    EngineError,
+    PeerRefused,
+    Quorum,
+)
 from runtime.cluster.lighthouse import load_torchft
-from runtime.cluster.machine_group import Group
-from runtime.cluster.options import EngineOptions, host_and_port, joined
+from runtime.cluster.machine_group import MachineGroup
+from runtime.cluster.options import EngineOptions, join_host_port, split_host_port
 from runtime.cluster.state_server import StateServer, fetch_state
 
 logger = logging.getLogger(__name__)
@@ -43,72 +49,74 @@ _c10d: Any = torch.distributed
 
 T = TypeVar("T")
 
-REQUEST_S = 15.0
-"""Limit of one request for a quorum, after which it is made again."""
+REQUEST_TIMEOUT_S = 15.0
+"""Timeout of one quorum request, which is then repeated."""
 RETRIES = 30
-"""How often torchft's manager connects to the lighthouse anew within a request."""
-RECONNECT_S = 2.0
-"""How long each of these may take."""
-START_S = 30.0
-"""How long a machine that starts waits for a lighthouse that is away."""
+"""Connection attempts of torchft's manager to the lighthouse within a request."""
+RECONNECT_TIMEOUT_S = 2.0
+"""Timeout of each attempt."""
+START_TIMEOUT_S = 30.0
+"""Longest wait of a starting machine for an unreachable lighthouse."""
 PAUSE_S = 0.2
-"""Between two quorums where too few machines are there."""
-LOOK_S = 0.1
-"""How often a call that waits looks whether it is given up."""
-CLOSE_S = 1.0
-"""How long :meth:`TorchftEngine.close` waits for a call that is under way."""
+"""Pause between quorums with too few machines."""
+POLL_S = 0.1
+"""Interval at which a blocked call checks for cancellation."""
+CLOSE_TIMEOUT_S = 1.0
+"""Longest wait of :meth:`TorchftEngine.close` for a call in progress."""
 
 
-class TorchftEngine(Engine):
-    """Machines joined by torchft. See the module for what it leaves open.
+class TorchftEngine(ClusterEngine):
+    """Engine on torchft. See the module for its security.
 
     Args:
-        options: Where the lighthouse is, and limits.
-        offer: The state that heals a peer; called in :meth:`quorum`, by the same thread. It is
-            copied in the call.
+        options: Address of the lighthouse, timeouts and limits.
+        offer: Returns the state to heal a peer; called in :meth:`quorum`, by the same thread. The
+            state is copied before the call returns.
 
     Raises:
         ImportError: torchft is not installed; says how to install it.
-        EngineError: The lighthouse's name leads nowhere, or it does not answer for
-            :data:`START_S`; or this machine has no such host.
+        EngineError: The lighthouse's name cannot be resolved, or it does not respond within
+            :data:`START_TIMEOUT_S`; or this machine has no such host.
     """
 
-    def __init__(self, options: EngineOptions, offer: Callable[[], State]) -> None:
+    def __init__(self, options: EngineOptions, offer: Callable[[], ClusterState]) -> None:
         torchft = load_torchft("cluster()")
         self.machine = options.machine
         self._options = options
         self._offer = offer
         self._step = 0
-        self._is_new = True  # it has no part in any history yet
+        self._is_new = True  # no part in any history yet
         self._failures = 0
         self._refused: dict[str, str] = {}
         self._banned: set[str] = set()
         self._behind: tuple[str, ...] = ()
-        self._group: Group | None = None
-        self._parting: Group | None = None  # peers may still be reading in it what is refused
+        self._group: MachineGroup | None = None
+        self._retired_group: MachineGroup | None = None  # peers may still be receiving in it
         self._feedback = ErrorFeedback(CODECS[options.compression]) if options.compression else None
         self._timeout = timedelta(seconds=options.timeout_s)
-        lighthouse = joined(*host_and_port("address", options.address))
-        self._host = options.host.strip("[]") or address_towards(options.address)
-        with ExitStack() as opened:
+        lighthouse = join_host_port(*split_host_port("address", options.address))
+        self._host = options.host.strip("[]") or local_address_towards(options.address)
+        with ExitStack() as cleanup:
             try:
-                self._store, port = own_store(self._host, self._timeout)
-                self._store_address = joined(self._host, port)
-                wait_for_lighthouse(options.address, min(START_S, options.lighthouse_timeout_s))
+                self._store, port = open_store(self._host, self._timeout)
+                self._store_address = join_host_port(self._host, port)
+                wait_for_lighthouse(
+                    options.address, min(START_TIMEOUT_S, options.lighthouse_timeout_s)
+                )
                 self._states = StateServer(self._host, options.token, options.timeout_s)
-                opened.callback(self._states.close)
+                cleanup.callback(self._states.close)
                 self._manager: Any = torchft.ManagerServer(
                     replica_id=self.machine,
                     lighthouse_addr=f"http://{lighthouse}",
                     hostname=f"[{self._host}]" if ":" in self._host else self._host,
-                    bind=joined(self._host, 0),
+                    bind=join_host_port(self._host, 0),
                     store_addr=self._store_address,
                     world_size=1,
                     heartbeat_interval=timedelta(seconds=options.heartbeat_s),
-                    connect_timeout=timedelta(seconds=RECONNECT_S),
+                    connect_timeout=timedelta(seconds=RECONNECT_TIMEOUT_S),
                     quorum_retries=RETRIES,
                 )
-                opened.callback(self._manager.shutdown)
+                cleanup.callback(self._manager.shutdown)
                 self._client: Any = torchft.ManagerClient(
                     self._manager.address(), connect_timeout=self._timeout
                 )
@@ -117,29 +125,29 @@ class TorchftEngine(Engine):
                     f"cluster(): cannot listen on {self._host!r} or reach the lighthouse at "
                     f"{lighthouse}: {error}"
                 ) from error
-            opened.pop_all()
-        self._calls = _Calls(f"cluster-{self.machine}")
+            cleanup.pop_all()
+        self._calls = _CallThread(f"cluster-{self.machine}")
 
     @property
     def step(self) -> int:
-        """See :attr:`Engine.step`."""
+        """See :attr:`ClusterEngine.step`."""
         return self._step
 
     def quorum(self) -> Quorum:
-        """See :meth:`Engine.quorum`."""
+        """See :meth:`ClusterEngine.quorum`."""
         self._states.withdraw()
         if self._feedback is not None:
-            self._feedback.drop()
+            self._feedback.discard()
         try:
             while True:
-                found = self._ask_until_answered()
-                group = self._connected(found)
+                found = self._request_quorum()
+                group = self._group_of(found)
                 if len(group.members) >= self._options.min_machines:
                     break
                 self._calls.pause(PAUSE_S)
             healed = self._heal(group, found)
         except BaseException:
-            self._failed()
+            self._drop_group()
             raise
         return Quorum(
             generation=group.generation,
@@ -150,17 +158,17 @@ class TorchftEngine(Engine):
         )
 
     def gather(self, facts: bytes) -> tuple[bytes, ...]:
-        """See :meth:`Engine.gather`."""
+        """See :meth:`ClusterEngine.gather`."""
         patience = self._options.heal_timeout_s if self._behind else None
         self._behind = ()
         return self._in_round(lambda group: group.gather(facts, patience))
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """See :meth:`Engine.all_reduce`."""
+        """See :meth:`ClusterEngine.all_reduce`."""
         self._in_round(lambda group: group.all_reduce(tensors, self._feedback))
 
     def commit(self, ok: bool) -> bool:
-        """See :meth:`Engine.commit`."""
+        """See :meth:`ClusterEngine.commit`."""
         self._states.withdraw()
         vote = ok and self._group is not None
         try:
@@ -171,109 +179,110 @@ class TorchftEngine(Engine):
             if isinstance(error, EngineClosed):
                 raise
             late = EngineError(f"this machine's own manager does not answer: {error}")
-            self._failed()
+            self._drop_group()
             raise late from error
         if not done:
-            self._failed()
+            self._drop_group()
             return False
         self._step += 1
         self._is_new = False
         self._failures = 0
         if self._feedback is not None:
-            self._feedback.keep()
+            self._feedback.commit()
         return True
 
     def reset(self, step: int = 0) -> None:
-        """See :meth:`Engine.reset`."""
+        """See :meth:`ClusterEngine.reset`."""
         self._step = step
         self._is_new = self._is_new and step == 0
         if self._feedback is not None:
-            self._feedback.forget()
+            self._feedback.reset()
 
-    def give_up(self, within_s: float) -> None:
-        """See :meth:`Engine.give_up`."""
-        self._calls.give_up(within_s)
+    def cancel_after(self, timeout_s: float) -> None:
+        """See :meth:`ClusterEngine.cancel_after`."""
+        self._calls.cancel_after(timeout_s)
 
     def close(self) -> None:
-        """See :meth:`Engine.close`."""
+        """See :meth:`ClusterEngine.close`."""
         self._calls.close()
         self._states.close()
         self._manager.shutdown()
-        self._group = self._parting = None
+        self._group = self._retired_group = None
 
-    def _failed(self) -> None:
-        """The next quorum has to connect anew; letting go of the connections tells the peers."""
+    def _drop_group(self) -> None:
+        """Drop the connections, which notifies the peers; the next quorum reconnects."""
         self._group = None
         self._failures += 1
 
-    def _refuse(self, group: Group, error: PeerRefused) -> None:
-        """All have gathered the same, and each is to see for itself whom to refuse."""
+    def _ban(self, group: MachineGroup, error: PeerRefused) -> None:
+        """Ban the senders, and keep the group alive until all peers have received the message,
+        so that each of them bans the senders too."""
         self._banned.update(error.machines)
-        self._parting = group
+        self._retired_group = group
 
-    def _in_round(self, call: Callable[[Group], T]) -> T:
+    def _in_round(self, call: Callable[[MachineGroup], T]) -> T:
         group = self._group
         if group is None:
-            raise EngineError("the round has failed, or has no quorum yet: form one first")
+            raise EngineError("the round has failed, or has no quorum yet: call quorum() first")
         try:
             return self._calls.run(lambda: call(group))
         except BaseException as error:
             if isinstance(error, PeerRefused):
-                self._refuse(group, error)
+                self._ban(group, error)
             del group
-            self._failed()
+            self._drop_group()
             raise
 
-    def _ask_until_answered(self) -> Any:
-        """torchft's quorum. Blocks while the others are not ready.
+    def _request_quorum(self) -> Any:
+        """torchft's quorum. Blocks while other machines are not ready.
 
         Raises:
-            EngineError: The lighthouse has not answered for as long as the options say.
+            EngineError: The lighthouse did not respond for ``lighthouse_timeout_s``.
         """
-        silent_since: float | None = None
+        unreachable_since: float | None = None
         while True:
             try:
-                return self._calls.run(self._ask)
+                return self._calls.run(self._request_once)
             except (RuntimeError, TimeoutError) as error:
                 if isinstance(error, EngineClosed):
                     raise
-                if self._calls.run(lambda: answers(self._options.address)):
-                    silent_since = None  # it waits for machines
+                if self._calls.run(lambda: accepts_connections(self._options.address)):
+                    unreachable_since = None  # it is waiting for machines
                     self._calls.pause(PAUSE_S if isinstance(error, RuntimeError) else 0.0)
                     continue
                 now = time.monotonic()
-                if silent_since is None:
-                    silent_since = now
-                    logger.warning("the lighthouse at %s is away", self._options.address)
-                if now - silent_since >= self._options.lighthouse_timeout_s:
+                if unreachable_since is None:
+                    unreachable_since = now
+                    logger.warning("the lighthouse at %s is unreachable", self._options.address)
+                if now - unreachable_since >= self._options.lighthouse_timeout_s:
                     raise EngineError(
-                        f"the lighthouse at {self._options.address} has been away for "
-                        f"{now - silent_since:.0f} s: start one there with 'python -m runtime "
-                        "lighthouse'"
+                        f"the lighthouse at {self._options.address} has been unreachable "
+                        f"for {now - unreachable_since:.0f} s: start one there with "
+                        "'python -m runtime lighthouse'"
                     ) from error
                 self._calls.pause(PAUSE_S)
 
-    def _ask(self) -> Any:
+    def _request_once(self) -> Any:
         return self._client._quorum(
             group_rank=0,
             step=self._step,
             checkpoint_metadata="",
             shrink_only=False,
-            timeout=timedelta(seconds=REQUEST_S),
+            timeout=timedelta(seconds=REQUEST_TIMEOUT_S),
             init_sync=True,
             commit_failures=self._failures,
         )
 
-    def _connected(self, found: Any) -> Group:
-        """The group of a quorum: that of the last one, if nothing has changed."""
+    def _group_of(self, found: Any) -> MachineGroup:
+        """The group of a quorum; the previous one if the members are unchanged."""
         if self._group is not None and self._group.generation == found.quorum_id:
             return self._group
         self._group = None
         group = self._calls.run(lambda: self._connect(found))
-        self._group, self._parting = group, None
-        for machine, why in group.refused.items():
+        self._group, self._retired_group = group, None
+        for machine, reason in group.refused.items():
             if machine not in self._refused:
-                logger.warning("machine %s is refused: %s", machine, why)
+                logger.warning("machine %s is refused: %s", machine, reason)
         self._refused = group.refused
         if self._is_new and group.members == (self.machine,) and group.refused:
             others = ", ".join(sorted(group.refused))
@@ -283,12 +292,12 @@ class TorchftEngine(Engine):
             )
         return group
 
-    def _connect(self, found: Any) -> Group:
+    def _connect(self, found: Any) -> MachineGroup:
         connect_s = min(self._options.connect_timeout_s, self._options.timeout_s)
         is_owner = found.store_address == self._store_address
         store: Any = self._store
         if not is_owner:
-            host, port = host_and_port("store", found.store_address)
+            host, port = split_host_port("store", found.store_address)
             try:
                 store = _c10d.TCPStore(
                     host,
@@ -299,7 +308,7 @@ class TorchftEngine(Engine):
                 )
             except RuntimeError as error:
                 raise EngineError(f"the store of a quorum is gone: {error}") from error
-        return Group(
+        return MachineGroup(
             store=store,
             is_owner=is_owner,
             generation=found.quorum_id,
@@ -312,21 +321,21 @@ class TorchftEngine(Engine):
             timeout_s=self._options.timeout_s,
         )
 
-    def _heal(self, group: Group, found: Any) -> State | None:
-        """Bring all members to the same step; the state received, if this one was behind.
+    def _heal(self, group: MachineGroup, found: Any) -> ClusterState | None:
+        """Bring all members to the same step; returns the state received if this one was behind.
 
-        torchft says whether steps differ. Who heals whom follows from what the members, whose
-        word is signed, tell of themselves.
+        torchft reports if steps differ. The source of each machine's state follows from the
+        members' own signed reports.
         """
         self._behind = ()
         if found.max_world_size == found.replica_world_size and found.max_step > 0:
             return None
         own = json.dumps([self._step, self._states.address]).encode()
         try:
-            told = self._calls.run(lambda: group.gather(own))
-            steps, addresses = _steps_and_addresses(group.members, told)
+            reports = self._calls.run(lambda: group.gather(own))
+            steps, addresses = _steps_and_addresses(group.members, reports)
         except PeerRefused as error:
-            self._refuse(group, error)
+            self._ban(group, error)
             raise
         top = max(steps.values())
         ahead = [name for name in group.members if steps[name] == top]
@@ -334,7 +343,7 @@ class TorchftEngine(Engine):
             ahead = ahead[:1]
         behind = [name for name in group.members if name not in ahead]
         self._behind = tuple(behind)
-        # A source that fails is another one in the next generation.
+        # By generation, so that after a failure another machine is the source.
         source = {name: ahead[(i + group.generation) % len(ahead)] for i, name in enumerate(behind)}
         if self.machine in source.values():
             self._states.offer(top, self._offer())
@@ -348,49 +357,49 @@ class TorchftEngine(Engine):
                 top,
                 self._options.token,
                 timeout_s=self._options.timeout_s,
-                within_s=self._options.heal_timeout_s,
+                total_timeout_s=self._options.heal_timeout_s,
                 max_bytes=self._options.max_state_bytes,
             )
         )
         self._step = top
         self._is_new = False
         if self._feedback is not None:
-            self._feedback.forget()
+            self._feedback.reset()
         return state
 
 
 def _steps_and_addresses(
-    members: Sequence[str], told: Sequence[bytes]
+    members: Sequence[str], reports: Sequence[bytes]
 ) -> tuple[dict[str, int], dict[str, str]]:
     steps: dict[str, int] = {}
     addresses: dict[str, str] = {}
-    for name, content in zip(members, told, strict=True):
+    for name, content in zip(members, reports, strict=True):
         try:
             step, address = json.loads(content)
-            host_and_port("address", address)
+            split_host_port("address", address)
             if type(step) is not int or step < 0:
                 raise ValueError(f"step {step!r:.80}")
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise PeerRefused((name,), f"it told no step and address: {error}") from error
+            raise PeerRefused((name,), f"its report has no step and address: {error}") from error
         steps[name], addresses[name] = step, address
     return steps, addresses
 
 
-class _Calls:
-    """Runs blocking calls on a thread of its own, so that nobody has to wait for their end."""
+class _CallThread:
+    """Runs blocking calls on a separate thread, so that callers can stop waiting for them."""
 
     def __init__(self, name: str) -> None:
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._ends = [math.inf]  # only appended to, so that no thread loses another's
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done = threading.Condition()
+        self._deadlines = [math.inf]  # append-only: no lock, and no update is lost
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def run(self, call: Callable[[], T]) -> T:
-        """What a call returns or raises.
+        """Run a call; return its result or raise its exception.
 
         Raises:
-            EngineClosed: Given up before or meanwhile; a call under way ends by its own timeout.
+            EngineClosed: Cancelled before or meanwhile; the call itself ends by its own timeout.
         """
         results: list[T] = []
         errors: list[BaseException] = []
@@ -400,12 +409,12 @@ class _Calls:
                 results.append(call())
             except BaseException as error:
                 errors.append(error)
-            with self._changed:
-                self._changed.notify_all()
+            with self._done:
+                self._done.notify_all()
 
-        with self._changed:
-            if time.monotonic() < min(self._ends):
-                self._todo.put(work)
+        with self._done:
+            if time.monotonic() < min(self._deadlines):
+                self._queue.put(work)
             if not self._wait(lambda: bool(results or errors), math.inf):
                 raise EngineClosed("the engine is closed")
         if errors:
@@ -413,46 +422,46 @@ class _Calls:
         return results.pop()
 
     def pause(self, seconds: float) -> None:
-        """Wait.
+        """Sleep.
 
         Raises:
-            EngineClosed: Given up before or meanwhile.
+            EngineClosed: Cancelled before or meanwhile.
         """
-        with self._changed:
+        with self._done:
             self._wait(lambda: False, time.monotonic() + seconds)
-        if time.monotonic() >= min(self._ends):
+        if time.monotonic() >= min(self._deadlines):
             raise EngineClosed("the engine is closed")
 
     def _wait(self, ready: Callable[[], bool], until: float) -> bool:
-        """Wait, under the lock, until it is so, or until a time or the end; whether it is so.
+        """Wait, under the lock, for a condition, a time or cancellation; return the condition.
 
-        Whoever gives up takes no lock, and so wakes nobody.
+        Cancellation takes no lock and notifies no waiter, so the wait polls.
         """
         while not (done := ready()):
-            left_s = min(until, *self._ends) - time.monotonic()
+            left_s = min(until, *self._deadlines) - time.monotonic()
             if left_s <= 0:
                 break
-            self._changed.wait(min(left_s, LOOK_S))
+            self._done.wait(min(left_s, POLL_S))
         return done
 
-    def give_up(self, within_s: float) -> None:
-        """See :meth:`Engine.give_up`."""
-        self._ends.append(time.monotonic() + within_s)
+    def cancel_after(self, timeout_s: float) -> None:
+        """See :meth:`ClusterEngine.cancel_after`."""
+        self._deadlines.append(time.monotonic() + timeout_s)
 
     def close(self) -> None:
-        """Give up, and wait a little for the call that is under way. Idempotent."""
-        self.give_up(0.0)
-        self._todo.put(None)
-        self._thread.join(CLOSE_S)
+        """Cancel, and wait shortly for the call in progress. Idempotent."""
+        self.cancel_after(0.0)
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
-        while (call := self._todo.get()) is not None:
+        while (call := self._queue.get()) is not None:
             call()
-            del call  # it holds connections
+            del call  # it may hold connections
 
 
-def own_store(host: str, timeout: timedelta) -> tuple[Any, int]:
-    """A store that listens on this address and no other, and its port."""
+def open_store(host: str, timeout: timedelta) -> tuple[Any, int]:
+    """A store that listens on this address only, and its port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=1024)
     port = listener.getsockname()[1]
@@ -467,33 +476,33 @@ def own_store(host: str, timeout: timedelta) -> tuple[Any, int]:
     return store, port
 
 
-def address_towards(address: str) -> str:
-    """This machine's own address on the way to another; nothing is sent.
+def local_address_towards(address: str) -> str:
+    """This machine's own address on the route to another host; sends nothing.
 
     Raises:
-        EngineError: The name is not known, or there is no way.
+        EngineError: The name cannot be resolved, or there is no route.
     """
-    host, port = host_and_port("address", address)
+    host, port = split_host_port("address", address)
     try:
         family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EngineError(f"cluster({address!r}): no way to this host: {error}") from error
+        raise EngineError(f"cluster({address!r}): no route to this host: {error}") from error
 
 
 def wait_for_lighthouse(address: str, timeout_s: float) -> None:
-    """Return once the lighthouse takes connections, or the time is over."""
+    """Block until the lighthouse accepts connections, or until the timeout."""
     deadline = time.monotonic() + timeout_s
-    while not answers(address) and time.monotonic() < deadline:
+    while not accepts_connections(address) and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
 
 
-def answers(address: str) -> bool:
-    """Whether something takes connections there."""
+def accepts_connections(address: str) -> bool:
+    """True if the address accepts connections."""
     try:
-        socket.create_connection(host_and_port("address", address), RECONNECT_S).close()
+        socket.create_connection(split_host_port("address", address), RECONNECT_TIMEOUT_S).close()
     except OSError:
         return False
     return True

@@ -17,7 +17,7 @@ import time
 import torch
 
 from runtime.cluster import machine_group as groups
-from runtime.cluster.engine import State
+from runtime.cluster.engine import ClusterState
 from runtime.cluster.lighthouse import load_torchft
 from runtime.cluster.options import EngineOptions
 from runtime.cluster.torchft_engine import TorchftEngine
@@ -51,7 +51,7 @@ class Program:
 
     def _offer(self):
         weights = torch.full((NUMEL,), self._value)
-        return State(tensors={"w": weights}, meta={"value": self._value})
+        return ClusterState(tensors={"w": weights}, meta={"value": self._value})
 
     def quorum(self):
         """Forms a quorum; takes over the state that it receives."""
@@ -96,15 +96,15 @@ class Program:
         """Leaves."""
         self._engine.close()
 
-    def give_up(self, within_s):
+    def cancel_after(self, timeout_s):
         """Ends what waits then."""
-        self._engine.give_up(within_s)
+        self._engine.cancel_after(timeout_s)
 
     # -- faults ---------------------------------------------------------------------
 
     def freeze_at(self, point):
         """The next call of this name says where it is, and stops there for ever."""
-        kind = groups.Group
+        kind = groups.MachineGroup
         inner = {"gather": "_all_gather", "all_reduce": "_compare_layouts"}[point]
         first = getattr(kind, inner)
 
@@ -129,17 +129,17 @@ class Program:
         hello = groups._exchange_hellos
 
         def honest_hello(*args):
-            groups.sealed = SEALED
+            groups.seal = SEALED
             try:
                 return hello(*args)
             finally:
-                groups.sealed = envelopes[what]
+                groups.seal = envelopes[what]
 
         groups._exchange_hellos = honest_hello
-        groups.sealed = envelopes[what]
+        groups.seal = envelopes[what]
 
 
-SEALED = groups.sealed
+SEALED = groups.seal
 
 
 def say(answer):

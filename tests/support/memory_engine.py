@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runtime.cluster.engine import Engine, EngineClosed, EngineError, Quorum, State
+from runtime.cluster.engine import ClusterEngine, ClusterState, EngineClosed, EngineError, Quorum
 
-LOOK_S = 0.02
+POLL_S = 0.02
 """How often who waits looks at the clock."""
 POINTS = ("quorum", "gather", "all_reduce", "commit")
 
@@ -119,7 +119,7 @@ class MemoryCluster:
         self._since = 0.0
         self._generation = _Generation(0, ())
 
-    def engine(self, machine: str, offer: Callable[[], State]) -> MemoryEngine:
+    def engine(self, machine: str, offer: Callable[[], ClusterState]) -> MemoryEngine:
         """A machine, which lives from now on."""
         with self.changed:
             assert machine not in self._alive, f"{machine} is there already"
@@ -162,10 +162,12 @@ class MemoryCluster:
         self.changed.notify_all()
 
 
-class MemoryEngine(Engine):
+class MemoryEngine(ClusterEngine):
     """One machine; made by :meth:`MemoryCluster.engine`."""
 
-    def __init__(self, cluster: MemoryCluster, machine: str, offer: Callable[[], State]) -> None:
+    def __init__(
+        self, cluster: MemoryCluster, machine: str, offer: Callable[[], ClusterState]
+    ) -> None:
         self.machine = machine
         self.formed: _Formed | None = None
         self.broken = False
@@ -189,7 +191,7 @@ class MemoryEngine(Engine):
                 self._check()
                 cluster.form()
                 if self.formed is None:
-                    cluster.changed.wait(LOOK_S)
+                    cluster.changed.wait(POLL_S)
             formed, self.broken, self._calls = self.formed, False, 0
         generation = formed.generation
         healed = None
@@ -197,7 +199,7 @@ class MemoryEngine(Engine):
             mine = _copied(self._offer()) if self.machine == formed.source else None
             posted = self._exchange("heal", mine, needed=(formed.source,))
             state = posted[formed.source]
-            assert isinstance(state, State)
+            assert isinstance(state, ClusterState)
             if self.machine in formed.behind:
                 healed, self._step = _copied(state), formed.top
         return Quorum(
@@ -234,8 +236,8 @@ class MemoryEngine(Engine):
     def reset(self, step: int = 0) -> None:
         self._step = step
 
-    def give_up(self, within_s: float) -> None:
-        self._ends.append(time.monotonic() + within_s)
+    def cancel_after(self, timeout_s: float) -> None:
+        self._ends.append(time.monotonic() + timeout_s)
 
     def close(self) -> None:
         with self._cluster.changed:
@@ -256,7 +258,7 @@ class MemoryEngine(Engine):
                 raise self._fail(f"{self.machine} fails in {point}")
             while kind == "hang":
                 self._check()
-                cluster.changed.wait(LOOK_S)
+                cluster.changed.wait(POLL_S)
             if point in ("gather", "all_reduce") and (self.formed is None or self.broken):
                 raise EngineError("the round has failed: form a quorum first")
             return kind
@@ -285,7 +287,7 @@ class MemoryEngine(Engine):
                     raise self._fail(generation.failed)
                 if time.monotonic() > deadline:
                     raise self._fail(f"no answer within {cluster.timeout_s:g} s")
-                cluster.changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+                cluster.changed.wait(min(POLL_S, max(0.0, deadline - time.monotonic())))
             return {member: posts[member] for member in needed}
 
     def _check(self) -> None:
@@ -300,7 +302,7 @@ class MemoryEngine(Engine):
         return EngineError(why)
 
 
-def _copied(state: State) -> State:
+def _copied(state: ClusterState) -> ClusterState:
     """As it comes out of a network: JSON, and tensors of its own."""
     tensors = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
-    return State(tensors=tensors, meta=json.loads(json.dumps(state.meta)))
+    return ClusterState(tensors=tensors, meta=json.loads(json.dumps(state.meta)))

@@ -152,7 +152,7 @@ def test_a_machine_that_has_trained_nothing_leaves_at_once():
 
 
 def test_a_machine_that_stops_waits_for_the_next_round_of_the_others(monkeypatch):
-    monkeypatch.setattr(cluster_run, "LEAVE_S", 0.3)
+    monkeypatch.setattr(cluster_run, "LEAVE_TIMEOUT_S", 0.3)
     cluster = MemoryCluster()
     a, b = (
         Machine(
@@ -233,7 +233,7 @@ def test_a_machine_that_has_been_granted_more_is_not_taken_for_idle():
     def idle_in_the_second_round(engine):
         if engine.step == 1:
             wait_until(lambda: runs)
-            runs[0]._news.put(cluster_run._Idle(runs[0]._num_grants))
+            runs[0]._inbox.put(cluster_run._RunIdle(runs[0]._num_grants))
             holding.set()
 
     cluster, on, held = MemoryCluster(), threading.Event(), threading.Event()
@@ -267,10 +267,10 @@ def test_an_abort_is_not_lost_while_the_run_inside_is_replaced():
     )
     run, make = b.handle._run, b.handle._run._make_run
 
-    def abort_and_make(seat):
+    def abort_and_make(hooks):
         run.abort()
         aborted.set()
-        return make(seat)
+        return make(hooks)
 
     run._make_run = abort_and_make
     on.set()

@@ -15,16 +15,24 @@ import torch
 
 from coordinator.cluster.facts import PROTOCOL_VERSION
 from runtime.cluster import machine_group
-from runtime.cluster.compression import CODECS, ErrorFeedback, is_compressed
-from runtime.cluster.engine import EngineClosed, EngineError, PeerRefused, State
+from runtime.cluster.compression import CODECS, ErrorFeedback, is_compressible
+from runtime.cluster.engine import ClusterState, EngineClosed, EngineError, PeerRefused
 from runtime.cluster.lighthouse import JOIN_TIMEOUT_S, Lighthouse
-from runtime.cluster.options import EngineOptions, host_and_port
+from runtime.cluster.options import EngineOptions, split_host_port
 from runtime.cluster.settings import ClusterSettings
-from runtime.cluster.signing import opened, sealed, signature
-from runtime.cluster.torchft_engine import TorchftEngine, own_store
+from runtime.cluster.signing import seal, signature, unseal
+from runtime.cluster.torchft_engine import TorchftEngine, open_store
 from tests.support import programs
 from tests.support.machines import LighthouseProcess, needs_torchft
 from tests.support.memory_engine import Died, MemoryCluster
+
+EMPTY = ClusterState(tensors={}, meta={})
+
+
+def holding(value):
+    """A state with this value alone."""
+    return ClusterState(tensors={}, meta={"value": value})
+
 
 # --- options ------------------------------------------------------------------------
 
@@ -38,7 +46,7 @@ from tests.support.memory_engine import Died, MemoryCluster
     ],
 )
 def test_addresses(text, parts):
-    assert host_and_port("address", text) == parts
+    assert split_host_port("address", text) == parts
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":29510", "host:0", "host:65536", "host:x", ""])
@@ -96,7 +104,9 @@ def test_without_torchft_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     remedy = r"torchft.*pip install 'gpuworker\[cluster\]'"
     with pytest.raises(ImportError, match=remedy):
-        TorchftEngine(EngineOptions(address="127.0.0.1:1"), lambda: State(tensors={}, meta={}))
+        TorchftEngine(
+            EngineOptions(address="127.0.0.1:1"), lambda: ClusterState(tensors={}, meta={})
+        )
     with pytest.raises(ImportError, match=remedy):
         Lighthouse(port=0)
 
@@ -105,18 +115,18 @@ def test_without_torchft_the_error_names_the_extra(monkeypatch):
 
 
 def test_an_envelope_opens_for_its_token_machine_number_and_purpose_alone():
-    envelope = sealed("token", "gather", 4, "a", b"facts")
-    assert opened("token", "gather", 4, "a", envelope) == b"facts"
+    envelope = seal("token", "gather", 4, "a", b"facts")
+    assert unseal("token", "gather", 4, "a", envelope) == b"facts"
     for args in (("other", "gather", 4, "a"), (None, "gather", 4, "a"), ("token", "hello", 4, "a")):
         with pytest.raises(PeerRefused, match="not signed"):
-            opened(*args, envelope)
+            unseal(*args, envelope)
     for number, machine in ((3, "a"), (4, "b")):
         with pytest.raises(PeerRefused, match="another machine's, or of another time"):
-            opened("token", "gather", number, machine, envelope)
+            unseal("token", "gather", number, machine, envelope)
     for i in range(len(envelope)):
         changed = envelope[:i] + bytes([envelope[i] ^ 1]) + envelope[i + 1 :]
         with pytest.raises(PeerRefused):
-            opened("token", "gather", 4, "a", changed)
+            unseal("token", "gather", 4, "a", changed)
 
 
 def test_parts_of_a_signature_do_not_run_together():
@@ -129,15 +139,15 @@ def test_parts_of_a_signature_do_not_run_together():
 
 def test_what_a_stranger_writes_into_the_store_does_not_end_its_owner():
     timeout = timedelta(seconds=10)
-    store, _ = own_store("127.0.0.1", timeout)
+    store, _ = open_store("127.0.0.1", timeout)
     store.set("join/7/1", b"\xff" * 100)
-    assert machine_group._session(store, True, 7, 0, 2, timeout).startswith("session/")
+    assert machine_group._agree_on_session(store, True, 7, 0, 2, timeout).startswith("session/")
 
 
 def test_a_machine_that_has_refused_many_still_belongs():
     timeout = timedelta(seconds=10)
-    store, _ = own_store("127.0.0.1", timeout)
-    store.set("s/1", sealed("token", "s", 1, "b", json.dumps([PROTOCOL_VERSION, ["a"]]).encode()))
+    store, _ = open_store("127.0.0.1", timeout)
+    store.set("s/1", seal("token", "s", 1, "b", json.dumps([PROTOCOL_VERSION, ["a"]]).encode()))
     gone = {f"gone-{i}" for i in range(10_000)}
     told = machine_group._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
     assert told == {"a": ["b"], "b": ["a"]}
@@ -218,9 +228,9 @@ def test_what_is_not_finite_stays_so_and_does_not_spoil_the_next_round(name, bad
 
 
 def test_what_is_compressed():
-    assert is_compressed(torch.ones(1024))
-    assert not is_compressed(torch.ones(1023))
-    assert not is_compressed(torch.ones(2000, dtype=torch.float64))
+    assert is_compressible(torch.ones(1024))
+    assert not is_compressible(torch.ones(1023))
+    assert not is_compressible(torch.ones(2000, dtype=torch.float64))
 
 
 # --- the lighthouse -------------------------------------------------------------------
@@ -290,7 +300,7 @@ def run_rounds(cluster, names, num_rounds, log):
     threads = []
     for name in names:
         value = values[name]
-        engine = cluster.engine(name, lambda v=value: State(tensors={}, meta={"value": v[0]}))
+        engine = cluster.engine(name, lambda v=value: holding(v[0]))
         threads.append(threading.Thread(target=run, args=(engine, value)))
     for thread in threads:
         thread.start()
@@ -316,7 +326,7 @@ def test_machines_in_memory_agree_in_spite_of_faults():
 def test_a_machine_in_memory_that_hangs_is_woken_by_close():
     cluster = MemoryCluster(timeout_s=0.2)
     cluster.faults.hang_at("a", 0, "gather")
-    a, b = (cluster.engine(name, lambda: State(tensors={}, meta={})) for name in "ab")
+    a, b = (cluster.engine(name, lambda: EMPTY) for name in "ab")
     errors = []
 
     def run(engine):

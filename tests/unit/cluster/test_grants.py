@@ -8,11 +8,11 @@ import torch
 from coordinator.messages import Payload
 from runtime.cluster.tensors import (
     contribution,
-    from_tensors,
-    from_the_wire,
-    on_the_wire,
+    from_wire,
+    named_tensors,
     split,
-    to_tensors,
+    state_from_tensors,
+    to_wire,
 )
 
 
@@ -35,16 +35,16 @@ def test_tensors_of_every_kind_come_back_as_they_were(dtype, wire):
     tensor = tensor.to(dtype)
     if dtype.is_complex:
         tensor = tensor * (1 + 2j)
-    sent = on_the_wire(tensor)
+    sent = to_wire(tensor)
     assert sent.dtype is wire
     assert not sent.is_complex()
-    assert torch.equal(from_the_wire(sent, tensor), tensor)
+    assert torch.equal(from_wire(sent, tensor), tensor)
 
 
 def test_sums_of_whole_numbers_are_rounded():
     like = torch.zeros(2, dtype=torch.int64)
     summed = torch.tensor([2.9999999, -3.0000001], dtype=torch.float64)
-    assert from_the_wire(summed, like).tolist() == [3, -3]
+    assert from_wire(summed, like).tolist() == [3, -3]
 
 
 def payload(value, *, num=4):
@@ -64,32 +64,32 @@ def test_changes_of_machines_sum_to_the_weighted_mean():
     ]
     sums = [torch.stack(each).sum(0) for each in zip(*parts, strict=True)]
     params, buffers, taken = split(sums, state)
-    found = [from_the_wire(t, like) for t, like in zip(params, state.params, strict=True)]
+    found = [from_wire(t, like) for t, like in zip(params, state.params, strict=True)]
     assert [t.tolist() for t in found] == [[7.0] * 4, [7.0] * 2]
-    assert from_the_wire(buffers[0], state.buffers[0]).tolist() == [7.0]
-    assert from_the_wire(taken[0], state.other_buffers[0]).tolist() == [0] * 3  # the heaviest one's
+    assert from_wire(buffers[0], state.buffers[0]).tolist() == [7.0]
+    assert from_wire(taken[0], state.other_buffers[0]).tolist() == [0] * 3  # the heaviest one's
 
 
 def test_a_state_is_taken_as_it_was_sent():
-    sent = to_tensors(payload(5.0), [torch.ones(4)])
-    state, outer = from_tensors(sent, payload(0.0))
+    sent = named_tensors(payload(5.0), [torch.ones(4)])
+    state, outer = state_from_tensors(sent, payload(0.0))
     assert all(map(torch.equal, state.tensors, payload(5.0).tensors))
     assert [t.tolist() for t in outer] == [[1.0] * 4]
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "lacks"])
 def test_a_state_of_another_model_is_refused_by_the_name_of_the_tensor(what):
-    sent = to_tensors(payload(5.0, num=5 if what == "shape" else 4), [])
+    sent = named_tensors(payload(5.0, num=5 if what == "shape" else 4), [])
     if what == "dtype":
         sent["params.0"] = sent["params.0"].double()
     if what == "lacks":
         del sent["params.0"]
     with pytest.raises(ValueError, match=r"another params\.0 than this model"):
-        from_tensors(sent, payload(0.0))
+        state_from_tensors(sent, payload(0.0))
 
 
 def test_a_state_with_a_gap_in_the_outer_optimizer_is_refused():
-    sent = to_tensors(payload(5.0), [torch.ones(4), torch.ones(4)])
+    sent = named_tensors(payload(5.0), [torch.ones(4), torch.ones(4)])
     del sent["outer.0"]
     with pytest.raises(ValueError, match=r"no tensor 'outer\.0'"):
-        from_tensors(sent, payload(0.0))
+        state_from_tensors(sent, payload(0.0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime import Mean, Nesterov
-from runtime.cluster.settings import PERIOD, ClusterSettings
+from runtime.cluster.settings import PERIOD_VARIABLE, ClusterSettings
 
 ADDRESS = {"GPUWORKER_CLUSTER": "host:1"}
 
@@ -17,10 +17,10 @@ def settings(period=None, outer=None, **environ):
 
 def test_the_period_comes_from_the_call_or_the_environment_or_is_half_a_minute():
     assert settings().period_s == 30
-    assert settings(**{PERIOD: "2.5"}).period_s == 2.5
-    assert settings(period=4, **{PERIOD: "2.5"}).period_s == 4
-    with pytest.raises(ValueError, match=f"{PERIOD}='soon': pass a number"):
-        settings(**{PERIOD: "soon"})
+    assert settings(**{PERIOD_VARIABLE: "2.5"}).period_s == 2.5
+    assert settings(period=4, **{PERIOD_VARIABLE: "2.5"}).period_s == 4
+    with pytest.raises(ValueError, match=f"{PERIOD_VARIABLE}='soon': pass a number"):
+        settings(**{PERIOD_VARIABLE: "soon"})
     with pytest.raises(ValueError, match="period"):
         settings(period=0)
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save
 
 from runtime.cluster import state_server
-from runtime.cluster.engine import EngineError, PeerRefused, State
+from runtime.cluster.engine import ClusterState, EngineError, PeerRefused
 from runtime.cluster.signing import MAC_BYTES, signature
 from runtime.cluster.state_server import StateServer, fetch_state
 
-STATE = State(
+STATE = ClusterState(
     tensors={
         "w": torch.arange(12.0).view(3, 4).t(),
         "half": torch.ones(3, dtype=torch.bfloat16),
@@ -30,7 +30,7 @@ STATE = State(
 
 
 def fetch(address, *, step=3, token="secret", **limits):
-    limits = {"timeout_s": 1.0, "within_s": 30.0, "max_bytes": 1 << 20, **limits}
+    limits = {"timeout_s": 1.0, "total_timeout_s": 30.0, "max_bytes": 1 << 20, **limits}
     return fetch_state("peer", address, step, token, **limits)
 
 
@@ -43,7 +43,7 @@ def server():
 
 def test_state_arrives_as_it_was_when_it_was_offered(server):
     tensors = {name: tensor.clone() for name, tensor in STATE.tensors.items()}
-    server.offer(3, State(tensors=tensors, meta=STATE.meta))
+    server.offer(3, ClusterState(tensors=tensors, meta=STATE.meta))
     tensors["w"].zero_()
     found = fetch(server.address)
     assert found.meta == STATE.meta
@@ -84,7 +84,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("request_bytes", REQUESTS.values(), ids=REQUESTS)
 def test_a_server_outlives_what_is_no_request(server, request_bytes, monkeypatch):
-    monkeypatch.setattr(state_server, "REQUEST_S", 0.3)
+    monkeypatch.setattr(state_server, "REQUEST_TIMEOUT_S", 0.3)
     server.offer(3, STATE)
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), 5.0) as connection:
@@ -100,7 +100,7 @@ def test_a_server_outlives_what_is_no_request(server, request_bytes, monkeypatch
 
 
 def test_slow_requests_do_not_keep_others_out(server, monkeypatch):
-    monkeypatch.setattr(state_server, "REQUEST_S", 0.3)
+    monkeypatch.setattr(state_server, "REQUEST_TIMEOUT_S", 0.3)
     server.offer(3, STATE)
     host, port = server.address.split(":")
     slow = [
@@ -214,7 +214,10 @@ def test_a_peer_that_is_silent_or_gone_is_an_error():
     ("begin", "limits"),
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", {"timeout_s": 0.3}),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", {"timeout_s": 60.0, "within_s": 0.3}),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n",
+            {"timeout_s": 60.0, "total_timeout_s": 0.3},
+        ),
         (b"HTTP/1.1 200 OK\r\nX: ", {"timeout_s": 0.3}),
     ],
 )
@@ -241,7 +244,7 @@ def test_a_state_that_drips_in_is_an_error(begin, limits):
 
 
 def test_close_ends_answers_under_way_and_is_idempotent(server):
-    server.offer(3, State(tensors={"w": torch.zeros(30_000_000)}, meta={}))
+    server.offer(3, ClusterState(tensors={"w": torch.zeros(30_000_000)}, meta={}))
     host, port = server.address.split(":")
     number = b"1"
     bearer = signature("secret", "ask", b"/state/3", number).hex().encode()

@@ -146,11 +146,11 @@ def test_a_lighthouse_that_is_killed_and_restarted_is_waited_for(cluster):
 
 def test_a_machine_that_starts_waits_for_a_lighthouse_that_is_away(monkeypatch):
     answers = iter([False, False, True])
-    monkeypatch.setattr(torchft_engine, "answers", lambda address: next(answers))
+    monkeypatch.setattr(torchft_engine, "accepts_connections", lambda address: next(answers))
     monkeypatch.setattr(torchft_engine, "PAUSE_S", 0.0)
     torchft_engine.wait_for_lighthouse("host:1", 10.0)
     assert list(answers) == []
-    monkeypatch.setattr(torchft_engine, "answers", lambda address: False)
+    monkeypatch.setattr(torchft_engine, "accepts_connections", lambda address: False)
     torchft_engine.wait_for_lighthouse("host:1", 0.0)
 
 
@@ -265,7 +265,7 @@ def test_close_wakes_a_call_that_waits(cluster):
     cluster.light(min_machines=3)
     machines = cluster.machines("ab")
     for machine in machines:
-        machine.make("give_up", within_s=0.3)
+        machine.make("cancel_after", timeout_s=0.3)
         machine.tell("quorum")
     for machine in machines:
         with pytest.raises(CallFailed) as caught:
