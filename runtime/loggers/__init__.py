@@ -1,4 +1,4 @@
-"""Objects for ``metrics_fn`` that write the metrics of each epoch somewhere."""
+"""Loggers: callables for ``metrics_fn`` that write metrics to files and trackers."""
 
 from __future__ import annotations
 

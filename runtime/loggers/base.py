@@ -1,4 +1,4 @@
-"""What loggers tell of an epoch and how a run closes them; tables of it, and several at once."""
+"""RunLogger: base class of loggers, and the metrics that they write."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
 from runtime.core.threads import Closing
 
-_RUNS = threading.Lock()  # of the counts of all loggers, for a moment each
+_RUN_COUNTS = threading.Lock()  # shared by all loggers
 
 
 class RunLogger(Closing):
-    """A logger that the run closes at its end, if passed as ``metrics_fn``.
+    """A logger that is closed at the end of the run whose ``metrics_fn`` it is.
 
-    A logger shared by several runs is closed with the last of them. Any thread may call it.
+    A logger shared by several runs is closed with the last of them. Callable from any thread.
     """
 
     _num_runs = 0
@@ -28,44 +28,44 @@ class RunLogger(Closing):
 
     def begin_run(self) -> None:
         """Register a run that will use the logger; called by the run."""
-        with _RUNS:
+        with _RUN_COUNTS:
             self._num_runs += 1
 
     def end_run(self) -> None:
-        """A run has called it for the last time; called by the run, once."""
-        with _RUNS:
+        """Unregister a run, after its last metrics; called by the run, once."""
+        with _RUN_COUNTS:
             self._num_runs -= 1
             last = self._num_runs == 0
         if last:
             self.close()
 
     def close(self) -> None:
-        """Close what is open. Idempotent; the next metrics open it again."""
+        """Close files and connections. Idempotent; the next metrics reopen them."""
 
 
-class Names:
-    """Names for scalars: harmless, and different for what differs.
+class ScalarNames:
+    """Maps scalar names to safe and unique names.
 
     Args:
-        clean: Makes a name harmless; it may make two names the same.
-        reserved: Whether no scalar may get a name.
+        clean: Makes a name safe; may map two names to one.
+        reserved: True for names that no scalar may get.
     """
 
     def __init__(self, clean: Callable[[str], str], reserved: Callable[[str], bool]) -> None:
         self._clean = clean
         self._reserved = reserved
-        self._given: dict[str, str] = {}
+        self._assigned: dict[str, str] = {}
         self._used: set[str] = set()
 
     def of(self, name: str) -> str:
-        """The name to use; always the same for the same one."""
-        given = self._given.get(name)
+        """The safe name; always the same for the same name."""
+        given = self._assigned.get(name)
         if given is None:
             given = self._clean(name)
             if given in self._used or self._reserved(given):
                 digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()
                 given = f"{given}#{digest[:8]}"
-            self._given[name] = given
+            self._assigned[name] = given
             self._used.add(given)
         return given
 
@@ -87,7 +87,7 @@ RANK_FIELDS = ("num_samples", "throughput", "batch_share")
 
 
 def epoch_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
-    """The numbers of an epoch itself, by name."""
+    """The metrics of an epoch as a whole, by name."""
     for name in EPOCH_FIELDS:
         yield name, getattr(metrics, name)
     for name in MEASURED:
@@ -96,14 +96,14 @@ def epoch_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
 
 
 def step_values(metrics: StepMetrics) -> Iterator[tuple[str, Number]]:
-    """The numbers of some steps, by name; unknown ones are left out."""
+    """The metrics of some steps, by name, without those that are NaN."""
     for name in STEP_FIELDS:
         if not math.isnan(value := getattr(metrics, name)):
             yield name, value
 
 
 def rank_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
-    """The numbers of each rank, by name; throughput in samples per second of computing."""
+    """The metrics of each rank, by name; throughput in samples per second of compute time."""
     for rank in metrics.per_rank:
         share = metrics.per_rank_batch_share[rank.rank]
         values = (rank.num_samples, rank.throughput, share)

@@ -13,14 +13,13 @@ class CombinedLogger(RunLogger):
     """Passes metrics to several loggers or functions, for ``metrics_fn``.
 
     If one raises, the error is logged and the others are still called. The end of the run, or
-    :meth:`close`, closes the loggers of this package and of classes derived from them; other
-    functions and objects are left as they are.
+    :meth:`close`, closes those that are loggers of this package or of derived classes.
 
     Args:
-        functions: Functions as for ``metrics_fn``, called in this order.
+        functions: Loggers or functions for ``metrics_fn``, called in this order.
 
     Raises:
-        TypeError: One of them is not callable.
+        TypeError: One is not callable.
     """
 
     def __init__(self, *functions: Callable[[Any], object]) -> None:
@@ -33,13 +32,13 @@ class CombinedLogger(RunLogger):
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> bool:
         """Call all of them; return ``False``, which ends the run, if one returned ``False``."""
-        goes_on = True
+        continues = True
         for function in self._functions:
             try:
-                goes_on = function(metrics) is not False and goes_on
+                continues = function(metrics) is not False and continues
             except Exception:
                 logger.exception("%r failed for epoch %d", function, metrics.epoch)
-        return goes_on
+        return continues
 
     def begin_run(self) -> None:
         """Register a run with each logger; called by the run."""
@@ -47,7 +46,7 @@ class CombinedLogger(RunLogger):
             log.begin_run()
 
     def end_run(self) -> None:
-        """A run has called it for the last time; called by the run, once."""
+        """Unregister a run with each logger; called by the run, once."""
         self._each(lambda log: log.end_run())
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ from runtime.core.checks import check_path
 from runtime.loggers.base import (
     EPOCH_FIELDS,
     STEP_FIELDS,
-    Names,
     Number,
     RunLogger,
+    ScalarNames,
     epoch_values,
     rank_values,
     step_values,
@@ -35,19 +35,19 @@ class CsvLogger(RunLogger):
 
     Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for
     each rank (``rank0/num_samples``, ``rank0/throughput``, ``rank0/batch_share``),
-    ``divergence``, ``param_norm`` and ``learning_rate`` if known, and one for each scalar under
+    ``divergence``, ``param_norm`` and ``learning_rate`` if measured, and one for each scalar under
     its own name. A value that first appears later gets a new column at the end; the whole file
     is rewritten for it, and earlier rows have an empty cell. Names are escaped if a spreadsheet
     would read them as a formula or if they have line breaks, and very long ones are cut.
 
-    An existing file is continued: rows are added, none is ever removed. Epochs that a resumed
-    run trains again therefore have two rows, and the later one counts. An epoch cut short by
-    ``max_steps`` has a row like any other, with fewer samples. The file is opened and closed for
-    each row, so nothing is lost without ``close()``. A row cut off by a crash stays, and the next
-    one starts a new line. Any thread may call it; two loggers must not share a file.
+    Rows are appended to an existing file; none is ever removed. Epochs that a resumed run trains
+    again therefore have two rows, of which the later one is valid. An epoch cut short by
+    ``max_steps`` has a row with fewer samples. The file is opened and closed for each row, so
+    nothing is lost without ``close()``. A row cut off by a crash stays, and the next one starts a
+    new line. Callable from any thread; two loggers must not share a file.
 
     Args:
-        path: The file; its directory is made if needed.
+        path: The file; its directory is created if needed.
 
     Raises:
         TypeError: ``path`` is not a path.
@@ -66,12 +66,12 @@ class CsvLogger(RunLogger):
         self._steps = _Table(self.steps_path, FIRST_STEP_COLUMNS)
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> None:
-        """Write a row; on return it has been passed to the operating system.
+        """Append a row; on return it is written to the operating system.
 
         Raises:
-            OSError: It could not be written; the next call tries again.
+            OSError: It could not be written; the next call continues.
         """
-        scalars = metrics.scalars.copy()  # which others may write to meanwhile
+        scalars = metrics.scalars.copy()  # which other threads may write to
         with self._lock:
             if isinstance(metrics, StepMetrics):
                 where = {"step": metrics.step, "epoch": metrics.epoch}
@@ -91,29 +91,29 @@ _OF_RANK = re.compile(r"rank\d+/")
 
 
 class _Table:
-    """A CSV file that gets rows, and columns at its end. Not thread-safe.
+    """A CSV file to which rows and columns are appended. Not thread-safe.
 
     Args:
-        path: The file; made with the first row.
-        first: The columns that each such file begins with.
-        reserved: Others that no scalar may have.
+        path: The file; created with the first row.
+        first: The first columns of each such file.
+        reserved: Further names that no scalar may get.
 
     Raises:
-        ValueError: The file is there and begins otherwise.
-        OSError: It cannot be read.
+        ValueError: The file exists and begins with other columns.
+        OSError: The file cannot be read.
     """
 
     def __init__(self, path: Path, first: tuple[str, ...], reserved: Iterable[str] = ()) -> None:
         self._path = path
         self._first = first
         taken = {*first, *reserved}
-        self._names = Names(
+        self._names = ScalarNames(
             table_cell, lambda column: column in taken or _OF_RANK.match(column) is not None
         )
         self._columns = self._read_columns() if path.exists() else []
 
     def add(self, values: Mapping[str, object], scalars: Mapping[str, Number]) -> None:
-        """Write a row; the time is added."""
+        """Append a row, with the time."""
         row = dict.fromkeys(self._first, "") | dict(values)
         row["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         row.update((self._names.of(name), value) for name, value in scalars.items())
@@ -127,19 +127,19 @@ class _Table:
             header = next(csv.reader(file), [])
         if header and tuple(header[: len(self._first)]) != self._first:
             raise ValueError(
-                f"CsvLogger({str(self._path)!r}): this file was written by something else and is "
-                "left as it is; pass another path"
+                f"CsvLogger({str(self._path)!r}): this file was not written by CsvLogger and is "
+                "left unchanged; pass another path"
             )
         return header
 
     def _widen(self, columns: list[str]) -> None:
-        """Write the file anew with more columns; the old one is there until then."""
+        """Rewrite the file with more columns, atomically."""
         rows: list[list[str]] = []
         if self._path.exists():
             with self._path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.reader(file))[1:]
         width = len(columns)
-        # Empty lines, and rows that a crash cut off, are kept too.
+        # Empty lines, and rows cut off by a crash, are kept.
         whole = [[*row, *[""] * (width - len(row))] if row else row for row in rows]
         write_text(self._path, _lines([columns, *whole]))
         self._columns = columns

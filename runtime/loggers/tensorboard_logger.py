@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.core.checks import check_directory, check_path, need
-from runtime.loggers.base import Names, RunLogger, epoch_values, rank_values, step_values
+from runtime.loggers.base import RunLogger, ScalarNames, epoch_values, rank_values, step_values
 from runtime.timeline.text import one_line
 
 if TYPE_CHECKING:
@@ -34,11 +34,10 @@ class TensorBoardLogger(RunLogger):
     :class:`CombinedLogger`; with several runs at once, with the last. If a function of your own
     calls the logger, they end with :meth:`close`, the ``with`` block, the object or the process.
     A later call opens a new file. A resumed run adds its own file to the directory, and
-    TensorBoard shows its epochs instead of those that came after the checkpoint. Any thread may
-    call it.
+    TensorBoard shows its epochs instead of those after the checkpoint. Callable from any thread.
 
     Args:
-        log_dir: Directory of the event files; made if needed.
+        log_dir: Directory of the event files; created if needed.
 
     Raises:
         ImportError: ``tensorboard`` is not installed.
@@ -52,7 +51,7 @@ class TensorBoardLogger(RunLogger):
         check_directory("TensorBoardLogger", self.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._names = Names(one_line, lambda tag: _OWN_TAG.match(tag) is not None)
+        self._names = ScalarNames(one_line, lambda tag: _OWN_TAG.match(tag) is not None)
         self._writers: dict[str, SummaryWriter] = {}
         self._finalizers: list[weakref.finalize[[], TensorBoardLogger]] = []
 
@@ -62,9 +61,9 @@ class TensorBoardLogger(RunLogger):
         Raises:
             OSError: They could not be written.
         """
-        scalars = metrics.scalars.copy()  # which others may write to meanwhile
+        scalars = metrics.scalars.copy()  # which other threads may write to
         with self._lock:
-            # What a run wrote after the checkpoint that this one goes on from is hidden.
+            # Hides what an earlier run wrote after the checkpoint from which this one resumes.
             if isinstance(metrics, StepMetrics):
                 step, before = metrics.step, metrics.step - max(1, metrics.num_batches)
                 writer = self._open("steps", before + 1 if before else None)
@@ -80,7 +79,7 @@ class TensorBoardLogger(RunLogger):
             writer.flush()
 
     def _open(self, folder: str, purge_step: int | None) -> SummaryWriter:
-        """The writer of a folder; when it is opened, what is there from that step on is hidden."""
+        """The writer of a folder; opening it hides earlier events from ``purge_step`` on."""
         if folder not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -90,7 +89,7 @@ class TensorBoardLogger(RunLogger):
         return self._writers[folder]
 
     def close(self) -> None:
-        """End the writers' threads when all is written to disk. Idempotent."""
+        """Write everything to disk and end the writers' threads. Idempotent."""
         with self._lock:
             finalizers, self._finalizers, self._writers = self._finalizers, [], {}
         for finalizer in finalizers:

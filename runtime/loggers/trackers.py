@@ -1,4 +1,4 @@
-"""Metrics of each epoch, and of steps, for TensorBoard, Weights & Biases and MLflow."""
+"""WandbLogger and MlflowLogger: metrics in Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.core.checks import need
-from runtime.loggers.base import Names, Number, RunLogger, epoch_values, rank_values, step_values
+from runtime.loggers.base import (
+    Number,
+    RunLogger,
+    ScalarNames,
+    epoch_values,
+    rank_values,
+    step_values,
+)
 
 if TYPE_CHECKING:
     pass
 
 
 _OWN = re.compile(r"(epoch|step|rank\d+)(/|$)")
-_UNSAFE = re.compile(r"[^\w\-. /]")  # what MLflow refuses in a name
+_UNSAFE = re.compile(r"[^\w\-. /]")  # characters that MLflow does not accept in a name
 MAX_NAME, MAX_BATCH = 200, 1000
-"""MLflow's limits: characters of a name, and values that it takes at once."""
+"""MLflow's limits: length of a name, and values per batch."""
 
 
 class _TrackerLogger(RunLogger):
-    """What the loggers of trackers have in common. Any thread may call it."""
+    """Base class of loggers of experiment trackers. Callable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._names = Names(_clean, lambda name: _OWN.match(name) is not None)
+        self._names = ScalarNames(_clean, lambda name: _OWN.match(name) is not None)
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> None:
-        """Hand the numbers of an epoch or of some steps to the tracker."""
+        """Pass the metrics of an epoch or of some steps to the tracker."""
         with self._lock:
             if isinstance(metrics, StepMetrics):
                 self._write(dict(self._of_steps(metrics)), "step", metrics.step, metrics.epoch)
@@ -49,7 +56,7 @@ class _TrackerLogger(RunLogger):
         yield from self._scalars(metrics)
 
     def _scalars(self, metrics: EpochMetrics | StepMetrics) -> list[tuple[str, Number]]:
-        scalars = metrics.scalars.copy()  # which others may write to meanwhile
+        scalars = metrics.scalars.copy()  # which other threads may write to
         return [(self._names.of(name), value) for name, value in scalars.items()]
 
     def _write(self, values: dict[str, Number], axis: str, position: int, epoch: int) -> None:
@@ -70,7 +77,7 @@ class WandbLogger(_TrackerLogger):
 
     Args:
         run: A run that you started with ``wandb.init``, and finish yourself. ``None``: the run
-            that is active when the first metrics arrive. Without one, the logger starts a run,
+            that is active at the first metrics. Without one, the logger starts a run,
             and finishes it with the training run or by :meth:`close`.
         settings: Arguments of ``wandb.init`` for a run started here: ``project="digits"``.
 
@@ -84,10 +91,10 @@ class WandbLogger(_TrackerLogger):
         if run is not None and settings:
             raise TypeError(
                 f"WandbLogger(run, {', '.join(settings)}=...): pass the settings to wandb.init, "
-                "which begins the run"
+                "which starts the run"
             )
         super().__init__()
-        self._given = run
+        self._passed_run = run
         self._settings = settings
         self._run: Any = None
         self._is_own = False
@@ -102,7 +109,7 @@ class WandbLogger(_TrackerLogger):
 
     def _open(self) -> Any:
         wandb = import_module("wandb")
-        self._run = self._given or wandb.run
+        self._run = self._passed_run or wandb.run
         self._is_own = self._run is None
         if self._is_own:
             self._run = wandb.init(**self._settings)
@@ -125,9 +132,9 @@ class MlflowLogger(_TrackerLogger):
 
     Args:
         run_id: A run that you started, and end yourself. ``None``: the active run of the thread
-            that makes the logger. Without one, the logger starts a run with the first metrics
+            that creates the logger. Without one, the logger starts a run with the first metrics
             and ends it with the training run or by :meth:`close`; a later call resumes it.
-        experiment: Name of the experiment of a run started here; made if needed.
+        experiment: Experiment of a run started here; created if needed.
         tracking_uri: Address of the server or store; ``None``: MLflow's default.
 
     Raises:
@@ -157,9 +164,9 @@ class MlflowLogger(_TrackerLogger):
             self.run_id = self._client.create_run(self._experiment_id()).info.run_id
             self._is_open = True
         now_ms = int(time.time() * 1000)
-        told = [self._metric(name, float(v), now_ms, position) for name, v in values.items()]
-        for first in range(0, len(told), MAX_BATCH):
-            self._client.log_batch(self.run_id, metrics=told[first : first + MAX_BATCH])
+        entries = [self._metric(name, float(v), now_ms, position) for name, v in values.items()]
+        for first in range(0, len(entries), MAX_BATCH):
+            self._client.log_batch(self.run_id, metrics=entries[first : first + MAX_BATCH])
 
     def _experiment_id(self) -> str:
         found = self._client.get_experiment_by_name(self._experiment)
