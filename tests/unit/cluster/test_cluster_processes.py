@@ -1,4 +1,4 @@
-"""Machines in real processes over a real lighthouse: they come late, die, stall and leave."""
+"""Machines as processes over a real lighthouse: they join late, die, stall and leave."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.pairs import SCALE
 pytestmark = needs_torchft
 SAMPLES = 12003
 ACCURACY_MARGIN = 0.02
-"""By how much the held-out accuracy of two machines may be below that of one: 7 of 359 images,
+"""How far the held-out accuracy of two machines may be below that of one: 7 of 359 images,
 some four standard deviations of what another seed changes in one machine's (0.5 %)."""
 
 
 @pytest.fixture
 def start():
-    """Starts machines that end with the test; before the first a lighthouse, if there is none."""
+    """Starts machines that end with the test, and a lighthouse before the first one."""
     processes = []
 
     def light(**kwargs):
@@ -46,15 +46,15 @@ def start():
 
 
 def check_once(*answers):
-    """Each batch counts once, and all have the same parameters."""
+    """Check that each batch counts once and that all parameters are equal."""
     wrong = [(answer["num_missing"], answer["num_twice"]) for answer in answers]
     assert wrong == [(0, 0)] * len(answers)
     assert len({answer["digest"] for answer in answers}) == 1
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_one_is_killed_another_comes_late_and_each_sample_counts_once(start, policy):
-    samples = 3 * SAMPLES  # so that they still train when the late one is there
+def test_each_sample_counts_once_when_one_machine_is_killed_and_another_joins_late(start, policy):
+    samples = 3 * SAMPLES  # so that they still train when the late one joins
     args = ("--policy", policy, "--machines", 1, "--step-s", 0.02)
     a, b = (start(*args, samples=samples) for _ in "ab")
     b.in_a_round().kill()
@@ -64,7 +64,7 @@ def test_one_is_killed_another_comes_late_and_each_sample_counts_once(start, pol
     assert first["num_samples"] == late["num_samples"] == [samples]
 
 
-def test_ctrl_c_on_one_machine_leaves_its_part_to_the_other(start):
+def test_ctrl_c_on_one_machine_leaves_its_batches_to_the_other(start):
     a, b = (start("--machines", 1, "--step-s", 0.02) for _ in "ab")
     b.in_a_round().signal(signal.SIGINT)
     assert b.join()["stopped"]
@@ -74,7 +74,7 @@ def test_ctrl_c_on_one_machine_leaves_its_part_to_the_other(start):
     check_once(answer)
 
 
-def test_the_lighthouse_dies_and_is_started_again(start):
+def test_training_continues_when_the_lighthouse_is_restarted(start):
     a, b = (start("--machines", 2, "--step-s", 0.02) for _ in "ab")
     b.in_a_round()
     lighthouse = start.processes[0]
@@ -84,13 +84,13 @@ def test_the_lighthouse_dies_and_is_started_again(start):
     check_once(*answers)
 
 
-def test_a_machine_that_was_stopped_comes_back_and_ends_with_the_others(start):
-    # It never comes back to nobody: the run goes on until it is told to end.
+def test_a_suspended_machine_is_healed_and_ends_with_the_others(start):
+    # The run lasts until the test ends it, so that the machine always finds others.
     args = ("--machines", 2, "--timeout", 1.0, "--sleep-s", 0.005, "--epochs", 100_000)
     a, b, c = machines = [start(*args, samples=403) for _ in "abc"]
     c.in_a_round().signal(signal.SIGSTOP)
     for _ in range(3):
-        a.in_a_round()  # without it
+        a.in_a_round()  # without the suspended one
     c.signal(signal.SIGCONT)
     c.in_a_round()
     b.signal(signal.SIGUSR1)
@@ -99,7 +99,7 @@ def test_a_machine_that_was_stopped_comes_back_and_ends_with_the_others(start):
     assert all(answer["stopped"] for answer in answers)
 
 
-def test_clocks_that_are_off_do_no_harm(start):
+def test_machines_with_wrong_clocks_train_each_sample_once(start):
     years_s = 3e8
     machines = [start("--machines", 3, "--clock-s", off) for off in (0.0, years_s, -years_s)]
     answers = [machine.join() for machine in machines]
@@ -107,7 +107,7 @@ def test_clocks_that_are_off_do_no_harm(start):
     assert answers[0]["machines"] == 3
 
 
-def test_all_are_killed_and_one_machine_less_goes_on_from_the_checkpoint(start, tmp_path):
+def test_fewer_machines_resume_from_the_checkpoint_after_all_are_killed(start, tmp_path):
     args = ("--machines", 2, "--step-s", 0.02, "--directory", tmp_path)
     machines = [start(*args) for _ in "abc"]
     machines[0].until(lambda _: any(entry.step for entry in entries(tmp_path)))
@@ -115,7 +115,7 @@ def test_all_are_killed_and_one_machine_less_goes_on_from_the_checkpoint(start, 
         machine.kill()
     answers = [machine.join() for machine in [start(*args) for _ in "de"]]
     check_once(*answers)
-    assert answers[0]["machines"] > 2  # some of it was trained by those that are gone
+    assert answers[0]["machines"] > 2  # part was trained by machines that are gone
     assert answers[0]["num_samples"] == [SAMPLES]
 
 
@@ -129,9 +129,9 @@ def network():
     found.close()
 
 
-# Numbers in the network: the lighthouse is 1, and the first of the machines has the store.
+# Addresses in the network: the lighthouse is 1; the first machine has the store.
 @pytest.mark.parametrize("cut", [1, 2, 4] if SCALE > 1 else [4])
-def test_a_link_that_is_down_makes_no_second_history(start, network, cut):
+def test_a_broken_link_creates_no_second_history(start, network, cut):
     down_s = 10.0 if SCALE > 1 else 4.0
     start.light(host=f"{SUBNET}.1", namespace=network.join(1))
     args = ("--machines", 2, "--timeout", 1.0, "--sleep-s", 0.01, "--epochs", 100_000)
@@ -144,7 +144,7 @@ def test_a_link_that_is_down_makes_no_second_history(start, network, cut):
     start_s = time.monotonic() - began
     network.cut(cut)
     cut_at = time.monotonic()
-    time.sleep(0.5)  # a round that was under way
+    time.sleep(0.5)  # for a round in progress
     before = {number: machine.look().num_rounds for number, machine in machines.items()}
     time.sleep(down_s - 0.5)
     after = {number: machine.look().num_rounds for number, machine in machines.items()}
@@ -162,7 +162,7 @@ def test_a_link_that_is_down_makes_no_second_history(start, network, cut):
     check_once(*answers)
 
 
-def test_a_few_faults_of_a_storm():
+def test_a_short_storm_of_faults_ends_with_equal_parameters():
     storm = Storm(3, min_machines=1)
     try:
         assert not broken(storm.run(3))
@@ -187,12 +187,12 @@ def build_model():
 digits.load_data, digits.build_model = load_data, build_model
 digits.stoppable(digits.main)
 """
-"""The example on samples of which each has to be learned by itself. Who has not been told of one
+"""The example on samples that must each be memorized. A model that was not trained on one
 takes it for a 0, which none is, so that the accuracy is the part of the samples in the model."""
 
 
 class Example:
-    """``examples/digits.py`` in a process of its own, with one worker."""
+    """``examples/digits.py`` in a separate process, with one worker."""
 
     def __init__(self, *args, script=("examples/digits.py",), epochs=6):
         programs.preload("sklearn.datasets")
@@ -211,7 +211,7 @@ class Example:
         return float(accuracy) / 100, int(part) / 100
 
 
-def test_the_readme_s_commands_end_with_the_accuracy_of_one_machine():
+def test_the_readme_commands_reach_the_accuracy_of_one_machine():
     lighthouse = LighthouseProcess(join_timeout_s=3.0)
     try:
         together = ("--cluster", lighthouse.address, "--machines", 2)
@@ -224,7 +224,7 @@ def test_the_readme_s_commands_end_with_the_accuracy_of_one_machine():
     assert min(part_a, part_b) > 0.1
 
 
-def test_the_model_of_the_readme_s_commands_has_learned_what_either_machine_trained():
+def test_the_readme_commands_train_one_model_on_the_samples_of_both_machines():
     lighthouse = LighthouseProcess(join_timeout_s=3.0)
     try:
         args = ("--cluster", lighthouse.address, "--machines", 2)

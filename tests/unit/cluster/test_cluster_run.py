@@ -1,4 +1,4 @@
-"""Machines of a cluster: each sample once, whoever comes, leaves, dies or is cut off."""
+"""Cluster runs: each sample counts once, with machines that join, leave, die or are cut off."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU
 
 
 def train(*, configure, **kwargs):
-    """A run of one machine alone, to its end."""
+    """Train on one machine to the end."""
     return configure(builder(ranks=2, **kwargs)).run().join(WAIT_S)
 
 
 def wait_until(ready):
-    """Look until it is so."""
+    """Poll until the condition is true."""
     deadline = time.monotonic() + WAIT_S
     while not ready():
         assert time.monotonic() < deadline
@@ -42,13 +42,13 @@ def wait_until(ready):
 
 
 def once(machine, n=203):
-    """Whether each sample has had its effect in exactly one round."""
+    """True if each sample has had its effect in exactly one round."""
     return machine.outer.rounds_of_each_sample().tolist() == [1] * n
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_two_machines_train_each_sample_once_and_end_with_the_same_bits(way, ranks):
+def test_two_machines_train_each_sample_once_and_end_bitwise_equal(way, ranks):
     cluster = MemoryCluster(min_machines=2)
     a, b = (Machine(cluster, name, way=way, ranks=ranks) for name in "ab")
     states = a.join(), b.join()
@@ -60,7 +60,7 @@ def test_two_machines_train_each_sample_once_and_end_with_the_same_bits(way, ran
     assert b.trained
 
 
-def test_metrics_of_both_machines_stand_on_each_handle():
+def test_each_handle_has_the_metrics_of_both_machines():
     cluster = MemoryCluster(min_machines=2)
     a, b = (Machine(cluster, name, epochs=4) for name in "ab")
     for machine in (a, b):
@@ -75,7 +75,7 @@ def test_metrics_of_both_machines_stand_on_each_handle():
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
-def test_a_machine_that_comes_late_goes_on_where_the_first_is(way):
+def test_a_late_machine_starts_from_the_state_of_the_first(way):
     cluster = MemoryCluster()
     closed, on = threading.Event(), threading.Event()
 
@@ -96,7 +96,7 @@ def test_a_machine_that_comes_late_goes_on_where_the_first_is(way):
 
 @pytest.mark.parametrize("point", ["quorum", "gather", "all_reduce", "commit"])
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
-def test_when_a_machine_dies_at_any_point_the_other_trains_what_it_had(point, way):
+def test_the_batches_of_a_machine_that_dies_are_trained_by_the_other(point, way):
     cluster = MemoryCluster()
     cluster.faults.die_at("b", 2, point)
     a, b = (Machine(cluster, name, way=way, n=403) for name in "ab")
@@ -108,7 +108,7 @@ def test_when_a_machine_dies_at_any_point_the_other_trains_what_it_had(point, wa
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, OVER_CPU)])
-def test_a_machine_that_does_not_commit_goes_on_from_the_state_of_the_one_that_did(way):
+def test_a_machine_that_missed_a_commit_is_healed_from_one_that_committed(way):
     cluster = MemoryCluster(min_machines=2)
     cluster.faults.deny_at("b", 2)
     a, b = (Machine(cluster, name, way=way, n=403, epochs=2) for name in "ab")
@@ -119,9 +119,9 @@ def test_a_machine_that_does_not_commit_goes_on_from_the_state_of_the_one_that_d
 
 
 @pytest.mark.parametrize("point", ["gather", "all_reduce"])
-def test_a_round_that_fails_changes_nothing(point):
+def test_a_failed_round_changes_nothing(point):
     cluster = MemoryCluster(min_machines=2)
-    for step in range(1, 9):  # a round in which nobody has trained anything sums nothing
+    for step in range(1, 9):  # a round without trained batches has no all-reduce
         cluster.faults.fail_at("ab"[step % 2], step, point)
     a, b = (Machine(cluster, name) for name in "ab")
     assert same(a.join(), b.join())
@@ -130,28 +130,28 @@ def test_a_round_that_fails_changes_nothing(point):
     assert once(a)
 
 
-def test_a_machine_that_stops_hands_over_what_it_has_and_the_other_goes_on():
+def test_a_stopping_machine_hands_over_its_batches_and_the_other_continues():
     cluster = MemoryCluster()
     a, b = (Machine(cluster, name, n=4003) for name in "ab")
     wait_until(lambda: len(b.outer.changes) > 1)
     b.handle.stop()
     left = b.join()
     assert left.stopped
-    # It returns the state of both after its last round.
+    # Its result is the global state after its last round.
     assert torch.equal(left.params["w"] != 0, b.outer.rounds_of_each_sample() > 0)
     assert not a.join().stopped
     assert once(a, 4003)
 
 
-def test_a_machine_that_has_trained_nothing_leaves_at_once():
+def test_a_machine_without_trained_batches_leaves_at_once():
     a = Machine(MemoryCluster(min_machines=2), "a")
     start = time.monotonic()
     a.handle.stop()
     assert a.join().stopped
-    assert time.monotonic() - start < 10.0  # and does not wait to hand over what it has not
+    assert time.monotonic() - start < 10.0  # without waiting for a round
 
 
-def test_a_machine_that_stops_waits_for_the_next_round_of_the_others(monkeypatch):
+def test_a_stopping_machine_waits_for_the_next_round(monkeypatch):
     monkeypatch.setattr(cluster_run, "LEAVE_TIMEOUT_S", 0.3)
     cluster = MemoryCluster()
     a, b = (
@@ -160,7 +160,7 @@ def test_a_machine_that_stops_waits_for_the_next_round_of_the_others(monkeypatch
             name,
             n=16_003,
             period_s=2.0,
-            timeout_s=0.7,  # with what is above, it is less than the period
+            timeout_s=0.7,  # with LEAVE_TIMEOUT_S less than the period
             before_step=lambda: time.sleep(0.005),
         )
         for name in "ab"
@@ -174,7 +174,7 @@ def test_a_machine_that_stops_waits_for_the_next_round_of_the_others(monkeypatch
     assert a.join().stopped
 
 
-def test_a_run_that_ends_within_a_round_does_not_take_back_what_the_others_trained():
+def test_a_run_that_ends_during_a_round_does_not_revert_the_others_changes():
     runs = []
 
     class Cluster(MemoryCluster):
@@ -199,21 +199,21 @@ def test_a_run_that_ends_within_a_round_does_not_take_back_what_the_others_train
     assert left.stopped
     assert torch.equal(left.params["w"] != 0, b.outer.rounds_of_each_sample() > 0)
     a.join()
-    # Training only adds.
+    # Training only increases the parameters.
     assert all((change < 1e-9).all() for change in a.outer.changes)
     assert once(a, 4003)
 
 
 def quorums_of(cluster, before_gather=lambda engine: None):
-    """How often the engines of a cluster were asked for a quorum, and something to do in each."""
-    asked, make = [], cluster.engine
+    """Count the quorums of a cluster's engines, and run a hook before each gather."""
+    quorums, make = [], cluster.engine
 
     def engine(machine, offer):
         made = make(machine, offer)
         quorum, gather = made.quorum, made.gather
 
         def counted():
-            asked.append(machine)
+            quorums.append(machine)
             return quorum()
 
         def gathered(facts):
@@ -224,10 +224,10 @@ def quorums_of(cluster, before_gather=lambda engine: None):
         return made
 
     cluster.engine = engine
-    return asked
+    return quorums
 
 
-def test_a_machine_that_has_been_granted_more_is_not_taken_for_idle():
+def test_an_idle_report_from_before_a_grant_is_ignored():
     runs, holding = [], threading.Event()
 
     def idle_in_the_second_round(engine):
@@ -237,7 +237,7 @@ def test_a_machine_that_has_been_granted_more_is_not_taken_for_idle():
             holding.set()
 
     cluster, on, held = MemoryCluster(), threading.Event(), threading.Event()
-    asked = quorums_of(cluster, idle_in_the_second_round)
+    quorums = quorums_of(cluster, idle_in_the_second_round)
 
     def hold():
         if holding.is_set():
@@ -246,17 +246,17 @@ def test_a_machine_that_has_been_granted_more_is_not_taken_for_idle():
 
     a = Machine(cluster, "a", n=4003, before_step=hold, period_s=60.0)
     runs.append(a.handle._run)
-    assert held.wait(WAIT_S)  # with what the second round has granted
+    assert held.wait(WAIT_S)  # with the grant of the second round
     a.handle.stop()
     on.set()
     assert a.join().stopped
-    # The first without anything, the second once eight batches are trained, and the last one.
-    assert len(asked) == 3
+    # The first without batches, the second after eight batches, and the last one.
+    assert len(quorums) == 3
 
 
-def test_an_abort_is_not_lost_while_the_run_inside_is_replaced():
+def test_an_abort_during_the_replacement_of_the_inner_run_is_not_lost():
     cluster = MemoryCluster(min_machines=2)
-    cluster.faults.deny_at("b", 1)  # so that nearly all is left to train
+    cluster.faults.deny_at("b", 1)  # so that nearly all batches are left
     aborted, on = threading.Event(), threading.Event()
 
     def slow():  # so that rounds are a period apart
@@ -278,13 +278,13 @@ def test_an_abort_is_not_lost_while_the_run_inside_is_replaced():
     start = time.monotonic()
     with pytest.raises(RunAborted):
         b.join()
-    assert time.monotonic() - start < 4.0  # and not in the next round
+    assert time.monotonic() - start < 4.0  # before the next round
     a.handle._run.abort()
     with pytest.raises(RunAborted):
         a.join()
 
 
-def test_a_thread_that_cannot_be_started_ends_what_was_started(monkeypatch):
+def test_started_threads_end_if_a_later_one_cannot_be_started(monkeypatch):
     start = threading.Thread.start
 
     def fail(thread):
@@ -297,10 +297,10 @@ def test_a_thread_that_cannot_be_started_ends_what_was_started(monkeypatch):
     with pytest.raises(RuntimeError, match="can't start new thread"):
         Machine(cluster, "a")
     monkeypatch.undo()
-    assert Machine(cluster, "a").join()  # its place is free again
+    assert Machine(cluster, "a").join()  # the machine's place is free again
 
 
-def test_a_stop_everywhere_ends_all_machines_with_the_same_state():
+def test_a_stop_everywhere_ends_all_machines_with_equal_states():
     cluster = MemoryCluster(min_machines=2)
     a, b = (Machine(cluster, name, n=2003, epochs=50) for name in "ab")
     assert b.began.wait(WAIT_S)
@@ -312,7 +312,7 @@ def test_a_stop_everywhere_ends_all_machines_with_the_same_state():
     assert len(a.join().metrics) < 50
 
 
-def test_an_error_of_a_worker_ends_its_machine_and_no_other():
+def test_a_worker_error_ends_only_its_machine():
     cluster = MemoryCluster()
     fails = threading.Event()
 
@@ -330,7 +330,7 @@ def test_an_error_of_a_worker_ends_its_machine_and_no_other():
     assert set(a.trained) == set(range(203))
 
 
-def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on():
+def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue():
     cluster = MemoryCluster()
     a = Machine(cluster, "a", epochs=5000)
     assert a.began.wait(WAIT_S)
@@ -352,7 +352,7 @@ def test_a_machine_with_another_outer_optimizer_is_refused():
     assert a.join().stopped
 
 
-def test_max_steps_counts_batches_of_all_machines():
+def test_max_steps_counts_the_batches_of_all_machines():
     cluster = MemoryCluster(min_machines=2)
     a, b = (
         Machine(cluster, name, epochs=5, configure=lambda builder: builder.max_steps(60))
@@ -363,7 +363,7 @@ def test_max_steps_counts_batches_of_all_machines():
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
-def test_a_machine_without_work_for_some_rounds_takes_what_they_change(way):
+def test_a_machine_without_batches_applies_the_changes_of_each_round(way):
     cluster = MemoryCluster(min_machines=3)
     ballast = torch.ones(1_000_000)
     machines = [
@@ -374,7 +374,7 @@ def test_a_machine_without_work_for_some_rounds_takes_what_they_change(way):
             epochs=40,
             ranks=1,
             way=way,
-            # Each gets slower as it trains, so that the two batches of a round wander.
+            # Each slows down as it trains, so that the two batches of a round alternate.
             before_step=lambda own=Counter(): [
                 ballast.sin() for _ in range(own.update("s") or own["s"])
             ],
@@ -384,11 +384,11 @@ def test_a_machine_without_work_for_some_rounds_takes_what_they_change(way):
     assert same(*(machine.join() for machine in machines))
     assert all(machine.trained for machine in machines)
     assert sum((machine.trained for machine in machines), Counter()) == dict.fromkeys(range(4), 40)
-    # Training only adds: who had not taken a round's change would take it back in the next.
+    # Training only increases the parameters: a machine that missed a change would revert it.
     assert all((change < 1e-9).all() for change in machines[0].outer.changes)
 
 
-def test_the_outer_optimizer_makes_the_steps_of_torch():
+def test_nesterov_equals_torch_sgd():
     own = Nesterov(lr=0.7, momentum=0.9)
     p = torch.nn.Parameter(torch.randn(7, dtype=torch.float64))
     torch_sgd = torch.optim.SGD([p], 0.7, momentum=0.9, nesterov=True)
@@ -400,7 +400,7 @@ def test_the_outer_optimizer_makes_the_steps_of_torch():
         assert torch.allclose(flat[0], p.detach(), rtol=1e-12)
 
 
-def test_nesterov_on_two_machines_heals_a_third_with_its_momentum():
+def test_healing_restores_the_momentum_of_nesterov():
     cluster = MemoryCluster(min_machines=2)
     on = threading.Event()
     machines = [
@@ -414,7 +414,7 @@ def test_nesterov_on_two_machines_heals_a_third_with_its_momentum():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_all_machines_evaluate_and_hand_over_the_state_that_they_have_in_common(way, ranks):
+def test_all_machines_evaluate_and_return_the_global_state(way, ranks):
     cluster = MemoryCluster(min_machines=2)
     handed = {name: [] for name in "ab"}
     ballast = torch.ones(20_000)
@@ -437,7 +437,7 @@ def test_all_machines_evaluate_and_hand_over_the_state_that_they_have_in_common(
             ranks=ranks,
             epochs=4,
             configure=configured(name),
-            before_step=lambda: ballast.sin(),  # so that both are amid the next epoch
+            before_step=lambda: ballast.sin(),  # so that both are in the middle of the next epoch
         )
         for name in "ab"
     )
@@ -450,7 +450,7 @@ def test_all_machines_evaluate_and_hand_over_the_state_that_they_have_in_common(
     assert seen[0][-1] == float((states[0].params["w"] * torch.arange(203)).sum())
 
 
-def test_a_timeline_a_monitor_and_the_statistics_show_who_took_part_in_a_round(tmp_path):
+def test_timeline_monitor_and_statistics_show_the_machines_of_a_round(tmp_path):
     cluster, timeline = MemoryCluster(min_machines=2), Timeline()
     a = Machine(cluster, "a", epochs=2, configure=lambda builder: builder.timeline(timeline))
     b = Machine(cluster, "b", epochs=2)
@@ -474,7 +474,7 @@ def test_a_timeline_a_monitor_and_the_statistics_show_who_took_part_in_a_round(t
     assert last.machines == ("a", "b")
 
 
-def test_what_does_not_go_with_a_cluster_is_said_before_anything_starts():
+def test_settings_that_a_cluster_does_not_support_raise_before_the_start():
     cluster = MemoryCluster()
     with pytest.raises(ValueError, match="sampler"):
         Machine(cluster, "a", configure=lambda b: b.sampler(range(203)))
@@ -484,7 +484,7 @@ def test_what_does_not_go_with_a_cluster_is_said_before_anything_starts():
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
-def test_all_killed_and_resumed_with_one_machine_less_train_each_sample_once(way, tmp_path):
+def test_fewer_machines_resume_and_train_each_sample_once_after_all_were_killed(way, tmp_path):
     n = 8003
 
     def saved(builder):
@@ -508,7 +508,7 @@ def test_all_killed_and_resumed_with_one_machine_less_train_each_sample_once(way
         assert trained.tolist() == [1] * n
 
 
-def test_a_checkpoint_of_a_cluster_resumes_on_a_machine_alone(tmp_path):
+def test_a_cluster_checkpoint_resumes_on_one_machine(tmp_path):
     cluster = MemoryCluster(min_machines=2)
     a, b = (
         Machine(cluster, name, configure=lambda builder: builder.checkpoint_dir(tmp_path))
@@ -527,7 +527,7 @@ def test_a_checkpoint_of_a_cluster_resumes_on_a_machine_alone(tmp_path):
     assert not torch.equal(alone.params["w"], a.join().params["w"])
 
 
-def test_a_checkpoint_of_a_machine_alone_is_refused_by_a_cluster(tmp_path):
+def test_a_checkpoint_of_one_machine_is_refused_by_a_cluster(tmp_path):
     train(
         model=lambda device: Effects(203),
         dataset=203,
@@ -539,7 +539,7 @@ def test_a_checkpoint_of_a_machine_alone_is_refused_by_a_cluster(tmp_path):
         Machine(MemoryCluster(), "a", epochs=2, configure=lambda builder: builder.resume(tmp_path))
 
 
-def test_save_gives_the_state_after_the_next_round(tmp_path):
+def test_save_returns_the_state_after_the_next_round(tmp_path):
     cluster = MemoryCluster()
     a = Machine(cluster, "a", epochs=5000)
     path = a.handle.save(tmp_path)

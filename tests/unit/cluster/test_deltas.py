@@ -1,4 +1,4 @@
-"""What other machines have changed reaches every rank once, and in lockstep at one step."""
+"""Changes of other machines reach every rank once, in lockstep at one step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def delta(value):
     return Payload(params=(torch.tensor([value]),))
 
 
-def shift(number):
+def apply_delta(number):
     return m.ApplyDelta(id=number, delta=delta(float(number)))
 
 
-def test_two_rounds_between_machines_during_one_averaging_are_both_told_after_it():
+def test_the_deltas_of_two_rounds_during_an_averaging_are_sent_after_it():
     machine = Coordinator(
         CoordinatorConfig(
             devices=("cpu", "cpu"), num_samples=40, batch_size=2, num_epochs=1, granted=True
@@ -27,11 +27,13 @@ def test_two_rounds_between_machines_during_one_averaging_are_both_told_after_it
     )
     for rank in (0, 1):
         machine.handle(m.Ready(rank=rank), 0.0)
-    machine.handle(m.ClusterCheckpointRequested(reserve_s=0.0), 0.1)  # which takes a round
+    machine.handle(m.ClusterCheckpointRequested(reserve_s=0.0), 0.1)  # starts an averaging round
     assert machine.rounds.round.in_flight
-    told = [machine.handle(m.ClusterRoundDone(delta=delta(v)), 0.2) for v in (1.0, 2.0)]
+    commands = [machine.handle(m.ClusterRoundDone(delta=delta(v)), 0.2) for v in (1.0, 2.0)]
     assert not any(
-        isinstance(c, Send) and isinstance(c.message, m.ApplyDelta) for t in told for c in t
+        isinstance(c, Send) and isinstance(c.message, m.ApplyDelta)
+        for batch in commands
+        for c in batch
     )
     machine.rounds.give_up()
     sent = machine.handle(m.Tick(), 0.4)
@@ -41,12 +43,12 @@ def test_two_rounds_between_machines_during_one_averaging_are_both_told_after_it
     assert values == [(1, 1.0), (1, 1.0), (2, 2.0), (2, 2.0)]
 
 
-def test_lockstep_ranks_take_shifts_that_come_within_a_step_in_order_and_at_one_step():
+def test_lockstep_ranks_apply_deltas_in_order_at_one_step():
     agreement = LockstepAgreement()
     first, second = LockstepProgress(agreement), LockstepProgress(agreement)
-    first.propose_delta(shift(1))
-    first.propose_delta(shift(2))
-    second.propose_delta(shift(1))
+    first.propose_delta(apply_delta(1))
+    first.propose_delta(apply_delta(2))
+    second.propose_delta(apply_delta(1))
     taken = {}
     for rank in (first, second):
         assert rank.delta_reached is None

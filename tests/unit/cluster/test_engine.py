@@ -1,4 +1,4 @@
-"""Options, signatures, compression, the lighthouse's command, the engine in memory."""
+"""Engine options, signatures, compression, the lighthouse command, the in-memory engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EMPTY = ClusterState(tensors={}, meta={})
 
 
 def holding(value):
-    """A state with this value alone."""
+    """A state with one value."""
     return ClusterState(tensors={}, meta={"value": value})
 
 
@@ -45,12 +45,12 @@ def holding(value):
         ("http://10.0.0.1:80", ("10.0.0.1", 80)),
     ],
 )
-def test_addresses(text, parts):
+def test_addresses_are_split(text, parts):
     assert split_host_port("address", text) == parts
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":29510", "host:0", "host:65536", "host:x", ""])
-def test_what_is_no_address(text):
+def test_malformed_addresses_raise(text):
     with pytest.raises(ValueError, match=r"address\(.*host:port"):
         EngineOptions(address=text)
 
@@ -68,12 +68,12 @@ def test_what_is_no_address(text):
         ("max_state_bytes", -1),
     ],
 )
-def test_bad_options_are_named(name, value):
+def test_invalid_options_are_named(name, value):
     with pytest.raises(ValueError, match=name):
         EngineOptions(address="host:1", **{name: value})
 
 
-def test_options_from_the_environment():
+def test_options_come_from_the_environment():
     environ = {
         "GPUWORKER_CLUSTER": "host:1",
         "GPUWORKER_CLUSTER_MIN_MACHINES": "3",
@@ -92,7 +92,7 @@ def test_options_from_the_environment():
         EngineOptions.from_environment({**environ, "GPUWORKER_CLUSTER_TIMEOUT": "soon"})
 
 
-def test_a_period_that_the_lighthouse_may_not_wait_for_is_warned_of(caplog):
+def test_a_period_longer_than_the_join_timeout_logs_a_warning(caplog):
     options = EngineOptions(address="host:1")
     ClusterSettings(engine=options, period_s=JOIN_TIMEOUT_S / 2)
     assert not caplog.records
@@ -114,14 +114,14 @@ def test_without_torchft_the_error_names_the_extra(monkeypatch):
 # --- signatures -----------------------------------------------------------------------
 
 
-def test_an_envelope_opens_for_its_token_machine_number_and_purpose_alone():
+def test_an_envelope_unseals_only_with_its_token_machine_number_and_purpose():
     envelope = seal("token", "gather", 4, "a", b"facts")
     assert unseal("token", "gather", 4, "a", envelope) == b"facts"
     for args in (("other", "gather", 4, "a"), (None, "gather", 4, "a"), ("token", "hello", 4, "a")):
         with pytest.raises(PeerRefused, match="not signed"):
             unseal(*args, envelope)
     for number, machine in ((3, "a"), (4, "b")):
-        with pytest.raises(PeerRefused, match="another machine's, or of another time"):
+        with pytest.raises(PeerRefused, match="another sender or another number"):
             unseal("token", "gather", number, machine, envelope)
     for i in range(len(envelope)):
         changed = envelope[:i] + bytes([envelope[i] ^ 1]) + envelope[i + 1 :]
@@ -129,35 +129,37 @@ def test_an_envelope_opens_for_its_token_machine_number_and_purpose_alone():
             unseal("token", "gather", 4, "a", changed)
 
 
-def test_parts_of_a_signature_do_not_run_together():
+def test_a_signature_depends_on_the_boundaries_of_its_parts():
     assert signature("t", "p", b"ab", b"c") != signature("t", "p", b"a", b"bc")
     assert signature("t", "pa", b"b") != signature("t", "p", b"ab")
 
 
-# --- who belongs to a generation --------------------------------------------------------
+# --- members of a generation --------------------------------------------------------
 
 
-def test_what_a_stranger_writes_into_the_store_does_not_end_its_owner():
+def test_garbage_in_the_store_does_not_end_its_owner():
     timeout = timedelta(seconds=10)
     store, _ = open_store("127.0.0.1", timeout)
     store.set("join/7/1", b"\xff" * 100)
     assert machine_group._agree_on_session(store, True, 7, 0, 2, timeout).startswith("session/")
 
 
-def test_a_machine_that_has_refused_many_still_belongs():
+def test_a_machine_with_many_banned_peers_remains_a_member():
     timeout = timedelta(seconds=10)
     store, _ = open_store("127.0.0.1", timeout)
     store.set("s/1", seal("token", "s", 1, "b", json.dumps([PROTOCOL_VERSION, ["a"]]).encode()))
     gone = {f"gone-{i}" for i in range(10_000)}
-    told = machine_group._exchange_hellos(store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout)
-    assert told == {"a": ["b"], "b": ["a"]}
+    hellos = machine_group._exchange_hellos(
+        store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout
+    )
+    assert hellos == {"a": ["b"], "b": ["a"]}
 
 
 # --- compression ----------------------------------------------------------------------
 
 
-def summed(feedbacks, tensors, keep=True):
-    """Every machine's sum; the machines are threads."""
+def summed(feedbacks, tensors, commit=True):
+    """The sum on every machine; the machines are threads."""
     size = len(feedbacks)
     meeting = threading.Barrier(size)
     posted = [None] * size
@@ -177,7 +179,7 @@ def summed(feedbacks, tensors, keep=True):
             lambda out, x: exchange(out, x, lambda sent: sent[rank : rank + 1]),
             lambda out, x: exchange(out, x, lambda sent: sent),
         )
-        if keep:
+        if commit:
             feedbacks[rank].keep()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -190,7 +192,7 @@ def summed(feedbacks, tensors, keep=True):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_rounding_loses_comes_with_the_next_rounds(name, size):
+def test_rounding_errors_are_added_in_the_next_rounds(name, size):
     draw = torch.Generator().manual_seed(0)
     own = [torch.randn(3001, generator=draw) for _ in range(size)]
     exact = torch.stack(own).sum(0)
@@ -204,7 +206,7 @@ def test_what_rounding_loses_comes_with_the_next_rounds(name, size):
     assert max(lost[10:]) < 3 * lost[0] + 1e-3  # and not 10 to 20 times as much
 
 
-def test_a_failed_round_loses_nothing_twice():
+def test_a_failed_round_counts_no_rounding_error_twice():
     own = [torch.randn(2000), torch.randn(2000)]
     once = [ErrorFeedback(CODECS["int8"]) for _ in own]
     twice = [ErrorFeedback(CODECS["int8"]) for _ in own]
@@ -218,7 +220,7 @@ def test_a_failed_round_loses_nothing_twice():
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so_and_does_not_spoil_the_next_round(name, bad):
+def test_non_finite_values_are_kept_and_do_not_affect_the_next_round(name, bad):
     feedback = ErrorFeedback(CODECS[name])
     x = torch.ones(2000)
     x[3] = bad
@@ -227,7 +229,7 @@ def test_what_is_not_finite_stays_so_and_does_not_spoil_the_next_round(name, bad
     assert summed([feedback], [torch.ones(2000)])[0].isfinite().all()
 
 
-def test_what_is_compressed():
+def test_only_large_tensors_below_float64_are_compressed():
     assert is_compressible(torch.ones(1024))
     assert not is_compressible(torch.ones(1023))
     assert not is_compressible(torch.ones(2000, dtype=torch.float64))
@@ -251,7 +253,7 @@ def test_the_lighthouse_prints_its_address_and_ends_cleanly(number):
 
 
 @needs_torchft
-def test_a_lighthouse_that_cannot_listen_says_what_to_do():
+def test_a_lighthouse_that_cannot_listen_names_the_remedy():
     lighthouse = LighthouseProcess()
     try:
         again = programs.run(
@@ -269,11 +271,11 @@ def test_a_lighthouse_that_cannot_listen_says_what_to_do():
     assert "Traceback" not in again.stderr
 
 
-# --- the engine in memory ---------------------------------------------------------------
+# --- the in-memory engine ---------------------------------------------------------------
 
 
 def run_rounds(cluster, names, num_rounds, log):
-    """Machines as threads that make rounds until each has committed so many."""
+    """Run machines as threads until each has committed ``num_rounds`` rounds."""
 
     def run(engine, value):
         try:
@@ -310,7 +312,7 @@ def run_rounds(cluster, names, num_rounds, log):
     return {name: value[0] for name, value in values.items()}
 
 
-def test_machines_in_memory_agree_in_spite_of_faults():
+def test_machines_in_memory_agree_despite_faults():
     cluster = MemoryCluster(timeout_s=5.0)
     faults = cluster.faults.fail_at("a", 1, "gather").fail_at("b", 2, "all_reduce")
     faults.deny_at("c", 3).die_at("b", 4, "gather")
@@ -323,7 +325,7 @@ def test_machines_in_memory_agree_in_spite_of_faults():
     assert (("a", (b"a", b"c"))) in log
 
 
-def test_a_machine_in_memory_that_hangs_is_woken_by_close():
+def test_close_wakes_a_hanging_machine_in_memory():
     cluster = MemoryCluster(timeout_s=0.2)
     cluster.faults.hang_at("a", 0, "gather")
     a, b = (cluster.engine(name, lambda: EMPTY) for name in "ab")

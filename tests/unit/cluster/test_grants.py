@@ -1,4 +1,4 @@
-"""What a machine adds to a round, and the state that it takes from a peer."""
+"""A machine's contribution to a round, and the state received from a peer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from runtime.cluster.tensors import (
         (torch.bool, torch.float64),
     ],
 )
-def test_tensors_of_every_kind_come_back_as_they_were(dtype, wire):
+def test_tensors_of_every_dtype_are_restored_from_the_wire(dtype, wire):
     tensor = torch.tensor([0, 1, 1, 0]) if dtype is torch.bool else torch.tensor([0, 1, -2, 3])
     tensor = tensor.to(dtype)
     if dtype.is_complex:
@@ -41,7 +41,7 @@ def test_tensors_of_every_kind_come_back_as_they_were(dtype, wire):
     assert torch.equal(from_wire(sent, tensor), tensor)
 
 
-def test_sums_of_whole_numbers_are_rounded():
+def test_sums_of_integers_are_rounded():
     like = torch.zeros(2, dtype=torch.int64)
     summed = torch.tensor([2.9999999, -3.0000001], dtype=torch.float64)
     assert from_wire(summed, like).tolist() == [3, -3]
@@ -67,10 +67,12 @@ def test_changes_of_machines_sum_to_the_weighted_mean():
     found = [from_wire(t, like) for t, like in zip(params, state.params, strict=True)]
     assert [t.tolist() for t in found] == [[7.0] * 4, [7.0] * 2]
     assert from_wire(buffers[0], state.buffers[0]).tolist() == [7.0]
-    assert from_wire(taken[0], state.other_buffers[0]).tolist() == [0] * 3  # the heaviest one's
+    assert (
+        from_wire(taken[0], state.other_buffers[0]).tolist() == [0] * 3
+    )  # those of the machine with the most samples
 
 
-def test_a_state_is_taken_as_it_was_sent():
+def test_a_state_is_restored_from_its_named_tensors():
     sent = named_tensors(payload(5.0), [torch.ones(4)])
     state, outer = state_from_tensors(sent, payload(0.0))
     assert all(map(torch.equal, state.tensors, payload(5.0).tensors))
@@ -78,17 +80,17 @@ def test_a_state_is_taken_as_it_was_sent():
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "lacks"])
-def test_a_state_of_another_model_is_refused_by_the_name_of_the_tensor(what):
+def test_the_error_for_another_model_names_the_tensor(what):
     sent = named_tensors(payload(5.0, num=5 if what == "shape" else 4), [])
     if what == "dtype":
         sent["params.0"] = sent["params.0"].double()
     if what == "lacks":
         del sent["params.0"]
-    with pytest.raises(ValueError, match=r"another params\.0 than this model"):
+    with pytest.raises(ValueError, match=r"does not match this model in params\.0"):
         state_from_tensors(sent, payload(0.0))
 
 
-def test_a_state_with_a_gap_in_the_outer_optimizer_is_refused():
+def test_a_state_with_a_missing_outer_tensor_is_refused():
     sent = named_tensors(payload(5.0), [torch.ones(4), torch.ones(4)])
     del sent["outer.0"]
     with pytest.raises(ValueError, match=r"no tensor 'outer\.0'"):

@@ -1,4 +1,4 @@
-"""Settings of a machine in a cluster and its outer optimizer: what is refused before a run."""
+"""Cluster settings and outer optimizers, and the errors raised before a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def settings(period=None, outer=None, **environ):
     return ClusterSettings.of(period=period, outer=outer, environ={**ADDRESS, **environ})
 
 
-def test_the_period_comes_from_the_call_or_the_environment_or_is_half_a_minute():
+def test_the_period_comes_from_the_call_or_the_environment_and_defaults_to_30_s():
     assert settings().period_s == 30
     assert settings(**{PERIOD_VARIABLE: "2.5"}).period_s == 2.5
     assert settings(period=4, **{PERIOD_VARIABLE: "2.5"}).period_s == 4
@@ -25,7 +25,7 @@ def test_the_period_comes_from_the_call_or_the_environment_or_is_half_a_minute()
         settings(period=0)
 
 
-def test_an_outer_optimizer_is_one():
+def test_another_type_of_outer_optimizer_raises():
     assert repr(settings().outer) == "Mean()"
     with pytest.raises(TypeError, match=r"runtime\.Mean\(\) or runtime\.Nesterov\(\)"):
         settings(outer="nesterov")
@@ -34,13 +34,13 @@ def test_an_outer_optimizer_is_one():
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "GROUP_WORLD_SIZE"])
 def test_processes_that_torchrun_restarts_together_are_refused(name):
     settings(TORCHELASTIC_RUN_ID="none", **{name: "1"})
-    settings(**{name: "2"})  # not by torchrun
+    settings(**{name: "2"})  # not set by torchrun
     with pytest.raises(ValueError, match="once on each machine"):
         settings(TORCHELASTIC_RUN_ID="none", **{name: "2"})
 
 
 @pytest.mark.parametrize("momentum", [1.0, -0.1])
-def test_a_momentum_that_never_fades_is_refused(momentum):
+def test_a_momentum_outside_0_to_1_is_refused(momentum):
     with pytest.raises(ValueError, match="momentum"):
         Nesterov(momentum=momentum)
 
@@ -48,7 +48,7 @@ def test_a_momentum_that_never_fades_is_refused(momentum):
 def test_the_state_of_another_outer_optimizer_is_refused():
     nesterov = Nesterov()
     nesterov.step([torch.zeros(2)], [torch.ones(2)])
-    with pytest.raises(ValueError, match=r"Mean\(\) has no state, and 1 tensors came"):
+    with pytest.raises(ValueError, match=r"Mean\(\) has no state, but got 1 tensors"):
         Mean().load_state(nesterov.state())
     again = Nesterov()
     again.load_state(nesterov.state())

@@ -1,4 +1,4 @@
-"""The state that heals a machine, and what a peer may send in its place."""
+"""Transfer of the state that heals a machine, and malformed responses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server():
     server.close()
 
 
-def test_state_arrives_as_it_was_when_it_was_offered(server):
+def test_the_state_received_is_that_of_the_time_of_the_offer(server):
     tensors = {name: tensor.clone() for name, tensor in STATE.tensors.items()}
     server.offer(3, ClusterState(tensors=tensors, meta=STATE.meta))
     tensors["w"].zero_()
@@ -53,7 +53,7 @@ def test_state_arrives_as_it_was_when_it_was_offered(server):
         assert torch.equal(found.tensors[name], tensor)
 
 
-def test_a_state_that_is_not_on_offer_yet_is_waited_for(server):
+def test_a_fetch_waits_for_the_offer(server):
     timer = threading.Timer(0.2, server.offer, (3, STATE))
     timer.start()
     assert fetch(server.address, timeout_s=10.0).meta == STATE.meta
@@ -83,7 +83,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("request_bytes", REQUESTS.values(), ids=REQUESTS)
-def test_a_server_outlives_what_is_no_request(server, request_bytes, monkeypatch):
+def test_a_server_survives_malformed_requests(server, request_bytes, monkeypatch):
     monkeypatch.setattr(state_server, "REQUEST_TIMEOUT_S", 0.3)
     server.offer(3, STATE)
     host, port = server.address.split(":")
@@ -91,7 +91,7 @@ def test_a_server_outlives_what_is_no_request(server, request_bytes, monkeypatch
         answer = b""
         try:
             connection.sendall(request_bytes)
-            while piece := connection.recv(1 << 16):  # until it hangs up
+            while piece := connection.recv(1 << 16):  # until the server disconnects
                 answer += piece
         except ConnectionError:
             pass
@@ -99,7 +99,7 @@ def test_a_server_outlives_what_is_no_request(server, request_bytes, monkeypatch
     assert fetch(server.address).meta == STATE.meta
 
 
-def test_slow_requests_do_not_keep_others_out(server, monkeypatch):
+def test_slow_requests_do_not_block_others(server, monkeypatch):
     monkeypatch.setattr(state_server, "REQUEST_TIMEOUT_S", 0.3)
     server.offer(3, STATE)
     host, port = server.address.split(":")
@@ -115,7 +115,7 @@ def test_slow_requests_do_not_keep_others_out(server, monkeypatch):
 
 @contextmanager
 def peer(answer):
-    """A server whose answer to each request ``answer`` makes, from its path and number."""
+    """A server that responds to each request with ``answer(path, number)``."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -126,7 +126,7 @@ def peer(answer):
                 return
             with connection:
                 _, headers, _ = state_server._read_head(connection, 5.0)
-                with suppress(ConnectionError):  # the other side may have heard enough
+                with suppress(ConnectionError):  # the client may have disconnected
                     connection.sendall(answer(b"/state/3", headers[b"x-number"]))
 
     thread = threading.Thread(target=serve)
@@ -140,7 +140,7 @@ def peer(answer):
 
 
 def answer_of(content, token="secret", length=None):
-    """Signs a content as a peer with this token does."""
+    """An answer with this content, signed with this token."""
 
     def answer(path, number):
         mac = signature(token, "state", path, number, content)
@@ -153,41 +153,41 @@ def answer_of(content, token="secret", length=None):
 GOOD = save(dict(STATE.tensors, w=torch.ones(3)), {"meta": json.dumps(STATE.meta)})
 ANSWERS = {
     "good": (answer_of(GOOD), None, None),
-    "a pickle": (answer_of(pickle.dumps({"w": [1]})), PeerRefused, "no state"),
+    "a pickle": (answer_of(pickle.dumps({"w": [1]})), PeerRefused, "malformed"),
     "a wrong token": (answer_of(GOOD, "wrong"), PeerRefused, "not signed"),
     "an unsigned pickle": (answer_of(pickle.dumps([1]), None), PeerRefused, "not signed"),
     "half a message": (answer_of(GOOD[:100], length=len(GOOD)), EngineError, r"sent \d+ of \d+"),
-    "too much": (answer_of(b"", length=1 << 40), PeerRefused, "may come"),
-    "no length": (lambda *_: b"HTTP/1.1 200 OK\r\n\r\n" + GOOD, PeerRefused, "may come"),
+    "too much": (answer_of(b"", length=1 << 40), PeerRefused, "are accepted"),
+    "no length": (lambda *_: b"HTTP/1.1 200 OK\r\n\r\n" + GOOD, PeerRefused, "are accepted"),
     "a huge header": (
         lambda *_: b"HTTP/1.1 200 OK\r\nX: " + b"x" * (1 << 17) + b"\r\n\r\n",
         PeerRefused,
-        "no HTTP",
+        "not HTTP",
     ),
     "many headers": (
         lambda *_: b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
         PeerRefused,
-        "no HTTP",
+        "not HTTP",
     ),
     "a huge header of tensors": (
         answer_of((1 << 40).to_bytes(8, "little") + b"{}"),
         PeerRefused,
         "header",
     ),
-    "no meta": (answer_of(save({"w": torch.ones(1)})), PeerRefused, "no state"),
+    "no meta": (answer_of(save({"w": torch.ones(1)})), PeerRefused, "malformed"),
     "deep meta": (
         answer_of(save({}, {"meta": "[" * 100_000 + "]" * 100_000})),
         PeerRefused,
-        "no state",
+        "malformed",
     ),
     "meta of another kind": (answer_of(save({}, {"meta": "[]"})), PeerRefused, "list"),
     "a server error": (lambda *_: b"HTTP/1.1 500 X\r\n\r\n", PeerRefused, "500"),
-    "no HTTP": (lambda *_: pickle.dumps([1]) + b"\r\n", PeerRefused, "no HTTP"),
+    "no HTTP": (lambda *_: pickle.dumps([1]) + b"\r\n", PeerRefused, "not HTTP"),
 }
 
 
 @pytest.mark.parametrize(("answer", "kind", "text"), ANSWERS.values(), ids=ANSWERS)
-def test_what_a_peer_sends_in_place_of_a_state(answer, kind, text, monkeypatch):
+def test_only_a_valid_and_signed_state_is_accepted(answer, kind, text, monkeypatch):
     monkeypatch.setattr(pickle, "loads", None)
     monkeypatch.setattr(pickle, "Unpickler", None)
     with peer(answer) as address:
@@ -201,7 +201,7 @@ def test_what_a_peer_sends_in_place_of_a_state(answer, kind, text, monkeypatch):
     assert "peer" in str(caught.value)
 
 
-def test_a_peer_that_is_silent_or_gone_is_an_error():
+def test_a_silent_or_missing_peer_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(EngineError, match="no state from peer"):
@@ -221,7 +221,7 @@ def test_a_peer_that_is_silent_or_gone_is_an_error():
         (b"HTTP/1.1 200 OK\r\nX: ", {"timeout_s": 0.3}),
     ],
 )
-def test_a_state_that_drips_in_is_an_error(begin, limits):
+def test_a_state_that_arrives_too_slowly_is_an_error(begin, limits):
     over = threading.Event()
 
     def drip(listener):
@@ -243,7 +243,7 @@ def test_a_state_that_drips_in_is_an_error(begin, limits):
             thread.join()
 
 
-def test_close_ends_answers_under_way_and_is_idempotent(server):
+def test_close_ends_responses_in_progress_and_is_idempotent(server):
     server.offer(3, ClusterState(tensors={"w": torch.zeros(30_000_000)}, meta={}))
     host, port = server.address.split(":")
     number = b"1"

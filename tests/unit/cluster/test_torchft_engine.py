@@ -1,4 +1,4 @@
-"""Rounds of machines in real processes over a real lighthouse, and what goes wrong in them."""
+"""Rounds of machines as processes over a real lighthouse, with faults."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_machines_heal_gather_sum_and_commit(cluster, names):
 
 
 def survive(survivor):
-    """The next commit of a machine whose peer is gone, in as many rounds as it takes."""
+    """Repeat rounds until a machine whose peer is gone commits."""
     while True:
         found = [together([survivor], call)[0] for call in ("quorum", "gather", "all_reduce")]
         failed = [each for each in found if isinstance(each, CallFailed)]
@@ -79,7 +79,7 @@ def test_a_killed_peer_costs_its_heartbeat(cluster, point):
             b.kill()
             killed = time.monotonic()
             a.tell("gather")
-        case "gather" | "all_reduce":  # in the middle of it
+        case "gather" | "all_reduce":  # in the middle of the call
             b.make("freeze_at", point=point)
             if point == "all_reduce":
                 together(machines, "gather")
@@ -94,57 +94,57 @@ def test_a_killed_peer_costs_its_heartbeat(cluster, point):
             b.kill()
             killed = time.monotonic()
             a.tell("commit")
-    if point == "commit":  # each machine decides for itself
+    if point == "commit":  # each machine decides by itself
         assert a.answer()["done"]
     else:
-        with pytest.raises(CallFailed, match="gone or late") as caught:
+        with pytest.raises(CallFailed, match="gone or timed out") as caught:
             a.answer()
         assert caught.value.kind == "EngineError"
-    told_s = time.monotonic() - killed
+    detected_s = time.monotonic() - killed
     took_s = survive(a) - killed
-    print(f"killed at {point}: told after {told_s:.2f} s, commit after {took_s:.2f} s")
-    assert told_s < 0.5
+    print(f"killed at {point}: detected after {detected_s:.2f} s, commit after {took_s:.2f} s")
+    assert detected_s < 0.5
     assert took_s < HEARTBEAT_TIMEOUT_S + 0.5
 
 
-def test_a_stopped_peer_costs_the_timeout_and_comes_back(cluster):
+def test_a_suspended_peer_costs_the_timeout_and_rejoins(cluster):
     a, b = machines = cluster.machines("ab", timeout_s=1.5)
     make_round(machines, value=1.0)
     together(machines, "quorum")
     b.signal(signal.SIGSTOP)
-    with pytest.raises(CallFailed, match="gone or late") as caught:
+    with pytest.raises(CallFailed, match="gone or timed out") as caught:
         a.make("gather")
     assert 1.0 < caught.value.took_s < 3.0
     survive(a)
     b.signal(signal.SIGCONT)
-    with pytest.raises(CallFailed, match="gone or late"):
+    with pytest.raises(CallFailed, match="gone or timed out"):
         b.make("gather")
     cluster.join(b)
     a.tell("quorum")
     assert [machine.answer()["healed"] for machine in machines] == [None, 1.0]
 
 
-def test_a_lighthouse_that_is_killed_and_restarted_is_waited_for(cluster):
+def test_machines_wait_for_a_restarted_lighthouse(cluster):
     first = cluster.light()
     machines = cluster.machines("ab")
     [before, _] = make_round(machines)
     first.kill()
     for machine in machines:
         machine.tell("quorum")
-    time.sleep(1.0)  # no answer, and no error
+    time.sleep(1.0)  # neither answer nor error
     cluster.light(port=first.port, min_machines=2)
     back = time.monotonic()
     quorums = [machine.answer() for machine in machines]
     print(f"quorum {time.monotonic() - back:.2f} s after the lighthouse is back")
     assert time.monotonic() - back < 3.0
     assert [q["healed"] for q in quorums] == [None, None]
-    # It counts from 1 again: the same number, and other connections where one has failed.
+    # It counts from 1 again: the same number, with new connections after a failure.
     assert quorums[0]["generation"] == before["generation"]
     together(machines, "commit", ok=False)
     make_round(machines)
 
 
-def test_a_machine_that_starts_waits_for_a_lighthouse_that_is_away(monkeypatch):
+def test_a_starting_machine_waits_for_an_unreachable_lighthouse(monkeypatch):
     answers = iter([False, False, True])
     monkeypatch.setattr(torchft_engine, "accepts_connections", lambda address: next(answers))
     monkeypatch.setattr(torchft_engine, "PAUSE_S", 0.0)
@@ -154,7 +154,7 @@ def test_a_machine_that_starts_waits_for_a_lighthouse_that_is_away(monkeypatch):
     torchft_engine.wait_for_lighthouse("host:1", 0.0)
 
 
-def test_generations_that_are_counted_again_do_not_meet_old_addresses(cluster):
+def test_a_repeated_generation_number_does_not_use_old_addresses(cluster):
     first = cluster.light()
     machines = cluster.machines("ab")
     make_round(machines)
@@ -171,7 +171,7 @@ def test_two_histories_of_one_step_are_not_healed_unless_one_is_reset(cluster):
     together(machines, "quorum")
     assert a.make("commit", value=2.0) == {"done": True, "step": 2}
     assert b.make("commit", ok=False) == {"done": False, "step": 1}
-    a.signal(signal.SIGSTOP)  # it stalls, and the other commits a step 2 of its own
+    a.signal(signal.SIGSTOP)  # stalls, while the other one commits its own step 2
     survive(b)
     a.signal(signal.SIGCONT)
     cluster.join(a)
@@ -182,19 +182,19 @@ def test_two_histories_of_one_step_are_not_healed_unless_one_is_reset(cluster):
     assert [q["healed"] for q in make_round(machines)] == [None, 2.0]
 
 
-def test_a_loser_whose_winner_dies_goes_on_alone(cluster):
+def test_a_reset_machine_continues_alone_if_its_source_dies(cluster):
     a, b = machines = cluster.machines("ab")
     make_round(machines, value=1.0)
-    b.make("reset")  # its history has lost, and it is to be healed
+    b.make("reset")  # its history has lost: it must be healed
     a.kill()
     [quorum] = together([b], "quorum")
     assert (quorum["step"], quorum["healed"], tuple(quorum["members"])) == (0, None, ("b",))
-    b.make("reset", step=1)  # nobody is there to be healed from
+    b.make("reset", step=1)  # no machine is left to heal from
     b.make("gather")
     assert b.make("commit", value=2.0) == {"done": True, "step": 2}
 
 
-def test_a_machine_that_did_not_commit_heals(cluster):
+def test_a_machine_that_missed_a_commit_is_healed(cluster):
     a, b = machines = cluster.machines("ab")
     make_round(machines, value=1.0)
     together(machines, "quorum")
@@ -204,7 +204,7 @@ def test_a_machine_that_did_not_commit_heals(cluster):
     assert [(q["step"], q["healed"]) for q in quorums] == [(2, None), (2, 5.0)]
 
 
-def test_a_machine_with_another_token_is_refused_and_the_others_go_on(cluster):
+def test_a_machine_with_another_token_is_refused_and_the_others_continue(cluster):
     machines = cluster.machines("ab", token="secret")
     make_round(machines)
     for name, token in (("c", "wrong"), ("d", None)):
@@ -223,10 +223,10 @@ def test_a_machine_with_another_token_is_refused_and_the_others_go_on(cluster):
 @pytest.mark.parametrize(
     "what", ["a pickle", "a wrong token", "an old message", "too much", "half a message"]
 )
-def test_a_peer_that_gathers_garbage_is_refused_and_the_others_go_on(cluster, what):
+def test_a_peer_that_gathers_garbage_is_refused_and_the_others_continue(cluster, what):
     a, b, c = machines = cluster.machines("abc", token="secret")
     c.make("send", what=what)
-    failed = together(machines, "quorum")  # its step and address are gathered to heal
+    failed = together(machines, "quorum")  # step and address are gathered for healing
     assert {(f.kind, f.machines) for f in failed} == {("PeerRefused", ("c",))}
     cluster.join(c)
     quorums = make_round([a, b])
@@ -236,7 +236,7 @@ def test_a_peer_that_gathers_garbage_is_refused_and_the_others_go_on(cluster, wh
     assert caught.value.kind == "PeerRefused"
 
 
-def test_tensors_of_other_sizes_are_an_error_and_not_the_end_of_the_process(cluster):
+def test_unequal_tensor_sizes_raise_and_do_not_abort_the_process(cluster):
     a, b = machines = cluster.machines("ab")
     together(machines, "quorum")
     a.tell("all_reduce", numel=1000)
@@ -248,7 +248,7 @@ def test_tensors_of_other_sizes_are_an_error_and_not_the_end_of_the_process(clus
 
 
 @pytest.mark.parametrize("compression", ["bf16", "int8"])
-def test_compressed_sums_have_the_same_bits_on_all_machines(cluster, compression):
+def test_compressed_sums_are_bitwise_equal_on_all_machines(cluster, compression):
     cluster.light(min_machines=3)
     machines = cluster.machines("abc", compression=compression)
     together(machines, "quorum")
@@ -261,7 +261,7 @@ def test_compressed_sums_have_the_same_bits_on_all_machines(cluster, compression
     assert sums[0]["first"][1] == double[:2].tolist()  # never compressed
 
 
-def test_close_wakes_a_call_that_waits(cluster):
+def test_close_wakes_a_blocked_call(cluster):
     cluster.light(min_machines=3)
     machines = cluster.machines("ab")
     for machine in machines:
@@ -274,7 +274,7 @@ def test_close_wakes_a_call_that_waits(cluster):
         assert caught.value.took_s < 1.5
 
 
-def test_fewer_machines_than_asked_for_wait(cluster):
+def test_a_quorum_waits_for_min_machines(cluster):
     a = cluster.machine("a", min_machines=2)
     a.tell("quorum")
     with pytest.raises(AssertionError, match="no answer"):

@@ -1,4 +1,4 @@
-"""The ledger of a cluster, its deal, and one machine's part."""
+"""The ledger of a cluster, the deal, and one machine's state machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=No
     )
 
 
-def told(ledger, machine, done=(), **values):
+def facts_of(ledger, machine, done=(), **values):
     return Facts(
         machine=machine,
         step=ledger.step,
@@ -59,11 +59,11 @@ def told(ledger, machine, done=(), **values):
 
 
 def commit_all(ledger, names=("a", "b"), seconds=0.1):
-    """A round in which all have done what they were granted."""
+    """Commit a round in which all machines have trained their grants."""
     facts = []
     for name in names:
         done = ledger.grants.get(name, Grant()).batches
-        facts.append(told(ledger, name, done, seconds_per_batch=seconds))
+        facts.append(facts_of(ledger, name, done, seconds_per_batch=seconds))
     return ledger.commit(facts)
 
 
@@ -71,7 +71,7 @@ def commit_all(ledger, names=("a", "b"), seconds=0.1):
 
 
 def test_facts_arrive_as_they_were_sent():
-    facts = told(
+    facts = facts_of(
         new_ledger(),
         "a",
         ((0, (range(3), range(5, 9))), (1, (range(1),))),
@@ -110,16 +110,16 @@ def test_facts_arrive_as_they_were_sent():
         ("void", None),
     ],
 )
-def test_facts_that_are_none_are_refused_by_field(field, value):
-    sent = json.loads(told(new_ledger(), "a").to_json())
+def test_the_error_for_malformed_facts_names_the_field(field, value):
+    sent = json.loads(facts_of(new_ledger(), "a").to_json())
     sent[field] = value
     with pytest.raises(ValueError, match=field):
         Facts.from_json(json.dumps(sent).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"weight": NaN}'])
-def test_garbage_is_no_facts(data):
-    with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
+def test_garbage_instead_of_facts_raises(data):
+    with pytest.raises(ValueError):  # noqa: PT011 - several messages
         Facts.from_json(data)
 
 
@@ -141,25 +141,25 @@ def test_a_commit_that_contradicts_the_ledger_changes_nothing():
     ledger = new_ledger()
     commit_all(ledger)
     before = json.dumps(ledger.state_dict())
-    stolen = told(ledger, "b", ledger.grants["a"].batches)
-    old = replace(told(ledger, "b"), step=0)
-    twice = told(ledger, "b", kept=ledger.grants["b"].batches, done=ledger.grants["b"].batches)
-    leaving = told(ledger, "b", kept=ledger.grants["b"].batches, leaving=True)
-    for wrong in (stolen, old, twice, leaving, told(ledger, "a")):
+    stolen = facts_of(ledger, "b", ledger.grants["a"].batches)
+    old = replace(facts_of(ledger, "b"), step=0)
+    twice = facts_of(ledger, "b", kept=ledger.grants["b"].batches, done=ledger.grants["b"].batches)
+    leaving = facts_of(ledger, "b", kept=ledger.grants["b"].batches, leaving=True)
+    for wrong in (stolen, old, twice, leaving, facts_of(ledger, "a")):
         with pytest.raises(LedgerError):
-            ledger.commit([told(ledger, "a"), wrong])
+            ledger.commit([facts_of(ledger, "a"), wrong])
     assert json.dumps(ledger.state_dict()) == before
 
 
-def test_what_a_missing_machine_was_granted_is_granted_to_others():
+def test_the_grant_of_a_missing_machine_is_granted_to_others():
     ledger = new_ledger(num_epochs=1, batches_per_epoch=16)
     commit_all(ledger)
     lost = ledger.grants["b"]
-    ledger.commit([told(ledger, "a", seconds_per_batch=0.05)])
+    ledger.commit([facts_of(ledger, "a", seconds_per_batch=0.05)])
     assert set(lost.batches[0][1][0]) <= {b for s in ledger.grants["a"].batches[0][1] for b in s}
 
 
-def test_a_ledger_is_restored_and_goes_on_alike():
+def test_a_restored_ledger_continues_identically():
     ledger, restored = new_ledger(), new_ledger()
     commit_all(ledger)
     commit_all(ledger)
@@ -194,39 +194,39 @@ def test_a_broken_ledger_is_refused(name, value):
 
 def test_grants_follow_speed_and_last_longer_than_a_period():
     ledger = new_ledger(batches_per_epoch=10_000)
-    facts = [told(ledger, n, seconds_per_batch=s) for n, s in (("a", 0.1), ("b", 0.02))]
+    facts = [facts_of(ledger, n, seconds_per_batch=s) for n, s in (("a", 0.1), ("b", 0.02))]
     grants = ledger.deal(facts)
     assert [len(grants[name]) for name in "ab"] == [15, 75]
     assert grants["b"].batches == ((0, (range(15, 90),)),)
 
 
-def test_a_machine_not_measured_is_taken_for_the_mean_of_the_others():
+def test_a_machine_without_measurement_counts_as_the_mean_of_the_others():
     ledger = new_ledger(batches_per_epoch=10_000)
-    facts = [told(ledger, "a", seconds_per_batch=0.1), told(ledger, "b")]
+    facts = [facts_of(ledger, "a", seconds_per_batch=0.1), facts_of(ledger, "b")]
     assert len(ledger.deal(facts)["b"]) == 15
-    assert len(ledger.deal([told(ledger, "b")])["b"]) == INITIAL_BATCHES
+    assert len(ledger.deal([facts_of(ledger, "b")])["b"]) == INITIAL_BATCHES
 
 
 @given(
     st.lists(st.tuples(st.floats(1e-3, 10), st.integers(0, 50)), min_size=1, max_size=8),
     st.integers(0, 500),
 )
-def test_the_rest_is_dealt_so_that_all_finish_together(machines, total):
+def test_the_last_batches_are_dealt_so_that_all_finish_together(machines, total):
     seconds, kept = [s for s, _ in machines], [k for _, k in machines]
     parts = split_to_finish_together(total, seconds, kept)
     assert sum(parts) == total
     assert min(parts) >= 0
     ends = [(k + p) * s for s, k, p in zip(seconds, kept, parts, strict=True)]
     last = max((e for e, p in zip(ends, parts, strict=True) if p), default=0.0)
-    # Nobody else would have been done earlier with the last batch.
+    # No other machine would have finished the last batch earlier.
     assert all(e + s >= last * (1 - 1e-9) for e, s in zip(ends, seconds, strict=True))
 
 
 @given(st.lists(st.sampled_from(range(40))), st.lists(st.sampled_from(range(40))))
-def test_batches_are_removed_as_from_a_set(there, gone):
-    batches = BatchSet(range(b, b + 1) for b in set(there))
-    batches.remove([range(b, b + 1) for b in set(gone)])
-    assert [b for span in batches.spans for b in span] == sorted(set(there) - set(gone))
+def test_batches_are_removed_as_from_a_set(present, removed):
+    batches = BatchSet(range(b, b + 1) for b in set(present))
+    batches.remove([range(b, b + 1) for b in set(removed)])
+    assert [b for span in batches.spans for b in span] == sorted(set(present) - set(removed))
 
 
 # -- one machine ------------------------------------------------------------------------
@@ -244,13 +244,13 @@ def formed(*members, healed=None):
 
 
 def commit_alone(member, now=0.0):
-    """The first round of a machine that is alone."""
+    """The first round of a machine without peers."""
     (gather,) = member.handle(formed("a"), now)
     assert member.handle(Gathered(facts=(gather.facts,)), now) == [Commit(ok=True)]
     return member.handle(Committed(ok=True), now)
 
 
-def test_a_failed_quorum_is_asked_for_again_after_growing_pauses():
+def test_a_failed_quorum_is_retried_after_growing_pauses():
     member, now = one(), 0.0
     for pause in (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):
         assert member.handle(QuorumFailed(error="away"), now) == [ResumeGrant(reason="away")]
@@ -260,27 +260,27 @@ def test_a_failed_quorum_is_asked_for_again_after_growing_pauses():
         assert member.handle(Tick(), now) == [FormQuorum()]
 
 
-def test_an_idle_machine_asks_at_once_and_one_without_a_grant_does_not():
+def test_an_idle_machine_requests_a_quorum_at_once():
     member = one()
     (apply,) = commit_alone(member)
     assert len(apply.grant) == INITIAL_BATCHES
     assert member.handle(Idle(), 0.1) == [FormQuorum()]
 
 
-def test_a_behind_machine_takes_the_state_and_begins_anew():
+def test_a_machine_that_is_behind_adopts_the_state_and_restarts():
     other = new_ledger()
     commit_all(other, ("b",))
     member = one()
     adopt, gather = member.handle(formed("a", "b", healed=other.state_dict()), 0.0)
     assert adopt == AdoptState()
     assert (gather.facts.step, gather.facts.weight, member.healing) == (1, 0.0, True)
-    member.handle(Gathered(facts=(gather.facts, told(other, "b"))), 0.0)
+    member.handle(Gathered(facts=(gather.facts, facts_of(other, "b"))), 0.0)
     (apply,) = member.handle(Committed(ok=True), 0.0)
     assert apply.restart
     assert not member.healing
 
 
-def test_a_state_that_is_behind_ones_own_is_not_taken():
+def test_a_state_older_than_the_machine_s_own_is_not_adopted():
     ahead = new_ledger()
     commit_all(ahead, ("x",))
     member = Member("a", ahead)
@@ -290,10 +290,10 @@ def test_a_state_that_is_behind_ones_own_is_not_taken():
     assert commands[1].facts.step == 1
 
 
-def test_of_two_histories_under_one_step_one_goes_on_and_the_other_is_healed():
-    by_rank = [new_ledger(), new_ledger()]
+def test_of_two_histories_of_one_step_one_wins_and_the_other_is_healed():
+    ledgers = [new_ledger(), new_ledger()]
     members = []
-    for name, ledger in zip("ab", by_rank, strict=True):
+    for name, ledger in zip("ab", ledgers, strict=True):
         commit_all(ledger, (name,))
         member = Member(name, ledger)
         member.handle(RunReady(), 0.0)
@@ -305,12 +305,12 @@ def test_of_two_histories_under_one_step_one_goes_on_and_the_other_is_healed():
             done = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
             (command,) = member.handle(done, 0.0)
         facts.append(command.facts)
-    said = [m.handle(Gathered(facts=tuple(facts)), 0.0) for m in members]
-    resets = [ResetEngine(step=0) in commands for commands in said]
-    assert resets == [ledger.lineage != max(x.lineage for x in by_rank) for ledger in by_rank]
+    commands_of = [m.handle(Gathered(facts=tuple(facts)), 0.0) for m in members]
+    resets = [ResetEngine(step=0) in commands for commands in commands_of]
+    assert resets == [ledger.lineage != max(x.lineage for x in ledgers) for ledger in ledgers]
 
 
-def test_a_loser_whose_winner_dies_goes_on_with_its_own_history():
+def test_a_superseded_machine_keeps_its_history_if_the_winner_dies():
     own, winning = new_ledger(), new_ledger()
     commit_all(own, ("a",))
     for _ in range(2):
@@ -321,10 +321,10 @@ def test_a_loser_whose_winner_dies_goes_on_with_its_own_history():
     member.handle(formed("a", "b"), 0.0)
     nothing = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
     (gather,) = member.handle(nothing, 0.0)
-    lost = member.handle(Gathered(facts=(gather.facts, told(winning, "b"))), 0.0)
+    lost = member.handle(Gathered(facts=(gather.facts, facts_of(winning, "b"))), 0.0)
     assert ResetEngine(step=0) in lost
     assert member.handle(Tick(), 1.0) == [FormQuorum()]
-    back, capture = member.handle(formed("a"), 1.0)  # nobody is there to be healed from
+    back, capture = member.handle(formed("a"), 1.0)  # no machine is left to heal from
     assert back == ResetEngine(step=1)
     assert isinstance(capture, RequestCapture)
     (gather,) = member.handle(nothing, 1.0)
@@ -335,7 +335,7 @@ def test_a_loser_whose_winner_dies_goes_on_with_its_own_history():
     assert member.step == 2
 
 
-def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on():
+def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue():
     even, odd = new_ledger(), new_ledger(batch_size=8)
     commit_all(even, ("b",))
     member, other = one(odd), Member("b", even)
@@ -354,7 +354,7 @@ def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_go_on()
     assert "batch_size is 8" in resumed.reason
 
 
-def test_a_machine_that_stops_gives_up_when_rounds_fail_for_too_long():
+def test_a_stopping_machine_finishes_when_rounds_fail_for_too_long():
     member = one()
     commit_alone(member)
     assert member.handle(Stop(), 1.0) == [FormQuorum()]
@@ -364,7 +364,7 @@ def test_a_machine_that_stops_gives_up_when_rounds_fail_for_too_long():
     assert member.handle(Tick(), 32.0) == []
 
 
-def test_a_machine_that_stops_does_not_leave_a_round_that_has_begun():
+def test_a_stopping_machine_completes_a_round_in_progress():
     member = one()
     commit_alone(member)
     member.handle(Stop(), 1.0)
@@ -381,7 +381,7 @@ def test_a_machine_that_stops_does_not_leave_a_round_that_has_begun():
     assert finish == Finish(stopped=True)
 
 
-def test_an_event_that_does_not_fit_the_state_is_an_error():
+def test_an_event_that_is_invalid_in_the_state_is_an_error():
     member = one()
     with pytest.raises(LedgerError, match="in state"):
         member.handle(Committed(ok=True), 0.0)
