@@ -180,7 +180,7 @@ def summed(feedbacks, tensors, commit=True):
             lambda out, x: exchange(out, x, lambda sent: sent),
         )
         if commit:
-            feedbacks[rank].keep()
+            feedbacks[rank].commit()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -210,9 +210,9 @@ def test_a_failed_round_counts_no_rounding_error_twice():
     own = [torch.randn(2000), torch.randn(2000)]
     once = [ErrorFeedback(CODECS["int8"]) for _ in own]
     twice = [ErrorFeedback(CODECS["int8"]) for _ in own]
-    summed(twice, [x.clone() for x in own], keep=False)
+    summed(twice, [x.clone() for x in own], commit=False)
     for feedback in twice:
-        feedback.drop()
+        feedback.discard()
     for _ in range(2):
         a, b = (summed(each, [x.clone() for x in own])[0] for each in (once, twice))
         assert torch.equal(a, b)
