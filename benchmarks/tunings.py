@@ -195,7 +195,7 @@ TUNINGS = {
     ),
     "cpu_time": Tuning(
         what="the coordinator's own time makes rounds rarer",
-        off=partial(replaced, rounds, OWN_SHARE=math.inf),
+        off=partial(replaced, rounds, COORDINATOR_SHARE=math.inf),
         cases={
             "mlp": Run(
                 model="mlp", policy=ApplyPolicy.CADENCE, backend=AverageBackend.CPU, adapt_s=1.0
@@ -209,12 +209,12 @@ TUNINGS = {
     ),
     "blocks": Tuning(
         what="averages are formed in blocks",
-        off=partial(replaced, averaging, BLOCK_BYTES=WHOLE, _MOST_BYTES=WHOLE),
+        off=partial(replaced, averaging, BLOCK_BYTES=WHOLE, _MAX_BLOCK_BYTES=WHOLE),
         cases=sizes([10**7], [2, 3]),
     ),
     "pages": Tuning(
         what="huge pages",
-        off=partial(replaced, averaging, _LEAST_BYTES=WHOLE),
+        off=partial(replaced, averaging, _HUGE_PAGE_MIN_BYTES=WHOLE),
         cases=sizes([5 * 10**7], [1, 2], fresh=True),
     ),
 }

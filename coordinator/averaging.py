@@ -13,105 +13,204 @@ from torch import Tensor
 
 from coordinator.messages import Payload
 
-# A pass over a large state touches a new page every thousand float32 numbers, and the processor
-# has to look each of them up. Linux gives pages of 2 MiB to whoever asks for them, unless
-# ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``never``.
 
-_LEAST_BYTES = 32 << 20
-"""Smaller tensors lie in the caches, or in memory that was used before and has its pages."""
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
-"""``None`` where the system cannot be asked."""
+class Averager:
+    """Averages payloads into two result buffers used in turn.
 
+    A result stays valid until the second :meth:`average` after the one that made it;
+    copy what has to live longer. A coordinator that computes a round only after every
+    rank has acknowledged the one before, or the one before was given up, keeps within
+    that. Payloads are only read, and none is kept.
 
-def empty_like(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor of that shape and dtype whose values are not initialised.
+    Not thread-safe: one call at a time, from any thread. CPU only; blocks until done,
+    with the intra-op threads of the calling thread.
 
-    It asks for no gradient, and lies on the CPU whatever the thread's default device is.
+    States of all ranks together of at most ``SERIAL_BYTES`` are mixed without intra-op
+    threads, whatever the settings.
     """
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    if made.nbytes >= _LEAST_BYTES and _ADVICE is not None:
-        _advise(made.data_ptr(), made.nbytes, _ADVICE)
-    return made
+
+    def __init__(self) -> None:
+        self._results: list[Payload] = []
+        self._turn = 0
+
+    def average(
+        self,
+        payloads: Sequence[Payload],
+        weights: Sequence[float],
+        squares: Sequence[tuple[float, ...] | None] = (),
+    ) -> AverageResult:
+        """Average payloads of the same shapes and dtypes.
+
+        float16 and bfloat16 are accumulated in float32, all others in their own
+        precision; squared norms are summed over blocks in float64.
+
+        Args:
+            payloads: One for each rank, flat CPU tensors.
+            weights: Of each payload, such as the samples behind it. One of weight 0 is not
+                read into the average, so its values may be NaN. If all are 0 the result is a
+                copy of the first payload.
+            squares: For each payload the squared norm of each of its parameter tensors, or
+                ``None``. Where all are known, of two ranks and in float32 or wider, the norm
+                of the average follows from them and is not measured.
+
+        Returns:
+            The average, valid until the second call after this one. Buffers that are
+            taken and not averaged come from the largest weight, the lowest rank first.
+
+        Raises:
+            ValueError: No payload, another number of weights, a negative weight, a
+                tensor that is not on the CPU, or payloads that differ in shape or
+                dtype, or squared norms of another number of payloads or tensors. Earlier
+                results are then as they were.
+        """
+        _check(payloads, weights)
+        _check_squares(payloads, squares)
+        result = self._next_result(payloads[0])
+        total = sum(weights)
+        chosen = payloads[max(range(len(payloads)), key=lambda i: (weights[i], -i))]
+        with torch.no_grad():
+            _copy(result.other_buffers, chosen.other_buffers)
+            if total == 0:
+                _copy(result.params, payloads[0].params)
+                _copy(result.buffers, payloads[0].buffers)
+                return AverageResult(
+                    average=result, num_samples=0, divergences=(0.0,) * len(payloads)
+                )
+            is_small = sum(payload.num_bytes for payload in payloads) <= SERIAL_BYTES
+            mix = WeightedMean(weights, 0 if is_small else torch.get_num_threads())
+            known = _of_each_tensor(squares, len(result.params))
+            params = zip(result.params, *(p.params for p in payloads), strict=True)
+            for (out, *sources), square in zip(params, known, strict=True):
+                mix.average(out, sources, measure=True, squares=square)
+            for out, *sources in zip(result.buffers, *(p.buffers for p in payloads), strict=True):
+                mix.average(out, sources, measure=False)
+        return AverageResult(
+            average=result, num_samples=total, divergences=mix.divergences, norm=mix.norm
+        )
+
+    def _next_result(self, like: Payload) -> Payload:
+        if self._results and _layout(self._results[0]) != _layout(like):
+            self._results = []
+        if len(self._results) < 2:
+            self._results.append(like.map(empty_like))
+            return self._results[-1]
+        self._turn = 1 - self._turn
+        return self._results[1 - self._turn]
 
 
-def _advise(address: int, num_bytes: int, advice: int) -> None:
-    """Tell the kernel what a range of memory is for; ordinary pages do where it will not hear.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageResult:
+    """What came out of a round.
 
-    A block of this size has pages of its own, so that those at its ends are asked for, too.
+    Attributes:
+        average: The averaged state. Its tensors belong to the :class:`Averager`.
+        num_samples: Sum of the weights; 0: the round changes nothing.
+        divergences: ``||snapshot - average|| / ||average||`` over the parameters, one
+            for each payload; 0 where ``||average|| <= 1e-10`` or ``num_samples == 0``,
+            NaN or infinite where a snapshot is.
+        norm: ``||average||`` over the parameters; NaN where ``num_samples == 0``.
     """
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    length = address + num_bytes - start
-    madvise = ctypes.CDLL(None).madvise
-    madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
+
+    average: Payload
+    num_samples: float
+    divergences: tuple[float, ...]
+    norm: float = math.nan
 
 
-# A block stays in the processor's caches from the first reading to the last norm: of each
-# source one reading and of the result one writing reach the memory.
-
-BLOCK_BYTES = 1 << 19
-"""Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
-every operation on a block starts anew, and all threads meet in it: on a processor with 1 MiB of
-cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time than 256, and a
-tenth to a quarter less than 2,048. Threads of Python with a share each are slower, for every
-operation waits for the interpreter's lock."""
-_MOST_BYTES = 8 << 20
-"""Size of a block however many threads share it: three or four are to stay in the caches."""
-_GROUP = 64
-"""Blocks of which the views are made at once, which holds the interpreter's lock."""
+def clone_payload(payload: Payload) -> Payload:
+    """A copy that shares no memory."""
+    copied = payload.map(empty_like)
+    _copy(copied.tensors, payload.tensors)
+    return copied
 
 
-def block_length(dtype: torch.dtype, num_threads: int) -> int:
-    """Elements of a block.
+def usable_weights(samples: Sequence[float | None]) -> list[float]:
+    """The weights of a round in which some states may not be used.
 
     Args:
-        dtype: What the elements are.
-        num_threads: Intra-op threads that share it.
+        samples: Weight of each state, such as its samples; ``None``: not to be used.
+
+    Returns:
+        The weights, 0 for what is not used. Where that would leave nothing, the states that
+        can be used and have no weight count alike, so that the others can take them.
     """
-    return min(num_threads * BLOCK_BYTES, _MOST_BYTES) // dtype.itemsize
+    weights = [n or 0 for n in samples]
+    if any(weights) or None not in samples:
+        return weights
+    return [int(n is not None) for n in samples]
 
 
-def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of the first tensor, each with those of the others, all of one length but the last."""
-    numel = flats[0].numel()
-    if numel <= length:
-        if numel:
-            yield tuple(flats)
+def _of_each_tensor(
+    squares: Sequence[tuple[float, ...] | None], num_tensors: int
+) -> Sequence[tuple[float, ...] | None]:
+    """What is known of each tensor, for all payloads; ``None`` where one did not tell."""
+    told = [of_payload for of_payload in squares if of_payload is not None]
+    if not told or len(told) < len(squares):
+        return [None] * num_tensors
+    return list(zip(*told, strict=True))
+
+
+def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    for target, tensor in zip(to, source, strict=True):
+        target.copy_(tensor)
+
+
+def _layout(payload: Payload) -> list[list[tuple[torch.Size, torch.dtype]]]:
+    groups = (payload.params, payload.buffers, payload.other_buffers)
+    return [[(t.shape, t.dtype) for t in group] for group in groups]
+
+
+def _check_squares(
+    payloads: Sequence[Payload], squares: Sequence[tuple[float, ...] | None]
+) -> None:
+    if not squares:
         return
-    for start in range(0, numel, length * _GROUP):
-        cut = [torch.split(flat[start : start + length * _GROUP], length) for flat in flats]
-        yield from zip(*cut, strict=True)
+    if len(squares) != len(payloads):
+        raise ValueError(f"{len(payloads)} payloads but the squared norms of {len(squares)}")
+    for i, (payload, of_payload) in enumerate(zip(payloads, squares, strict=True)):
+        if of_payload is not None and len(of_payload) != len(payload.params):
+            raise ValueError(
+                f"payload {i} has {len(payload.params)} parameter tensors but {len(of_payload)} "
+                "squared norms: give one for each"
+            )
 
 
-def dot_square(block: Tensor) -> float:
-    """The squared norm of a block of real numbers, by as many threads as there are.
+def _check(payloads: Sequence[Payload], weights: Sequence[float]) -> None:
+    if not payloads:
+        raise ValueError("nothing to average: hand over at least one payload")
+    if len(weights) != len(payloads):
+        raise ValueError(
+            f"{len(payloads)} payloads but {len(weights)} weights: give one for each payload"
+        )
+    if min(weights) < 0:
+        raise ValueError(f"weights cannot be negative, got {list(weights)}")
+    layout = _layout(payloads[0])
+    for i, payload in enumerate(payloads):
+        if _layout(payload) != layout:
+            raise ValueError(
+                f"payload {i} differs in shape or dtype from payload 0: {_layout(payload)} "
+                f"instead of {layout}; every replica must hold the same model"
+            )
+        for tensor in payload.tensors:
+            if tensor.device.type != "cpu":
+                raise ValueError(f"payload {i} is on {tensor.device}: send CPU tensors")
 
-    Summed in the block's own dtype: of a few million float32 numbers that are alike the fourth
-    digit is wrong already, so that longer tensors are to be cut.
-    """
-    square: float = torch.dot(block, block).item()
-    return square
 
-
-def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = dot_square) -> float:
-    """The squared norm of a block, also where its squares overflow; NaN or infinite if it is."""
-    square = square_of(block)
-    if not math.isfinite(square):
-        square = float(block.double().square().sum())
-    return square
-
-
-_SERIAL = 32_768
+_SERIAL_NUMEL = 32_768
 """Elements that PyTorch's own operations, other than products, never split between threads."""
+
 SERIAL_BYTES = 1 << 22
 """States of all ranks together up to which a team of threads costs more than it brings where the
 workers use the same cores: its threads wait for each other at the end of each operation."""
-_CANCELLED = 0.01
+
+_CANCELLATION = 0.01
 """A squared norm that is less than this part of those it is the difference of is measured: what
 is wrong with their last digits would show."""
+
 _TINY_NORM = 1e-10
 
 
-class Mix:
+class WeightedMean:
     """The weights of one round, and the squared norms summed up in it.
 
     Ranks are blended one after the other, ``mean += share * (source - mean)`` in the form of
@@ -237,7 +336,7 @@ class Mix:
         """The squared norm of a mean: the sources' mean one, less their variance around it."""
         whole = sum(share * square for share, square in zip(self._shares, squares, strict=True))
         norm = whole - spread
-        if norm > _CANCELLED * whole:  # not so for what is NaN, or nearly all cancelled
+        if norm > _CANCELLATION * whole:  # not so for what is NaN, or nearly all cancelled
             return norm
         length = max(1, self._length(mean.dtype))
         return sum(sum_squares(block, self._square) for (block,) in blocks([mean], length))
@@ -307,7 +406,7 @@ class Mix:
 
     def _length(self, dtype: torch.dtype) -> int:
         """Elements of a block."""
-        return block_length(dtype, self._threads) if self._threads else _SERIAL
+        return block_length(dtype, self._threads) if self._threads else _SERIAL_NUMEL
 
 
 def _squared_norm(block: Tensor) -> float:
@@ -319,183 +418,93 @@ def _as_real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AverageResult:
-    """What came out of a round.
+# A block stays in the processor's caches from the first reading to the last norm: of each
+# source one reading and of the result one writing reach the memory.
 
-    Attributes:
-        average: The averaged state. Its tensors belong to the :class:`Averager`.
-        num_samples: Sum of the weights; 0: the round changes nothing.
-        divergences: ``||snapshot - average|| / ||average||`` over the parameters, one
-            for each payload; 0 where ``||average|| <= 1e-10`` or ``num_samples == 0``,
-            NaN or infinite where a snapshot is.
-        norm: ``||average||`` over the parameters; NaN where ``num_samples == 0``.
-    """
+BLOCK_BYTES = 1 << 19
+"""Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
+every operation on a block starts anew, and all threads meet in it: on a processor with 1 MiB of
+cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time than 256, and a
+tenth to a quarter less than 2,048. Threads of Python with a share each are slower, for every
+operation waits for the interpreter's lock."""
 
-    average: Payload
-    num_samples: float
-    divergences: tuple[float, ...]
-    norm: float = math.nan
+_MAX_BLOCK_BYTES = 8 << 20
+"""Size of a block however many threads share it: three or four are to stay in the caches."""
+
+_BLOCKS_PER_SPLIT = 64
+"""Blocks of which the views are made at once, which holds the interpreter's lock."""
 
 
-class Averager:
-    """Averages payloads into two result buffers used in turn.
-
-    A result stays valid until the second :meth:`average` after the one that made it;
-    copy what has to live longer. A coordinator that computes a round only after every
-    rank has acknowledged the one before, or the one before was given up, keeps within
-    that. Payloads are only read, and none is kept.
-
-    Not thread-safe: one call at a time, from any thread. CPU only; blocks until done,
-    with the intra-op threads of the calling thread.
-
-    States of all ranks together of at most ``SERIAL_BYTES`` are mixed without intra-op
-    threads, whatever the settings.
-    """
-
-    def __init__(self) -> None:
-        self._results: list[Payload] = []
-        self._turn = 0
-
-    def average(
-        self,
-        payloads: Sequence[Payload],
-        weights: Sequence[float],
-        squares: Sequence[tuple[float, ...] | None] = (),
-    ) -> AverageResult:
-        """Average payloads of the same shapes and dtypes.
-
-        float16 and bfloat16 are accumulated in float32, all others in their own
-        precision; squared norms are summed over blocks in float64.
-
-        Args:
-            payloads: One for each rank, flat CPU tensors.
-            weights: Of each payload, such as the samples behind it. One of weight 0 is not
-                read into the average, so its values may be NaN. If all are 0 the result is a
-                copy of the first payload.
-            squares: For each payload the squared norm of each of its parameter tensors, or
-                ``None``. Where all are known, of two ranks and in float32 or wider, the norm
-                of the average follows from them and is not measured.
-
-        Returns:
-            The average, valid until the second call after this one. Buffers that are
-            taken and not averaged come from the largest weight, the lowest rank first.
-
-        Raises:
-            ValueError: No payload, another number of weights, a negative weight, a
-                tensor that is not on the CPU, or payloads that differ in shape or
-                dtype, or squared norms of another number of payloads or tensors. Earlier
-                results are then as they were.
-        """
-        _check(payloads, weights)
-        _check_squares(payloads, squares)
-        result = self._next_result(payloads[0])
-        total = sum(weights)
-        chosen = payloads[max(range(len(payloads)), key=lambda i: (weights[i], -i))]
-        with torch.no_grad():
-            _copy(result.other_buffers, chosen.other_buffers)
-            if total == 0:
-                _copy(result.params, payloads[0].params)
-                _copy(result.buffers, payloads[0].buffers)
-                return AverageResult(
-                    average=result, num_samples=0, divergences=(0.0,) * len(payloads)
-                )
-            is_small = sum(payload.num_bytes for payload in payloads) <= SERIAL_BYTES
-            mix = Mix(weights, 0 if is_small else torch.get_num_threads())
-            known = _of_each_tensor(squares, len(result.params))
-            params = zip(result.params, *(p.params for p in payloads), strict=True)
-            for (out, *sources), square in zip(params, known, strict=True):
-                mix.average(out, sources, measure=True, squares=square)
-            for out, *sources in zip(result.buffers, *(p.buffers for p in payloads), strict=True):
-                mix.average(out, sources, measure=False)
-        return AverageResult(
-            average=result, num_samples=total, divergences=mix.divergences, norm=mix.norm
-        )
-
-    def _next_result(self, like: Payload) -> Payload:
-        if self._results and _layout(self._results[0]) != _layout(like):
-            self._results = []
-        if len(self._results) < 2:
-            self._results.append(like.map(empty_like))
-            return self._results[-1]
-        self._turn = 1 - self._turn
-        return self._results[1 - self._turn]
-
-
-def clone_payload(payload: Payload) -> Payload:
-    """A copy that shares no memory."""
-    copied = payload.map(empty_like)
-    _copy(copied.tensors, payload.tensors)
-    return copied
-
-
-def usable_weights(samples: Sequence[float | None]) -> list[float]:
-    """The weights of a round in which some states may not be used.
+def block_length(dtype: torch.dtype, num_threads: int) -> int:
+    """Elements of a block.
 
     Args:
-        samples: Weight of each state, such as its samples; ``None``: not to be used.
-
-    Returns:
-        The weights, 0 for what is not used. Where that would leave nothing, the states that
-        can be used and have no weight count alike, so that the others can take them.
+        dtype: What the elements are.
+        num_threads: Intra-op threads that share it.
     """
-    weights = [n or 0 for n in samples]
-    if any(weights) or None not in samples:
-        return weights
-    return [int(n is not None) for n in samples]
+    return min(num_threads * BLOCK_BYTES, _MAX_BLOCK_BYTES) // dtype.itemsize
 
 
-def _of_each_tensor(
-    squares: Sequence[tuple[float, ...] | None], num_tensors: int
-) -> Sequence[tuple[float, ...] | None]:
-    """What is known of each tensor, for all payloads; ``None`` where one did not tell."""
-    told = [of_payload for of_payload in squares if of_payload is not None]
-    if not told or len(told) < len(squares):
-        return [None] * num_tensors
-    return list(zip(*told, strict=True))
-
-
-def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    for target, tensor in zip(to, source, strict=True):
-        target.copy_(tensor)
-
-
-def _layout(payload: Payload) -> list[list[tuple[torch.Size, torch.dtype]]]:
-    groups = (payload.params, payload.buffers, payload.other_buffers)
-    return [[(t.shape, t.dtype) for t in group] for group in groups]
-
-
-def _check_squares(
-    payloads: Sequence[Payload], squares: Sequence[tuple[float, ...] | None]
-) -> None:
-    if not squares:
+def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of the first tensor, each with those of the others, all of one length but the last."""
+    numel = flats[0].numel()
+    if numel <= length:
+        if numel:
+            yield tuple(flats)
         return
-    if len(squares) != len(payloads):
-        raise ValueError(f"{len(payloads)} payloads but the squared norms of {len(squares)}")
-    for i, (payload, of_payload) in enumerate(zip(payloads, squares, strict=True)):
-        if of_payload is not None and len(of_payload) != len(payload.params):
-            raise ValueError(
-                f"payload {i} has {len(payload.params)} parameter tensors but {len(of_payload)} "
-                "squared norms: give one for each"
-            )
+    for start in range(0, numel, length * _BLOCKS_PER_SPLIT):
+        cut = [
+            torch.split(flat[start : start + length * _BLOCKS_PER_SPLIT], length) for flat in flats
+        ]
+        yield from zip(*cut, strict=True)
 
 
-def _check(payloads: Sequence[Payload], weights: Sequence[float]) -> None:
-    if not payloads:
-        raise ValueError("nothing to average: hand over at least one payload")
-    if len(weights) != len(payloads):
-        raise ValueError(
-            f"{len(payloads)} payloads but {len(weights)} weights: give one for each payload"
-        )
-    if min(weights) < 0:
-        raise ValueError(f"weights cannot be negative, got {list(weights)}")
-    layout = _layout(payloads[0])
-    for i, payload in enumerate(payloads):
-        if _layout(payload) != layout:
-            raise ValueError(
-                f"payload {i} differs in shape or dtype from payload 0: {_layout(payload)} "
-                f"instead of {layout}; every replica must hold the same model"
-            )
-        for tensor in payload.tensors:
-            if tensor.device.type != "cpu":
-                raise ValueError(f"payload {i} is on {tensor.device}: send CPU tensors")
+def dot_square(block: Tensor) -> float:
+    """The squared norm of a block of real numbers, by as many threads as there are.
+
+    Summed in the block's own dtype: of a few million float32 numbers that are alike the fourth
+    digit is wrong already, so that longer tensors are to be cut.
+    """
+    square: float = torch.dot(block, block).item()
+    return square
+
+
+def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = dot_square) -> float:
+    """The squared norm of a block, also where its squares overflow; NaN or infinite if it is."""
+    square = square_of(block)
+    if not math.isfinite(square):
+        square = float(block.double().square().sum())
+    return square
+
+
+# A pass over a large state touches a new page every thousand float32 numbers, and the processor
+# has to look each of them up. Linux gives pages of 2 MiB to whoever asks for them, unless
+# ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``never``.
+
+_HUGE_PAGE_MIN_BYTES = 32 << 20
+"""Smaller tensors lie in the caches, or in memory that was used before and has its pages."""
+
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+"""``None`` where the system cannot be asked."""
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """A contiguous CPU tensor of that shape and dtype whose values are not initialised.
+
+    It asks for no gradient, and lies on the CPU whatever the thread's default device is.
+    """
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if made.nbytes >= _HUGE_PAGE_MIN_BYTES and _MADV_HUGEPAGE is not None:
+        _advise(made.data_ptr(), made.nbytes, _MADV_HUGEPAGE)
+    return made
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    """Tell the kernel what a range of memory is for; ordinary pages do where it will not hear.
+
+    A block of this size has pages of its own, so that those at its ends are asked for, too.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = address + num_bytes - start
+    madvise = ctypes.CDLL(None).madvise
+    madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))

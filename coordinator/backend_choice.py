@@ -10,16 +10,16 @@ from coordinator.config import ApplyPolicy, AverageBackend
 
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 1, 2
 """Rounds of a trial: the first over a transport allocates its memory and does not count."""
-MOST_TRIED = 10
+MAX_TRIAL_ROUNDS = 10
 """Rounds after which a trial is given up in which too few could be measured."""
-LOOK_ROUNDS, MOST_LOOK_ROUNDS = 100, 1600
+RETRIAL_ROUNDS, MAX_RETRIAL_ROUNDS = 100, 1600
 """Rounds until the other transport is looked at again, twice as many each time that the choice
 was confirmed, and the most."""
-LOOK_SHARE = 0.01
+RETRIAL_SHARE = 0.01
 """Part of the time trained since the last look that the next one may cost, judged by the last."""
-MARGIN = 0.9
+SWITCH_MARGIN = 0.9
 """A choice is given up for what costs less than this part of it: noise is no reason."""
-SMOOTHING = 0.25
+COST_WEIGHT = 0.25
 """Weight of a round in the cost of the transport in use."""
 
 
@@ -57,7 +57,7 @@ class BackendChoice:
         self.num_faults = 0
         self._rounds_since_look = 0
         self._trained_since_look_s = 0.0
-        self._look_after = LOOK_ROUNDS
+        self._look_after = RETRIAL_ROUNDS
         self._anchor = 0
         if self._measures:
             self._trials = list(self._candidates)
@@ -104,7 +104,7 @@ class BackendChoice:
         if not self._trials:
             known = self._costs.get(backend)
             if cost is not None and backend is self.chosen:
-                self._costs[backend] = cost if known is None else known.mixed(cost, SMOOTHING)
+                self._costs[backend] = cost if known is None else known.mixed(cost, COST_WEIGHT)
             if self._is_due(anchor):
                 self._trials = [b for b in self.usable if b is not self.chosen]
             return False
@@ -116,7 +116,7 @@ class BackendChoice:
         self._num_tried += 1
         if cost is not None and self._num_tried > WARM_UP_ROUNDS:
             self._measured.append(cost)
-        if len(self._measured) < MEASURED_ROUNDS and self._num_tried < MOST_TRIED:
+        if len(self._measured) < MEASURED_ROUNDS and self._num_tried < MAX_TRIAL_ROUNDS:
             return False
         if self._measured:
             mean = self._measured[0]
@@ -137,7 +137,7 @@ class BackendChoice:
             return False
         others = [self._costs[b] for b in self.usable if b is not self.chosen and b in self._costs]
         price_s = sum(cost.total_s for cost in others) * (WARM_UP_ROUNDS + MEASURED_ROUNDS)
-        return price_s <= LOOK_SHARE * self._trained_since_look_s
+        return price_s <= RETRIAL_SHARE * self._trained_since_look_s
 
     def _decide(self, anchor: int) -> bool:
         """All trials are over."""
@@ -150,10 +150,12 @@ class BackendChoice:
         self.before, self._is_first = before, False
         best = min(told, key=lambda b: told[b].total_s)
         own = told.get(before)
-        if own is None or was_first or told[best].total_s < MARGIN * own.total_s:
+        if own is None or was_first or told[best].total_s < SWITCH_MARGIN * own.total_s:
             self.chosen = best
         confirmed = self.chosen is before and not was_first
-        self._look_after = min(2 * self._look_after, MOST_LOOK_ROUNDS) if confirmed else LOOK_ROUNDS
+        self._look_after = (
+            min(2 * self._look_after, MAX_RETRIAL_ROUNDS) if confirmed else RETRIAL_ROUNDS
+        )
         self.reason = "measured: " + ", ".join(f"{b.name} {told[b]}" for b in told)
         return not confirmed
 
@@ -194,7 +196,7 @@ class BackendChoice:
         self._failed.clear()
         self._costs.clear()
         self.num_faults = 0
-        self._look_after = LOOK_ROUNDS
+        self._look_after = RETRIAL_ROUNDS
         self._measured, self._num_tried = [], 0
         self._is_first = True
         self._trials = sorted(self._candidates, key=lambda b: b is not self.chosen)

@@ -8,90 +8,12 @@ averagings, every other rank as many as it can in that time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-_ROUNDS_IN_A_ROW = 3
-
-
-class CadenceAction(Enum):
-    """What a round's divergence asks of the cadence."""
-
-    STABLE = "stable"
-    """The anchor may grow."""
-    SUPPRESS_GROWTH = "suppress_growth"
-    """The anchor must not grow."""
-    NUDGE_DOWN = "nudge_down"
-    """The anchor should come down."""
-
-
-class ConvergenceGuard:
-    """Judges each averaging round by how far the replicas were apart.
-
-    Above the threshold in one round: :attr:`CadenceAction.SUPPRESS_GROWTH`. Above it in three
-    rounds in a row with the last no smaller than the first:
-    :attr:`CadenceAction.NUDGE_DOWN`, after which the guard forgets these rounds, so that each
-    step down needs three rounds of its own.
-
-    Args:
-        threshold: Largest divergence, ``||pre - post|| / ||post||``, that is no concern.
-        enabled: ``False``: every round is stable and nothing is remembered.
-
-    Raises:
-        ValueError: ``threshold`` is not a positive finite number.
-    """
-
-    def __init__(self, threshold: float = 0.05, *, enabled: bool = True) -> None:
-        if not (math.isfinite(threshold) and threshold > 0):
-            raise ValueError(
-                f"divergence threshold must be a positive number, got {threshold!r}; "
-                "0.05 is the default, and the guard can be switched off instead"
-            )
-        self._threshold = threshold
-        self._enabled = enabled
-        self._row: list[float] = []
-
-    def report(self, divergences: Sequence[float]) -> CadenceAction:
-        """Judge a round; call it once for each.
-
-        Args:
-            divergences: One for each rank that was in the round. One that is not finite
-                counts as above the threshold. Empty: nothing was measured, which is
-                stable and neither continues nor ends a row.
-
-        Returns:
-            What the round asks of the cadence.
-        """
-        if not self._enabled or not divergences:
-            return CadenceAction.STABLE
-        worst = max(d if math.isfinite(d) else math.inf for d in divergences)
-        if worst <= self._threshold:
-            self._row.clear()
-            return CadenceAction.STABLE
-        self._row = [*self._row, worst][-_ROUNDS_IN_A_ROW:]
-        if len(self._row) == _ROUNDS_IN_A_ROW and self._row[-1] >= self._row[0]:
-            self._row.clear()
-            return CadenceAction.NUDGE_DOWN
-        return CadenceAction.SUPPRESS_GROWTH
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rounds in the current row, as plain floats."""
-        return {"row": list(self._row)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; threshold and switch stay as built."""
-        self._row = [float(d) for d in state["row"]]
-
-
-_WEIGHT = 0.5
-"""Weight of a new measurement in the moving average."""
-_SUSPECT = 2.0
-"""A measurement that is off by more than this factor is an outlier or a real change."""
-_OUTLIER = 1.5
-"""An outlier counts as if it were off by this factor."""
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+from coordinator.config import ApplyPolicy, CoordinatorConfig
 
 
 class ElChe:
@@ -147,7 +69,7 @@ class ElChe:
         self._live = [True] * world_size
         self._speeds = [_Speed() for _ in range(world_size)]
         self._observed: set[int] = set()
-        self._figures: _Figures | None = None
+        self._figures: _Derived | None = None
 
     @property
     def anchor(self) -> int:
@@ -289,13 +211,13 @@ class ElChe:
             ):
                 speed.seconds, speed.suspect = float(seconds), int(suspect)
 
-    def _now(self) -> _Figures:
+    def _now(self) -> _Derived:
         """What follows from anchor and speeds, kept until one of them changes."""
         if self._figures is None:
             seconds = self._seconds()
             paces = self._paces(seconds)
             anchor, total = self._anchor, sum(paces) or 1.0
-            self._figures = _Figures(
+            self._figures = _Derived(
                 seconds_per_batch=seconds,
                 batch_counts=tuple([(round(anchor * p) or 1) if p else 0 for p in paces]),
                 shares=tuple([p / total for p in paces]),
@@ -348,12 +270,24 @@ class ElChe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figures:
+class _Derived:
     """What follows from the anchor and the speeds."""
 
     seconds_per_batch: tuple[float, ...] | None
     batch_counts: tuple[int, ...]
     shares: tuple[float, ...]
+
+
+_SPEED_WEIGHT = 0.5
+"""Weight of a new measurement in the moving average."""
+
+_OUTLIER_FACTOR = 2.0
+"""A measurement that is off by more than this factor is an outlier or a real change."""
+
+_CLAMPED_FACTOR = 1.5
+"""An outlier counts as if it were off by this factor."""
+
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
 
 class _Speed:
@@ -372,13 +306,13 @@ class _Speed:
             self.seconds = seconds
             return
         off = seconds / self.seconds
-        suspect = 1 if off > _SUSPECT else -1 if off < 1 / _SUSPECT else 0
+        suspect = 1 if off > _OUTLIER_FACTOR else -1 if off < 1 / _OUTLIER_FACTOR else 0
         if suspect and suspect == self.suspect:
             self.seconds, self.suspect = seconds, 0
             return
         if suspect:
-            seconds = self.seconds * _OUTLIER**suspect
-        self.seconds += _WEIGHT * (seconds - self.seconds)
+            seconds = self.seconds * _CLAMPED_FACTOR**suspect
+        self.seconds += _SPEED_WEIGHT * (seconds - self.seconds)
         self.suspect = suspect
 
 
@@ -421,3 +355,201 @@ def _check(
         raise ValueError(
             f"speed_hint needs a ratio of at least 1 (how much faster the others are), got {ratio}"
         )
+
+
+_ROUNDS_IN_A_ROW = 3
+
+
+class ConvergenceGuard:
+    """Judges each averaging round by how far the replicas were apart.
+
+    Above the threshold in one round: :attr:`CadenceAction.SUPPRESS_GROWTH`. Above it in three
+    rounds in a row with the last no smaller than the first:
+    :attr:`CadenceAction.NUDGE_DOWN`, after which the guard forgets these rounds, so that each
+    step down needs three rounds of its own.
+
+    Args:
+        threshold: Largest divergence, ``||pre - post|| / ||post||``, that is no concern.
+        enabled: ``False``: every round is stable and nothing is remembered.
+
+    Raises:
+        ValueError: ``threshold`` is not a positive finite number.
+    """
+
+    def __init__(self, threshold: float = 0.05, *, enabled: bool = True) -> None:
+        if not (math.isfinite(threshold) and threshold > 0):
+            raise ValueError(
+                f"divergence threshold must be a positive number, got {threshold!r}; "
+                "0.05 is the default, and the guard can be switched off instead"
+            )
+        self._threshold = threshold
+        self._enabled = enabled
+        self._row: list[float] = []
+
+    def report(self, divergences: Sequence[float]) -> CadenceAction:
+        """Judge a round; call it once for each.
+
+        Args:
+            divergences: One for each rank that was in the round. One that is not finite
+                counts as above the threshold. Empty: nothing was measured, which is
+                stable and neither continues nor ends a row.
+
+        Returns:
+            What the round asks of the cadence.
+        """
+        if not self._enabled or not divergences:
+            return CadenceAction.STABLE
+        worst = max(d if math.isfinite(d) else math.inf for d in divergences)
+        if worst <= self._threshold:
+            self._row.clear()
+            return CadenceAction.STABLE
+        self._row = [*self._row, worst][-_ROUNDS_IN_A_ROW:]
+        if len(self._row) == _ROUNDS_IN_A_ROW and self._row[-1] >= self._row[0]:
+            self._row.clear()
+            return CadenceAction.NUDGE_DOWN
+        return CadenceAction.SUPPRESS_GROWTH
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rounds in the current row, as plain floats."""
+        return {"row": list(self._row)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; threshold and switch stay as built."""
+        self._row = [float(d) for d in state["row"]]
+
+
+class CadenceAction(Enum):
+    """What a round's divergence asks of the cadence."""
+
+    STABLE = "stable"
+    """The anchor may grow."""
+    SUPPRESS_GROWTH = "suppress_growth"
+    """The anchor must not grow."""
+    NUDGE_DOWN = "nudge_down"
+    """The anchor should come down."""
+
+
+_OVERRUN = 4
+"""Multiple of its count after which a rank stops waiting for one that makes no progress."""
+
+
+class BatchLimits:
+    """Decides when an averaging round is due, and how many batches each rank may run ahead.
+
+    Every rule is a function of the present state and is evaluated after each event, so that no
+    wake-up can be lost: a round that is due stays due until it starts.
+
+    Args:
+        config: Settings of the run.
+        elche: Batch counts of the ranks between two rounds.
+        has_work: True if a rank has batches assigned.
+    """
+
+    def __init__(
+        self, config: CoordinatorConfig, elche: ElChe, has_work: Callable[[int], bool]
+    ) -> None:
+        self._config = config
+        self._elche = elche
+        self._has_work = has_work
+        self._pacer: int | None = None
+
+    def is_round_due(self, live: Sequence[RankProgress]) -> bool:
+        """True if the policy calls for an averaging round now."""
+        trained, busy = False, []
+        for r in live:
+            trained = trained or r.since_round > 0
+            if not r.parked and self._has_work(r.rank):
+                busy.append(r)
+        if not (trained and busy):
+            return trained
+        counts = self._elche.batch_counts
+        if self._config.policy is ApplyPolicy.CADENCE:
+            for r in busy:
+                if r.since_round >= _OVERRUN * counts[r.rank]:
+                    return True
+            seconds = self._elche.seconds_per_batch
+            if seconds is not None:
+                slow = self._slowest(busy, seconds)
+                if slow.since_round >= counts[slow.rank]:
+                    return True
+                reached = counts[slow.rank] * seconds[slow.rank]
+                return slow.since_round > 0 and slow.compute_since_round >= reached
+        return all(r.since_round >= counts[r.rank] for r in busy)
+
+    def _slowest(self, busy: Sequence[RankProgress], seconds: Sequence[float]) -> RankProgress:
+        """The rank among these whose count makes a round due."""
+        for r in busy:
+            if r.rank == self._pacer:
+                return r
+        return max(busy, key=lambda r: seconds[r.rank])
+
+    def new_round(self) -> None:
+        """Choose the rank whose count makes the next round due, before budgets are sent.
+
+        Under ``CADENCE`` that is the slowest rank: the others need not wake the coordinator at
+        their count.
+        """
+        cadence = self._config.policy is ApplyPolicy.CADENCE
+        self._pacer = self._elche.slowest if cadence else None
+
+    @property
+    def any_limit(self) -> bool:
+        """True if the settings limit any rank."""
+        return self._config.policy is ApplyPolicy.ASYNC or self._config.max_batch_diff is not None
+
+    def report_after(self, rank: int) -> int | None:
+        """Batches after which a rank must report; ``None``: only at its regular intervals."""
+        if self._config.max_batch_diff is not None:
+            return 1
+        return self._elche.batch_counts[rank] if self._pacer in (None, rank) else None
+
+    def initial_limit(self, rank: int) -> int | None:
+        """The limit at the start of a round, when no rank has trained in it."""
+        limit = self._overshoot_limit(rank)
+        lead = self._config.max_batch_diff
+        if lead is not None:
+            limit = lead + 1 if limit is None else min(limit, lead + 1)
+        return limit
+
+    def limit(self, rank: RankProgress, live: Sequence[RankProgress]) -> int | None:
+        """The present limit of a rank, in batches since its last round; ``None``: no limit.
+
+        A rank without work cannot catch up, so it does not hold back the others.
+        """
+        limit = self._overshoot_limit(rank.rank)
+        lead = self._config.max_batch_diff
+        if lead is None:
+            return limit
+        others = [r.since_round for r in live if r is not rank and self._has_work(r.rank)]
+        if not others:
+            return limit
+        behind = min(others) + lead + 1
+        return behind if limit is None else min(limit, behind)
+
+    def _overshoot_limit(self, rank: int) -> int | None:
+        if self._config.policy is not ApplyPolicy.ASYNC:
+            return None
+        count = self._elche.batch_counts[rank]
+        overshoot = self._config.max_overshoot
+        return count + (max(2, count // 4) if overshoot is None else overshoot)
+
+    def limit_is_current(self, rank: int, last_sent: int | None, limit: int | None) -> bool:
+        """True if the last limit sent is close enough that no message is needed.
+
+        Batch counts change slightly with each measurement. A limit that no setting fixes need
+        not be raised while half of the overshoot is left to the rank.
+        """
+        c = self._config
+        exact = c.max_batch_diff is not None or c.max_overshoot is not None
+        if exact or last_sent is None or limit is None:
+            return last_sent == limit
+        return 0 <= 2 * (limit - last_sent) <= limit - self._elche.batch_counts[rank]
+
+
+class RankProgress(Protocol):
+    """Counters of a rank since its last round; see :class:`~coordinator.state.Rank`."""
+
+    rank: int
+    since_round: int
+    compute_since_round: float
+    parked: bool

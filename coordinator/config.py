@@ -64,7 +64,7 @@ class CoordinatorConfig:
             ``anchor``.
         max_anchor: Upper limit of the anchor.
         overhead_target: Share of the ranks' time that averaging may cost. The coordinator's own
-            time has a separate limit, ``rounds.OWN_SHARE``.
+            time has a separate limit, ``rounds.COORDINATOR_SHARE``.
         speed_hint: ``(slow rank, ratio)``, or ``None``.
         max_batch_diff: Limit on the lead of the fastest rank, in batches.
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;

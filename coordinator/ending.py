@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from coordinator import messages as m
-from coordinator.epochs import Epochs
+from coordinator.epochs import EpochScheduler
 from coordinator.messages import FINAL_ROUND, AbortCollective, Average
 from coordinator.state import Core, Failure, Phase, RankState
 from coordinator.survival import Recovery, Survival
@@ -23,7 +23,7 @@ class Ending:
     def __init__(
         self,
         core: Core,
-        epochs: Epochs,
+        epochs: EpochScheduler,
         saving: SavesAtEnd,
         survival: Survival,
         round: Round,

@@ -24,7 +24,7 @@ FIXED_PLAN_STEPS = 50
 """Optimizer steps in a plan of pieces that follow nothing, and so need fewer messages."""
 
 
-class Epochs:
+class EpochScheduler:
     """Sends plans, closes epochs whose every batch is settled, publishes their metrics."""
 
     def __init__(self, core: Core) -> None:

@@ -15,7 +15,7 @@ from typing import Any, assert_never
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.ending import Ending
-from coordinator.epochs import Epochs
+from coordinator.epochs import EpochScheduler
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import Limits, RoundRunner
@@ -44,7 +44,7 @@ class Coordinator:
 
     def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
         self._core = Core(config)
-        self._epochs = Epochs(self._core)
+        self._epochs = EpochScheduler(self._core)
         self._saving = RunCheckpointer(self._core, self._epochs)
         if resume is not None:
             restore_run(self._core, resume)
@@ -545,7 +545,12 @@ class Coordinator:
         if oldest is not None and not self._core.ledger.fully_trained(oldest):
             oldest = None
         evaluates = oldest is None and self._epochs.evaluation_due
-        if oldest is not None or evaluates or self._may_save() or self._core.limits.due(live):
+        if (
+            oldest is not None
+            or evaluates
+            or self._may_save()
+            or self._core.limits.is_round_due(live)
+        ):
             work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
             eval_at = None
             if evaluates:

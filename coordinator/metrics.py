@@ -582,7 +582,7 @@ class ExactSum:
         return RoundedSum(math.fsum(self._parts), self._parts if len(self._parts) > 1 else ())
 
 
-MEASURED = ("divergence", "param_norm", "learning_rate")
+OPTIONAL_METRICS = ("divergence", "param_norm", "learning_rate")
 """What of an epoch is NaN where nobody has measured it."""
 
 

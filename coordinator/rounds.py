@@ -19,8 +19,8 @@ from coordinator.transports import (
     Transport,
 )
 
-_NONE = (None, None)
-OWN_SHARE, RATED_PER_S = 0.012, 1000.0
+_NO_WORK = (None, None)
+COORDINATOR_SHARE, REFERENCE_RATE_PER_S = 0.012, 1000.0
 """Part of a core that the coordinator's thread may take for averaging rounds where all ranks
 together train so many batches a second or more: the ranks miss that time, since they share the
 interpreter with it, and none of their clocks shows it. With fewer batches it may take more: what
@@ -57,7 +57,7 @@ class RoundRunner:
         self,
         now: float,
         epoch: Epoch | None = None,
-        work: tuple[int | None, int | None] = _NONE,
+        work: tuple[int | None, int | None] = _NO_WORK,
         eval_at: int | None = None,
     ) -> None:
         """Ask every live rank for its part; if a checkpoint is due it is made of the round.
@@ -122,7 +122,7 @@ class RoundRunner:
         """
         rnd = self.round
         rnd.deadline = now + self.transport.patience_s
-        busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NONE else -1
+        busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NO_WORK else -1
         missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
         if missing:
             rnd.num_failed += 1
@@ -166,7 +166,7 @@ class RoundRunner:
         that time the part counts that averaging may cost altogether.
         """
         rnd = self.round
-        if rnd.capture or (rnd.evaluate, rnd.checkpoint) != _NONE:
+        if rnd.capture or (rnd.evaluate, rnd.checkpoint) != _NO_WORK:
             return None
         busy = [rank for rank in rnd.acks if rank not in rnd.idle]
         lost_s = sum(ack.sync_s for ack in rnd.acks.values())
@@ -182,8 +182,8 @@ class RoundRunner:
         One target serves both: where this thread takes all that it may, it is reached.
         """
         seconds = self._core.elche.seconds_per_batch
-        rate = sum(1 / s for s in seconds if s) if seconds else RATED_PER_S
-        share = OWN_SHARE * max(1.0, RATED_PER_S / rate)
+        rate = sum(1 / s for s in seconds if s) if seconds else REFERENCE_RATE_PER_S
+        share = COORDINATOR_SHARE * max(1.0, REFERENCE_RATE_PER_S / rate)
         weight = self._core.config.overhead_target / share
         # As with the computation, a core that it takes is one of theirs.
         return own_s * max(weight, 1 / len(self.round.ranks))
@@ -218,7 +218,7 @@ class RoundRunner:
 
 
 class Limits:
-    """Sends each rank the limit that the :class:`~coordinator.state.BatchLimits` gives it."""
+    """Sends each rank the limit that the :class:`~coordinator.cadence.BatchLimits` gives it."""
 
     def __init__(self, core: Core, rounds: RoundRunner) -> None:
         self._core = core
@@ -229,7 +229,7 @@ class Limits:
         if self._core.alone or self._core.lockstep:
             return
         for rank in self._core.live:
-            budget = self._core.limits.budget(rank.rank)
+            budget = self._core.initial_budget(rank.rank)
             rank.set_limit(budget.limit)
             self._core.send(rank.rank, m.Resume(budget=budget))
 
@@ -244,7 +244,7 @@ class Limits:
         for rank in live:
             limit = self._core.limits.limit(rank, live)
             rank.set_limit(limit)
-            self._core.send(rank.rank, m.Resume(budget=self._core.limits.budget_for(rank, limit)))
+            self._core.send(rank.rank, m.Resume(budget=self._core.budget(rank.rank, limit)))
 
     def adjust(self) -> None:
         """Tell those ranks whose limit has changed."""
@@ -258,14 +258,12 @@ class Limits:
             raised = limit is None or (rank.limit is not None and limit > rank.limit)
             rank.set_limit(limit)
             if raised:
-                self._core.send(
-                    rank.rank, m.Resume(budget=self._core.limits.budget_for(rank, limit))
-                )
+                self._core.send(rank.rank, m.Resume(budget=self._core.budget(rank.rank, limit)))
             elif limit is not None:
                 self._core.send(rank.rank, m.Throttle(limit=limit))
 
 
-_OF_ROUNDS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
+_ROUND_EVENTS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
 
 
 class RoundCpuTime:
@@ -289,7 +287,7 @@ class RoundCpuTime:
         if self._of_round or self._has_reached():
             self._rounds_s += spent_s - self._before_s
         self._before_s = spent_s
-        self._of_round = isinstance(event, _OF_ROUNDS)
+        self._of_round = isinstance(event, _ROUND_EVENTS)
         self._reporter = event.rank if isinstance(event, m.BatchReport) else None
 
     def _has_reached(self) -> bool:

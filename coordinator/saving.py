@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator import messages as m
-from coordinator.epochs import Epochs
+from coordinator.epochs import EpochScheduler
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
 from coordinator.run_state import RankCut, capture_run
 from coordinator.state import Core
@@ -25,7 +25,7 @@ from coordinator.state import Core
 class RunCheckpointer:
     """Makes cuts and turns each into one :class:`~coordinator.messages.SaveCheckpoint`."""
 
-    def __init__(self, core: Core, epochs: Epochs) -> None:
+    def __init__(self, core: Core, epochs: EpochScheduler) -> None:
         self._core = core
         self._epochs = epochs
         self._tickets: list[int] = []

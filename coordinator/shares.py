@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 from coordinator.splitting import Cost, seconds, split_by_cost, split_like, split_within
 
-_WEIGHT = 0.3
+_TIME_WEIGHT = 0.3
 """Weight of a new measurement in the moving average of the seconds for a sample."""
-_SUSPECT = 0.25
+_OUTLIER_SHARE = 0.25
 """A time that is off by more than this part is an outlier, or the second time a new speed."""
-_WORTH = 0.03
+_MIN_GAIN = 0.03
 """Part of the step that new sizes have to save: sizes that repeat are worth something."""
 _PROBE = (2, 1)
 """Ratios of neighbouring ranks in the second size that is measured."""
-_DIFFERENT = 0.1
+_MIN_SIZE_DIFFERENCE = 0.1
 """Two sizes tell the fixed part of the time if they differ by more than this part."""
-_MOST_FIXED = 0.9
+_MAX_FIXED_SHARE = 0.9
 """The fixed part of the time is at most this much of it."""
-_REST = 0.1
+_IDLE_GAIN = 0.1
 """A rank gets nothing where the step without it is shorter by this part, and 1 sample delays it."""
-PROBE_PLANS, MOST_PROBE_PLANS = 20, 1280
+PROBE_PLANS, MAX_PROBE_PLANS = 20, 1280
 """Plans until such a rank gets 1 sample again, at first and at most: twice as many each time."""
-LOOK_BATCHES = 200
+CHECK_BATCHES = 200
 """Batches of each rank behind a look at whether equal batches suit the ranks."""
-UNEQUAL = 1.15
+IMBALANCE_RATIO = 1.15
 """Ranks are unequal if the slowest takes this many times the fastest one's time."""
-_BEARABLE = 0.8
+_OUT_OF_MEMORY_FACTOR = 0.8
 """A device that had no memory for a piece gets no more than this part of it."""
 
 
@@ -58,14 +58,14 @@ class Shares:
     ) -> None:
         self._first = first or [1] * world_size
         self._is_fixed = fixed
-        self._fits = [_Fit() for _ in range(world_size)]
+        self._fits = [_TimeFit() for _ in range(world_size)]
         self._ranks: tuple[int, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._has_probed = False
         self._failed: dict[int, int] = {}  # limits by pieces that were too large
         self._limits: dict[int, int] = {}  # these, and those by measured memory
         self._bounds: dict[int, int] = {}
-        self._rests: dict[int, _Rest] = {}
+        self._idle_ranks: dict[int, _IdleRank] = {}
         self.num_plans = 0
 
     def observe(self, rank: int, num_samples: float, compute_s: float) -> None:
@@ -77,7 +77,7 @@ class Shares:
             compute_s: Seconds for one of them, waits for data and peers excluded.
         """
         if num_samples > 0 and math.isfinite(compute_s) and compute_s > 0:
-            self._fits[rank].add(num_samples, compute_s, anew=rank in self._rests)
+            self._fits[rank].add(num_samples, compute_s, anew=rank in self._idle_ranks)
 
     def cost(self, rank: int) -> Cost | None:
         """Seconds for a piece and for each sample in it; ``None``: not measured yet."""
@@ -97,7 +97,7 @@ class Shares:
             ranks that were left had no memory for a smaller global batch.
         """
         known = self._failed.get(rank, num_samples)
-        most = max(1, min(num_samples - 1, int(_BEARABLE * num_samples)))
+        most = max(1, min(num_samples - 1, int(_OUT_OF_MEMORY_FACTOR * num_samples)))
         self._failed[rank] = min(most, known)
         self._set_limits()
         return num_samples <= known
@@ -188,8 +188,8 @@ class Shares:
             n <= self._limits.get(r, n) for r, n in zip(self._ranks, self._sizes, strict=True)
         )
         if ranks == self._ranks and sum(self._sizes) == total and within:
-            now_s = _longest(costs, dict(zip(ranks, self._sizes, strict=True)))
-            if now_s * (1 - _WORTH) <= _longest(costs, best):
+            now_s = _step_s(costs, dict(zip(ranks, self._sizes, strict=True)))
+            if now_s * (1 - _MIN_GAIN) <= _step_s(costs, best):
                 return self._sizes
         return tuple(best.values())
 
@@ -216,7 +216,7 @@ class Shares:
             if self._fits[slow].least > 1:
                 return best  # it gets 1 sample first, which shows whether it delays
             sizes = dict.fromkeys(ranks, 0) | self._cut(total, others, costs)
-            if _longest(costs, sizes) <= (1 - _REST) * _longest(costs, best):
+            if _step_s(costs, sizes) <= (1 - _IDLE_GAIN) * _step_s(costs, best):
                 best = sizes
 
     def _with_one_more(
@@ -251,28 +251,30 @@ class Shares:
             more = [r for r in ranks if r in some or r == rank]
             if rank not in some and self.fits(total, more):
                 cut = dict.fromkeys(ranks, 0) | self._cut(total, more, costs)
-                best = min(best, cut, key=lambda sizes: _longest(costs, sizes))
+                best = min(best, cut, key=lambda sizes: _step_s(costs, sizes))
         return best
 
     def _probed(self, best: dict[int, int]) -> dict[int, int]:
         """The sizes with 1 sample for one rank that has rested long enough."""
-        self._rests = {r: self._rests.get(r, _Rest()) for r, n in best.items() if n == 0}
-        for rank, rest in self._rests.items():
+        self._idle_ranks = {
+            r: self._idle_ranks.get(r, _IdleRank()) for r, n in best.items() if n == 0
+        }
+        for rank, rest in self._idle_ranks.items():
             rest.num_plans += 1
             most = max(best, key=lambda r: best[r])
             if rest.num_plans > rest.interval and best[most] > 1:
                 rest.num_plans = 0
-                rest.interval = min(2 * rest.interval, MOST_PROBE_PLANS)
+                rest.interval = min(2 * rest.interval, MAX_PROBE_PLANS)
                 return {**best, rank: 1, most: best[most] - 1}
         return best
 
 
-def _longest(costs: Mapping[int, Cost], sizes: Mapping[int, int]) -> float:
+def _step_s(costs: Mapping[int, Cost], sizes: Mapping[int, int]) -> float:
     return max(seconds(costs[rank], n) for rank, n in sizes.items() if n)
 
 
 @dataclass(slots=True)
-class _Fit:
+class _TimeFit:
     """What one rank takes for a piece: ``fixed_s + sample_s * n``."""
 
     fixed_s: float = 0.0
@@ -292,10 +294,10 @@ class _Fit:
         if self.num_seen == 1:
             return  # libraries load and allocators grow in the first steps
         self.least = min(self.least, n)
-        if self.first is not None and abs(n / self.first[0] - 1) > _DIFFERENT:
+        if self.first is not None and abs(n / self.first[0] - 1) > _MIN_SIZE_DIFFERENCE:
             slope = (time_s - self.first[1]) / (n - self.first[0])
             fixed_s = self.first[1] - slope * self.first[0]
-            self.fixed_s = min(max(fixed_s, 0.0), _MOST_FIXED * min(time_s, self.first[1]))
+            self.fixed_s = min(max(fixed_s, 0.0), _MAX_FIXED_SHARE * min(time_s, self.first[1]))
             self.sample_s = (time_s - self.fixed_s) / n
             self.first = None
         elif not self.known:
@@ -305,18 +307,18 @@ class _Fit:
             self._follow(n, time_s, anew=anew)
 
     def _follow(self, n: float, time_s: float, *, anew: bool) -> None:
-        self.fixed_s = min(self.fixed_s, _MOST_FIXED * time_s)
+        self.fixed_s = min(self.fixed_s, _MAX_FIXED_SHARE * time_s)
         new = (time_s - self.fixed_s) / n
         ratio = time_s / seconds((self.fixed_s, self.sample_s), n)
-        off = 0 if abs(math.log(ratio)) <= math.log1p(_SUSPECT) else (1 if ratio > 1 else -1)
+        off = 0 if abs(math.log(ratio)) <= math.log1p(_OUTLIER_SHARE) else (1 if ratio > 1 else -1)
         is_new_speed = off != 0 and off == self.was_off
-        weight = 1.0 if is_new_speed or anew else _WEIGHT
+        weight = 1.0 if is_new_speed or anew else _TIME_WEIGHT
         self.was_off = off
         self.sample_s += weight * (new - self.sample_s)
 
 
 @dataclass(slots=True)
-class _Rest:
+class _IdleRank:
     """A rank that gets nothing: plans until it is probed, and those since it was."""
 
     interval: int = PROBE_PLANS
@@ -326,7 +328,7 @@ class _Rest:
 class ImbalanceDetector:
     """Notices that ranks take unequal times for equal batches. Not thread-safe.
 
-    Each look covers ``LOOK_BATCHES`` batches of each rank.
+    Each look covers ``CHECK_BATCHES`` batches of each rank.
     """
 
     def __init__(self) -> None:
@@ -349,13 +351,13 @@ class ImbalanceDetector:
             self._since = dict(totals)
             return None
         spans = {r: (n - self._since[r][0], s - self._since[r][1]) for r, (n, s) in totals.items()}
-        if min(n for n, _ in spans.values()) < LOOK_BATCHES:
+        if min(n for n, _ in spans.values()) < CHECK_BATCHES:
             return None
         self._since = dict(totals)
         times = {rank: compute_s / n for rank, (n, compute_s) in spans.items()}
         slowest = max(times, key=lambda rank: times[rank])
         fastest_s = min(times.values())
-        if fastest_s <= 0 or times[slowest] < UNEQUAL * fastest_s:
+        if fastest_s <= 0 or times[slowest] < IMBALANCE_RATIO * fastest_s:
             return None
         self.noticed = True
         gain = times[slowest] * sum(1 / s for s in times.values()) / len(times)

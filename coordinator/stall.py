@@ -20,7 +20,7 @@ from coordinator.messages import ReportStall
 from coordinator.state import Core, Phase
 from coordinator.transports import Round
 
-KEPT = 8
+NUM_KEPT = 8
 """Messages kept of each rank and direction."""
 MAX_CHARS = 400
 """Length at which a message in the report is cut."""
@@ -143,7 +143,7 @@ def _brief(value: object) -> str:
 
 # Kept as they are. What may hold tensors, or an exception whose frames do, is kept as its
 # name and numbers, and so is every kind of message that is not listed here.
-_LIGHT = frozenset(
+_KEPT_WHOLE = frozenset(
     (
         m.StartEpoch,
         m.SyncNow,
@@ -178,7 +178,7 @@ class MessageLog:
 
     def __init__(self) -> None:
         self._rings: defaultdict[tuple[str, int], deque[tuple[float, object]]] = defaultdict(
-            lambda: deque(maxlen=KEPT)
+            lambda: deque(maxlen=NUM_KEPT)
         )
 
     def received(self, event: m.Event, now: float) -> None:
@@ -192,7 +192,7 @@ class MessageLog:
 
     def _note(self, key: tuple[str, int], message: object, now: float) -> None:
         kind = type(message)
-        if kind not in _LIGHT:
+        if kind not in _KEPT_WHOLE:
             numbers = [(name, getattr(message, name, None)) for name in _NUMBERS]
             message = (kind, [(name, n) for name, n in numbers if isinstance(n, int)])
         self._rings[key].append((now, message))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.backend_choice import BackendChoice
-from coordinator.cadence import ConvergenceGuard, ElChe
+from coordinator.cadence import BatchLimits, ConvergenceGuard, ElChe
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.messages import (
@@ -25,330 +25,6 @@ from coordinator.messages import (
 )
 from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
 from coordinator.shares import Shares
-
-
-class RankState(Enum):
-    """The life of a rank as the coordinator sees it."""
-
-    BUILDING = "building"
-    LIVE = "live"
-    LEAVING = "leaving"
-    GONE = "gone"
-    DEAD = "dead"
-
-
-_NEXT = {
-    RankState.BUILDING: {RankState.LIVE, RankState.LEAVING, RankState.GONE, RankState.DEAD},
-    RankState.LIVE: {RankState.LEAVING, RankState.GONE, RankState.DEAD},
-    RankState.LEAVING: {RankState.GONE, RankState.DEAD},
-    RankState.GONE: {RankState.DEAD},
-    RankState.DEAD: set(),
-}
-
-
-@dataclass(slots=True)
-class Rank:
-    """One rank's record.
-
-    ``since_round``, ``compute_since_round`` count what was trained and is in no round
-    yet; ``round_batches``, ``round_compute_s`` what is in the round in progress.
-    """
-
-    rank: int
-    state: RankState = RankState.BUILDING
-    num_queued: int = 0
-    since_round: int = 0
-    compute_since_round: float = 0.0
-    round_batches: int = 0
-    round_compute_s: float = 0.0
-    limit: int | None = None
-    parked: bool = False
-    num_batches: int = 0
-    num_samples: int = 0
-    compute_s: float = 0.0
-    sync_s: float = 0.0
-    num_throttles: int = 0
-    divergence: float | None = None
-    final: FinalSnapshot | None = None
-
-    def move(self, state: RankState) -> None:
-        """Go to ``state``; an illegal move is a bug."""
-        assert state in _NEXT[self.state], f"rank {self.rank}: {self.state} -> {state}"
-        self.state = state
-
-    @property
-    def present(self) -> bool:
-        """Whether a message to this rank can still be answered."""
-        return self.state in (RankState.BUILDING, RankState.LIVE, RankState.LEAVING)
-
-    def note(self, stats: ReportStats) -> None:
-        """Add what a report says."""
-        self.since_round += stats.num_batches
-        self.compute_since_round += stats.compute_s
-        self.num_batches += stats.num_batches
-        self.num_samples += stats.num_samples
-        self.compute_s += stats.compute_s
-        parked = self.limit is not None and self.since_round >= self.limit
-        if parked and not self.parked:
-            self.num_throttles += 1
-        self.parked = parked
-
-    def set_limit(self, limit: int | None) -> None:
-        """Remember the limit that the worker was told."""
-        self.limit = limit
-        self.parked = limit is not None and self.since_round >= limit
-
-    def enter_round(self) -> None:
-        """What was trained so far is in the round: counters subtract, they are not zeroed."""
-        self.round_batches, self.since_round = self.since_round, 0
-        self.round_compute_s, self.compute_since_round = self.compute_since_round, 0.0
-
-    def freeze(self) -> None:
-        """Remember how much the snapshot holds; training goes on meanwhile."""
-        self.round_batches = self.since_round
-        self.round_compute_s = self.compute_since_round
-
-    def commit_freeze(self) -> None:
-        """The average of the frozen part is out: what came after it counts from here."""
-        self.since_round -= self.round_batches
-        self.compute_since_round -= self.round_compute_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatistics:
-    """Totals of one rank.
-
-    Attributes:
-        rank: The rank.
-        device: Its device, by name.
-        num_batches: Batches trained.
-        num_samples: Samples in them.
-        share: Its share of all samples trained.
-        piece: Under ``SYNC`` with shares by measured speed, the samples of its next
-            micro-batches; else 0.
-        throughput: Samples per second of its own compute time.
-        compute_s: Seconds spent in training steps.
-        sync_s: Seconds that averaging cost it.
-        num_throttles: Times it was parked for being too far ahead.
-        divergence: ``||replica - mean|| / ||mean||`` in its last round; ``None``: not measured.
-        alive: Whether it takes part.
-    """
-
-    rank: int
-    device: str
-    num_batches: int
-    num_samples: int
-    share: float
-    piece: int
-    throughput: float
-    compute_s: float
-    sync_s: float
-    num_throttles: int
-    divergence: float | None
-    alive: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """A snapshot of a run.
-
-    Attributes:
-        epoch: The oldest epoch that is open.
-        global_step: Batches trained by all ranks together.
-        num_trained: The same, with those that no round has taken yet and repeats.
-        num_averagings: Averaging rounds done; under ``SYNC`` the global steps.
-        num_failed_rounds: Rounds given up, in all.
-        anchor: Batches of the slowest rank between two rounds.
-        batch_counts: The same for each rank.
-        divergence: The largest of a rank in the last round; ``None``: not measured.
-        param_norm: Norm of the parameters after it; under ``SYNC`` and with one rank, after the
-            last plan; ``None``: not measured yet.
-        backend: The transport in use.
-        backend_reason: Why, in a sentence.
-        ranks: One record for each rank.
-        machine_round: In a cluster, the last round between machines; ``None``: none yet.
-    """
-
-    epoch: int
-    global_step: int
-    num_trained: int
-    num_averagings: int
-    num_failed_rounds: int
-    anchor: int
-    batch_counts: tuple[int, ...]
-    divergence: float | None
-    param_norm: float | None
-    backend: AverageBackend
-    backend_reason: str
-    ranks: tuple[RankStatistics, ...]
-    machine_round: MachineRound | None = None
-
-
-# Every rule is a function of the present state, evaluated after each event, so that no
-# wake-up can be lost: what was due stays due until it is done.
-
-_OVERRUN = 4
-"""Times its count after which a rank waits no more for one that does not get on."""
-
-
-class BatchLimits:
-    """The rules of cadence, overshoot and lead.
-
-    Args:
-        config: Settings of the run.
-        elche: How many batches each rank runs between two rounds.
-        ledger: Who has which batches.
-    """
-
-    def __init__(self, config: CoordinatorConfig, elche: ElChe, ledger: BatchLedger) -> None:
-        self._config = config
-        self._elche = elche
-        self._ledger = ledger
-        self._pacer: int | None = None
-
-    def budget(self, rank: int) -> BatchBudget:
-        """What a rank is told at the start and with each round."""
-        limit = self._overshoot_limit(rank)
-        lead = self._config.max_batch_diff
-        if lead is not None:
-            limit = lead + 1 if limit is None else min(limit, lead + 1)
-        return BatchBudget(limit=limit, report_after=self._report_after(rank))
-
-    def new_round(self) -> None:
-        """Choose whose count makes the next round due, before its allowances are sent.
-
-        Under ``CADENCE`` that is the slowest rank: the others need not wake the
-        coordinator at their count.
-        """
-        cadence = self._config.policy is ApplyPolicy.CADENCE
-        self._pacer = self._elche.slowest if cadence else None
-
-    def _report_after(self, rank: int) -> int | None:
-        if self._config.max_batch_diff is not None:
-            return 1
-        return self._elche.batch_counts[rank] if self._pacer in (None, rank) else None
-
-    def _overshoot_limit(self, rank: int) -> int | None:
-        if self._config.policy is not ApplyPolicy.ASYNC:
-            return None
-        count = self._elche.batch_counts[rank]
-        overshoot = self._config.max_overshoot
-        return count + (max(2, count // 4) if overshoot is None else overshoot)
-
-    @property
-    def any_limit(self) -> bool:
-        """Whether the settings limit any rank."""
-        return self._config.policy is ApplyPolicy.ASYNC or self._config.max_batch_diff is not None
-
-    def limit(self, rank: Rank, live: Sequence[Rank]) -> int | None:
-        """The limit that holds for a rank now, in batches since its last round.
-
-        A rank without work cannot catch up, so it holds nobody back.
-        """
-        limit = self._overshoot_limit(rank.rank)
-        lead = self._config.max_batch_diff
-        if lead is None:
-            return limit
-        others = [r.since_round for r in live if r is not rank and self._has_work(r)]
-        if not others:
-            return limit
-        behind = min(others) + lead + 1
-        return behind if limit is None else min(limit, behind)
-
-    def limit_is_current(self, rank: int, told: int | None, limit: int | None) -> bool:
-        """Whether a rank need not hear that its limit has changed.
-
-        Batch counts waver with each measurement. A limit that the settings do not name need
-        not be raised as long as half of the overshoot is left to the rank.
-        """
-        c = self._config
-        exact = c.max_batch_diff is not None or c.max_overshoot is not None
-        if exact or told is None or limit is None:
-            return told == limit
-        return 0 <= 2 * (limit - told) <= limit - self._elche.batch_counts[rank]
-
-    def budget_for(self, rank: Rank, limit: int | None) -> BatchBudget:
-        """The allowance that carries a changed limit."""
-        return BatchBudget(limit=limit, report_after=self._report_after(rank.rank))
-
-    def _has_work(self, rank: Rank) -> bool:
-        return bool(self._ledger.by_rank[rank.rank].assigned)
-
-    def due(self, live: Sequence[Rank]) -> bool:
-        """Whether the cadence asks for an averaging round."""
-        trained, busy = False, []
-        for r in live:
-            trained = trained or r.since_round > 0
-            if not r.parked and self._has_work(r):
-                busy.append(r)
-        if not (trained and busy):
-            return trained
-        counts = self._elche.batch_counts
-        if self._config.policy is ApplyPolicy.CADENCE:
-            for r in busy:
-                if r.since_round >= _OVERRUN * counts[r.rank]:
-                    return True
-            seconds = self._elche.seconds_per_batch
-            if seconds is not None:
-                slow = self._slow(busy, seconds)
-                if slow.since_round >= counts[slow.rank]:
-                    return True
-                reached = counts[slow.rank] * seconds[slow.rank]
-                return slow.since_round > 0 and slow.compute_since_round >= reached
-        return all(r.since_round >= counts[r.rank] for r in busy)
-
-    def _slow(self, busy: Sequence[Rank], seconds: Sequence[float]) -> Rank:
-        """The one of these ranks whose count makes a round due."""
-        for r in busy:
-            if r.rank == self._pacer:
-                return r
-        return max(busy, key=lambda r: seconds[r.rank])
-
-
-class Phase(Enum):
-    """Where the run stands."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    LEAVING = "leaving"
-    AVERAGING = "averaging"
-    FAILING = "failing"
-    DONE = "done"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why a run failed: a worker's exception, or an error of the machine's own.
-
-    ``rank`` is -1 where no single rank is to blame.
-    """
-
-    error: BaseException
-    rank: int = -1
-    epoch: int = 0
-    step: int = 0
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The end of a run.
-
-    Attributes:
-        payload: The final average.
-        metrics: One entry for each closed epoch.
-        failure: Why there is no result.
-        failures: Ranks that died while the others went on.
-        stopped: Whether the run was ended before its time.
-        missing: Ranks that did not leave in time after a failure.
-    """
-
-    payload: Payload | None = None
-    metrics: list[EpochMetrics] = field(default_factory=list)
-    failure: Failure | None = None
-    failures: list[Failure] = field(default_factory=list)
-    stopped: bool = False
-    missing: tuple[int, ...] = ()
 
 
 class Core:
@@ -429,7 +105,7 @@ class Core:
         self.guard = ConvergenceGuard(
             config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
         )
-        self.limits = BatchLimits(config, self.elche, self.ledger)
+        self.limits = BatchLimits(config, self.elche, self._has_work)
         self.backend_choice = BackendChoice(
             config.backends, measures=not self.lockstep, reason=config.backend_reason
         )
@@ -483,6 +159,17 @@ class Core:
     def live(self) -> list[Rank]:
         """Ranks that take part."""
         return [r for r in self.ranks if r.state is RankState.LIVE]
+
+    def _has_work(self, rank: int) -> bool:
+        return bool(self.ledger.by_rank[rank].assigned)
+
+    def initial_budget(self, rank: int) -> BatchBudget:
+        """The budget that a rank receives at the start and with each round."""
+        return self.budget(rank, self.limits.initial_limit(rank))
+
+    def budget(self, rank: int, limit: int | None) -> BatchBudget:
+        """A budget with this limit."""
+        return BatchBudget(limit=limit, report_after=self.limits.report_after(rank))
 
     def num_slices(self, ranks: Sequence[int]) -> int:
         """In how many parts these ranks train a global batch under lockstep, one after the other.
@@ -597,3 +284,206 @@ def _largest(numbers: Iterable[float]) -> float:
     """The largest of some numbers; NaN if one of them is."""
     found = list(numbers)
     return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+class Phase(Enum):
+    """Where the run stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    LEAVING = "leaving"
+    AVERAGING = "averaging"
+    FAILING = "failing"
+    DONE = "done"
+
+
+class RankState(Enum):
+    """The life of a rank as the coordinator sees it."""
+
+    BUILDING = "building"
+    LIVE = "live"
+    LEAVING = "leaving"
+    GONE = "gone"
+    DEAD = "dead"
+
+
+_RANK_TRANSITIONS = {
+    RankState.BUILDING: {RankState.LIVE, RankState.LEAVING, RankState.GONE, RankState.DEAD},
+    RankState.LIVE: {RankState.LEAVING, RankState.GONE, RankState.DEAD},
+    RankState.LEAVING: {RankState.GONE, RankState.DEAD},
+    RankState.GONE: {RankState.DEAD},
+    RankState.DEAD: set(),
+}
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank's record.
+
+    ``since_round``, ``compute_since_round`` count what was trained and is in no round
+    yet; ``round_batches``, ``round_compute_s`` what is in the round in progress.
+    """
+
+    rank: int
+    state: RankState = RankState.BUILDING
+    num_queued: int = 0
+    since_round: int = 0
+    compute_since_round: float = 0.0
+    round_batches: int = 0
+    round_compute_s: float = 0.0
+    limit: int | None = None
+    parked: bool = False
+    num_batches: int = 0
+    num_samples: int = 0
+    compute_s: float = 0.0
+    sync_s: float = 0.0
+    num_throttles: int = 0
+    divergence: float | None = None
+    final: FinalSnapshot | None = None
+
+    def move(self, state: RankState) -> None:
+        """Go to ``state``; an illegal move is a bug."""
+        assert state in _RANK_TRANSITIONS[self.state], f"rank {self.rank}: {self.state} -> {state}"
+        self.state = state
+
+    @property
+    def present(self) -> bool:
+        """Whether a message to this rank can still be answered."""
+        return self.state in (RankState.BUILDING, RankState.LIVE, RankState.LEAVING)
+
+    def note(self, stats: ReportStats) -> None:
+        """Add what a report says."""
+        self.since_round += stats.num_batches
+        self.compute_since_round += stats.compute_s
+        self.num_batches += stats.num_batches
+        self.num_samples += stats.num_samples
+        self.compute_s += stats.compute_s
+        parked = self.limit is not None and self.since_round >= self.limit
+        if parked and not self.parked:
+            self.num_throttles += 1
+        self.parked = parked
+
+    def set_limit(self, limit: int | None) -> None:
+        """Remember the limit that the worker was told."""
+        self.limit = limit
+        self.parked = limit is not None and self.since_round >= limit
+
+    def enter_round(self) -> None:
+        """What was trained so far is in the round: counters subtract, they are not zeroed."""
+        self.round_batches, self.since_round = self.since_round, 0
+        self.round_compute_s, self.compute_since_round = self.compute_since_round, 0.0
+
+    def freeze(self) -> None:
+        """Remember how much the snapshot holds; training goes on meanwhile."""
+        self.round_batches = self.since_round
+        self.round_compute_s = self.compute_since_round
+
+    def commit_freeze(self) -> None:
+        """The average of the frozen part is out: what came after it counts from here."""
+        self.since_round -= self.round_batches
+        self.compute_since_round -= self.round_compute_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a run failed: a worker's exception, or an error of the machine's own.
+
+    ``rank`` is -1 where no single rank is to blame.
+    """
+
+    error: BaseException
+    rank: int = -1
+    epoch: int = 0
+    step: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The end of a run.
+
+    Attributes:
+        payload: The final average.
+        metrics: One entry for each closed epoch.
+        failure: Why there is no result.
+        failures: Ranks that died while the others went on.
+        stopped: Whether the run was ended before its time.
+        missing: Ranks that did not leave in time after a failure.
+    """
+
+    payload: Payload | None = None
+    metrics: list[EpochMetrics] = field(default_factory=list)
+    failure: Failure | None = None
+    failures: list[Failure] = field(default_factory=list)
+    stopped: bool = False
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A snapshot of a run.
+
+    Attributes:
+        epoch: The oldest epoch that is open.
+        global_step: Batches trained by all ranks together.
+        num_trained: The same, with those that no round has taken yet and repeats.
+        num_averagings: Averaging rounds done; under ``SYNC`` the global steps.
+        num_failed_rounds: Rounds given up, in all.
+        anchor: Batches of the slowest rank between two rounds.
+        batch_counts: The same for each rank.
+        divergence: The largest of a rank in the last round; ``None``: not measured.
+        param_norm: Norm of the parameters after it; under ``SYNC`` and with one rank, after the
+            last plan; ``None``: not measured yet.
+        backend: The transport in use.
+        backend_reason: Why, in a sentence.
+        ranks: One record for each rank.
+        machine_round: In a cluster, the last round between machines; ``None``: none yet.
+    """
+
+    epoch: int
+    global_step: int
+    num_trained: int
+    num_averagings: int
+    num_failed_rounds: int
+    anchor: int
+    batch_counts: tuple[int, ...]
+    divergence: float | None
+    param_norm: float | None
+    backend: AverageBackend
+    backend_reason: str
+    ranks: tuple[RankStatistics, ...]
+    machine_round: MachineRound | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatistics:
+    """Totals of one rank.
+
+    Attributes:
+        rank: The rank.
+        device: Its device, by name.
+        num_batches: Batches trained.
+        num_samples: Samples in them.
+        share: Its share of all samples trained.
+        piece: Under ``SYNC`` with shares by measured speed, the samples of its next
+            micro-batches; else 0.
+        throughput: Samples per second of its own compute time.
+        compute_s: Seconds spent in training steps.
+        sync_s: Seconds that averaging cost it.
+        num_throttles: Times it was parked for being too far ahead.
+        divergence: ``||replica - mean|| / ||mean||`` in its last round; ``None``: not measured.
+        alive: Whether it takes part.
+    """
+
+    rank: int
+    device: str
+    num_batches: int
+    num_samples: int
+    share: float
+    piece: int
+    throughput: float
+    compute_s: float
+    sync_s: float
+    num_throttles: int
+    divergence: float | None
+    alive: bool

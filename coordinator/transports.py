@@ -109,7 +109,7 @@ class RoundState(Enum):
     SYNCING = "syncing"
 
 
-_NEXT = {
+_ROUND_TRANSITIONS = {
     RoundState.NONE: {RoundState.COLLECTING, RoundState.SYNCING},
     RoundState.COLLECTING: {RoundState.COMPUTING, RoundState.NONE},
     RoundState.COMPUTING: {RoundState.DELIVERING, RoundState.NONE},
@@ -162,7 +162,7 @@ class Round:
 
     def move(self, state: RoundState) -> None:
         """Go to ``state``; an illegal move is a bug."""
-        assert state in _NEXT[self.state], f"{self.state} -> {state}"
+        assert state in _ROUND_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
     def begin(
@@ -330,7 +330,7 @@ class SnapshotTransport(Transport):
         for rank in rnd.ranks:
             info, lead = self._core.ranks[rank], rank == rnd.lead
             info.commit_freeze()
-            budget = self._core.limits.budget(rank)
+            budget = self._core.initial_budget(rank)
             info.set_limit(budget.limit)
             self._core.send(
                 rank,
@@ -373,7 +373,7 @@ class CollectiveTransport(Transport):
         rnd = self._round
         rnd.deadline = None
         for rank in rnd.ranks:
-            budget, lead = self._core.limits.budget(rank), rank == rnd.lead
+            budget, lead = self._core.initial_budget(rank), rank == rnd.lead
             rnd.limits[rank] = budget.limit
             self._core.send(
                 rank,

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 
-from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
+from coordinator.metrics import OPTIONAL_METRICS, EpochMetrics, StepMetrics
 from runtime.core.threads import Closing
 
 _RUN_COUNTS = threading.Lock()  # shared by all loggers
@@ -90,7 +90,7 @@ def epoch_values(metrics: EpochMetrics) -> Iterator[tuple[str, Number]]:
     """The metrics of an epoch as a whole, by name."""
     for name in EPOCH_FIELDS:
         yield name, getattr(metrics, name)
-    for name in MEASURED:
+    for name in OPTIONAL_METRICS:
         if not math.isnan(value := getattr(metrics, name)):
             yield name, value
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from coordinator.metrics import MEASURED, EpochMetrics, StepMetrics
+from coordinator.metrics import OPTIONAL_METRICS, EpochMetrics, StepMetrics
 from runtime.core.checks import check_path
 from runtime.loggers.base import (
     EPOCH_FIELDS,
@@ -62,7 +62,7 @@ class CsvLogger(RunLogger):
         with self.path.open("a", encoding="utf-8"):
             pass
         self.steps_path = self.path.with_name(f"{self.path.stem}.steps.csv")
-        self._epochs = _Table(self.path, FIRST_COLUMNS, MEASURED)
+        self._epochs = _Table(self.path, FIRST_COLUMNS, OPTIONAL_METRICS)
         self._steps = _Table(self.steps_path, FIRST_STEP_COLUMNS)
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> None:

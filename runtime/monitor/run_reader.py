@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from coordinator.metrics import MEASURED, EpochMetrics
+from coordinator.metrics import OPTIONAL_METRICS, EpochMetrics
 from coordinator.state import Statistics
 from runtime.device.memory import MEMORY
 from runtime.monitor.event_buffer import EventBuffer
@@ -299,7 +299,7 @@ def _rank(rank: Any, summary: TimelineSummary | None) -> Json:
 
 def _epoch(metrics: EpochMetrics) -> Json:
     scalars = list(metrics.scalars.copy().items())[:MAX_SCALARS]
-    norms = ((name, getattr(metrics, name)) for name in MEASURED)
+    norms = ((name, getattr(metrics, name)) for name in OPTIONAL_METRICS)
     scalars += [(name, value) for name, value in norms if math.isfinite(value)]
     return {
         "epoch": metrics.epoch,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from coordinator import epochs
 from coordinator import messages as m
+from coordinator.cadence import BatchLimits
 from coordinator.config import ApplyPolicy
 from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.machine import Coordinator
 from coordinator.rounds import RoundRunner
 from coordinator.shares import Shares
-from coordinator.state import BatchLimits
 from coordinator.survival import Survival
 from coordinator.transports import Round
 from runtime.worker.plan_steps import PlanSteps
@@ -49,12 +49,12 @@ def test_a_parked_rank_that_a_round_does_not_wake_is_found(monkeypatch):
 
 def test_a_parked_rank_counted_as_busy_is_found(monkeypatch):
     """A round that waits for a rank which waits for the round."""
-    due = BatchLimits.due
+    due = BatchLimits.is_round_due
 
     def blind(self, live):
         return not any(r.parked for r in live) and due(self, live)
 
-    monkeypatch.setattr(BatchLimits, "due", blind)
+    monkeypatch.setattr(BatchLimits, "is_round_due", blind)
     assert_is_found(STUCK)
 
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator import machine
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.epochs import Epochs
+from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger, LockstepPlan, RankLedger
 from coordinator.machine import Coordinator
 from coordinator.rounds import RoundRunner
@@ -128,7 +128,7 @@ def test_the_last_rank_kept_on_a_leash_is_found(monkeypatch):
 
 
 def test_an_evaluation_that_dies_with_the_lead_is_found(monkeypatch):
-    monkeypatch.setattr(Epochs, "orphan", lambda self: None)
+    monkeypatch.setattr(EpochScheduler, "orphan", lambda self: None)
     assert_is_found(STUCK)
 
 

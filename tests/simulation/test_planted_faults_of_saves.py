@@ -10,7 +10,7 @@ import pytest
 from coordinator import messages as m
 from coordinator import run_state, saving
 from coordinator.config import ApplyPolicy
-from coordinator.epochs import Epochs
+from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger
 from coordinator.run_state import RankCut, capture_run
 from coordinator.saving import RunCheckpointer
@@ -131,9 +131,9 @@ def test_evaluations_that_forget_what_an_interrupted_run_had_trained_are_found(m
 
 @pytest.mark.parametrize("policy", [ApplyPolicy.CADENCE, ApplyPolicy.ASYNC])
 def test_evaluations_within_an_epoch_that_never_come_are_found(monkeypatch, policy):
-    due = Epochs.evaluation_due.fget
+    due = EpochScheduler.evaluation_due.fget
     alone = property(lambda self: due(self) and len(self._core.live) < 2)
-    monkeypatch.setattr(Epochs, "evaluation_due", alone)
+    monkeypatch.setattr(EpochScheduler, "evaluation_due", alone)
     has_some = drawn(lambda s: s.config.eval_every is not None and s.config.policy is policy)
 
     def draw(seed):

@@ -13,7 +13,7 @@ import torch
 
 from coordinator import messages as m
 from coordinator.errors import GpuWorkerError
-from coordinator.stall import KEPT, MAX_CHARS, MessageLog, thread_stacks
+from coordinator.stall import MAX_CHARS, NUM_KEPT, MessageLog, thread_stacks
 from runtime import RunStalled
 from tests.support.running import (
     ASYNC,
@@ -221,7 +221,7 @@ def test_only_the_last_messages_are_kept_and_long_ones_are_cut():
     log.received(m.EvalReport(rank=0, epoch=0, values=values), 100.0)
     lines = log.text(100.0).splitlines()
     assert [line.split("=")[1] for line in lines[3:]] == [f"{i})" for i in range(92, 100)]
-    assert len(lines) == KEPT + 3
+    assert len(lines) == NUM_KEPT + 3
     assert lines[1].endswith(" ...")
     assert len(lines[1]) < MAX_CHARS + 30
 

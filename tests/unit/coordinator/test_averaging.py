@@ -300,12 +300,12 @@ def test_only_a_small_state_is_averaged_without_a_team_of_threads(
 ):
     found = []
 
-    class Noted(mixing.Mix):
+    class Noted(mixing.WeightedMean):
         def __init__(self, weights, num_threads):
             found.append(num_threads)
             super().__init__(weights, num_threads)
 
-    monkeypatch.setattr(mixing, "Mix", Noted)
+    monkeypatch.setattr(mixing, "WeightedMean", Noted)
     Averager().average([params(torch.ones(num_bytes // 8))] * 2, [1, 1])  # bytes of both together
     assert found == [0 if is_serial else torch.get_num_threads()]
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from coordinator.backend_choice import (
-    LOOK_ROUNDS,
+    MAX_TRIAL_ROUNDS,
     MEASURED_ROUNDS,
-    MOST_TRIED,
+    RETRIAL_ROUNDS,
     WARM_UP_ROUNDS,
     BackendChoice,
     RoundCost,
@@ -79,7 +79,7 @@ def test_the_first_round_over_each_does_not_count():
 
 def test_rounds_that_tell_nothing_end_a_trial_at_last():
     choice = BackendChoice((CPU, THREAD), measures=True)
-    over, _ = rounds(choice, {CPU: 1.0, THREAD: None}, TRIAL + MOST_TRIED)
+    over, _ = rounds(choice, {CPU: 1.0, THREAD: None}, TRIAL + MAX_TRIAL_ROUNDS)
     assert over[-1] is THREAD
     assert choice.next is CPU
 
@@ -93,17 +93,17 @@ def decided(costs, **settings):
 def test_the_other_is_looked_at_now_and_then_and_ever_less():
     costs = {CPU: 0.1, THREAD: 0.2}
     choice = decided(costs)
-    over, _ = rounds(choice, costs, 4 * LOOK_ROUNDS)
-    assert over.index(THREAD) == LOOK_ROUNDS
-    assert over[LOOK_ROUNDS : LOOK_ROUNDS + TRIAL] == [THREAD] * TRIAL
-    again = over.index(THREAD, LOOK_ROUNDS + TRIAL)
-    assert again == LOOK_ROUNDS + TRIAL + 2 * LOOK_ROUNDS
+    over, _ = rounds(choice, costs, 4 * RETRIAL_ROUNDS)
+    assert over.index(THREAD) == RETRIAL_ROUNDS
+    assert over[RETRIAL_ROUNDS : RETRIAL_ROUNDS + TRIAL] == [THREAD] * TRIAL
+    again = over.index(THREAD, RETRIAL_ROUNDS + TRIAL)
+    assert again == RETRIAL_ROUNDS + TRIAL + 2 * RETRIAL_ROUNDS
 
 
 def test_a_look_waits_until_training_has_paid_for_it():
     costs = {CPU: 0.1, THREAD: 50.0}
     choice = decided(costs, trained_s=1.0)
-    over, _ = rounds(choice, costs, 10 * LOOK_ROUNDS, trained_s=1.0)
+    over, _ = rounds(choice, costs, 10 * RETRIAL_ROUNDS, trained_s=1.0)
     assert THREAD not in over
 
 
@@ -118,13 +118,13 @@ def test_an_anchor_that_has_changed_by_two_asks_for_a_look(anchor, looks):
 
 def test_what_has_become_cheaper_is_taken():
     choice = decided({CPU: 0.1, THREAD: 0.2})
-    rounds(choice, {CPU: 0.5, THREAD: 0.2}, LOOK_ROUNDS + TRIAL)
+    rounds(choice, {CPU: 0.5, THREAD: 0.2}, RETRIAL_ROUNDS + TRIAL)
     assert choice.chosen is THREAD
 
 
 def test_noise_is_no_reason_to_change():
     choice = decided({CPU: 0.1, THREAD: 0.2})
-    rounds(choice, {CPU: 0.1, THREAD: 0.095}, LOOK_ROUNDS + TRIAL)
+    rounds(choice, {CPU: 0.1, THREAD: 0.095}, RETRIAL_ROUNDS + TRIAL)
     assert choice.chosen is CPU
 
 
@@ -154,7 +154,7 @@ def test_the_one_that_failed_is_left_and_the_last_is_not():
     assert choice.collective is None
     assert not choice.leave(NCCL, "again")
     assert not choice.leave(CPU, "the last one")
-    over, _ = rounds(choice, {CPU: 1.0}, 3 * LOOK_ROUNDS, anchor=50)
+    over, _ = rounds(choice, {CPU: 1.0}, 3 * RETRIAL_ROUNDS, anchor=50)
     assert set(over) == {CPU}
 
 
@@ -172,7 +172,7 @@ def test_failures_in_a_row_are_counted_and_cost_something():
 
 def test_without_measuring_only_a_failure_changes_it():
     choice = BackendChoice((NCCL, THREAD), measures=False)
-    over, _ = rounds(choice, {NCCL: 9.0}, 3 * LOOK_ROUNDS, anchor=77)
+    over, _ = rounds(choice, {NCCL: 9.0}, 3 * RETRIAL_ROUNDS, anchor=77)
     assert set(over) == {NCCL}
     assert choice.leave(NCCL, "broken")
     choice.reset()

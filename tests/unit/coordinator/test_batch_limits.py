@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cadence import ElChe
+from coordinator.cadence import BatchLimits, ElChe
 from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.ledger import BatchLedger
-from coordinator.state import BatchLimits, Rank, RankState
+from coordinator.state import Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 
 
 class Bench:
-    """A gate over ranks that all have work; anchor 10."""
+    """Limits of ranks that all have work; anchor 10."""
 
     def __init__(self, policy=CADENCE, world=2, anchor=10, seconds=None, **settings):
         config = CoordinatorConfig(
@@ -29,7 +29,7 @@ class Bench:
         self.elche = ElChe(world, anchor)
         for rank, s in enumerate(seconds or ()):
             self.elche.observe(rank, s, 1)
-        self.gate = BatchLimits(config, self.elche, self.ledger)
+        self.limits = BatchLimits(config, self.elche, self.has_work)
         self.ranks = [Rank(rank=r, state=RankState.LIVE) for r in range(world)]
         for rank in range(world):
             self.ledger.deal_chunk(
@@ -43,16 +43,19 @@ class Bench:
             rank.compute_since_round = s
         return self
 
+    def has_work(self, rank):
+        return bool(self.ledger.by_rank[rank].assigned)
+
     def idle(self, rank):
         self.ledger.by_rank[rank].assigned.clear()
         return self
 
     @property
     def due(self):
-        return self.gate.due(self.ranks)
+        return self.limits.is_round_due(self.ranks)
 
     def limit(self, rank):
-        return self.gate.limit(self.ranks[rank], self.ranks)
+        return self.limits.limit(self.ranks[rank], self.ranks)
 
 
 # -- when a round is due -------------------------------------------------------------------
@@ -68,11 +71,11 @@ def test_before_the_first_measurement_a_round_waits_for_every_count(policy):
 def test_who_decides_is_settled_when_a_round_begins():
     """It was told to report at its count, and the others were not."""
     bench = Bench(CADENCE, seconds=(0.0101, 0.01))
-    bench.gate.new_round()
+    bench.limits.new_round()
     bench.elche.observe(1, 0.0104, 1)
     assert bench.elche.slowest == 1
     assert bench.done(10, 9).due
-    bench.gate.new_round()
+    bench.limits.new_round()
     assert not bench.done(10, 9).due
 
 
@@ -144,20 +147,20 @@ def test_the_lead_counts_from_the_slowest_rank(policy, lead):
 
 
 def test_a_limit_is_raised_once_less_than_half_of_the_overshoot_is_left():
-    gate = Bench(ASYNC, anchor=100).gate
-    told = [gate.limit_is_current(0, told, 125) for told in (126, 125, 113, 112)]
+    limits = Bench(ASYNC, anchor=100).limits
+    told = [limits.limit_is_current(0, told, 125) for told in (126, 125, 113, 112)]
     assert told == [False, True, True, False]
 
 
 @pytest.mark.parametrize("settings", [{"max_batch_diff": 3}, {"max_overshoot": 5}])
 def test_limits_that_the_settings_name_are_told_exactly(settings):
-    gate = Bench(ASYNC, anchor=100, **settings).gate
-    assert [gate.limit_is_current(0, 12, limit) for limit in (12, 13, None)] == [
+    limits = Bench(ASYNC, anchor=100, **settings).limits
+    assert [limits.limit_is_current(0, 12, limit) for limit in (12, 13, None)] == [
         True,
         False,
         False,
     ]
-    assert not gate.limit_is_current(0, None, 12)
+    assert not limits.limit_is_current(0, None, 12)
 
 
 def test_catching_up_raises_the_limit():
@@ -177,6 +180,6 @@ def test_the_stricter_of_lead_and_overshoot_holds():
 
 
 def test_an_allowance_asks_for_a_report_at_the_count_or_after_each_batch():
-    assert Bench(CADENCE).gate.budget(0).report_after == 10
-    assert Bench(CADENCE, max_batch_diff=3).gate.budget(0).report_after == 1
-    assert Bench(CADENCE, max_batch_diff=3).gate.budget(0).limit == 4
+    assert Bench(CADENCE).limits.report_after(0) == 10
+    assert Bench(CADENCE, max_batch_diff=3).limits.report_after(0) == 1
+    assert Bench(CADENCE, max_batch_diff=3).limits.initial_limit(0) == 4

@@ -92,7 +92,7 @@ def test_results_and_snapshots_lie_in_them():
 
 @pytest.mark.parametrize("advice", [None, 9999])
 def test_ordinary_pages_do_where_there_are_no_others(monkeypatch, advice):
-    monkeypatch.setattr(host_memory, "_ADVICE", advice)
+    monkeypatch.setattr(host_memory, "_MADV_HUGEPAGE", advice)
     made = host_memory.empty_like(torch.empty(MANY, device="meta")).fill_(3.0)
     assert made.sum(dtype=torch.float64) == 3.0 * MANY
 

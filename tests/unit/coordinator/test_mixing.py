@@ -18,12 +18,12 @@ from tests.unit.coordinator.test_averaging import DTYPES, bits
 def small_blocks(monkeypatch):
     """Blocks of a few elements, so that small tensors are cut as large ones are."""
     monkeypatch.setattr(mixing, "BLOCK_BYTES", 256)
-    monkeypatch.setattr(blocks, "_GROUP", 3)
-    monkeypatch.setattr(mixing, "_SERIAL", 50)
+    monkeypatch.setattr(blocks, "_BLOCKS_PER_SPLIT", 3)
+    monkeypatch.setattr(mixing, "_SERIAL_NUMEL", 50)
 
 
 def mixed(tensors, weights, num_threads):
-    mix = mixing.Mix(weights, num_threads)
+    mix = mixing.WeightedMean(weights, num_threads)
     out = torch.empty_like(tensors[0])
     mix.average(out, tensors, measure=True)
     return out, mix.divergences
@@ -62,7 +62,7 @@ def test_a_block_of_two_ranks_whose_numbers_overflow_is_measured_like_the_others
 
 def num_started(num_threads):
     """Threads of the system that the average of a tensor of several blocks starts."""
-    tensors = [torch.randn(5 * mixing._SERIAL + 7) for _ in range(2)]
+    tensors = [torch.randn(5 * mixing._SERIAL_NUMEL + 7) for _ in range(2)]
     started = []
 
     def average():

@@ -7,7 +7,7 @@ import pytest
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
-from coordinator.rounds import OWN_SHARE, RATED_PER_S, RoundCpuTime
+from coordinator.rounds import COORDINATOR_SHARE, REFERENCE_RATE_PER_S, RoundCpuTime
 from coordinator.state import Core
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
@@ -43,14 +43,14 @@ def statistics_with(monkeypatch, event_s, batch_s=BATCH_S, **settings):
 def test_rounds_come_so_seldom_that_the_coordinator_takes_its_part_of_a_core(monkeypatch, target):
     """Whatever averaging may cost the ranks."""
     anchor = statistics_with(monkeypatch, EVENT_S, overhead_target=target).anchor
-    assert 2 / BATCH_S > RATED_PER_S
-    assert ROUND_S / (anchor * BATCH_S) == pytest.approx(OWN_SHARE, rel=0.3)
+    assert 2 / BATCH_S > REFERENCE_RATE_PER_S
+    assert ROUND_S / (anchor * BATCH_S) == pytest.approx(COORDINATOR_SHARE, rel=0.3)
 
 
 def test_with_fewer_batches_it_may_take_more(monkeypatch):
     batch_s = 4 * BATCH_S
     anchor = statistics_with(monkeypatch, 10 * EVENT_S, batch_s, overhead_target=0.5).anchor
-    assert 10 * ROUND_S / (anchor * batch_s) == pytest.approx(2 * OWN_SHARE, rel=0.3)
+    assert 10 * ROUND_S / (anchor * batch_s) == pytest.approx(2 * COORDINATOR_SHARE, rel=0.3)
 
 
 def test_rounds_of_long_steps_come_until_the_ranks_would_notice(monkeypatch):

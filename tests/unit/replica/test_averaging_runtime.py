@@ -202,7 +202,7 @@ def test_a_state_is_held_for_a_while_and_a_round_under_way_goes_on(monkeypatch):
     own = {name: t.clone() for name, t in model.state_dict().items()}
     with averager.holding(other):
         held = averager.snapshot(reuse=False)
-        for name in ("params", "buffers", "taken"):
+        for name in ("params", "buffers", "other_buffers"):
             for found, wanted in zip(getattr(held, name), getattr(other, name), strict=True):
                 assert torch.equal(found, wanted)
     assert all(torch.equal(t, own[name]) for name, t in model.state_dict().items())

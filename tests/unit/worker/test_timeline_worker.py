@@ -99,8 +99,8 @@ def test_a_round_ends_when_its_last_rank_was_done_not_when_that_was_told():
         lane.observe(event, [], now)
 
     tell(m.Tick(), 1.0)
-    tell(m.SyncAck(rank=1, round=1, at=1.5), 9.0)
-    tell(m.SyncAck(rank=0, round=1, at=2.0), 9.0)
+    tell(m.SyncAck(rank=1, round=1, done_at=1.5), 9.0)
+    tell(m.SyncAck(rank=0, round=1, done_at=2.0), 9.0)
     events = lane._ring.read()[0]
     ended = [(start, end) for _, kind, start, end, _ in events if kind is Kind.AVERAGING]
     assert ended == [(1.0, 2.0)]
