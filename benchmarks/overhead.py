@@ -1,8 +1,8 @@
 """What the runtime adds to a step, what recording and being watched cost, what prefetch gives.
 
 Usage: ``python benchmarks/overhead.py SECTION [--json FILE] ...``, where a section is one of
-``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets``, ``draws``, ``loaders``
-and ``parts``.
+``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets``, ``draws``,
+``loaders``, ``parts`` and ``meetings``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
@@ -65,6 +65,7 @@ from runtime import (
     TrainerHandle,
     current_worker,
 )
+from runtime.collective import AbortableBarrier
 from runtime.core import draws as own_draws
 
 JOIN_S = 600.0
@@ -837,6 +838,7 @@ def loaders(args: argparse.Namespace) -> None:
 # -- parts: what a timeline adds to a step, to a message, and what a reading takes --------
 
 PARTS_TARGET_NS = 10_000
+MEETING_STEP_US = 5_000.0
 """A hundredth of a step of a millisecond."""
 PARTS_ROUNDS = 3
 PARTS_EPOCHS = 3
@@ -951,6 +953,39 @@ def parts(args: argparse.Namespace) -> None:
     print(Check(what=what, measured=collective_ns, wanted=PARTS_TARGET_NS, at_most=True))
 
 
+def meeting_us(num_ranks: int, count: int) -> float:
+    """Median time of one meeting of threads that have nothing else to do, in microseconds."""
+    barrier = AbortableBarrier(num_ranks)
+    times: list[float] = []
+
+    def work(rank: int) -> None:
+        for _ in range(count):
+            start = time.perf_counter()
+            barrier.wait(rank, 60.0)
+            if rank == 0:
+                times.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return median(times) * 1e6
+
+
+def meetings(args: argparse.Namespace) -> None:
+    """The cost of one meeting of rank threads, of which an exchange over NCCL takes one."""
+    begin()
+    rows = []
+    for num_ranks in args.ranks:
+        found = [meeting_us(num_ranks, args.count) for _ in range(args.repeat)]
+        share = median(found) / MEETING_STEP_US
+        rows.append(
+            [str(num_ranks), f"{median(found):.0f} us", f"{max(found):.0f} us", f"{share:.1%}"]
+        )
+    print(table(["ranks", "a meeting", "slowest repetition", "of a step of 5 ms"], rows))
+
+
 # -- the command line --------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -963,6 +998,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "draws": draws,
     "loaders": loaders,
     "parts": parts,
+    "meetings": meetings,
 }
 
 
@@ -1005,6 +1041,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = adds["parts"]
     add("--count", type=int, default=5_000, help="steps of a worker in a run")
     add("--readings", type=int, default=20)
+    add = adds["meetings"]
+    add("--ranks", nargs="+", type=int, default=[2, 4], help="threads that meet")
+    add("--count", type=int, default=5_000, help="meetings of a repetition")
+    add("--repeat", type=int, default=7, help="repetitions")
     args = parser.parse_args(argv)
     if min(getattr(args, name, 1) for name in ("repeat", "pairs")) < 1:
         parser.error("--repeat and --pairs must be at least 1")

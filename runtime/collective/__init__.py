@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 
-from runtime.collective.base import AbortableBarrier, Collective, Group, ReduceOp
+from runtime.collective.barrier import AbortableBarrier
+from runtime.collective.base import Collective, Group, ReduceOp
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
 from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups

@@ -1,333 +1,24 @@
-"""The interface of a group of ranks, what every implementation checks, and where ranks meet."""
+"""The interface of a group of ranks, and the checks that every implementation makes."""
 
 from __future__ import annotations
 
 import math
-import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.device import capture_gate
+from runtime.collective.barrier import Rendezvous
 from runtime.timeline.events import AVERAGING, SYNC
-
-_LEAST_EXTENSION_S = 0.01
-
-RequestT = TypeVar("RequestT")
-PlanT = TypeVar("PlanT")
-
-
-class AbortableBarrier:
-    """A reusable barrier that any thread can break for good.
-
-    Each rank sleeps on a lock of its own and the last to arrive opens them all, so a
-    meeting costs each rank one wake-up. A rank whose meeting was complete returns from
-    it normally, even if the barrier is broken before it gets to run.
-
-    Attributes:
-        parties: How many ranks meet.
-    """
-
-    def __init__(self, parties: int) -> None:
-        if parties < 1:
-            raise ValueError(f"a barrier needs at least one party, not {parties}")
-        self.parties = parties
-        self._mutex = threading.Lock()
-        self._turnstiles = [threading.Lock() for _ in range(parties)]
-        for turnstile in self._turnstiles:
-            turnstile.acquire()
-        self._waiting: list[int] = []
-        self._cut: set[int] = set()
-        self._aborted = False
-        self._refusal: str | None = None
-        self._linked: list[tuple[weakref.ref[AbortableBarrier], tuple[int, ...]]] = []
-
-    @property
-    def aborted(self) -> bool:
-        """Whether :meth:`abort` was called or a rank timed out."""
-        return self._aborted
-
-    def wait(
-        self,
-        rank: int,
-        timeout_s: float,
-        action: Callable[[], object] | None = None,
-        on_wait: Callable[[], object] | None = None,
-    ) -> None:
-        """Blocks until every rank is here.
-
-        Args:
-            rank: Who arrives; no rank may wait twice at the same time.
-            timeout_s: How long to wait for the others, in seconds. Time in which a thread of the
-                process captures a CUDA graph is not counted: captures are serial.
-            action: Run by the last to arrive while the others still sleep, so it may
-                touch what they own. If it raises, the barrier is aborted and the
-                exception comes out of this rank's call.
-            on_wait: Called by all others once the rank counts as arrived, so that it
-                delays nobody; must not raise.
-
-        Raises:
-            CollectiveAborted: The barrier is broken, or was while this rank waited.
-            CollectiveTimeout: The others did not come in time. The barrier is broken.
-        """
-        with self._mutex:
-            self._refuse_if_broken()
-            last = len(self._waiting) + 1 == self.parties
-            if not last:
-                self._waiting.append(rank)
-        if last:
-            self._complete(action)
-        else:
-            if on_wait is not None:
-                on_wait()
-            if not self._pass_turnstile(rank, timeout_s):
-                self._time_out(rank, timeout_s)
-        # Only ranks cut off by a break are in the set, and a break is for good.
-        if self._cut and rank in self._cut:
-            raise CollectiveAborted(str(self._refusal))
-
-    def abort(self, reason: str = "the collective was aborted") -> None:
-        """Wakes every waiting rank and refuses all to come. Idempotent, from any thread."""
-        with self._mutex:
-            self._aborted = True
-            self._break(reason)
-        self._abort_linked(reason)
-
-    def leave(self, rank: int) -> None:
-        """As :meth:`abort`, but an orderly end: :attr:`aborted` does not change."""
-        with self._mutex:
-            self._break(f"rank {rank} has left the group")
-        for other, ranks in self._links():
-            if rank in ranks:
-                other.leave(ranks.index(rank))
-
-    def link(self, other: AbortableBarrier, ranks: Sequence[int]) -> None:
-        """Let another barrier, of some of the ranks here, break with this one.
-
-        An abort of this one aborts it, a rank that leaves this one leaves it too. It breaks
-        alone without an effect here, and is not kept alive.
-
-        Args:
-            other: Nobody has left it yet.
-            ranks: Who its parties are here, in their order there.
-        """
-        with self._mutex:
-            self._linked = [link for link in self._linked if link[0]() is not None]
-            self._linked.append((weakref.ref(other), tuple(ranks)))
-            aborted, reason = self._aborted, str(self._refusal)
-        if aborted:
-            other.abort(reason)
-
-    def _pass_turnstile(self, rank: int, timeout_s: float) -> bool:
-        """True once the turnstile is open; False at the limit, extended while graphs are captured.
-
-        A capture that never ends is the supervisor's to notice, as any step that never ends.
-        """
-        captured_s = capture_gate.GATE.captured_s
-        while not self._turnstiles[rank].acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            before, captured_s = captured_s, capture_gate.GATE.captured_s
-            if captured_s == before:
-                return False
-            timeout_s = max(captured_s - before, _LEAST_EXTENSION_S)
-        return True
-
-    def _complete(self, action: Callable[[], object] | None) -> None:
-        if action is not None:
-            try:
-                action()
-            except BaseException as error:
-                self.abort(f"a rank failed in a collective: {type(error).__name__}: {error}")
-                raise
-        with self._mutex:
-            self._refuse_if_broken()  # broken while the action ran: the others were cut off
-            for peer in self._waiting:
-                self._turnstiles[peer].release()
-            self._waiting.clear()
-
-    def _time_out(self, rank: int, timeout_s: float) -> None:
-        with self._mutex:
-            # The last rank, or a break, may have opened the turnstile just now.
-            if self._turnstiles[rank].acquire(blocking=False):
-                return
-            missing = sorted(set(range(self.parties)) - set(self._waiting))
-            self._waiting.remove(rank)
-            names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            reason = f"{names} did not join a collective within {timeout_s:g} s"
-            self._aborted = True
-            self._break(reason)
-        self._abort_linked(reason)
-        raise CollectiveTimeout(
-            f"rank {rank} waited {timeout_s:g} s in a collective for {names}; the group is "
-            "aborted. If a step can take that long, raise collective_timeout"
-        )
-
-    def _abort_linked(self, reason: str) -> None:
-        # Never under the mutex: a linked barrier takes its own.
-        for other, _ in self._links():
-            other.abort(reason)
-
-    def _links(self) -> list[tuple[AbortableBarrier, tuple[int, ...]]]:
-        with self._mutex:
-            linked = [(link(), ranks) for link, ranks in self._linked]
-        return [(other, ranks) for other, ranks in linked if other is not None]
-
-    def _refuse_if_broken(self) -> None:
-        if self._refusal is not None:
-            raise CollectiveAborted(self._refusal)
-
-    def _break(self, reason: str) -> None:
-        """Under the mutex. The first reason stands."""
-        if self._refusal is None:
-            self._refusal = reason
-        self._cut.update(self._waiting)
-        for peer in self._waiting:
-            self._turnstiles[peer].release()
-        self._waiting.clear()
-
-
-class Rendezvous(Generic[RequestT, PlanT]):
-    """What the ranks of one group share: a barrier, and a slot each to publish in.
-
-    One slot for each rank is enough. A rank writes to its own only after the previous
-    collective's last meeting, and peers read it only before they arrive there. Each rank is
-    handed the plan before it is woken, and has taken it when it arrives at the next call.
-
-    Attributes:
-        barrier: The barrier of the group.
-        timeout_s: How long a rank waits for the others at each meeting.
-        slots: What each rank published for the collective in progress.
-        writing: Held by a rank while it writes to its peers' tensors. It must call
-            :meth:`go_on` once it holds its lock, and now and then after.
-    """
-
-    def __init__(self, world_size: int, timeout_s: float) -> None:
-        self.barrier = AbortableBarrier(world_size)
-        self.timeout_s = timeout_s
-        self.slots: list[RequestT | None] = [None] * world_size
-        self._plans: list[PlanT | None] = [None] * world_size
-        self.writing = [threading.Lock() for _ in range(world_size)]
-
-    def meet(
-        self,
-        rank: int,
-        request: RequestT,
-        planner: Callable[[Sequence[RequestT]], PlanT],
-        on_wait: Callable[[], object] | None = None,
-    ) -> PlanT:
-        """Publishes a request; returns what the last rank to arrive made of all of them.
-
-        Args:
-            rank: Who arrives.
-            request: What this rank wants.
-            planner: Called once, by the last rank, with every rank's request in order.
-            on_wait: Called by every other rank before it sleeps.
-
-        Returns:
-            The same plan on every rank.
-        """
-
-        planned = False
-
-        def plan() -> None:
-            nonlocal planned
-            requests = self.requests()
-            # A rank that an abort woke meanwhile has taken its own back.
-            if len(requests) < self.barrier.parties:
-                raise CollectiveAborted("the collective was aborted")
-            self._plans[:] = [planner(requests)] * len(self._plans)
-            planned = True
-
-        self.slots[rank] = request
-        try:
-            self.barrier.wait(rank, self.timeout_s, plan, on_wait)
-        except BaseException:
-            if planned:  # for nobody: keep no tensor alive
-                self._plans[:] = [None] * len(self._plans)
-            raise
-        made, self._plans[rank] = self._plans[rank], None
-        if made is None:  # the rank that made it was interrupted as it opened the others' way
-            raise CollectiveAborted("the collective was aborted")
-        return made
-
-    def part(self, rank: int) -> None:
-        """The meeting that ends a collective: after it nobody touches this rank's tensors."""
-        self.barrier.wait(rank, self.timeout_s)
-
-    def requests(self) -> list[RequestT]:
-        """Every rank's request; valid between the two meetings of a collective."""
-        return [request for request in self.slots if request is not None]
-
-    def go_on(self) -> None:
-        """Raises :class:`CollectiveAborted` if the group was aborted."""
-        if self.barrier.aborted:
-            raise CollectiveAborted("the collective was aborted")
-
-    def fail(self, error: BaseException) -> None:
-        """Called by a rank that leaves a collective by an exception, before it goes on.
-
-        Breaks the group if it is not broken yet, and returns once no peer writes to this
-        rank's tensors any more: each stops at its next block.
-        """
-        if not isinstance(error, CollectiveAborted):
-            self.barrier.abort(f"a rank failed in a collective: {type(error).__name__}: {error}")
-        for lock in self.writing:
-            if lock.acquire(timeout=min(self.timeout_s, threading.TIMEOUT_MAX)):
-                lock.release()
-
 
 if TYPE_CHECKING:
     from runtime.timeline.rank_lane import RankLane
-
-
-class Meeting:
-    """One collective on one rank's lane, which has the cause before again when it is over.
-
-    The rank that arrives last is waited for, and after that all are: what is noted there
-    takes each rank's time. So the last one notes nothing before it goes on, the others
-    while they wait, and a short exchange is noted when it is over.
-
-    Args:
-        lane: Where it is noted.
-    """
-
-    __slots__ = ("_before", "_exchanging", "_lane", "_start")
-
-    def __init__(self, lane: RankLane) -> None:
-        self._lane = lane
-        self._before = lane.cause
-        self._start = time.monotonic()
-        # The last one to arrive looks at what all want, and may do it at once.
-        self._exchanging: float | None = self._start
-
-    def waits(self) -> None:
-        """The others have not arrived yet."""
-        self._lane.enter(SYNC, self._start)
-        self._exchanging = None
-
-    def met(self, *, is_long: bool) -> None:
-        """All are there, and the exchange begins."""
-        if is_long:
-            self._lane.enter(AVERAGING)
-            self._exchanging = None
-        elif self._exchanging is None:
-            self._exchanging = time.monotonic()
-
-    def over(self) -> None:
-        """The collective is over, with or without success."""
-        if self._exchanging is None:
-            self._lane.enter(self._before)
-        else:
-            self._lane.enter_past(AVERAGING, self._exchanging, self._before)
-
 
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
@@ -339,138 +30,12 @@ _MAX_WEIGHT = 1e300
 
 @unique
 class ReduceOp(Enum):
-    """How values of different ranks become one. ``AVG`` is for floating point alone."""
+    """A reduction over the ranks. ``AVG`` is for floating point alone."""
 
     SUM = "sum"
     AVG = "avg"
     MAX = "max"
     MIN = "min"
-
-
-class Request(NamedTuple):
-    """What one rank asks of one collective.
-
-    Attributes:
-        name: The method called.
-        tensors: Tensors to reduce, or ``(output, input, output, input, ...)``.
-        detail: The reduction, the source rank, or what all ranks say alike.
-        weight: Weight of this rank's tensors.
-        tally: A number that is summed over the ranks.
-        staged: This rank's part of the exchange, prepared before the ranks meet, if any.
-    """
-
-    name: str
-    tensors: Sequence[Tensor] = ()
-    detail: ReduceOp | int | str | None = None
-    weight: float = 1.0
-    tally: float = 0.0
-    staged: Any = None
-
-
-LONG = 2**20
-"""Elements from which on an exchange is noted on the timeline when it begins."""
-
-
-@dataclass(slots=True)  # not frozen: that costs as much as the rest of a small plan
-class Plan:
-    """What the last rank to arrive made of all requests; the same for all ranks.
-
-    Attributes:
-        fault: Why the collective cannot take place.
-        done: Whether nothing is left to do.
-        total: Sum of the weights.
-        factors: Each rank's part in it; ``None``: a plain reduction.
-        is_long: Whether the exchange takes so long that it is noted when it begins.
-        tally: Sum of the ranks' tallies.
-        told: Each rank's tally, where that was asked for.
-    """
-
-    fault: str | None = None
-    done: bool = True
-    total: float = 0.0
-    factors: tuple[float, ...] | None = None
-    is_long: bool = False
-    tally: float = 0.0
-    told: tuple[float, ...] = ()
-
-
-Group = Rendezvous[Request, Plan]
-
-PARTS = "mean_in_parts"
-MEANS = ("weighted_mean_", PARTS)
-_ROWS = "all_gather"
-_ROWS_REMEDY = (
-    "; in train_fn, all ranks that have a batch call all_gather equally often, in the same order, "
-    "and with tensors that differ in their first dimension alone"
-)
-
-
-class LateResult(ABC):
-    """How an exchange ends that the host does not wait for. For the rank's own thread."""
-
-    @property
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether it is over, well or not; asks the device and does not wait."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Block until it is over. A group that is aborted ends all its exchanges.
-
-        Raises:
-            CollectiveAborted, CollectiveTimeout: What it left is not to be trusted. Every later
-                exchange of the group ends in the same way.
-        """
-
-
-class MeanInParts:
-    """A weighted mean over all ranks whose tensors are given one after the other.
-
-    Every rank gives the same parts in the same order, and ends. This one exchanges them all at
-    the end; where an exchange takes its time, each part travels as soon as it is given.
-
-    Args:
-        collective: This rank's end of the group.
-        weight: This rank's weight, finite and not negative.
-        tally: Any number; the sum over the ranks is in the collective's ``tally`` at the end.
-    """
-
-    def __init__(self, collective: Collective, weight: float, tally: float) -> None:
-        self._collective = collective
-        self._weight = weight
-        self._tally = tally
-        self._parts: list[Tensor] = []
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Give a part, to be replaced by the mean; nobody else uses it until the end.
-
-        May block until the other ranks have begun, too.
-        """
-        self._parts.extend(tensors)
-
-    def end(self) -> float:
-        """Wait until the parts hold the mean.
-
-        Returns:
-            The sum of the weights. If it is 0 all tensors stay exactly as they were.
-        """
-        parts, self._parts = self._parts, []
-        return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
-
-    def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
-        """As :meth:`end`, but where the collective ``host_runs_ahead`` only the device waits.
-
-        What the current stream is given from here on finds the mean in the parts, or, where
-        the group was aborted, garbage. Only ``called_off`` tells which.
-
-        Args:
-            called_off: A float32 scalar on the device: 0 behind an exchange that ended well, 1
-                behind one that may not have.
-
-        Returns:
-            The sum of the weights, and how the exchange ends; ``None``: it has ended well.
-        """
-        return self.end(), None
 
 
 class Collective(ABC):
@@ -485,7 +50,7 @@ class Collective(ABC):
     memory. Results have the same bits on every rank where the result is the same. float16
     and bfloat16 are summed in float32, float64 in float64; NaN wins in ``MAX`` and ``MIN``.
 
-    Arguments are judged when all ranks have met: if one rank's are wrong or do not fit
+    Arguments are checked when all ranks have met: if one rank's are wrong or do not fit
     the others', *every* rank raises ``ValueError``, nothing was written, and the group
     stays usable. :class:`~runtime.core.errors.CollectiveAborted`,
     :class:`~runtime.core.errors.CollectiveTimeout` and any other exception leave the tensors
@@ -494,10 +59,10 @@ class Collective(ABC):
 
     Attributes:
         rank: This rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
         trails: Whether a mean in parts can be ended without a wait of the host.
-        lane: Where the rank notes how long it waits for the others; ``None``: nowhere.
+        lane: Records the rank's waits for the others; ``None``: they are not recorded.
         tally: Sum of the ranks' tallies in the last collective.
         coalesced_bytes: Limit of one meeting of a coalesced collective, a larger tensor aside.
     """
@@ -507,7 +72,7 @@ class Collective(ABC):
     host_runs_ahead: bool = False
     lane: RankLane | None = None
     tally: float = 0.0
-    _told: tuple[float, ...] = ()
+    _tallies: tuple[float, ...] = ()
 
     def __init__(self, rank: int, world_size: int, group: Group) -> None:
         self.rank = rank
@@ -601,9 +166,9 @@ class Collective(ABC):
         self._run_coalesced("reduce_scatter_into", list(zip_longest(outputs, inputs)), op)
 
     def tell(self, number: float) -> tuple[float, ...]:
-        """Every rank's number, in order of rank; on the host alone."""
+        """Returns every rank's number, in order of rank; on the host alone."""
         self._run(Request("tell", tally=number))
-        return self._told
+        return self._tallies
 
     def tell_rows(self, num_rows: int, call: str) -> tuple[float, ...]:
         """As :meth:`tell`, where rows are about to be gathered in a step.
@@ -613,7 +178,7 @@ class Collective(ABC):
             call: Which call of the step it is, and of what rows; the same on every rank.
         """
         self._run(Request(_ROWS, detail=call, tally=num_rows))
-        return self._told
+        return self._tallies
 
     def agree(self, subject: str, *, capable: bool = True, **properties: object) -> bool:
         """Agree with the other ranks on all that decides how exchanges are made; on the host.
@@ -634,10 +199,10 @@ class Collective(ABC):
         """
         described = ", ".join(f"{name}={value!r}" for name, value in properties.items())
         self._run(Request("agree", detail=f"{subject} {described}", tally=capable))
-        return all(self._told)
+        return all(self._tallies)
 
     def barrier(self) -> None:
-        """Blocks until every rank has called it."""
+        """Blocks until every rank has arrived."""
         self._run(Request("barrier"))
 
     def abort(self) -> None:
@@ -649,11 +214,11 @@ class Collective(ABC):
         self._group.barrier.abort(f"the group was aborted through rank {self.rank}")
 
     def check(self) -> None:
-        """Raises ``CollectiveAborted`` if the group was aborted; a peer's close is none."""
-        self._group.go_on()
+        """Raises ``CollectiveAborted`` if the group was aborted; a peer's close is no abort."""
+        self._group.require_intact()
 
     def close(self) -> None:
-        """Leaves the group and frees what this rank holds of it. Idempotent.
+        """Leaves the group and frees this rank's resources. Idempotent.
 
         Called by the rank's own thread, or when that thread uses the group no more. Peers
         that start a collective later, or wait in one for this rank, raise
@@ -700,17 +265,17 @@ class Collective(ABC):
                 meeting.over()
         if plan.fault is not None:
             raise ValueError(plan.fault)
-        self.tally, self._told = plan.tally, plan.told
+        self.tally, self._tallies = plan.tally, plan.tallies
         return plan.total
 
     def _plan(self, requests: Sequence[Request]) -> Plan:
-        """Runs in the last rank to arrive, while all others wait."""
+        """Makes the plan; runs in the last rank to arrive, while all others wait."""
         first = requests[0]
         fault = find_fault(requests, self._placement_fault)
         if fault is not None:
             return Plan(fault=fault)
         if first.name in ("tell", "agree", _ROWS):
-            return Plan(told=tuple(request.tally for request in requests))
+            return Plan(tallies=tuple(request.tally for request in requests))
         num_elements = max([sum([t.numel() for t in request.tensors]) for request in requests])
         if first.name not in MEANS:
             return Plan(done=num_elements == 0, is_long=num_elements >= LONG)
@@ -725,25 +290,192 @@ class Collective(ABC):
 
     @abstractmethod
     def _placement_fault(self, tensor: Tensor) -> str | None:
-        """Says why a tensor's device does not serve this kind of group."""
+        """Returns the reason why a tensor's device does not suit this group, if it does not."""
 
     @abstractmethod
     def _take_part(self, request: Request, plan: Plan) -> None:
         """Does this rank's work. If it raises, the group is aborted."""
 
     def _release(self) -> None:
-        """Frees what :meth:`close` shall free."""
+        """Frees this rank's resources."""
         return
+
+
+class LateResult(ABC):
+    """The end of an exchange that the host does not wait for. For the rank's own thread."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True if it is over, with or without success; queries the device and does not wait."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until it is over. A group that is aborted ends all its exchanges.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: Its results are undefined. Every later
+                exchange of the group ends in the same way.
+        """
+
+
+class MeanInParts:
+    """A weighted mean over all ranks whose tensors are added one after the other.
+
+    Every rank adds the same parts in the same order, and ends. This class exchanges them all at
+    the end; over a process group each part is sent as soon as it is added.
+
+    Args:
+        collective: This rank's end of the group.
+        weight: This rank's weight, finite and not negative.
+        tally: Any number; the sum over the ranks is in the collective's ``tally`` at the end.
+    """
+
+    def __init__(self, collective: Collective, weight: float, tally: float) -> None:
+        self._collective = collective
+        self._weight = weight
+        self._tally = tally
+        self._parts: list[Tensor] = []
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Add tensors, to be replaced by the mean; nobody else uses them until the end.
+
+        May block until the other ranks have added theirs.
+        """
+        self._parts.extend(tensors)
+
+    def end(self) -> float:
+        """Wait until the parts hold the mean.
+
+        Returns:
+            The sum of the weights. If it is 0 all tensors stay exactly as they were.
+        """
+        parts, self._parts = self._parts, []
+        return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
+
+    def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
+        """As :meth:`end`, but where the collective ``host_runs_ahead`` only the device waits.
+
+        Work that follows on the current stream finds the mean in the parts, or, if the group
+        was aborted, garbage. Only ``called_off`` distinguishes the two.
+
+        Args:
+            called_off: A float32 scalar on the device: 0 behind an exchange that succeeded, 1
+                behind one that may not have.
+
+        Returns:
+            The sum of the weights, and the end of the exchange; ``None``: it has succeeded.
+        """
+        return self.end(), None
+
+
+class Meeting:
+    """Records one collective on a rank's lane, and restores the lane's cause at its end.
+
+    Recording takes time, and every rank waits for the last one to arrive. So the last rank
+    records nothing before it continues, the others record while they wait, and a short
+    exchange is recorded when it is over.
+
+    Args:
+        lane: The rank's lane.
+    """
+
+    __slots__ = ("_before", "_exchanging", "_lane", "_start")
+
+    def __init__(self, lane: RankLane) -> None:
+        self._lane = lane
+        self._before = lane.cause
+        self._start = time.monotonic()
+        # The last one to arrive makes the plan, and may carry it out at once.
+        self._exchanging: float | None = self._start
+
+    def waits(self) -> None:
+        """The others have not arrived yet."""
+        self._lane.enter(SYNC, self._start)
+        self._exchanging = None
+
+    def met(self, *, is_long: bool) -> None:
+        """All ranks have arrived, and the exchange begins."""
+        if is_long:
+            self._lane.enter(AVERAGING)
+            self._exchanging = None
+        elif self._exchanging is None:
+            self._exchanging = time.monotonic()
+
+    def over(self) -> None:
+        """The collective is over, with or without success."""
+        if self._exchanging is None:
+            self._lane.enter(self._before)
+        else:
+            self._lane.enter_past(AVERAGING, self._exchanging, self._before)
+
+
+class Request(NamedTuple):
+    """One rank's call of a collective.
+
+    Attributes:
+        name: The method called.
+        tensors: Tensors to reduce, or ``(output, input, output, input, ...)``.
+        detail: The reduction, the source rank, or a value that is equal on all ranks.
+        weight: Weight of this rank's tensors.
+        tally: A number that is summed over the ranks.
+        staged: This rank's part of the exchange, prepared before the ranks meet, if any.
+    """
+
+    name: str
+    tensors: Sequence[Tensor] = ()
+    detail: ReduceOp | int | str | None = None
+    weight: float = 1.0
+    tally: float = 0.0
+    staged: Any = None
+
+
+LONG = 2**20
+"""Elements from which on an exchange is recorded on the timeline when it begins."""
+
+
+@dataclass(slots=True)  # not frozen: that costs as much as the rest of a small plan
+class Plan:
+    """The outcome of a meeting, made by the last rank to arrive; the same for all ranks.
+
+    Attributes:
+        fault: The reason why the collective cannot take place.
+        done: True if nothing is left to do.
+        total: Sum of the weights.
+        factors: Each rank's share of the mean; ``None``: a plain reduction.
+        is_long: True if the exchange is recorded when it begins.
+        tally: Sum of the ranks' tallies.
+        tallies: Each rank's tally, in a collective that returns them.
+    """
+
+    fault: str | None = None
+    done: bool = True
+    total: float = 0.0
+    factors: tuple[float, ...] | None = None
+    is_long: bool = False
+    tally: float = 0.0
+    tallies: tuple[float, ...] = ()
+
+
+Group = Rendezvous[Request, Plan]
+
+PARTS = "mean_in_parts"
+MEANS = ("weighted_mean_", PARTS)
+_ROWS = "all_gather"
+_ROWS_REMEDY = (
+    "; in train_fn, all ranks that have a batch call all_gather equally often, in the same order, "
+    "and with tensors that differ in their first dimension alone"
+)
 
 
 def find_fault(
     requests: Sequence[Request], placement_fault: Callable[[Tensor], str | None]
 ) -> str | None:
-    """Says what is wrong with the ranks' requests, naming the rank; ``None`` if nothing is.
+    """Returns the first error in the ranks' requests, with the rank; ``None`` if there is none.
 
     Args:
         requests: One for each rank, in order.
-        placement_fault: Says why a tensor's device does not serve.
+        placement_fault: Returns the reason why a tensor's device does not suit the group.
     """
     first = requests[0]
     for rank, request in enumerate(requests):

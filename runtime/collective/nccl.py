@@ -279,7 +279,7 @@ class NcclCollective(ProcessGroupCollective):
         """
         parts: list[LaunchPart] = [request.staged for request in requests]
         with self._group.writing[self.rank], self._named_faults(requests[0].name):
-            self._group.go_on()
+            self._group.require_intact()
             if plan.factors is not None:
                 # Not in the group below: the first launch of a kernel may wait for its device.
                 for part, factor in zip(parts, plan.factors, strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runtime.collective.base import (
     LOW_PRECISION,
+    PARTS,
     Collective,
     Group,
     LateResult,
@@ -38,10 +39,10 @@ _c10d: Any = torch.distributed
 EndT = TypeVar("EndT", bound=Collective)
 
 _LOOK_S = 0.05
-"""How often a rank that waits for parts looks whether the group was aborted."""
+"""Interval at which a rank that waits for parts checks for an abort of the group."""
 
 FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""How many collectives PyTorch's flight recorder keeps, and the older name of it."""
+"""Number of collectives that PyTorch's flight recorder keeps: its name, and the older one."""
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class ProcessGroupCollective(Collective):
 
     Args:
         rank: This rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
         store: Shared by the ranks; the connection is set up through it.
         prefix: Name of the group in the store; fresh for every group.
         timeout_s: Limit of one exchange, and of the connection.
@@ -154,7 +155,7 @@ class ProcessGroupCollective(Collective):
 
     @contextmanager
     def _named_faults(self, name: str, start: float | None = None) -> Iterator[None]:
-        """Around an exchange that began at ``start``: what the backend raises gets a name."""
+        """Context of an exchange that began at ``start``; names the backend's errors."""
         start = time.monotonic() if start is None else start
         try:
             with torch.no_grad():
@@ -207,19 +208,19 @@ class ProcessGroupCollective(Collective):
         return staged
 
     def _send(self, flat: Tensor, factor: float) -> Any:
-        """Begin the weighted sum of a flat tensor; what :meth:`_arrived` is told of it."""
+        """Begin the weighted sum of a flat tensor; returns an item for :meth:`_arrived`."""
         wire = scale_(as_summed(flat), factor)
         return self._begin_sum(wire), wire, flat
 
     def _arrived(self, sent: Sequence[Any]) -> None:
-        """Wait for what was begun."""
+        """Wait for the sums that were begun."""
         for work, wire, flat in sent:
             self._await(work)
             if wire is not flat:
                 flat.copy_(wire)
 
     def _follow(self, name: str, called_off: Tensor) -> LateResult:
-        """What was given to the current stream is an exchange that nobody waits for."""
+        """The end of an exchange given to the current stream, which the host does not wait for."""
         raise NotImplementedError(f"over {self.kind} the host waits")
 
     def _await(self, work: Any) -> None:
@@ -232,7 +233,7 @@ class ProcessGroupCollective(Collective):
                 if work.is_completed():  # just now, or it has failed
                     work.wait()
                     return
-            self._group.go_on()
+            self._group.require_intact()
 
     def _connected(self) -> Any:
         backend = self._backend  # once: another thread may close this end
@@ -241,7 +242,7 @@ class ProcessGroupCollective(Collective):
         return backend
 
     def _stage_sum(self, staged: Staged, flat: Tensor, *, is_mean: bool = False) -> Tensor:
-        """Sum a flat tensor over the ranks, in place; returns what is summed."""
+        """Stage the sum of a flat tensor over the ranks, in place; returns the tensor summed."""
         wire = as_summed(flat)
         if is_mean:
             staged.scaled.append(wire)
@@ -284,7 +285,7 @@ class ProcessGroupCollective(Collective):
 
 
 class SentMean(MeanInParts):
-    """Sends each part as it comes; all wait at the end.
+    """Sends each part as it is added, and waits at the end.
 
     The ranks meet once, before the first part, so that nothing is sent to a rank that does not
     come; one that dies later holds the others up for at most the limit of an exchange.
@@ -301,7 +302,7 @@ class SentMean(MeanInParts):
         """Send a part. The first one waits for the other ranks."""
         end = self._end
         if self._total is None:
-            request = Request("mean_in_parts", weight=self._weight, tally=self._tally)
+            request = Request(PARTS, weight=self._weight, tally=self._tally)
             self._total = end._run(request)
             self._start = time.monotonic()
         if self._total == 0:
@@ -313,7 +314,7 @@ class SentMean(MeanInParts):
                     self._sent.append(end._send(tensor.view(-1), factor))
 
     def end(self) -> float:
-        """Wait for all that was sent."""
+        """Wait for all parts sent."""
         end, total = self._end, self._begun()
         meeting = None if end.lane is None else Meeting(end.lane)
         if meeting is not None:
@@ -334,7 +335,7 @@ class SentMean(MeanInParts):
         if not (end.host_runs_ahead and self._sent):
             return self.end(), None
         with self._failing():
-            outcome = end._follow("mean_in_parts", called_off)
+            outcome = end._follow(PARTS, called_off)
         self._sent.clear()
         end._in_parts = None
         return total, outcome
@@ -347,14 +348,14 @@ class SentMean(MeanInParts):
         return self._total
 
     def take_sent(self) -> list[Any]:
-        """What was sent, whose connections stay open as long as somebody holds it."""
+        """Returns the parts sent; their connections stay open as long as they are referenced."""
         sent, self._sent = self._sent, []
         return sent
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            with self._end._named_faults("mean_in_parts", self._start):
+            with self._end._named_faults(PARTS, self._start):
                 yield
         except BaseException as error:
             self._end._group.fail(error)
@@ -384,7 +385,7 @@ def connect_ranks(
 
     Args:
         connect: Gives the connected end of a rank; called in that rank's thread.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
         timeout_s: How long they may take, in seconds.
         give_up: Called as soon as one of them fails, from any thread, and when time is up.
 
@@ -467,5 +468,5 @@ def scale_(wire: Tensor, factor: float) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Every dtype travels as bytes where nothing is computed."""
+    """The bytes of a tensor, as which every dtype is sent where nothing is computed."""
     return tensor.view(-1).view(torch.uint8)

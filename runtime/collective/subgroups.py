@@ -25,7 +25,7 @@ _incarnations = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What the ranks of one new subgroup share.
+    """Objects shared by the ranks of one new subgroup.
 
     Attributes:
         members: Their ranks in the group that is split.

@@ -107,7 +107,7 @@ def _carry_out(
     # its tensors any more; whoever takes it later finds the group aborted.
     with group.writing[rank], torch.no_grad():
         for step in steps:
-            group.go_on()
+            group.require_intact()
             result = _reduce(step, op, factors)
             for target in step.targets:
                 if target is not result:
@@ -157,7 +157,7 @@ def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) ->
 
 
 def weighted_sums(values: Sequence[list[Tensor]], factors: Sequence[float]) -> list[Tensor]:
-    """Weighted sums over the ranks, in order of rank; what has the factor 0 is not read.
+    """Weighted sums over the ranks, in order of rank; tensors of the factor 0 are not read.
 
     Args:
         values: ``values[rank][i]``, of the same shapes and one dtype.

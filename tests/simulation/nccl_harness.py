@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from runtime.collective import base, nccl, process_group, subgroups, thread
+from runtime.collective import barrier, base, nccl, process_group, subgroups, thread
 from runtime.collective.base import ReduceOp
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
 from runtime.device import capture_gate, cuda_api
@@ -17,7 +17,7 @@ from tests.simulation.gpu_machine import Machine, ModelBackend, ModelCuda, stand
 from tests.simulation.stepped_threads import Scheduler, Threading, stepped
 
 TIMEOUT_S = 0.5
-MODULES = (base, nccl, process_group, subgroups, thread, capture_gate, cuda_api)
+MODULES = (barrier, base, nccl, process_group, subgroups, thread, capture_gate, cuda_api)
 KINDS = ("mean", "parts", "parts", "late", "sum", "max", "gather", "scatter", "copy", "tell")
 
 

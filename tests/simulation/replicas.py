@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from coordinator import messages as m
-from runtime.collective.base import Rendezvous, Request
+from runtime.collective.barrier import Rendezvous
+from runtime.collective.base import Request
 from runtime.collective.thread import ThreadCollective
 from runtime.core.errors import CollectiveAborted
 from runtime.device.base import Device

@@ -54,8 +54,11 @@ def test_a_launch_before_the_meeting_is_found(monkeypatch):
 
 
 def test_pinned_memory_without_the_gate_is_found(monkeypatch):
+    def change(plan):
+        plan.failing, plan.aborter = None, False  # so that no rank may see an error
+
     monkeypatch.setattr(capture_gate.CaptureGate, "driver_call", lambda self: nullcontext())
-    assert found("did not join") is not None or found("hang") is not None
+    assert found("seed", change) is not None
 
 
 def test_a_rank_with_another_order_of_buckets_is_found():

@@ -252,7 +252,7 @@ def test_errors_can_be_sent_to_another_process(error):
 
 
 def test_a_late_rank_is_told_what_to_raise():
-    from runtime.collective.base import AbortableBarrier
+    from runtime.collective.barrier import AbortableBarrier
     from runtime.core.errors import CollectiveTimeout
 
     with pytest.raises(CollectiveTimeout, match="raise collective_timeout"):

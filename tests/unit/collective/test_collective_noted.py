@@ -65,7 +65,7 @@ def _when(condition, event):
 
 
 @pytest.mark.parametrize("num_elements", [8, SHORT, LONG])
-def test_the_wait_is_that_of_the_first_and_the_exchange_that_of_both(lanes, num_elements):
+def test_the_wait_recorded_is_that_of_the_first_and_the_exchange_that_of_both(lanes, num_elements):
     averaged(lanes, num_elements)
     first, last = (lane.seconds() for lane in lanes)
     assert first[SYNC] >= WAIT_S

@@ -823,7 +823,7 @@ class _Named:
 
 
 @each_kind
-def test_close_twice_is_once_and_a_late_peer_is_told(kind):
+def test_a_second_close_has_no_effect_and_a_late_peer_raises(kind):
     with group_of(2, kind) as ends:
         future = start(lambda: ends[0].barrier())
         until(lambda: ends[0]._group.barrier._waiting == [0])
@@ -1024,7 +1024,7 @@ def test_a_meeting_that_is_complete_just_as_the_time_is_up_takes_place(late):
     assert first.exception(TIMEOUT_S) is None
 
 
-def test_a_break_just_as_the_time_is_up_is_told_with_its_own_reason():
+def test_a_break_at_the_time_limit_is_raised_with_its_own_reason():
     barrier = AbortableBarrier(2)
     barrier._turnstiles[0] = _ClosedTooLong(
         barrier._turnstiles[0], lambda: barrier.abort("planted")

@@ -559,7 +559,7 @@ def test_an_exchange_that_raises_takes_the_peers_out(stuck, monkeypatch):
 
 
 def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch):
-    """Were it told as an abort, each rank would wait for another to say what happened."""
+    """As an abort of the group it would be blamed on another rank, and no rank would report it."""
     ends = stuck.group()
 
     def raising(*_):
@@ -745,7 +745,7 @@ def test_backends_are_shut_down_together_once_the_last_rank_has_left(scene):
     assert not [t for t in threading.enumerate() if t.name.startswith("collective-")]
 
 
-def test_a_rank_that_left_is_told_so(scene):
+def test_a_collective_names_the_rank_that_has_left(scene):
     ends = scene.group()
     ends[0].close()
     with pytest.raises(CollectiveAborted, match="rank 0 has left"):

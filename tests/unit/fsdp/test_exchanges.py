@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime import FSDP, ShardingStrategy
-from runtime.collective.base import AbortableBarrier
+from runtime.collective.barrier import AbortableBarrier
 from runtime.device import cuda_api
 from runtime.fsdp import layout as layout_module
 from tests.support.fake_cuda import GPU, FakeCuda

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from runtime.collective.base import Rendezvous
+from runtime.collective.barrier import Rendezvous
 from runtime.core.errors import CollectiveAborted
 from runtime.core.threads import LiveRegistry
 from runtime.replica.graphs import GraphFallbacks
