@@ -47,7 +47,7 @@ from runtime.data.data_path import DataPath
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.stream import StreamAdapter
-from runtime.device import memory as allocator
+from runtime.device import host_allocator as allocator
 from runtime.device.affinity import near
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device

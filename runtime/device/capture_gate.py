@@ -17,15 +17,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 CAPTURE_WAIT_S = 5.0
-"""How long a capture waits for data sets that are being read."""
+"""Limit of a capture's wait for data sets that are being read."""
 READ_WAIT_S = 60.0
-"""How long others wait for a capture."""
+"""Limit of the wait for a capture."""
 LAUNCH_WAIT_S = 5.0
 """Longest wait of a launch for calls to the driver, and of such calls for a launch."""
 
 
 class CaptureGate:
-    """What captures, and those who must not meet one, share; thread-safe.
+    """Mutual exclusion of captures, reads of data sets, launches and driver calls; thread-safe.
 
     A capture in the mode ``thread_local`` bears allocations, waits for events and NCCL's watchdog
     in other threads (``cudaThreadExchangeStreamCaptureMode`` in CUDA's reference; pytorch#104555),
@@ -80,24 +80,24 @@ class CaptureGate:
             return self._captured_s + self._current_s()
 
     def join(self, worker: object, device: torch.device) -> None:
-        """A worker begins on a device; waits for a capture that is under way."""
+        """Register a worker on a device; blocks while a capture is in progress."""
         with self._changed:
             self._await_capture()
             self._workers[worker] = device
 
     def leave(self, worker: object) -> None:
-        """The worker gives its device nothing any more. Idempotent; from any thread."""
+        """Unregister a worker that issues no more work. Idempotent; from any thread."""
         with self._changed:
             self._workers.pop(worker, None)
 
     def num_workers(self, device: torch.device) -> int:
-        """Workers of the process on a device."""
+        """Number of the process's workers on a device."""
         with self._changed:
             return list(self._workers.values()).count(device)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a read of a data set: no capture begins meanwhile, and none is under way.
+        """Context of a read of a data set: no capture is in progress in it.
 
         Threads read at the same time.
         """
@@ -113,7 +113,7 @@ class CaptureGate:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """Around a capture; yields whether it may be made now.
+        """Context of a capture; yields true if it may be made now.
 
         Blocks while another thread captures and while data sets are read, for a while at most.
         """
@@ -205,4 +205,4 @@ class CaptureGate:
 
 
 GATE = CaptureGate()
-"""That of the process."""
+"""The gate of the process."""

@@ -32,119 +32,28 @@ from runtime.device.memory import CudaMemory, MemoryReading, StepMemory
 from runtime.device.metering import CudaLog, ValueLog
 from runtime.device.timing import CudaTimer, EventPool, StepTimer
 
-
-def open_device(device: torch.device, num_cpu_workers: int) -> Device:
-    """The device object of a worker.
-
-    Args:
-        device: Where it trains.
-        num_cpu_workers: CPU workers of the run, which share the cores.
-
-    """
-    if device.type == "cpu":
-        # The limit of the process, by OMP_NUM_THREADS or torch.set_num_threads, holds for all
-        # workers together.
-        return Device(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
-    if DeviceCapabilities.of(device).missing(cuda_api.REQUIRED):
-        return AcceleratorDevice(device)
-    return CudaDevice(device)
-
-
-def devices_differ(devices: Sequence[torch.device]) -> bool:
-    """Whether devices are of different kinds, by type, name, compute capability and memory."""
-    return len({_kind_of(device) for device in devices}) > 1
-
-
-def _kind_of(device: torch.device) -> tuple[object, ...]:
-    if device.type != "cuda":
-        return (device.type,)
-    properties = torch.cuda.get_device_properties(device)
-    # To a GiB: what the driver keeps for itself may differ between two of a kind.
-    memory_gib = round(properties.total_memory / 2**30)
-    return (properties.name, properties.major, properties.minor, memory_gib)
-
-
-Streams = tuple[Stream, Stream, Stream]
-"""A worker's compute, comm and copy stream."""
-
-
-class StreamPool:
-    """Streams of workers that have ended, for those to come. Thread-safe.
-
-    What PyTorch's allocator keeps of freed memory, and the workspaces of cuBLAS, belong to a
-    stream. If each run made new ones, a process would pay for the memory of up to 32.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: WeakKeyDictionary[CudaApi, defaultdict[torch.device, list[Streams]]] = (
-            WeakKeyDictionary()
-        )
-
-    def take(self, api: CudaApi, device: torch.device) -> Streams:
-        """Three streams that no other worker uses."""
-        with self._lock:
-            idle = self._idle.setdefault(api, defaultdict(list))[device]
-            if idle:
-                return idle.pop()
-        return api.new_stream(device), api.new_stream(device), api.new_stream(device)
-
-    def give_back(self, api: CudaApi, device: torch.device, streams: Streams) -> None:
-        """A worker gives them no more work; what it gave may still run."""
-        with self._lock:
-            self._idle.setdefault(api, defaultdict(list))[device].append(streams)
-
-
-STREAMS = StreamPool()
-"""Those of the process."""
-
-
 MAX_RUN_AHEAD = 3
+"""Steps that may be outstanding on a device."""
 _OUTSIDE = (
     "the streams of {} exist only inside its activate(): build and use the worker in "
     "'with device.activate():'"
 )
 
 
-class CudaArrival(PendingCopy):
-    """Copies in front of an event. For the thread that started them."""
-
-    def __init__(self, events: EventPool, event: Event) -> None:
-        self._events = events
-        self._event: Event | None = event
-
-    @property
-    def done(self) -> bool:
-        """Whether the event is complete; it then serves again elsewhere."""
-        if self._event is not None and self._events.api.is_complete(self._event):
-            self._release()
-        return self._event is None
-
-    def wait(self) -> None:
-        """Block until the event is complete."""
-        if self._event is not None:
-            self._events.api.wait_host(self._event)
-            self._release()
-
-    def _release(self) -> None:
-        self._events.give_back(self._event)
-        self._event = None
-
-
 class CudaDevice(Device):
-    """One worker's part of a GPU. Made anywhere, used in one thread, inside :meth:`activate`.
+    """One worker's part of a GPU. Created in any thread, used in one, inside :meth:`activate`.
 
     Args:
         device: The GPU; several workers may share it.
         max_run_ahead: Steps that may be outstanding on it.
-        api: The way to CUDA; ``None``: the real one.
-        gate: Lets captures in; ``None``: that of the process.
-        memory: Tells what the device has left; ``None``: that of the process.
+        api: Calls to CUDA; ``None``: the real ones.
+        gate: Admits captures; ``None``: the gate of the process.
+        memory: Queries of device memory; ``None``: the real ones.
 
     Attributes:
         compute: Stream of forward, backward and optimizer.
         comm_stream: Stream of collectives, snapshots and updates.
-        copy_stream: Stream of batches on their way to the device; ordered by whoever uses it.
+        copy_stream: Stream of copies of batches to the device; its users order it.
     """
 
     has_graphs = True
@@ -175,13 +84,13 @@ class CudaDevice(Device):
     def activate(self) -> Iterator[None]:
         """Make the device and a compute stream of its own current; run backward here.
 
-        On leaving, waits for all that the worker gave the device, so that other threads may
-        use its tensors; not if it leaves by an exception.
+        On exit, waits for all work that the worker has issued, so that other threads may use its
+        tensors; not if it leaves by an exception.
         """
         with self.api.on_device(self.device):
             streams = STREAMS.take(self.api, self.device)
             self._streams = streams
-            # Data and weights that the user has put there may still be on their way.
+            # Copies of the user's data and weights to the device may be pending.
             before = self._before or self.api.mark_caller(self.device)
             for stream in streams:
                 self.api.wait_event(before, stream)
@@ -197,7 +106,7 @@ class CudaDevice(Device):
                 self._accumulators = []
 
     def follow_caller(self) -> None:
-        """Let all that this thread's current stream has got so far come first."""
+        """Order the worker's work behind all work in this thread's current stream."""
         self._before = self.api.mark_caller(self.device)
 
     @property
@@ -222,7 +131,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def comm(self, *, joined: bool = True) -> Iterator[None]:
-        """The comm stream, behind all compute before it and in front of all that follows."""
+        """The comm stream, ordered behind earlier compute and in front of later compute."""
         self._order(self.comm_stream, behind=self.compute)
         try:
             with self.api.stream(self.comm_stream):
@@ -234,11 +143,11 @@ class CudaDevice(Device):
     def _order(self, stream: Stream, *, behind: Stream) -> None:
         event = self._events.record(behind)
         self.api.wait_event(event, stream)
-        # A wait is for the recording of before, so the event may be recorded again at once.
+        # A wait is for the last recording so far: the event may be recorded again at once.
         self._events.give_back(event)
 
     def new_log(self) -> ValueLog:
-        """A log that reads late."""
+        """A log whose values are read some steps late."""
         return CudaLog(self._events)
 
     def new_timer(self, load: LaunchLoad | None = None) -> StepTimer:
@@ -248,52 +157,52 @@ class CudaDevice(Device):
     def pin_accumulators(self, params: Sequence[nn.Parameter]) -> None:
         """Create the nodes that accumulate gradients, and keep them while active.
 
-        A node belongs to the stream under which it was created. One that lived only as long
-        as a graph could come from an evaluation under another stream, of which PyTorch warns
+        A node belongs to the stream under which it was created. A node that lives only as long as
+        a graph could belong to the stream of an evaluation, which PyTorch warns of
         (pytorch#166136).
         """
         edges = [torch.autograd.graph.get_gradient_edge(p) for p in params]
         self._accumulators = [edge.node for edge in edges]
 
     def finish(self) -> None:
-        """Block until the compute and the comm stream have done what they got so far."""
+        """Block until all work in the compute and the comm stream is complete."""
         for stream in (self.compute, self.comm_stream):
-            CudaArrival(self._events, self._events.record(stream)).wait()
+            CudaPendingCopy(self._events, self._events.record(stream)).wait()
 
     def generator_state(self) -> torch.Tensor:
-        """That of the device's default generator, which workers on it share."""
+        """State of the device's default generator, which its workers share."""
         return self.api.generator_state(self.device)
 
     def set_generator_state(self, state: torch.Tensor) -> None:
-        """Put it back."""
+        """Restore the state of the device's default generator."""
         self.api.set_generator_state(self.device, state)
 
     @property
     def is_shared(self) -> bool:
-        """Whether other workers of the process are on the device."""
+        """True if other workers of the process use the device."""
         return self._gate.num_workers(self.device) > 1
 
     def abandon(self) -> None:
-        """Do not count this worker among those of the device any more."""
+        """Remove this worker from the count of the device's workers."""
         self._gate.leave(self)
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
         """See :meth:`CaptureGate.capturing`."""
-        self.finish()  # of a collective, too, before anyone waits for this worker's capture
+        self.finish()  # collectives included, before a peer waits for this worker's capture
         with self._gate.capturing() as granted:
             yield granted
 
     def capture(self, work: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
         """Capture on the compute stream; the graphs of this worker share a pool of memory.
 
-        Their memory is beside what the allocator keeps of eager steps, which is not freed:
+        Their memory adds to the allocator's cache of eager steps, which is not freed:
         ``cudaFree`` may wait for a collective of a peer, and the peer for this worker.
         ``CUDAGraph.capture_begin`` and ``capture_end`` free nothing, while entering
         ``torch.cuda.graph`` synchronizes and empties the caches of all devices.
         """
         if not self._graphs:
-            # One without a graph is not to be used again, nor is that of a broken capture.
+            # A pool without a graph, or of a broken capture, must not be used again.
             self._pool = self.api.new_pool()
         self.finish()
         try:
@@ -322,8 +231,8 @@ class CudaDevice(Device):
         return twin
 
     def arrival(self) -> PendingCopy:
-        """When the comm stream has done what it got so far."""
-        return CudaArrival(self._events, self._events.record(self.comm_stream))
+        """Completion of all work in the comm stream."""
+        return CudaPendingCopy(self._events, self._events.record(self.comm_stream))
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -344,18 +253,18 @@ class CudaDevice(Device):
         self.api.record(event)
 
     def wait_event(self, event: Event) -> None:
-        """Let the current stream wait."""
+        """Make the current stream wait."""
         self.api.wait_event(event)
 
     def wait_host(self, event: Event) -> None:
         """Block this thread."""
-        # The loader's thread has no device of its own: on the first one, which the run may
-        # not use, the call would make a context.
+        # The loader's thread has no current device: on the first one, which the run may not
+        # use, the call would create a context.
         with self.api.on_device(self.device):
             self.api.wait_host(event)
 
     def is_complete(self, event: Event) -> bool:
-        """Whether the work before the event is done."""
+        """True if the work before the event is complete."""
         with self.api.on_device(self.device):
             return self.api.is_complete(event)
 
@@ -373,17 +282,17 @@ class CudaDevice(Device):
         return self.api.empty_pinned(shape, dtype)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A page-locked copy of a strided CPU tensor; any other as it is."""
+        """A page-locked copy of a strided CPU tensor; others are returned as they are."""
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.requires_grad:
             return tensor
         pinned = self.api.empty_pinned(tensor.shape, tensor.dtype)
         return pinned.copy_(tensor)
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device; PyTorch keeps a pinned source until the copy is done
+        """A tensor on the device; PyTorch keeps a pinned source until the copy is complete
         (``ATen/cuda/CachingHostAllocator.h``).
 
-        One that lies there already was made in another stream, and must be complete.
+        One that is there already was made in another stream, and must be complete.
         """
         if tensor.device == self.device:
             self.api.lend(tensor)
@@ -395,9 +304,100 @@ class CudaDevice(Device):
         return self._memory.read(self.device)
 
     def reset_peak(self) -> None:
-        """Let peaks count from here on."""
+        """Restart peaks from the current use."""
         self._memory.reset_peak(self.device)
 
     def step_memory(self) -> StepMemory:
-        """Follows how large steps may be within the device's memory."""
+        """A limit of step sizes by the device's memory."""
         return StepMemory(self._memory, self.device, lambda: self._gate.num_workers(self.device))
+
+
+def open_device(device: torch.device, num_cpu_workers: int) -> Device:
+    """The device object of a worker.
+
+    Args:
+        device: The worker's device.
+        num_cpu_workers: CPU workers of the run, which share the cores.
+
+    """
+    if device.type == "cpu":
+        # The limit of the process, by OMP_NUM_THREADS or torch.set_num_threads, holds for all
+        # workers together.
+        return Device(max(1, IntraOpThreads.budget() // max(1, num_cpu_workers)))
+    if DeviceCapabilities.of(device).missing(cuda_api.REQUIRED):
+        return AcceleratorDevice(device)
+    return CudaDevice(device)
+
+
+def devices_differ(devices: Sequence[torch.device]) -> bool:
+    """True if devices differ in type, name, compute capability or memory."""
+    return len({_kind_of(device) for device in devices}) > 1
+
+
+def _kind_of(device: torch.device) -> tuple[object, ...]:
+    if device.type != "cuda":
+        return (device.type,)
+    properties = torch.cuda.get_device_properties(device)
+    # To a GiB: memory reserved by the driver may differ between two of a kind.
+    memory_gib = round(properties.total_memory / 2**30)
+    return (properties.name, properties.major, properties.minor, memory_gib)
+
+
+Streams = tuple[Stream, Stream, Stream]
+"""A worker's compute, comm and copy stream."""
+
+
+class StreamPool:
+    """Streams of workers that have ended, for reuse by later ones. Thread-safe.
+
+    Cached memory of PyTorch's allocator, and the workspaces of cuBLAS, belong to a stream. If each
+    run made new ones, a process would pay for the memory of up to 32.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: WeakKeyDictionary[CudaApi, defaultdict[torch.device, list[Streams]]] = (
+            WeakKeyDictionary()
+        )
+
+    def take(self, api: CudaApi, device: torch.device) -> Streams:
+        """Three streams that no other worker uses."""
+        with self._lock:
+            idle = self._idle.setdefault(api, defaultdict(list))[device]
+            if idle:
+                return idle.pop()
+        return api.new_stream(device), api.new_stream(device), api.new_stream(device)
+
+    def give_back(self, api: CudaApi, device: torch.device, streams: Streams) -> None:
+        """Return streams that get no more work; issued work may still run."""
+        with self._lock:
+            self._idle.setdefault(api, defaultdict(list))[device].append(streams)
+
+
+STREAMS = StreamPool()
+"""The pool of the process."""
+
+
+class CudaPendingCopy(PendingCopy):
+    """Copies in front of an event. For the thread that started them."""
+
+    def __init__(self, events: EventPool, event: Event) -> None:
+        self._events = events
+        self._event: Event | None = event
+
+    @property
+    def done(self) -> bool:
+        """True once the event is complete; it then returns to its pool."""
+        if self._event is not None and self._events.api.is_complete(self._event):
+            self._release()
+        return self._event is None
+
+    def wait(self) -> None:
+        """Block until the event is complete."""
+        if self._event is not None:
+            self._events.api.wait_host(self._event)
+            self._release()
+
+    def _release(self) -> None:
+        self._events.give_back(self._event)
+        self._event = None

@@ -1,8 +1,8 @@
-"""The one place through which workers and collectives speak to CUDA.
+"""All calls of workers and collectives to CUDA.
 
-Streams, events and pinned memory are made and used here and nowhere else, so that a
-recording stand-in can take the place of :data:`API`. Importing the module touches no device.
-Beside it stand the waits of one stream for another outside a worker's own device.
+Streams, events and pinned memory are created and used here and nowhere else, so that a recording
+stand-in can replace :data:`API`. Importing the module initialises no device. :class:`StreamSync`
+orders streams outside of a worker's own device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from runtime.device import capture_gate
 logger = logging.getLogger(__name__)
 
 Stream = Any
-"""A queue of work of a device, made by :meth:`CudaApi.new_stream`."""
+"""A stream of a device, made by :meth:`CudaApi.new_stream`."""
 Event = Any
-"""A mark in a stream, made by :meth:`CudaApi.new_event`. One that was never recorded is
-complete; recording it again moves it."""
+"""An event of a stream, made by :meth:`CudaApi.new_event`; complete until it is recorded.
+Recording it again moves it."""
 Graph = Any
-"""Work that was recorded once and can be given to a stream again and again."""
+"""Captured work that can be replayed in a stream any number of times."""
 
 
 _READ_HOST = """
@@ -49,17 +49,17 @@ _READ_HOST = """
     ret;
 }
 """
-"""For the driver, which compiles it for any later GPU. The PTX ISA gives a volatile load the
+"""Source for the driver, which compiles it for any later GPU. The PTX ISA gives a volatile load the
 semantics of ``ld.relaxed.sys``: it sees what the host has written by then. Pinned memory has the
 same address on host and device."""
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What a block of pinned memory of ``num_bytes`` takes: the next power of two.
+    """Size of the block that pinned memory of ``num_bytes`` takes: the next power of two.
 
-    So PyTorch's ``ATen/core/CachingHostAllocator.h`` rounds (``c10::llvm::PowerOf2Ceil``), up to
+    PyTorch's ``ATen/core/CachingHostAllocator.h`` rounds so (``c10::llvm::PowerOf2Ceil``), up to
     2.11 always, in 2.13 unless ``pinned_max_round_threshold_mb`` or ``pinned_max_cached_size_mb``
-    of ``PYTORCH_ALLOC_CONF`` says otherwise. It keeps what is freed for blocks of the same size.
+    of ``PYTORCH_ALLOC_CONF`` is set. It caches freed blocks for others of the same size.
     """
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
@@ -92,7 +92,7 @@ refused."""
 
 
 class CudaApi:
-    """Every call to CUDA; stateless and thread-safe. Only :meth:`wait_host` waits.
+    """Calls to CUDA; stateless and thread-safe. Only :meth:`wait_host` waits.
 
     The current device and the current stream are those of the calling thread.
     """
@@ -136,7 +136,7 @@ class CudaApi:
         return torch.cuda.stream(stream)
 
     def mark_caller(self, device: torch.device) -> Event:
-        """An event behind all that the current stream of a device has got so far."""
+        """An event behind all work in the current stream of a device."""
         with self.on_device(device):
             event = self.new_event()
             self.record(event)
@@ -153,10 +153,9 @@ class CudaApi:
         event.record() if stream is None else event.record(stream)
 
     def wait_event(self, event: Event, stream: Stream | None = None) -> None:
-        """Let what a stream (``None``: the current one) gets from here on wait for an event.
+        """Make later work of a stream (``None``: the current one) wait for an event.
 
-        The event's last recording counts, whatever it is recorded for later. The host does
-        not wait.
+        The event's last recording so far counts. The host does not wait.
         """
         event.wait() if stream is None else event.wait(stream)
 
@@ -203,21 +202,21 @@ class CudaApi:
 
         From pageable memory it may ("API synchronization behavior" in CUDA's reference).
 
-        The source must stay as it is, and the target must not be looked at, until an event
-        recorded behind the copy is complete.
+        The source must not change, and the target must not be read, until an event recorded behind
+        the copy is complete.
         """
         target.copy_(source, non_blocking=True)
 
     def host_reader(self) -> Callable[[Tensor, Tensor], None] | None:
         """Load a kernel for the current device that reads pinned memory when it runs.
 
-        A copy promises less: what changes its source before it is over may be seen or not, for
-        CUDA may read a small source when the copy is issued.
+        A copy guarantees less: CUDA may read a small source when the copy is issued, so that a
+        later change of the source may be missed.
 
         The context of the device must be current; see :meth:`make_context_current`.
 
         Returns:
-            Gives the kernel to the current stream: ``target[0] = source[0]``, both float32, the
+            Launches the kernel in the current stream: ``target[0] = source[0]``, both float32, the
             target on the device, the source pinned. ``None``: PyTorch is built for ROCm.
         """
         if torch.version.hip is not None:
@@ -239,27 +238,26 @@ class CudaApi:
         return torch.cuda.get_rng_state(device)
 
     def set_generator_state(self, device: torch.device, state: Tensor) -> None:
-        """Put such a state back."""
+        """Restore a state of a device's default generator."""
         torch.cuda.set_rng_state(state, device)
 
     def new_pool(self) -> Any:
-        """Memory that the graphs of one stream may share."""
+        """A memory pool that the graphs of one stream may share."""
         return torch.cuda.graph_pool_handle()
 
     def capture(
         self, work: Callable[[], None], *, pool: Any, generators: Sequence[torch.Generator] = ()
     ) -> Graph:
-        """Record what ``work`` gives to the current stream, without running it.
+        """Capture the work that ``work`` issues to the current stream, without running it.
 
-        Neither synchronizes the device nor frees memory. If ``work`` raises, or does what cannot
-        be captured, the device's generators are put back into use, the memory of the capture is
-        given back to the allocator, and the first error comes out. One capture at a time in the
-        process.
+        Neither synchronizes the device nor frees memory. If ``work`` raises, or cannot be captured,
+        the device's generators become usable again, the memory of the capture returns to the
+        allocator, and the first error is raised. One capture at a time in the process.
 
         Args:
             work: Called once, in this thread.
             pool: From :meth:`new_pool`.
-            generators: Of the current device, which ``work`` may draw from; its default one
+            generators: Generators of the current device that ``work`` draws from; the default one
                 need not be named.
         """
         device = torch.cuda.current_device()
@@ -270,11 +268,11 @@ class CudaApi:
             raise
 
     def replay(self, graph: Graph) -> None:
-        """Give the work of a graph to the current stream; generators move on."""
+        """Issue the work of a graph to the current stream; generators advance."""
         graph.replay()
 
     def lend(self, tensor: Tensor) -> None:
-        """Let memory of another stream, once freed, wait until the current one is done with it."""
+        """Delay reuse of a tensor's memory, of another stream, until the current stream is done."""
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def seed(self, device: torch.device, seed: int) -> None:
@@ -283,7 +281,7 @@ class CudaApi:
             torch.cuda.manual_seed(seed)
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Where a tensor lies."""
+        """The device of a tensor."""
         return tensor.device
 
 
@@ -305,7 +303,7 @@ def _capture(
         try:
             work()
         except BaseException:
-            # It would only tell that the capture is broken.
+            # Its error would only say that the capture is broken.
             with suppress(Exception):
                 graph.capture_end()
             raise
@@ -317,7 +315,7 @@ def _capture(
 
 
 def _clear_up(graph: Graph, device: int, pool: Any, *, has_begun: bool) -> None:
-    """Undo what a broken capture leaves in PyTorch's allocators.
+    """Undo the effects of a broken capture on PyTorch's allocators.
 
     ``capture_begin`` hands the device's and the pinned allocator a filter that refers to the
     graph, and takes a reference to the pool. In 2.11, ``capture_end`` raises for a broken
@@ -340,7 +338,7 @@ def _clear_up(graph: Graph, device: int, pool: Any, *, has_begun: bool) -> None:
 
 
 def _has_ended(graph: Graph) -> bool:
-    """Whether ``capture_end`` got as far as making the graph; one without has no pool."""
+    """True if ``capture_end`` has made the graph; one without has no pool."""
     try:
         graph.pool()
     except RuntimeError:
@@ -349,7 +347,7 @@ def _has_ended(graph: Graph) -> bool:
 
 
 def _resets_broken() -> bool:
-    """Whether ``CUDAGraph.reset`` gives back the pool of a broken capture.
+    """True if ``CUDAGraph.reset`` returns the pool of a broken capture.
 
     Builds for ROCm have the change in older versions too.
     """
@@ -357,10 +355,10 @@ def _resets_broken() -> bool:
 
 
 def _heal(device: int, generators: Sequence[torch.Generator]) -> None:
-    """Let generators draw again that a broken capture has left waiting for its end.
+    """Make generators usable again that a broken capture has left waiting for its end.
 
-    Their state must stay the object that it is, which other graphs know. A capture that
-    succeeds ends the wait.
+    Their state must stay the same object, which other graphs refer to. A capture that succeeds
+    ends the wait.
     """
     default = torch.cuda.default_generators[device]
     target = torch.empty(1, device=default.device)
@@ -368,20 +366,20 @@ def _heal(device: int, generators: Sequence[torch.Generator]) -> None:
         for generator in (default, *generators):
             target.uniform_(generator=generator)
     except RuntimeError:
-        with suppress(Exception):  # the error that broke the capture is the one to tell
+        with suppress(Exception):  # the error that broke the capture is raised
             _capture(target.zero_, device, torch.cuda.graph_pool_handle(), generators)
 
 
 API = CudaApi()
-"""What is used where no other is passed; looked up at each use."""
+"""The default; looked up at each use."""
 
 
 class StreamSync:
-    """Orders streams by events; does nothing where no GPU is involved. Thread-safe.
+    """Orders streams by events; does nothing without a GPU. Thread-safe.
 
     Args:
-        devices: Whose current streams :meth:`marks` and :meth:`join` mean.
-        api: The way to CUDA; ``None``: the real one.
+        devices: Devices whose current streams :meth:`marks` and :meth:`join` use.
+        api: Calls to CUDA; ``None``: the real ones.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), api: CudaApi | None = None) -> None:
@@ -389,11 +387,11 @@ class StreamSync:
         self._gpus = list(dict.fromkeys(d for d in devices if d.type == "cuda"))
 
     def mark(self, device: torch.device, event: Event | None = None) -> Event | None:
-        """Mark what the calling thread's current stream of a device was given so far.
+        """Record an event behind all work in the calling thread's current stream of a device.
 
         Args:
-            device: ``None`` is given for a CPU.
-            event: One to record again; ``None``: a new one.
+            device: For a CPU, ``None`` is returned.
+            event: An event to reuse; ``None``: a new one.
         """
         if device.type != "cuda":
             return None
@@ -403,7 +401,7 @@ class StreamSync:
         return event
 
     def wait(self, device: torch.device, marks: Iterable[Event | None]) -> None:
-        """What the calling thread gives a device from here on comes after the marks.
+        """Order later work of the calling thread on a device behind events of others.
 
         Its current stream waits; for a CPU the host does.
         """
@@ -417,15 +415,15 @@ class StreamSync:
                 self._api.wait_host(mark)
 
     def wait_host(self, mark: Event | None) -> None:
-        """Block the calling thread until what is in front of a mark is done."""
+        """Block the calling thread until the work in front of an event is complete."""
         if mark is not None:
             self._api.wait_host(mark)
 
     def marks(self, tensors: Sequence[Tensor] = ()) -> list[Event]:
-        """Marks of the calling thread's current streams.
+        """Events behind all work in the calling thread's current streams.
 
         Args:
-            tensors: What crosses; may lie on a GPU that is none of ours.
+            tensors: Tensors that cross; they may be on other GPUs than ``devices``.
         """
         return [mark for gpu in self._gpus_of(tensors) if (mark := self.mark(gpu)) is not None]
 

@@ -21,12 +21,12 @@ class StepMeter:
 
     Args:
         log: Losses and scalars of the steps.
-        timer: Times the steps; ``None``: :meth:`add` is told their time.
+        timer: Times the steps; ``None``: times are passed to :meth:`add`.
 
     Attributes:
-        num_skipped: Samples whose effect was dropped because of values that are not finite.
-        num_empty: Batches of which peers have trained all samples, and which nobody times.
-        most_samples: Told along: samples in a micro-batch that the device bears, if known.
+        num_skipped: Samples dropped because of values that are not finite.
+        num_empty: Batches of which peers have trained all samples; not timed.
+        most_samples: Reported: limit of samples in a micro-batch by the device's memory, if known.
     """
 
     def __init__(self, log: ValueLog, timer: StepTimer | None = None) -> None:
@@ -47,7 +47,7 @@ class StepMeter:
     def add(
         self, num_batches: int, num_samples: int, compute_s: float = 0.0, *, num_skipped: int = 0
     ) -> None:
-        """Count a step, and those of its samples whose effect was dropped."""
+        """Count a step, and those of its samples that were dropped."""
         self.num_batches += num_batches
         self.num_skipped += num_skipped
         self.num_samples += num_samples
@@ -57,9 +57,9 @@ class StepMeter:
         """Everything since the last call.
 
         Args:
-            wait: Wait for losses and times that are still on the device; else they come
-                with a later tally.
-            learning_rate: Is told along.
+            wait: Block for losses and times that are still on the device; if not, a later tally
+                has them.
+            learning_rate: Reported with the tally.
         """
         compute_s, num_timed = self.compute_s, self.num_batches - self.num_empty
         if self.timer is not None:
@@ -89,12 +89,12 @@ class StepMeter:
 
 
 class LogMark(NamedTuple):
-    """Where a log stood.
+    """A position in a log.
 
     Attributes:
         losses: Losses kept.
         scalars: Scalars kept.
-        step: Number of the batch that comes next.
+        step: Number of the next batch.
     """
 
     losses: int
@@ -103,7 +103,7 @@ class LogMark(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """Values of a step that is not known to count yet.
+    """Values of a step whose reduction is not confirmed yet.
 
     Attributes:
         losses: Its losses, each with its weight and the number of its batch.
@@ -126,7 +126,7 @@ class Sums:
 
     Args:
         on_bad_loss: See :class:`ValueLog`.
-        each: Takes the losses one by one as well, each with its weight.
+        each: Receives the single losses as well, each with its weight.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Sums:
             self._each += zip(losses, weights, strict=True)
 
     def add_scalar(self, name: str, value: float, weight: float) -> None:
-        """Add a scalar of a batch; of weight 0, whatever it is, it adds nothing."""
+        """Add a scalar of a batch; with weight 0 it adds nothing, NaN included."""
         total, weights = self._scalars.setdefault(name, (ExactSum(), WeightSum()))
         if weight:
             total.add(value * weight)
@@ -178,14 +178,14 @@ _NOTHING = torch.zeros(())
 class ValueLog:
     """Losses and scalars of the steps since the last report, read late.
 
-    ``push`` only keeps a reference; ``harvest`` reads what is ready. On a CPU everything
-    is ready. Sums are exact, so that where they are cut does not show.
+    ``push`` only keeps a reference; ``harvest`` reads the values that are ready, on a CPU all of
+    them. Sums are exact, so that they do not depend on the boundaries between reports.
 
     Attributes:
         on_bad_loss: Called by ``harvest`` with the number of the first batch whose loss is
             not finite, counted from 0; ``None``: such losses are summed as they are.
-        each: Losses that ``harvest`` has read, with their weights, until somebody takes them;
-            ``None``: they are not wanted.
+        each: Losses that ``harvest`` has read, with their weights, until :meth:`take_each`;
+            ``None``: they are not kept.
     """
 
     def __init__(self) -> None:
@@ -205,17 +205,17 @@ class ValueLog:
         self._scalars.append((name, value, weight))
 
     def take_scalars(self) -> list[tuple[str, float | torch.Tensor]]:
-        """The scalars kept, which are forgotten here."""
+        """Remove and return the scalars kept."""
         found, self._scalars = self._scalars, []
         return [(name, value) for name, value, _ in found]
 
     @property
     def num_scalars(self) -> int:
-        """Scalars kept."""
+        """Number of scalars kept."""
         return len(self._scalars)
 
     def weigh_scalars(self, first: int, weight: Weight) -> None:
-        """The scalars from the ``first`` kept on are of a batch whose loss has this weight."""
+        """Set the weight of the scalars from number ``first`` on: that of their batch's loss."""
         self._scalars[first:] = [(name, value, weight) for name, value, _ in self._scalars[first:]]
 
     def start_at(self, step: int) -> None:
@@ -223,56 +223,56 @@ class ValueLog:
         self._step = step
 
     def mark(self) -> LogMark:
-        """Where the log stands; good until the next harvest."""
+        """The current position; valid until the next harvest."""
         return LogMark(len(self._losses), len(self._scalars), self._step)
 
     def since(self, mark: LogMark) -> Sequence[tuple[torch.Tensor, Weight, int]]:
-        """``(loss, weight, number of the batch)`` of what was pushed since."""
+        """``(loss, weight, number of the batch)`` of each loss pushed since a mark."""
         return self._losses[mark.losses :]
 
     def rewind(self, mark: LogMark) -> None:
-        """Forget the values pushed since; their batches stay counted."""
+        """Drop the values pushed since a mark; their batches stay counted."""
         dropped = self._losses[mark.losses :] if self.each is not None else []
         self._losses[mark.losses :] = [(_NOTHING, 0, step) for _, _, step in dropped]
         del self._scalars[mark.scalars :]
 
     def retract(self, mark: LogMark) -> None:
-        """Forget the values pushed since, and their batches: they were not trained."""
+        """Drop the values pushed since a mark, and their batches, which were not trained."""
         del self._losses[mark.losses :]
         del self._scalars[mark.scalars :]
         self._step = mark.step
 
     def withhold(self, mark: LogMark) -> PendingStep:
-        """Take out the values pushed since, until :meth:`give` puts them back."""
+        """Remove the values pushed since a mark, until :meth:`give` restores them."""
         held = PendingStep(self._losses[mark.losses :], self._scalars[mark.scalars :])
         del self._losses[mark.losses :]
         del self._scalars[mark.scalars :]
         return held
 
     def give(self, held: PendingStep) -> None:
-        """Keep values that were withheld, and not yet those pushed after them."""
+        """Restore withheld values, before later ones are pushed."""
         self._losses.extend(held.losses)
         self._scalars.extend(held.scalars)
 
     def take_each(self) -> tuple[tuple[float, float], ...]:
-        """Every loss read since the last call; of weight 0 where it was dropped."""
+        """Every loss read since the last call; with weight 0 where it was dropped."""
         if self.each is None:
             return ()
         found, self.each = tuple(self.each), []
         return found
 
     def harvest(self, *, wait: bool = True) -> Harvest:
-        """``(loss sum, its weight, scalars)`` of everything that is ready.
+        """``(loss sum, its weight, scalars)`` of all values that are ready.
 
         Args:
-            wait: Wait for what is still on the device; else it comes with a later harvest.
+            wait: Block for values that are still on the device; if not, a later harvest has them.
         """
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
         sums = Sums(self.on_bad_loss, self.each)
         if losses:
-            tensors, told, steps = zip(*losses, strict=True)
-            sums.add_losses(_read(tensors), _read_weights(told), steps)
+            tensors, sizes, steps = zip(*losses, strict=True)
+            sums.add_losses(_read(tensors), _read_weights(sizes), steps)
         values, weights = _read([v for _, v, _ in scalars]), _read_weights([n for *_, n in scalars])
         for (name, _, _), value, n in zip(scalars, values, weights, strict=True):
             sums.add_scalar(name, value, n)
@@ -280,7 +280,7 @@ class ValueLog:
 
 
 def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
-    """The values as numbers, with one read for all where they are alike."""
+    """The values as numbers, in one copy to the host where their kinds are equal."""
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     alike = {(t.dtype, t.device, t.shape) for t in tensors}
     if len(tensors) < 2 or len(tensors) < len(values) or len(alike) > 1:
@@ -290,24 +290,24 @@ def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
 
 
 def _read_weights(weights: Sequence[Weight]) -> Sequence[float]:
-    """The weights as numbers; what are numbers stay as they are."""
+    """The weights as numbers."""
     if set(map(type, weights)) <= {int, float}:
         return weights  # type: ignore[return-value]
     return [float(w) if isinstance(w, torch.Tensor) else w for w in weights]
 
 
 CAPACITY = 1024
-"""Values that travel together."""
+"""Values in one copy to the host."""
 NUM_BUFFERS = 8
-"""Pinned buffers. They are made beforehand: pinning memory may wait for a collective."""
+"""Pinned buffers, allocated beforehand: pinning memory may wait for a collective."""
 
 
 class _Entry(NamedTuple):
     """One value.
 
     Attributes:
-        name: Of a scalar; ``None``: the loss of a batch.
-        value: The value where the CPU knows it, else its tensor until it is sent.
+        name: Name of a scalar; ``None``: the loss of a batch.
+        value: The value if it is on the CPU; if not, its tensor until it is sent.
         weight: As the value.
         step: Number of the batch, for a loss.
     """
@@ -319,7 +319,7 @@ class _Entry(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """Values on their way to the CPU, in step order."""
+    """A pending copy of values to the CPU, in step order."""
 
     event: Event
     buffer: Tensor
@@ -327,11 +327,11 @@ class _Flight(NamedTuple):
 
 
 class CudaLog(ValueLog):
-    """Keeps the device scalars of each step and brings them to the CPU in one go.
+    """Keeps the device scalars of each step and copies them to the CPU together.
 
-    Each harvest gathers what was pushed since the last one into one tensor, copies that to
+    Each harvest gathers the values pushed since the last one into one tensor, copies that to
     a pinned buffer of a ring and records an event; a buffer is read once its event is
-    complete, so a harvest that does not wait may give less than was pushed. Everything runs
+    complete, so a harvest that does not wait may return less than was pushed. Everything runs
     on the stream that is current in the worker's thread, the compute stream. A tensor that
     is pushed must not be written to again before the next harvest.
     """
@@ -346,7 +346,7 @@ class CudaLog(ValueLog):
         ]
 
     def harvest(self, *, wait: bool = True) -> Harvest:
-        """What has arrived, in step order; blocks for the rest only if ``wait``."""
+        """Sums of the values on the CPU, in step order; blocks for the rest if ``wait``."""
         known = self._known
         entries = [_Entry(None, known(loss), known(n), step) for loss, n, step in self._losses]
         entries += [_Entry(name, known(v), known(n), 0) for name, v, n in self._scalars]
@@ -368,12 +368,12 @@ class CudaLog(ValueLog):
         buffer = self._free.pop()
         if tensors:
             self._api.copy(buffer[: len(tensors)], _gather(tensors))
-        # The tensors are let go of: what reuses their memory comes behind the copy.
+        # The tensors are released: reuse of their memory is ordered behind the copy.
         entries = [_without_tensors(e) for e in entries]
         self._flights.append(_Flight(self._events.record(), buffer, entries))
 
     def _land(self, sums: Sums) -> None:
-        """Add up the oldest flight; waits for it."""
+        """Add up the oldest copy; blocks for it."""
         flight = self._flights.popleft()
         if not self._api.is_complete(flight.event):
             self._api.wait_host(flight.event)
@@ -395,7 +395,7 @@ class CudaLog(ValueLog):
         sums.add_losses(losses, weights, steps)
 
     def _known(self, value: float | Tensor) -> float | Tensor:
-        """A value, read if it lies on the CPU."""
+        """A value, read if it is on the CPU."""
         on_cpu = isinstance(value, Tensor) and self._api.device_of(value).type == "cpu"
         return float(value) if on_cpu else value
 
@@ -407,7 +407,7 @@ def _without_tensors(entry: _Entry) -> _Entry:
 
 
 def _gather(tensors: Sequence[Tensor]) -> Tensor:
-    """All values as one tensor of doubles; one kernel or two where they are alike."""
+    """All values as one tensor of doubles; in two kernels at most where their kinds are equal."""
     if len({(t.dtype, t.shape) for t in tensors}) == 1:
         return torch.stack(list(tensors)).double().view(-1)
     return torch.stack([t.double().reshape(()) for t in tensors])

@@ -1,4 +1,4 @@
-"""How long steps take: what the device computes, without waits for data and for peers."""
+"""Times of steps on the device, without waits for data and for peers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,39 @@ from runtime.device.cuda_api import CudaApi, Event, Stream
 from runtime.device.launch_load import LaunchLoad, LaunchMeter
 
 
+class StepTimer(ABC):
+    """Measures the steps of one worker, in its thread: start, (pause, resume)*, stop.
+
+    ``start`` after a ``start`` discards the step that was not stopped.
+    """
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin a step. Blocks while the device is too far behind."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Pause: later work does not belong to the step."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Continue the step."""
+
+    @abstractmethod
+    def stop(self, num_batches: int) -> StepTime:
+        """End the step, all of whose work has been issued."""
+
+    @abstractmethod
+    def take(self, *, wait: bool) -> tuple[float, int]:
+        """Seconds of the steps measured since the last call, and the batches in them.
+
+        Args:
+            wait: Block for steps that are still on the device; if not, a later call has them.
+        """
+
+
 class StepTime(ABC):
-    """The time of one step, told by whoever measured it."""
+    """The time of one measured step."""
 
     @property
     @abstractmethod
@@ -19,39 +50,8 @@ class StepTime(ABC):
         """Seconds of the step. The first reading may wait for the device."""
 
 
-class StepTimer(ABC):
-    """Measures the steps of one worker, in its thread: start, (pause, resume)*, stop.
-
-    ``start`` after a ``start`` forgets the step that was not stopped.
-    """
-
-    @abstractmethod
-    def start(self) -> None:
-        """A step begins. Waits while the device is too far behind."""
-
-    @abstractmethod
-    def pause(self) -> None:
-        """What follows is no work of the step."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """The step goes on."""
-
-    @abstractmethod
-    def stop(self, num_batches: int) -> StepTime:
-        """The step has been given to the device."""
-
-    @abstractmethod
-    def take(self, *, wait: bool) -> tuple[float, int]:
-        """Seconds of the steps measured since the last call, and the batches in them.
-
-        Args:
-            wait: Wait for the steps that are still on the device; else they come later.
-        """
-
-
 class HostTime(StepTime):
-    """A time that is known."""
+    """A time that is available at once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -63,7 +63,7 @@ class HostTime(StepTime):
 
 
 class HostTimer(StepTimer):
-    """Wall time, for steps that are over when their calls return."""
+    """Wall time, for steps that are complete when their calls return."""
 
     def __init__(self) -> None:
         self._begun = self._paused = self._idle_s = 0.0
@@ -71,20 +71,20 @@ class HostTimer(StepTimer):
         self._num_batches = 0
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._idle_s = 0.0
         self._begun = time.perf_counter()
 
     def pause(self) -> None:
-        """What follows is no work of the step."""
+        """Pause: later work does not belong to the step."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
-        """The step goes on."""
+        """Continue the step."""
         self._idle_s += time.perf_counter() - self._paused
 
     def stop(self, num_batches: int) -> StepTime:
-        """The step is done."""
+        """End the step."""
         seconds = time.perf_counter() - self._begun - self._idle_s
         self._total_s += seconds
         self._num_batches += num_batches
@@ -98,11 +98,11 @@ class HostTimer(StepTimer):
 
 
 class EventPool:
-    """Events that are used again and again. For one thread.
+    """Reusable events. For one thread.
 
     Args:
-        api: Where they come from.
-        timing: Whether they tell the time.
+        api: Creates them.
+        timing: True if they record times.
     """
 
     def __init__(self, api: CudaApi, *, timing: bool = False) -> None:
@@ -117,7 +117,7 @@ class EventPool:
         return event
 
     def give_back(self, *events: Event) -> None:
-        """Events that nobody looks at any more."""
+        """Return events that are not in use any more."""
         self._free.extend(events)
 
 
@@ -128,7 +128,7 @@ class CudaTimer(StepTimer):
     more than that many are outstanding, in memory and in what a late error costs.
 
     Args:
-        api: Where events come from.
+        api: Creates the events.
         stream: The compute stream.
         max_run_ahead: Steps that may be outstanding, at least 1.
         load: Receives samples of launch times; ``None``: none are taken.
@@ -153,7 +153,7 @@ class CudaTimer(StepTimer):
         self._num_batches = 0
 
     def start(self) -> None:
-        """A step begins. Waits for the step ``max_run_ahead`` back, for no other work."""
+        """Begin a step. Blocks for the step ``max_run_ahead`` back, for no other work."""
         while len(self._running) >= self._max_run_ahead:
             self._finish_oldest()
         self._events.give_back(*self._marks)  # of a step that was never stopped
@@ -163,19 +163,19 @@ class CudaTimer(StepTimer):
             self._is_sampled = self._meter.start()
 
     def pause(self) -> None:
-        """What follows is no work of the step."""
+        """Pause: later work does not belong to the step."""
         self._mark()
         if self._is_sampled and self._meter is not None:
             self._meter.pause()
 
     def resume(self) -> None:
-        """The step continues."""
+        """Continue the step."""
         if self._is_sampled and self._meter is not None:
             self._meter.resume()
         self._mark()
 
     def stop(self, num_batches: int) -> StepTime:
-        """The step has been given to the device."""
+        """End the step, all of whose work has been issued."""
         launched = None
         if self._is_sampled and self._meter is not None:
             launched = self._meter.stop()
@@ -187,7 +187,7 @@ class CudaTimer(StepTimer):
         return step
 
     def take(self, *, wait: bool) -> tuple[float, int]:
-        """Seconds and batches of the steps that are done and were not taken yet."""
+        """Seconds and batches of the complete steps since the last call."""
         if wait and self._running:
             self._api.wait_host(self._running[-1].end)
         while self._running and (wait or self._api.is_complete(self._running[0].end)):
@@ -197,7 +197,7 @@ class CudaTimer(StepTimer):
         return taken
 
     def finish(self, step: CudaStepTime) -> None:
-        """Measure all steps up to this one; waits for it."""
+        """Measure all steps up to this one; blocks for it."""
         while step in self._running:
             self._finish_oldest()
 
@@ -222,9 +222,9 @@ class CudaStepTime(StepTime):
     """The time of a step that may still be on the device.
 
     Attributes:
-        marks: Its events, until it was measured.
+        marks: Its events, until it is measured.
         num_batches: Batches in it.
-        measured: Its seconds, once it was measured.
+        measured: Its seconds, once it is measured.
         launched: Wall and CPU seconds of the host, of a step that was sampled.
     """
 
@@ -248,7 +248,7 @@ class CudaStepTime(StepTime):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step; waits until it is done. In the worker's thread alone."""
+        """Seconds of the step; blocks until it is complete. In the worker's thread alone."""
         if self.measured is None:
             self._timer.finish(self)
         assert self.measured is not None, "a step that was stopped gets measured"

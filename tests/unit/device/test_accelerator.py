@@ -95,7 +95,7 @@ def test_other_accelerators_lack_what_the_seam_to_cuda_requires(device):
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps", "meta"])
-def test_a_device_that_is_not_there_is_told_from_one_that_lacks_something(here, kind):
+def test_an_absent_device_and_a_missing_capability_have_different_errors(here, kind):
     here(None)
     with pytest.raises(ValueError, match=f"there is no {kind} here; PyTorch finds no accelerator"):
         check_devices(kind)

@@ -137,7 +137,7 @@ def test_the_address_has_the_form_of_sysfs(sysfs, mask):
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_workers_are_pinned_unless_it_is_turned_off(flag, monkeypatch):
+def test_workers_are_pinned_unless_pinning_is_off(flag, monkeypatch):
     pinned = []
     monkeypatch.setattr(
         run_module, "near", lambda device: nullcontext(pinned.append(threading.current_thread()))

@@ -95,7 +95,7 @@ def test_data_sets_are_read_by_several_threads_at_once(gate, pool):
         future.result(WAIT_S)
 
 
-def test_a_reader_that_is_stuck_costs_a_capture_and_no_more():
+def test_a_stuck_reader_costs_a_capture_and_no_more():
     gate = CaptureGate(capture_wait_s=0.01, read_wait_s=WAIT_S)
     with gate.reading():
         assert not capture(gate)
@@ -104,7 +104,7 @@ def test_a_reader_that_is_stuck_costs_a_capture_and_no_more():
     assert capture(gate)
 
 
-def test_a_capture_that_is_stuck_holds_nobody_for_ever(caplog):
+def test_a_stuck_capture_holds_readers_up_to_the_limit(caplog):
     gate = CaptureGate(capture_wait_s=WAIT_S, read_wait_s=0.01)
     with gate.capturing():
         assert not capture(gate)
@@ -167,7 +167,7 @@ def test_a_worker_joins_behind_a_capture(gate, pool):
     assert gate.num_workers(GPU) == 1
 
 
-def test_a_device_has_done_its_work_before_it_waits_to_capture(gate, pool):
+def test_issued_work_is_complete_before_a_worker_waits_to_capture(gate, pool):
     """A collective in it may be what another rank waits for, which holds the gate."""
     fake = FakeCuda()
     device = CudaDevice(GPU, api=fake, gate=gate)

@@ -99,7 +99,7 @@ def test_a_capture_is_of_one_thread_and_knows_the_generators(log):
     ]
 
 
-def test_generators_are_not_registered_where_pytorch_does_it_itself(log, monkeypatch):
+def test_generators_are_not_registered_where_pytorch_registers_them(log, monkeypatch):
     """From 2.14 on it warns of every call."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     CudaApi().capture(lambda: None, pool="pool", generators=[Generator(log, "own")])
@@ -125,14 +125,14 @@ def test_a_broken_capture_ends_and_generators_can_draw_again(log):
     ]
 
 
-def test_a_capture_that_turns_out_broken_at_its_end_says_so(log):
+def test_a_capture_that_breaks_at_its_end_raises(log):
     log.graph.broken = True
     begin("invalidated")
     assert log[1:5] == ["end", "allocate to pool no more", "reset", "release pool"]
     assert log[5:7] == ["begin in new pool, thread_local", "end"]
 
 
-def test_a_broken_graph_outlives_what_the_pinned_allocator_asks_it(log):
+def test_a_broken_graph_outlives_the_filter_of_the_pinned_allocator(log):
     log.graph.broken = True
     begin("invalidated")
     graphs = [graph for graph in gc.get_objects() if isinstance(graph, log.graph)]

@@ -307,7 +307,7 @@ class Pair:
     model = torch.nn.BatchNorm1d(3)
 
 
-def test_snapshots_count_with_the_pinned_memory_that_they_will_take(late):
+def test_the_budget_counts_the_pinned_memory_of_snapshots(late):
     fake, _ = late
     adapter = adapt_dataset(Reads())
     contexts = [PosingDevice(GPU, api=fake)] * 2

@@ -70,7 +70,7 @@ def test_the_comm_stream_is_ordered_both_ways_whichever_stream_runs_first(fake, 
 
 
 @any_order
-def test_what_fails_in_the_comm_stream_is_ordered_too(fake, device, order):
+def test_a_failure_in_the_comm_stream_keeps_the_order(fake, device, order):
     fake.mark("step")
     with pytest.raises(KeyError), device.comm():
         fail(fake, "half")
@@ -79,7 +79,7 @@ def test_what_fails_in_the_comm_stream_is_ordered_too(fake, device, order):
     assert fake.done == ["step", "half", "forward"]
 
 
-def test_the_order_is_asked_for_in_the_order_in_which_it_works(fake, device):
+def test_events_are_recorded_before_streams_wait_for_them(fake, device):
     fake.log.clear()
     with device.comm():
         pass
@@ -180,7 +180,7 @@ def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, 
 
 
 @any_order
-def test_a_snapshot_holds_the_state_at_its_step_and_is_late(fake, order):
+def test_a_snapshot_holds_the_state_of_its_step_and_completes_later(fake, order):
     """S6: it is behind the step before it, and training goes on before it has arrived."""
     model = Model()
     averager = averager_on(fake, model)
@@ -206,7 +206,7 @@ def test_a_snapshot_holds_the_state_at_its_step_and_is_late(fake, order):
 
 
 @pytest.mark.parametrize("take", ["snapshot", "own", "last"])
-def test_a_snapshot_for_now_is_there_when_it_is_given(fake, take):
+def test_a_synchronous_snapshot_is_complete_when_it_is_returned(fake, take):
     averager = averager_on(fake, Model(3.0))
     with averager._device.activate():
         if take == "last":
@@ -219,7 +219,7 @@ def test_a_snapshot_for_now_is_there_when_it_is_given(fake, take):
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])
-def test_an_update_adds_what_was_trained_since_the_snapshot(fake, meanwhile):
+def test_an_update_keeps_the_training_since_the_snapshot(fake, meanwhile):
     model, seen = Model(), []
     averager = averager_on(fake, model)
     with averager._device.activate():
@@ -245,7 +245,7 @@ def test_an_update_adds_what_was_trained_since_the_snapshot(fake, meanwhile):
     assert payload.params[0] is averager._host_copy.params[0]
 
 
-def test_pinned_memory_is_not_written_before_the_copies_from_and_to_it_are_over(fake):
+def test_pinned_memory_is_written_only_after_its_copies_are_complete(fake):
     averager = averager_on(fake, Model())
     with averager._device.activate():
         _, first, _ = averager.start_snapshot()
@@ -334,13 +334,13 @@ def test_a_run_ahead_can_be_chosen(fake):
 # -- the thread's life -------------------------------------------------------------------
 
 
-def test_the_device_lives_under_its_own_stream_and_runs_backward_in_its_thread(fake, device):
+def test_activate_makes_the_compute_stream_current_and_runs_backward_in_its_thread(fake, device):
     assert fake.current is device.compute
     assert len({device.compute, device.comm_stream, device.copy_stream}) == 3
     assert not torch.autograd.is_multithreading_enabled()
 
 
-def test_leaving_waits_for_what_was_given_to_the_device(fake):
+def test_the_end_of_activate_waits_for_issued_work(fake):
     device = CudaDevice(GPU, api=fake)
     with device.activate():
         fake.mark("compute")
@@ -388,13 +388,8 @@ def test_a_cuda_device_opens_without_cuda():
     assert not torch.cuda.is_initialized()
 
 
-def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match="'cpu' or 'cuda:N'"):
-        open_device(torch.device("meta"), 0)
-
-
-def test_a_device_with_streams_leaves_nothing_to_what_the_cpu_does_instead():
-    """What is inherited does nothing, which on a GPU would be a wait that is missing."""
+def test_a_device_with_streams_overrides_every_method_of_the_cpu_that_differs():
+    """Inherited methods do nothing, which on a GPU would be a missing wait."""
     methods = {name for name, value in vars(Device).items() if callable(value)} - {"now"}
     inherited = methods - {"__init__", "empty"}  # which asks self.device
     assert inherited <= set(vars(CudaDevice))

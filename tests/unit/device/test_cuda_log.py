@@ -33,7 +33,7 @@ def tensor(value, dtype=torch.float32):
     return torch.tensor(value, dtype=dtype)
 
 
-def test_a_harvest_gives_what_has_arrived_and_the_rest_comes_later(fake, log):
+def test_a_harvest_returns_complete_values_and_a_later_one_the_rest(fake, log):
     log.push_loss(tensor(2.0), 3)
     assert log.harvest(wait=False) == NOTHING
     log.push_loss(tensor(5.0), 1)
@@ -64,7 +64,7 @@ def test_a_harvest_of_many_is_one_copy(fake, log):
     assert log.harvest() == (200.0, 200, (("norm", 600.0, 200),))
 
 
-def test_it_gives_what_the_log_of_a_cpu_gives(log):
+def test_the_log_of_a_gpu_gives_the_values_of_a_cpu_log(log):
     generator = torch.Generator().manual_seed(0)
     logs = (log, ValueLog())
     for step in range(50):
@@ -79,7 +79,7 @@ def test_it_gives_what_the_log_of_a_cpu_gives(log):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_weights_of_the_device_travel_with_what_they_weigh(log, late):
+def test_weights_on_the_device_are_copied_with_their_losses(log, late):
     logs = (log, ValueLog())
     for step in range(1500):  # more than one buffer holds
         for each in logs:
@@ -105,7 +105,7 @@ def test_a_bad_loss_is_named_by_its_batch_however_late(fake, log):
     assert named == [1, 3]
 
 
-def test_what_is_taken_back_is_not_sent(log):
+def test_retracted_values_are_not_copied(log):
     log.push_loss(tensor(1.0), 1)
     mark = log.mark()
     log.push_loss(tensor(9.0), 1)

@@ -26,7 +26,7 @@ OTHER = torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("index", range(3), ids=["compute", "comm", "copy"])
-def test_every_stream_comes_behind_what_the_thread_had_given_the_device(index):
+def test_every_stream_is_ordered_behind_earlier_work_of_the_thread(index):
     fake = FakeCuda(patience=None, allow_default=True)
     fake.mark("data")
     with CudaDevice(GPU, api=fake).activate():
@@ -99,7 +99,7 @@ class DeviceTold(FakeCuda):
         return super().is_complete(event)
 
 
-def test_a_loaders_thread_looks_at_events_under_its_own_device():
+def test_a_loaders_thread_queries_events_under_its_own_device():
     """Under the first one, which it finds, the call would make a context there."""
     fake = DeviceTold()
     copies = CudaDevice(OTHER, api=fake)

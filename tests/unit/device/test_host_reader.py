@@ -16,7 +16,7 @@ LINKERS = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvJitLink
 
 @pytest.mark.skipif(not LINKERS, reason="needs the linker that comes with builds for CUDA")
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100"])
-def test_it_compiles(arch):
+def test_the_kernel_compiles(arch):
     linker = ctypes.CDLL(str(LINKERS[0]))
     handle, size = ctypes.c_void_p(), ctypes.c_size_t()
     options = (ctypes.c_char_p * 1)(f"-arch={arch}".encode())
@@ -29,7 +29,7 @@ def test_it_compiles(arch):
     assert size.value > 0
 
 
-def test_pytorch_loads_it_by_its_name_and_is_given_both_tensors(monkeypatch):
+def test_pytorch_loads_the_kernel_by_name_and_passes_both_tensors(monkeypatch):
     calls = []
     assert callable(torch.cuda._utils._cuda_load_module)
 

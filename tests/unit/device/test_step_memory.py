@@ -78,7 +78,7 @@ def test_nothing_is_said_before_a_step():
 
 
 @pytest.mark.parametrize(("size", "most"), [(8, 16), (40, 80), (60, 83), (83, 83), (90, 83)])
-def test_one_size_bounds_by_what_its_step_takes_and_by_its_double(written, size, most):
+def test_one_measured_size_limits_by_its_memory_and_by_its_double(written, size, most):
     assert follow(written, [size]).most == most
 
 
@@ -101,7 +101,7 @@ def test_a_size_that_was_seen_once_is_no_point_of_the_line(written):
     assert found.most == 40 + 336 // 12.5, "a line from the first step would give 56"
 
 
-def test_workers_of_a_device_share_what_is_left(written):
+def test_workers_of_a_device_share_the_remaining_memory(written):
     assert follow(written, [60], num_workers=2).most == 60 + (936 - 700) // 2 // 10
 
 
@@ -171,7 +171,7 @@ def test_shares_that_are_fixed_stay_whatever_is_measured(posing):
     assert set(pieces[0]) == {5}
 
 
-def test_a_size_without_room_for_a_graph_is_trained_eagerly_and_told_once(
+def test_a_size_without_room_for_a_graph_is_trained_eagerly_and_reported_once(
     posing, monkeypatch, caplog
 ):
     # 5 samples peak at 550 of 936 MiB: a second graph of such a step would take 450 more.
